@@ -1,0 +1,83 @@
+"""Build of the compiled kernels; all metadata is in setup.cfg.
+
+The extension uses libtorch's stable ABI and Python's limited API, so one build serves every
+torch from 2.11 and every Python from 3.10. Where it cannot be built (no torch in the build
+environment, no compiler), the package installs as pure Python and says so.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+TORCH_ABI = "0x020b000000000000"  # the oldest torch served, 2.11
+HERE = Path(__file__).parent
+
+
+def without_kernels(why):
+    print(
+        f"\ncaptum_ssm: building WITHOUT compiled kernels: {why}\n"
+        "captum_ssm: the PyTorch forms will be used, which are several times slower. To build the "
+        "kernels: pip install --no-build-isolation . (with torch >= 2.11 and a C++17 compiler)\n",
+        file=sys.stderr,
+    )
+
+
+def sources(folder, suffix):
+    # setuptools wants paths relative to setup.py.
+    return sorted(
+        str(p.relative_to(HERE)) for p in (HERE / "csrc" / folder).glob(f"*{suffix}")
+    )
+
+
+def extension():
+    """The arguments of setup() that build the kernels; none of them where that is impossible."""
+    if os.environ.get("CAPTUM_SSM_BUILD", "1") == "0":
+        without_kernels("CAPTUM_SSM_BUILD=0")
+        return {}
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        without_kernels(f"torch cannot be imported ({error})")
+        return {}
+
+    cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TORCH_ABI}"]
+    cxx += os.environ.get("CAPTUM_SSM_CXXFLAGS", "").split()
+    headers = sorted(str(p.relative_to(HERE)) for p in (HERE / "csrc").rglob("*.h"))
+    modules = [
+        cpp_extension.CppExtension(
+            "captum_ssm._C",
+            sources("cpu", ".cpp"),
+            depends=headers,
+            extra_compile_args={"cxx": cxx},
+            extra_link_args=os.environ.get("CAPTUM_SSM_LDFLAGS", "").split(),
+            py_limited_api=True,
+        )
+    ]
+    import torch
+
+    cuda = sources("cuda", ".cu")
+    if cuda and torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None:
+        common = ["-O3", "-std=c++17", f"-DTORCH_TARGET_VERSION={TORCH_ABI}", "-DUSE_CUDA"]
+        modules.append(
+            cpp_extension.CUDAExtension(
+                "captum_ssm._C_cuda",
+                cuda,
+                extra_compile_args={"cxx": [*common, "-fvisibility=hidden"], "nvcc": common},
+                py_limited_api=True,
+            )
+        )
+
+    class Build(cpp_extension.BuildExtension):
+        def run(self):
+            try:
+                super().run()
+            except Exception as error:
+                self.extensions = []  # so that nothing looks for files that were not built
+                without_kernels(f"the build failed ({error})")
+
+    return {"ext_modules": modules, "cmdclass": {"build_ext": Build}}
+
+
+setup(**extension())
