@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.installed.stamp
+
+.PHONY: demo test lint types notebooks check-cuda clean
+
+demo: $(STAMP)
+	$(BIN)/python tutorials/copying_demo.py --output out
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+notebooks: $(STAMP)
+	mkdir -p out/notebooks
+	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir out/notebooks tutorials/*.ipynb
+
+check-cuda:
+	bash csrc/check_cuda.sh
+
+# torch first: a build that finds no torch would fetch another one, with gigabytes of CUDA.
+$(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist out captum_ssm/*.so *.egg-info

@@ -1,0 +1,27 @@
+"""captum_ssm: attribution for state-space models and gated linear RNNs, as a Captum plugin."""
+
+from captum_ssm._errors import (
+    InputError,
+    ReconstructionError,
+    TargetError,
+    UnsupportedModelError,
+)
+from captum_ssm._hidden_attention import hidden_attention
+from captum_ssm.attr import MambaAttribution, MambaRollout, RawAttention
+from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FrozenMixer",
+    "InputError",
+    "MambaAttribution",
+    "MambaRollout",
+    "MixerCall",
+    "RawAttention",
+    "ReconstructionError",
+    "TargetError",
+    "UnsupportedModelError",
+    "hidden_attention",
+    "register_mixer",
+]

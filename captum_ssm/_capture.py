@@ -1,0 +1,216 @@
+"""Running the user's model once under nnsight and recording its mixers at their boundaries.
+
+The only file that imports nnsight. Mixers are never hooked inside: fused kernels and the scan
+functions of transformers bypass the inner modules, so everything inside is recomputed from a
+mixer's parameters and its recorded input.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from nnsight import Envoy, NNsight
+from torch import Tensor, nn
+
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm.mixers import MixerCall, find_adapter, registered
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one run of the model left behind.
+
+    Args:
+        output (Any): what ``forward_func`` returned.
+        calls (list of MixerCall): the mixers' calls, in forward order.
+        arguments (dict): the arguments the model's own ``forward`` was called with, by name
+            (empty where ``forward_func`` runs only a part of the model).
+    """
+
+    output: Any
+    calls: list[MixerCall]
+    arguments: dict[str, Any]
+
+    def with_gradients(self, target: Tensor) -> Capture:
+        """The same capture with each call's gradient of ``target`` (summed over the batch)."""
+        if not target.requires_grad:
+            raise ValueError(
+                "the target does not depend differentiably on the mixers' outputs: forward_func "
+                "detaches them or runs under torch.no_grad() itself. Let it return the model's "
+                "own output."
+            )
+        outputs = [call.output for call in self.calls]
+        wanted = [i for i, output in enumerate(outputs) if output.requires_grad]
+        found = torch.autograd.grad(
+            target.sum(), [outputs[i] for i in wanted], allow_unused=True, materialize_grads=True
+        )
+        gradients = {i: grad for i, grad in zip(wanted, found, strict=True)}
+        calls = [
+            replace(call, gradient=gradients.get(i, torch.zeros_like(call.output)))
+            for i, call in enumerate(self.calls)
+        ]
+        return replace(self, calls=calls)
+
+    def detached(self) -> Capture:
+        """The same capture without its autograd graph."""
+        return Capture(
+            _detach(self.output),
+            [
+                replace(
+                    call,
+                    args=_detach(call.args),
+                    kwargs=_detach(call.kwargs),
+                    result=_detach(call.result),
+                )
+                for call in self.calls
+            ],
+            self.arguments,
+        )
+
+
+def unwrap(model: nn.Module | Envoy) -> nn.Module:
+    """The torch module behind a model that may be wrapped by nnsight."""
+    return model._module if isinstance(model, Envoy) else model
+
+
+def is_model(value: Any) -> bool:
+    """Whether ``value`` is a torch module or an nnsight-wrapped one."""
+    return isinstance(value, (nn.Module, Envoy))
+
+
+def capture(
+    run: Callable[[], Any], model: nn.Module | Envoy, *, gradients: bool = False
+) -> Capture:
+    """Run ``run`` once, with every known mixer of ``model`` recorded at each of its calls.
+
+    Args:
+        run (Callable): calls the model on its inputs and returns what the model returned.
+        model (nn.Module or nnsight model): holds the mixers; wrapped by nnsight for the time
+            of the call where it is not yet.
+        gradients (bool, optional): keep the autograd graph, so that
+            :meth:`Capture.with_gradients` can be asked. Default: False
+
+    Raises:
+        UnsupportedModelError: the model holds no mixer that the registry knows, or the run
+            reached none.
+    """
+    grad_mode = torch.enable_grad if gradients else torch.no_grad
+    with torch.inference_mode(False), grad_mode(), _instrumented(model) as root:
+        envoys = [e for e in _outermost(root) if find_adapter(e._module) is not None]
+        if not envoys:
+            raise _unsupported(root._module)
+        output, visits, root_visits = _trace(root, envoys, run, gradients)
+        # Read after the run: nnsight's lazily loaded models get their real modules in it.
+        names = {module: path for path, module in root._module.named_modules()}
+        calls = [
+            MixerCall(names[envoy._module], envoy._module, args, kwargs, result)
+            for envoy, (args, kwargs), result in visits
+        ]
+        arguments = _bind(root._module, *root_visits[0]) if root_visits else {}
+    if not calls:
+        raise UnsupportedModelError(
+            f"forward_func did not reach any of the {len(envoys)} mixers of model="
+            f"{type(unwrap(model)).__name__}; pass the model that forward_func runs."
+        )
+    captured = Capture(output, calls, arguments)
+    return captured if gradients else captured.detached()
+
+
+def _trace(
+    root: Envoy, envoys: list[Envoy], run: Callable[[], Any], gradients: bool
+) -> tuple[Any, list[tuple[Envoy, Any, Any]], list[Any]]:
+    visits: list[tuple[Envoy, Any, Any]] = []
+    root_visits: list[Any] = []
+    results: list[Any] = []
+    with warnings.catch_warnings():
+        # An open `tracer.iter[:]` ends by outrunning the model, and says so each time.
+        warnings.filterwarnings("ignore", message=".*was never reached: the loop asked")
+        with root.trace(fn=run) as tracer:
+            with tracer.invoke():
+                for _ in tracer.iter[:]:
+                    root_visits.append(root.inputs)
+            for envoy in envoys:
+                with tracer.invoke():
+                    # One turn a visit: a block that several layers share is visited by each.
+                    for _ in tracer.iter[:]:
+                        inputs = envoy.inputs
+                        value = envoy.output
+                        if gradients and not _first(value).requires_grad:
+                            # A frozen model fed with ids has no graph: it starts here.
+                            value = _as_leaf(value)
+                            envoy.output = value
+                        visits.append((envoy, inputs, value))
+            with tracer.invoke():
+                results.append(tracer.result)
+    return results[0], visits, root_visits
+
+
+@contextmanager
+def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
+    # nnsight replaces the forward of every module it wraps, for good. A model that came
+    # without it leaves without it.
+    if isinstance(model, Envoy):
+        yield model
+        return
+    keys = ("forward", "__nnsight__")
+    before = [(m, {k: m.__dict__[k] for k in keys if k in m.__dict__}) for m in model.modules()]
+    try:
+        yield NNsight(model)
+    finally:
+        for module, kept in before:
+            for key in keys:
+                module.__dict__.pop(key, None)
+            module.__dict__.update(kept)
+
+
+def _outermost(root: Envoy) -> Iterator[Envoy]:
+    # Envoys in module order, not looking inside a mixer that was found.
+    yield root
+    if find_adapter(root._module) is None:
+        for child in root._children:
+            yield from _outermost(child)
+
+
+def _unsupported(model: nn.Module) -> UnsupportedModelError:
+    kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
+    shown = ", ".join(kinds[:30]) + (", ..." if len(kinds) > 30 else "")
+    return UnsupportedModelError(
+        f"{type(model).__name__} holds no token mixer that captum_ssm knows. Found: "
+        f"{shown or 'no submodules'}. Supported: {', '.join(registered())}. A new mixer is "
+        "taught with captum_ssm.register_mixer(module_type, freeze)."
+    )
+
+
+def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    except TypeError:  # a forward that hides its signature
+        return dict(kwargs)
+    named = dict(bound.arguments)
+    named.update(named.pop("kwargs", {}))
+    return named
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if isinstance(value, (tuple, list)) else value
+
+
+def _as_leaf(value: Any) -> Any:
+    leaf = _first(value).detach().clone().requires_grad_(True)
+    return type(value)([leaf, *value[1:]]) if isinstance(value, (tuple, list)) else leaf
+
+
+def _detach(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return value.detach()
+    if type(value) in (tuple, list):
+        return type(value)(_detach(v) for v in value)
+    if type(value) is dict:
+        return {k: _detach(v) for k, v in value.items()}
+    return value

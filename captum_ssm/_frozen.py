@@ -1,0 +1,497 @@
+"""From a model and an input to a frozen model: captured, checked, with its query and its target.
+
+Everything the methods share before they differ: running ``forward_func`` the way Captum does,
+finding the padding, the token whose row is explained and the score that is explained, and the
+reconstruction check.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._captum import format_additional_forward_args, select_targets
+from captum_ssm._capture import Capture, capture, is_model, unwrap
+from captum_ssm._errors import InputError, ReconstructionError, TargetError
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+
+# Largest error of a reconstruction, relative to the largest entry of the mixer's output. A
+# model in half precision rounds at every step; the frozen operator does not.
+TOLERANCE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-3,
+    torch.float16: 3e-2,
+    torch.bfloat16: 1.5e-1,
+}
+
+
+@dataclass(frozen=True)
+class FrozenLayer:
+    """One visited mixer: its recorded call and its frozen form.
+
+    Args:
+        name (str): the module's path; a module's later visits carry ``":1"``, ``":2"``, ...
+        call (MixerCall): what was recorded.
+        mixer (FrozenMixer): the operator read from it.
+    """
+
+    name: str
+    call: MixerCall
+    mixer: FrozenMixer
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model frozen at one input.
+
+    Args:
+        layers (list of FrozenLayer): its mixers, in forward order.
+        shape (tuple of int): (B, L).
+        mask (Tensor, optional): ``(B, L)``, 1 for tokens and 0 for padding. Default: None
+        query (Tensor, optional): ``(B, L)``, weights of the tokens whose rows are explained:
+            one token, or an even share of each where the model pools by mean. Default: None
+        score (Tensor, optional): ``(B,)``, the explained score, where gradients were asked.
+            Default: None
+    """
+
+    layers: list[FrozenLayer]
+    shape: tuple[int, int]
+    mask: Tensor | None = None
+    query: Tensor | None = None
+    score: Tensor | None = None
+
+    def require_query(self) -> Tensor:
+        """The query's weights, ``(B, L)``, of a model frozen with one."""
+        assert self.query is not None
+        return self.query
+
+    def from_layer(self, start: int) -> list[FrozenLayer]:
+        """The layers from index ``start`` (negative from the end) on."""
+        count = len(self.layers)
+        if not -count <= start < count:
+            raise ValueError(
+                f"start_layer is {start}; this model has {count} mixers, so 0 .. {count - 1} "
+                "is accepted."
+            )
+        return self.layers[start:]
+
+    def mask_matrix(self, matrix: Tensor) -> Tensor:
+        """``matrix (B, ..., L, L)`` with the rows and columns of padding set to zero."""
+        if self.mask is None:
+            return matrix
+        mask = self.mask.reshape(self.shape[0], *[1] * (matrix.dim() - 3), self.shape[1])
+        return matrix * mask[..., None] * mask[..., None, :]
+
+    def select(self, layers: int | str | Sequence[int | str] | None) -> list[FrozenLayer]:
+        """The layers named by index (negative from the end) or path; None for all."""
+        if layers is None:
+            return self.layers
+        wanted = [layers] if isinstance(layers, (int, str)) else list(layers)
+        by_name = {layer.name: i for i, layer in enumerate(self.layers)}
+        count = len(self.layers)
+        chosen = []
+        for item in wanted:
+            index = by_name.get(item) if isinstance(item, str) else item
+            if index is None or not -count <= index < count:
+                raise ValueError(
+                    f"layers holds {item!r}; this model has {count} mixers, to be named by "
+                    f"index 0 .. {count - 1} or by path: {', '.join(by_name)}."
+                )
+            chosen.append(self.layers[index])
+        return chosen
+
+
+def freeze(
+    forward_func: Callable[..., Any],
+    model: Any,
+    inputs: Tensor,
+    additional_forward_args: Any = None,
+    *,
+    position: Any = None,
+    target: Any = None,
+    query: bool = True,
+    gradients: bool = False,
+    check: bool = True,
+) -> FrozenModel:
+    """Run the model once and freeze every mixer it visits.
+
+    Args:
+        forward_func (Callable): what is explained.
+        model (nn.Module or nnsight model, optional): the model it runs, where it is not one.
+        inputs (Tensor): ids ``(B, L)``, embeddings ``(B, L, E)`` or images ``(B, C, H, W)``.
+        additional_forward_args (Any, optional): as in Captum; a dict is passed by keyword.
+        position (int or Tensor, optional): the query token; None for the model's own readout.
+        target (Any, optional): as in Captum; used only with ``gradients``.
+        query (bool, optional): find the token whose row is explained; not needed for whole
+            matrices. Default: True
+        gradients (bool, optional): also compute the gradient of the target's score with
+            respect to each mixer's output. Default: False
+        check (bool, optional): raise where a frozen mixer does not reproduce its output.
+            Default: True
+    """
+    model = resolve_model(forward_func, model)
+    check_inputs(inputs, model)
+    extra = _extra_arguments(additional_forward_args, inputs)
+
+    def run() -> Any:
+        return _call(forward_func, inputs, extra)
+
+    captured = capture(run, model, gradients=gradients)
+    B, L = _token_shape(captured.calls, inputs)
+    mask = _padding_mask(captured, B, L)
+    _check_finite(captured.calls)
+
+    weights = score = None
+    if query or gradients:
+        logits = extract_logits(captured.output)
+        if gradients:
+            target, position = _split_target(target, position, logits)
+        if position is None and not _is_per_token(logits):
+            weights = _probe_readout(captured if gradients else capture(run, model, gradients=True))
+        else:
+            weights = _query(position, B, L, mask, captured.calls[0])
+        if gradients:
+            score = _score(logits, target, weights)
+            captured = captured.with_gradients(score).detached()
+            score = score.detach()
+    with torch.no_grad():
+        layers = _freeze_calls(captured.calls)
+        if check:
+            for layer in layers:
+                check_reconstruction(layer, mask)
+    like = layers[0].mixer.values
+    return FrozenModel(
+        layers,
+        (B, L),
+        None if mask is None else mask.to(like.dtype),
+        None if weights is None else weights.to(like.dtype),
+        score,
+    )
+
+
+def resolve_model(forward_func: Any, model: Any) -> Any:
+    """The module or nnsight model whose mixers are explained."""
+    if model is None:
+        if is_model(forward_func):
+            return forward_func
+        raise ValueError(
+            f"forward_func is a {type(forward_func).__name__}, not a torch module, so the "
+            "model it runs is not known; pass it: Method(forward_func, model=model)."
+        )
+    if not is_model(model):
+        raise TypeError(
+            f"model is a {type(model).__name__}; accepted are a torch.nn.Module and an "
+            "nnsight-wrapped model."
+        )
+    return model
+
+
+def check_inputs(inputs: Any, model: Any) -> None:
+    """Raise unless ``inputs`` is one non-empty tensor of a form the library explains."""
+    accepted = (
+        "accepted are token ids (B, L) of an integer dtype, embeddings (B, L, E) and images "
+        "(B, C, H, W) of a floating dtype"
+    )
+    if not torch.is_tensor(inputs):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; {accepted}.")
+    shape = tuple(inputs.shape)
+    if inputs.dim() not in (2, 3, 4):
+        raise InputError(f"inputs has shape {shape}; {accepted}.")
+    if inputs.is_complex() or inputs.is_floating_point() != (inputs.dim() > 2):
+        kind = "ids" if inputs.dim() == 2 else "embeddings or images"
+        raise TypeError(
+            f"inputs has shape {shape}, so it holds {kind}, but its dtype is {inputs.dtype}; "
+            f"{accepted}."
+        )
+    if inputs.numel() == 0:
+        raise InputError(f"inputs is empty, of shape {shape}; give at least one token.")
+    if inputs.dim() == 2:
+        _check_ids(inputs, unwrap(model))
+
+
+def extract_logits(output: Any) -> Tensor:
+    """The tensor a model returns: itself, ``.logits``, or the first tensor it holds."""
+    if torch.is_tensor(output):
+        return output
+    logits = getattr(output, "logits", None)
+    if torch.is_tensor(logits):
+        return logits
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, (dict, tuple, list)):
+        for value in values:
+            if torch.is_tensor(value):
+                return value
+    raise TypeError(
+        f"forward_func returned a {type(output).__name__}; accepted are a tensor, a ModelOutput "
+        "with logits, or a tuple whose first tensor is explained."
+    )
+
+
+def check_reconstruction(layer: FrozenLayer, mask: Tensor | None) -> None:
+    """Raise `ReconstructionError` unless the frozen mixer reproduces the mixer's output."""
+    expected = layer.call.output
+    rebuilt = layer.mixer.output()
+    error = (rebuilt - expected.to(rebuilt.dtype)).abs().amax(-1)
+    size = expected.to(rebuilt.dtype).abs().amax(-1)
+    if mask is not None:
+        error, size = error * mask, size * mask
+    relative = (error.amax() / size.amax().clamp(min=1e-12)).item()
+    tolerance = TOLERANCE[expected.dtype]
+    if not relative <= tolerance:
+        raise ReconstructionError(
+            f"the frozen operator of {layer.name} ({type(layer.call.module).__name__}) does not "
+            f"reproduce its output: largest error {relative:.2e} of the largest entry, accepted "
+            f"is {tolerance:.0e} for {expected.dtype}. The mixer computes something this library "
+            "does not know (a variant, a patched kernel, a generation cache that is not empty); "
+            "register an adapter with register_mixer, or pass check=False to look at the "
+            "operator all the same."
+        )
+
+
+def _freeze_calls(calls: list[MixerCall]) -> list[FrozenLayer]:
+    layers: list[FrozenLayer] = []
+    visits: dict[str, int] = {}
+    for call in calls:
+        adapter = find_adapter(call.module)
+        assert adapter is not None
+        seen = visits.get(call.path, 0)
+        visits[call.path] = seen + 1
+        name = f"{call.path}:{seen}" if seen else call.path
+        layers.append(FrozenLayer(name, call, adapter(call)))
+    return layers
+
+
+def _call(forward_func: Callable[..., Any], inputs: Tensor, extra: Any) -> Any:
+    function = unwrap(forward_func) if is_model(forward_func) else forward_func
+    positional, named = extra
+    if inputs.is_inference():
+        inputs = inputs.clone()
+    if isinstance(function, nn.Module) and inputs.dim() == 3:
+        names = list(inspect.signature(function.forward).parameters)
+        if "inputs_embeds" in names and names[0] != "inputs_embeds":
+            # Embeddings go where a language model takes them, not where it takes ids.
+            named = {**dict(zip(names[1:], positional, strict=False)), **named}
+            return function(inputs_embeds=inputs, **named)
+    return function(inputs, *positional, **named)
+
+
+def _extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(extra, dict):
+        positional, named = (), dict(extra)
+    else:
+        positional, named = format_additional_forward_args(extra) or (), {}
+    for value in (*positional, *named.values()):
+        is_mask = torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point()
+        if is_mask and value.shape[0] not in (1, inputs.shape[0]):
+            raise InputError(
+                f"inputs has a batch of {inputs.shape[0]}, but additional_forward_args holds "
+                f"a tensor of shape {tuple(value.shape)}; give one row an example."
+            )
+    return positional, named
+
+
+def _check_ids(ids: Tensor, model: nn.Module) -> None:
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        table = find() if callable(find) else None
+    except (AttributeError, NotImplementedError):
+        return
+    size = getattr(table, "num_embeddings", None)
+    if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+        raise InputError(
+            f"inputs holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
+            f"has ids 0 .. {size - 1}."
+        )
+
+
+def _token_shape(calls: list[MixerCall], inputs: Tensor) -> tuple[int, int]:
+    shapes = {tuple(call.output.shape[:2]) for call in calls}
+    if len(shapes) > 1:
+        raise InputError(
+            f"the model's mixers work on different numbers of tokens, {sorted(shapes)}; a map "
+            "from input tokens to one query needs them to share one sequence."
+        )
+    B, L = shapes.pop()
+    if inputs.shape[0] != B or (inputs.dim() < 4 and inputs.shape[1] != L):
+        raise InputError(
+            f"inputs has shape {tuple(inputs.shape)}, but the mixers saw (batch, tokens) = "
+            f"{(B, L)}; forward_func has to pass each input token to the model as one token."
+        )
+    return B, L
+
+
+def _padding_mask(captured: Capture, B: int, L: int) -> Tensor | None:
+    mask = captured.arguments.get("attention_mask")
+    if not torch.is_tensor(mask):
+        masks = (call.token_mask() for call in captured.calls)
+        mask = next((m for m in masks if m is not None), None)
+    if mask is None or mask.dim() != 2 or tuple(mask.shape) != (B, L):
+        return None
+    empty = (mask != 0).sum(1) == 0
+    if bool(empty.any()):
+        raise InputError(
+            f"attention_mask marks no token in row {int(empty.nonzero()[0])}: an example of "
+            "padding only has nothing to explain; leave it out of the batch."
+        )
+    return (mask != 0).to(captured.calls[0].output.device)
+
+
+def _check_finite(calls: list[MixerCall]) -> None:
+    for call in calls:
+        if not bool(torch.isfinite(call.output).all()):
+            raise InputError(
+                f"the output of {call.path} holds NaN or Inf: look for them in the model's "
+                "weights or in the inputs, or run the model in a wider dtype."
+            )
+
+
+def _is_per_token(logits: Tensor) -> bool:
+    return logits.dim() == 3
+
+
+def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
+    if isinstance(position, bool):
+        raise TypeError("position is a bool; accepted are an int, a (B,) tensor and None.")
+    index = torch.as_tensor(position, device=device)
+    if index.is_floating_point() or index.dim() > 1:
+        raise TypeError(
+            f"position has dtype {index.dtype} and shape {tuple(index.shape)}; accepted are an "
+            "int, a (B,) integer tensor and None."
+        )
+    if index.dim() == 1 and index.shape[0] != B:
+        raise InputError(f"position has {index.shape[0]} entries for a batch of {B}.")
+    if bool(((index < -L) | (index >= L)).any()):
+        raise InputError(
+            f"position is {index.tolist()}, outside the sequence: it has {L} tokens, so 0 .. "
+            f"{L - 1} (or -{L} .. -1 from the end) is accepted."
+        )
+    return (index % L).expand(B)
+
+
+def _query(position: Any, B: int, L: int, mask: Tensor | None, call: MixerCall) -> Tensor:
+    device = call.output.device
+    if position is not None:
+        index = _positions(position, B, L, device)
+        if mask is not None and not bool(mask.gather(1, index[:, None]).all()):
+            raise InputError(
+                f"position {index.tolist()} falls on padding in at least one example; "
+                "attention_mask marks the tokens that can be asked."
+            )
+    elif mask is not None:
+        places = torch.arange(L, device=device)
+        index = torch.where(mask, places, -1).amax(1)
+    else:
+        index = torch.full((B,), L - 1, device=device)
+    return nn.functional.one_hot(index, L).to(call.dtype)
+
+
+def _probe_readout(captured: Capture) -> Tensor:
+    # Which tokens a pooled output is read from: those on which it depends through the last
+    # mixer, everything behind which works on one token at a time. A fixed random direction,
+    # so that no symmetry of the head cancels.
+    logits, last = extract_logits(captured.output), captured.calls[-1].output
+    generator = torch.Generator().manual_seed(0)
+    shape = logits.shape[1:] if logits.dim() > 0 else logits.shape
+    direction = torch.randn(shape, generator=generator).to(logits)
+    energy = None
+    if logits.requires_grad and last.requires_grad:
+        (gradient,) = torch.autograd.grad(
+            (logits * direction).sum(), last, retain_graph=True, allow_unused=True
+        )
+        energy = None if gradient is None else gradient.float().norm(dim=-1)
+    if energy is None or not bool((energy.amax(1) > 0).all()):
+        raise ValueError(
+            "the token that the model reads its output from could not be found; pass position="
+        )
+    support = (energy > 1e-6 * energy.amax(1, keepdim=True)).to(energy.dtype)
+    return support / support.sum(1, keepdim=True)
+
+
+def _split_target(target: Any, position: Any, logits: Tensor) -> tuple[Any, Any]:
+    # For logits (B, L, V) a tuple (position, token) sets both; per example, in a list.
+    if not _is_per_token(logits):
+        return target, position
+    pairs = None
+    if isinstance(target, tuple) and len(target) == 2:
+        pairs = [target] * logits.shape[0]
+    elif isinstance(target, list) and target and all(isinstance(t, tuple) for t in target):
+        _check_count(len(target), logits.shape[0])
+        pairs = target
+    if pairs is None:
+        return target, position
+    if any(len(pair) != 2 for pair in pairs):
+        raise TargetError(f"target is {target!r}; a tuple names (position, token).")
+    if position is not None:
+        raise TargetError(
+            f"target is {target!r}, which names the position, and position={position!r} was "
+            "given too; give one of them."
+        )
+    return [int(t) for _, t in pairs], torch.tensor([int(p) for p, _ in pairs])
+
+
+def _check_count(given: int, batch: int) -> None:
+    if given != batch:
+        raise TargetError(f"target has {given} entries for a batch of {batch}.")
+
+
+def _score(logits: Tensor, target: Any, query: Tensor) -> Tensor:
+    """The explained score of each example, ``(B,)``."""
+    B = query.shape[0]
+    if not _is_per_token(logits):
+        return _captum_score(logits, target, B)
+    if target is None:
+        raise TargetError(
+            f"the model returns logits of shape {tuple(logits.shape)} and no target was given; "
+            "pass a token id, one id an example, or (position, token)."
+        )
+    vocabulary = logits.shape[-1]
+    token = _as_tokens(target, logits)
+    if bool(((token < -vocabulary) | (token >= vocabulary)).any()):
+        raise TargetError(
+            f"target is {token.tolist()}, outside the vocabulary: ids 0 .. {vocabulary - 1} are "
+            "accepted."
+        )
+    # A model may return the logits of its last tokens only.
+    row = query.argmax(1).to(logits.device) - (query.shape[1] - logits.shape[1])
+    if bool((row < 0).any()):
+        raise InputError(
+            f"the model returned logits for its last {logits.shape[1]} of {query.shape[1]} "
+            "tokens, and the position asked for is before them."
+        )
+    return logits[torch.arange(B, device=logits.device), row, token % vocabulary]
+
+
+def _as_tokens(target: Any, logits: Tensor) -> Tensor:
+    try:
+        token = torch.as_tensor(target, device=logits.device)
+    except (TypeError, ValueError, RuntimeError):
+        token = torch.empty(0)
+    if token.is_floating_point() or token.dtype == torch.bool or token.dim() > 1:
+        raise TargetError(
+            f"target is {target!r}; for logits of shape {tuple(logits.shape)} accepted are a "
+            "token id, one id an example (list or 1-D tensor), or (position, token)."
+        )
+    if token.dim() == 1 and token.numel() > 1:
+        _check_count(token.numel(), logits.shape[0])
+    return token.reshape(-1).expand(logits.shape[0])
+
+
+def _captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
+    try:
+        score = select_targets(logits, target)
+    except (AssertionError, IndexError, RuntimeError) as error:
+        raise TargetError(
+            f"target is {target!r}, which does not select one value per example of the output "
+            f"of shape {tuple(logits.shape)}: {error}"
+        ) from error
+    if score.numel() not in (1, B):
+        raise TargetError(
+            f"the output has shape {tuple(logits.shape)} and target is {target!r}, which leaves "
+            f"{tuple(score.shape)}; a target has to select one value per example."
+        )
+    return score.reshape(-1)

@@ -1,0 +1,110 @@
+"""The researchers' side door: the implicit attention matrices themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm._frozen import FrozenModel, freeze
+from captum_ssm.attr._base import single_input
+from captum_ssm.mixers import check_components
+from captum_ssm.operators import REDUCTIONS
+
+
+def hidden_attention(
+    model: Any,
+    inputs: Any,
+    *,
+    layers: int | str | Sequence[int | str] | None = None,
+    formulation: str = "hidden",
+    components: Iterable[str] | None = None,
+    reduction: str | None = None,
+    rows: int | Sequence[int] | Tensor | None = None,
+    additional_forward_args: Any = None,
+    check: bool = True,
+) -> dict[str, Tensor]:
+    r"""The implicit attention matrices of a model's mixers at one input.
+
+    Args:
+        model (nn.Module or nnsight model): holds the mixers.
+        inputs (Tensor or tuple of one Tensor): token ids ``(B, L)``, embeddings ``(B, L, E)``
+            or images ``(B, C, H, W)``.
+        layers (int, str or sequence, optional): mixers by index (negative from the end) or
+            module path; None for all. Default: None
+        formulation (str, optional): ``"hidden"``, the recurrence alone (Ali et al., eq. 13;
+            acts on the activated convolution), or ``"unified"``, the whole mixer up to its
+            output projection (Zimerman et al., eq. 9; acts on the input of the convolution).
+            Default: ``"hidden"``
+        components (iterable of str, optional): what ``"unified"`` folds in, any of ``"conv"``,
+            ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for all but the skip, as
+            in the paper. Default: None
+        reduction (str, optional): ``"mean"``, ``"max"``, ``"min"`` or ``"prod"`` over the
+            maps; None keeps them. Default: None
+        rows (int, sequence or Tensor, optional): the query tokens wanted, an int, ``(R,)`` or
+            ``(B, R)`` (negative from the end); None for all. Default: None
+        additional_forward_args (Any, optional): further arguments of the model, as in Captum;
+            a dict is passed by keyword. Default: None
+        check (bool, optional): compare each frozen mixer with what it really returned.
+            Default: True
+
+    Returns:
+        dict of str to Tensor: by module path, in forward order, ``(B, M, R, L)`` with one map
+        per channel or head, or ``(B, R, L)`` with a reduction. Entry ``[..., i, j]`` is the
+        weight of token j in the output at token i; zero on padding. A module's later visits, in
+        models that share one between layers, carry ``":1"``, ``":2"``, ...
+
+    Raises:
+        ValueError: for an unsupported model (:class:`~captum_ssm.UnsupportedModelError`), a
+            mixer that is not reproduced (:class:`~captum_ssm.ReconstructionError`), or
+            arguments that are not accepted.
+        TypeError: for inputs of a wrong type or dtype.
+
+    Examples::
+
+        >>> maps = hidden_attention(model, input_ids, layers=-1, reduction="mean")
+        >>> [(path, m.shape) for path, m in maps.items()]
+    """
+    check_components(formulation, components)
+    if reduction is not None and reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; accepted are {REDUCTIONS} and None.")
+    frozen = freeze(
+        model, None, single_input(inputs), additional_forward_args, query=False, check=check
+    )
+    maps = {}
+    with torch.no_grad():
+        for layer in frozen.select(layers):
+            operator = layer.mixer.operator(formulation, components)
+            if rows is None:
+                maps[layer.name] = frozen.mask_matrix(operator.matrix(reduction))
+            else:
+                index = _row_index(rows, frozen)
+                found = operator.rows(index, reduction)
+                maps[layer.name] = _mask_rows(found, index, frozen)
+    return maps
+
+
+def _row_index(rows: int | Sequence[int] | Tensor, frozen: FrozenModel) -> Tensor:
+    B, L = frozen.shape
+    index = torch.as_tensor(rows, device=frozen.layers[0].call.output.device)
+    if index.is_floating_point() or index.dtype == torch.bool or index.dim() > 2:
+        raise TypeError(f"rows is {rows!r}; accepted are an int, (R,) or (B, R) integers.")
+    if index.numel() == 0 or (index.dim() == 2 and index.shape[0] != B):
+        raise ValueError(
+            f"rows has shape {tuple(index.shape)}; accepted are an int, (R,) and ({B}, R)."
+        )
+    if bool(((index < -L) | (index >= L)).any()):
+        raise ValueError(
+            f"rows holds {index.tolist()}, outside the sequence: it has {L} tokens, so 0 .. "
+            f"{L - 1} (or -{L} .. -1 from the end) is accepted."
+        )
+    return (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
+
+
+def _mask_rows(found: Tensor, index: Tensor, frozen: FrozenModel) -> Tensor:
+    if frozen.mask is None:
+        return found
+    masks = frozen.mask.gather(1, index)[..., None] * frozen.mask[:, None, :]  # (B, R, L)
+    return found * (masks if found.dim() == 3 else masks[:, None])

@@ -1,0 +1,16 @@
+"""The attribution methods, one a file."""
+
+from captum_ssm.attr._base import TokenAttribution
+from captum_ssm.attr._maps import MapChoices, MapOptions
+from captum_ssm.attr.mamba_attribution import MambaAttribution
+from captum_ssm.attr.raw_attention import RawAttention
+from captum_ssm.attr.rollout import MambaRollout
+
+__all__ = [
+    "MambaAttribution",
+    "MambaRollout",
+    "MapChoices",
+    "MapOptions",
+    "RawAttention",
+    "TokenAttribution",
+]

@@ -1,0 +1,91 @@
+"""What the methods share: their construction, and relevance in the shape of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from captum_ssm._captum import Attribution, format_output, format_tensor_into_tuples, is_tuple
+from captum_ssm._frozen import FrozenModel, freeze
+
+
+class TokenAttribution(Attribution):
+    """Base of the methods of this library: an attribution of one output to the input's tokens.
+
+    Args:
+        forward_func (nn.Module, nnsight model or Callable): what is explained.
+        model (nn.Module or nnsight model, optional): the model that ``forward_func`` runs;
+            required where ``forward_func`` is a plain callable. Default: None
+        check (bool, optional): compare each frozen mixer with what the mixer really returned,
+            and raise :class:`~captum_ssm.ReconstructionError` where they differ. Default: True
+    """
+
+    def __init__(
+        self, forward_func: Callable[..., Any], model: Any = None, *, check: bool = True
+    ) -> None:
+        super().__init__(forward_func)
+        self.model = model
+        self.check = check
+
+    def _freeze(
+        self,
+        inputs: Any,
+        additional_forward_args: Any,
+        position: Any,
+        *,
+        target: Any = None,
+        query: bool = True,
+        gradients: bool = False,
+    ) -> FrozenModel:
+        return freeze(
+            self.forward_func,
+            self.model,
+            single_input(inputs),
+            additional_forward_args,
+            position=position,
+            target=target,
+            query=query,
+            gradients=gradients,
+            check=self.check,
+        )
+
+    def _no_delta(self, return_convergence_delta: bool) -> None:
+        if return_convergence_delta:
+            raise ValueError(
+                f"{self.get_name()} is not a decomposition of the output, so it has no "
+                "convergence delta; leave return_convergence_delta at False."
+            )
+
+
+def single_input(inputs: Any) -> Any:
+    """The one tensor of ``inputs``, a tensor or a 1-tuple."""
+    if is_tuple(inputs):
+        if len(inputs) != 1:
+            raise ValueError(
+                f"inputs is a tuple of {len(inputs)}; accepted are one tensor and a tuple of "
+                "one. What else the model takes goes into additional_forward_args."
+            )
+        return inputs[0]
+    return inputs
+
+
+def format_attributions(relevance: Tensor, frozen: FrozenModel, inputs: Any) -> Any:
+    """Token relevance ``(B, L)`` in the shape of the input, zero on padding.
+
+    Where the input has feature axes the relevance is spread evenly over them, so that summing
+    them gives the token's relevance back.
+    """
+    if frozen.mask is not None:
+        relevance = relevance * frozen.mask
+    tensor = single_input(inputs)
+    if tensor.dim() == 3:
+        width = tensor.shape[-1]
+        relevance = (relevance / width)[..., None].expand(-1, -1, width).contiguous()
+    elif tensor.dim() == 4:
+        raise ValueError(
+            f"inputs has shape {tuple(tensor.shape)}: the model's patch grid is not known, so "
+            "token relevance can't be placed on pixels; explain the patch embeddings instead."
+        )
+    return format_output(is_tuple(inputs), format_tensor_into_tuples(relevance.detach()))

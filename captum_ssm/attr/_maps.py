@@ -1,0 +1,227 @@
+r"""From per-channel operators to one map a layer, and from maps to a row of relevance.
+
+A layer's map is :math:`M = f(g \odot \mathrm{red}_d[\alpha^d])`: the channels reduced, rows
+scaled by a gradient where a method has one, then the published choices f. Rows of it are summed
+(raw attention) or carried through the layers (rollout). Wherever f leaves M linear in the
+operator a row costs linear time and no ``(L, L)`` tensor exists; else it is built in row tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from captum_ssm._frozen import FrozenLayer
+from captum_ssm.operators import REDUCTIONS, TokenOperator
+
+SIGNS = (None, "clamp", "absolute")
+
+
+class MapChoices(TypedDict, total=False):
+    """The keyword arguments of the methods that are fields of :class:`MapOptions`."""
+
+    reduction: str
+    sign: str | None
+    discard_ratio: float
+    min_max: bool
+    normalize_rows: bool
+
+
+@dataclass(frozen=True)
+class MapOptions:
+    """The published choices of how an attention map is made (see the methods' pages).
+
+    Args:
+        formulation (str, optional): ``"hidden"`` or ``"unified"``. Default: ``"hidden"``
+        components (iterable of str, optional): for ``"unified"``. Default: None
+        reduction (str, optional): over channels: ``"mean"``, ``"max"``, ``"min"``, ``"prod"``.
+            Default: ``"mean"``
+        sign (str, optional): ``"clamp"`` drops negative entries, ``"absolute"`` drops signs.
+            Default: None
+        discard_ratio (float, optional): share of the nonzero entries of each map, the smallest
+            by magnitude, that is set to zero. Default: 0.0
+        min_max (bool, optional): rescale the nonzero entries of each map to [0, 1].
+            Default: False
+        normalize_rows (bool, optional): divide each row, with the residual's identity where
+            there is one, by its sum. Default: False
+    """
+
+    formulation: str = "hidden"
+    components: Iterable[str] | None = None
+    reduction: str = "mean"
+    sign: str | None = None
+    discard_ratio: float = 0.0
+    min_max: bool = False
+    normalize_rows: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is {self.reduction!r}; accepted are {REDUCTIONS}.")
+        if self.sign not in SIGNS:
+            raise ValueError(f"sign is {self.sign!r}; accepted are {SIGNS}.")
+        if not 0 <= self.discard_ratio < 1:
+            raise ValueError(f"discard_ratio is {self.discard_ratio}; accepted is 0 <= r < 1.")
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether a map is linear in its operator, so that a row costs linear time."""
+        return self.reduction == "mean" and self.sign is None and not self.is_global
+
+    @property
+    def is_global(self) -> bool:
+        """Whether an entry depends on the whole map, so that all of it has to exist."""
+        return self.discard_ratio > 0 or self.min_max
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """One layer's map M, ``(B, L, L)``, that never has to exist.
+
+    Args:
+        operator (TokenOperator): the layer's operator.
+        options (MapOptions): how M is made from it.
+        row_scale (Tensor, optional): ``(B, L)``, the gradient that scales rows. Default: None
+        mask (Tensor, optional): ``(B, L)``, zero for the columns of padding. Default: None
+    """
+
+    operator: TokenOperator
+    options: MapOptions
+    row_scale: Tensor | None = None
+    mask: Tensor | None = None
+    tile: int = 256
+
+    def matrix(self) -> Tensor:
+        """M, ``(B, L, L)``, before row normalisation."""
+        L = self.operator.length
+        return self._transform(self._reduced_rows(0, L), slice(0, L))
+
+    def vecmat(self, w: Tensor) -> Tensor:
+        """w^T M for ``w (B, L)``: ``(B, L)``."""
+        options, operator = self.options, self.operator
+        if options.is_linear:
+            row = operator.vecmat(w if self.row_scale is None else w * self.row_scale, "mean")
+            return row if self.mask is None else row * self.mask
+        if options.is_global:
+            return torch.einsum("bi,bij->bj", w, self.matrix())
+        asked = (w != 0).any(0).nonzero()[:, 0]
+        if asked.numel() <= 8:
+            index = asked.expand(w.shape[0], -1)
+            rows = self._transform(operator.rows(index, options.reduction), asked)
+            return torch.einsum("bi,bij->bj", w[:, asked], rows)
+        out = torch.zeros_like(w)
+        end = int(asked[-1]) + 1
+        for start in range(int(asked[0]), end, self.tile):
+            at = slice(start, min(end, start + self.tile))
+            rows = self._transform(self._reduced_rows(at.start, at.stop), at)
+            out += torch.einsum("bi,bij->bj", w[:, at], rows)
+        return out
+
+    def row_sums(self) -> Tensor:
+        """Row sums of M, ``(B, L)``."""
+        if self.options.is_linear:
+            sums = self.operator.row_sums(self.mask)
+            return sums if self.row_scale is None else sums * self.row_scale
+        if self.options.is_global:
+            return self.matrix().sum(-1)
+        L, parts = self.operator.length, []
+        for start in range(0, L, self.tile):
+            at = slice(start, min(L, start + self.tile))
+            parts.append(self._transform(self._reduced_rows(at.start, at.stop), at).sum(-1))
+        return torch.cat(parts, 1)
+
+    def _reduced_rows(self, start: int, stop: int) -> Tensor:
+        if self.options.reduction == "mean":
+            return self.operator.row_tile(start, stop)
+        index = torch.arange(start, stop, device=self.operator.device)
+        return self.operator.rows(index.expand(self.operator.batch, -1), self.options.reduction)
+
+    def _transform(self, rows: Tensor, at: slice | Tensor) -> Tensor:
+        options = self.options
+        if self.row_scale is not None:
+            rows = rows * self.row_scale[:, at, None]
+        if self.mask is not None:
+            rows = rows * self.mask[:, None, :]
+        if options.sign == "clamp":
+            rows = rows.clamp(min=0)
+        elif options.sign == "absolute":
+            rows = rows.abs()
+        if options.discard_ratio:
+            rows = torch.stack([_discard(m, options.discard_ratio) for m in rows])
+        if options.min_max:
+            rows = torch.stack([_min_max(m) for m in rows])
+        return rows
+
+
+def layer_maps(
+    layers: Sequence[FrozenLayer],
+    options: MapOptions,
+    mask: Tensor | None = None,
+    *,
+    gradients: bool = False,
+) -> list[LayerMap]:
+    """The maps of some layers; with ``gradients``, rows scaled by the mean gradient (eq. 24)."""
+    maps = []
+    for layer in layers:
+        operator = layer.mixer.operator(options.formulation, options.components)
+        scale = None
+        if gradients:
+            assert layer.call.gradient is not None
+            scale = layer.mixer.mean_gated_gradient(layer.call.gradient)
+        maps.append(LayerMap(operator, options, scale, mask))
+    return maps
+
+
+def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
+    """The query's row, averaged over layers: ``(B, L)``."""
+    total = torch.zeros_like(query)
+    for m in maps:
+        total += m.vecmat(query / m.row_sums() if m.options.normalize_rows else query)
+    return total / len(maps)
+
+
+def rollout_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
+    r"""The query's row of :math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L)``."""
+    w = query
+    for m in reversed(maps):
+        if m.options.normalize_rows:
+            w = w / (1 + m.row_sums())
+        w = w + m.vecmat(w)
+    return w
+
+
+def rollout_matrix(maps: Sequence[LayerMap]) -> Tensor:
+    r""":math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L, L)``."""
+    rho: Tensor | None = None
+    for m in maps:
+        beta = m.matrix()
+        beta.diagonal(dim1=-2, dim2=-1).add_(1)
+        if m.options.normalize_rows:
+            beta = beta / beta.sum(-1, keepdim=True)
+        rho = beta if rho is None else beta @ rho
+    assert rho is not None
+    return rho
+
+
+def _discard(matrix: Tensor, ratio: float) -> Tensor:
+    size = matrix.abs()
+    nonzero = size[size > 0]
+    if nonzero.numel() == 0:
+        return matrix
+    dropped = int(ratio * nonzero.numel())
+    if dropped == 0:
+        return matrix
+    threshold = nonzero.kthvalue(dropped).values
+    return torch.where(size > threshold, matrix, torch.zeros_like(matrix))
+
+
+def _min_max(matrix: Tensor) -> Tensor:
+    support = matrix != 0
+    if not bool(support.any()):
+        return matrix
+    values = matrix[support]
+    low, high = values.min(), values.max()
+    return torch.where(support, (matrix - low) / (high - low).clamp(min=1e-12), 0)

@@ -1,0 +1,101 @@
+"""Attention rollout through Mamba layers (Ali et al., 2025, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from captum_ssm._captum import TargetType, log_usage
+from captum_ssm.attr._base import TokenAttribution, format_attributions
+from captum_ssm.attr._maps import (
+    MapChoices,
+    MapOptions,
+    layer_maps,
+    rollout_matrix,
+    rollout_row,
+)
+
+
+class MambaRollout(TokenAttribution):
+    r"""Attention rollout: the layers' hidden attention, multiplied up with the residual stream.
+
+    .. math::
+        \rho = \prod_{\lambda = 1}^{\Lambda} \big(I + \mathbb{E}_d[\alpha^{\lambda, d}]\big),
+
+    the latest layer leftmost, read at the query's row (Ali et al.,
+    `The Hidden Attention of Mamba Models <https://arxiv.org/abs/2403.01590>`_, eq. 21-22).
+    Class-agnostic: ``target`` is accepted and ignored. The row is carried backwards through the
+    layers, one reversed scan each, in time linear in the sequence and without a matrix.
+
+    Args:
+        forward_func (nn.Module, nnsight model or Callable): what is explained.
+        model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
+            where it is a plain callable. Default: None
+        check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
+
+    Examples::
+
+        >>> relevance = MambaRollout(model).attribute(input_ids)  # (B, L)
+    """
+
+    @log_usage()
+    def attribute(
+        self,
+        inputs: Any,
+        target: TargetType = None,
+        additional_forward_args: Any = None,
+        *,
+        position: Any = None,
+        start_layer: int = 0,
+        return_convergence_delta: bool = False,
+        **options: Unpack[MapChoices],
+    ) -> Any:
+        r"""Relevance of each input token.
+
+        Args:
+            inputs (Tensor or tuple of one Tensor): token ids ``(B, L)``, embeddings
+                ``(B, L, E)`` or images ``(B, C, H, W)``.
+            target (optional): ignored. Default: None
+            additional_forward_args (Any, optional): further arguments of ``forward_func``, as
+                in Captum; a dict is passed by keyword. Default: None
+            position (int or Tensor, optional): the token whose row is explained, an int or
+                ``(B,)``; None for the one the model reads its output from. Default: None
+            start_layer (int, optional): the first layer of the product. Default: 0
+            return_convergence_delta (bool, optional): must be False. Default: False
+            **options: how a layer's map is made from its channels (``reduction``, ``sign``,
+                ``discard_ratio``, ``min_max``, ``normalize_rows``); see
+                :class:`~captum_ssm.attr.MapOptions`.
+
+        Returns:
+            Tensor or tuple of one Tensor: of the shape of ``inputs``; zero on padding.
+
+        Raises:
+            ValueError: for inputs, a position or options that are not accepted, an unsupported
+                model, or a mixer whose frozen operator does not reproduce its output.
+            TypeError: for inputs of a wrong type or dtype.
+        """
+        self._no_delta(return_convergence_delta)
+        frozen = self._freeze(inputs, additional_forward_args, position)
+        with torch.no_grad():
+            maps = layer_maps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
+            return format_attributions(rollout_row(maps, frozen.require_query()), frozen, inputs)
+
+    def rollout(
+        self,
+        inputs: Any,
+        additional_forward_args: Any = None,
+        *,
+        start_layer: int = 0,
+        **options: Unpack[MapChoices],
+    ) -> Tensor:
+        r"""The whole product :math:`\rho`, every token a query: ``(B, L, L)``.
+
+        The arguments are those of :meth:`attribute`.
+        """
+        frozen = self._freeze(inputs, additional_forward_args, None, query=False)
+        with torch.no_grad():
+            maps = layer_maps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
+            return frozen.mask_matrix(rollout_matrix(maps))

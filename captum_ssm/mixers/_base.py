@@ -1,0 +1,284 @@
+"""What an adapter is given (a `MixerCall`), what it returns (a `FrozenMixer`), and the registry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm.operators import TokenOperator
+from captum_ssm.operators.diagonal import causal_conv
+
+COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
+PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
+FORMULATIONS = ("hidden", "unified")
+
+
+@dataclass(frozen=True)
+class MixerCall:
+    """One visit of the forward pass to a mixer module, recorded at the module's boundary.
+
+    Args:
+        path (str): the module's name in the model.
+        module (nn.Module): the mixer.
+        args (tuple): positional arguments of its forward.
+        kwargs (dict): keyword arguments of its forward.
+        result (Any): what its forward returned.
+        gradient (Tensor, optional): gradient of the target with respect to ``output``,
+            ``(B, L, E)``. Default: None
+    """
+
+    path: str
+    module: Any  # an nn.Module; adapters read attributes of its class
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    gradient: Tensor | None = None
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the call by the names in the module's ``forward``."""
+        bound = inspect.signature(type(self.module).forward).bind(
+            self.module, *self.args, **self.kwargs
+        )
+        named = dict(bound.arguments)
+        named.update(named.pop("kwargs", {}))
+        return named
+
+    @property
+    def output(self) -> Tensor:
+        """The mixed tokens ``(B, L, E)``: the result, or its first element."""
+        result = self.result
+        return result[0] if isinstance(result, (tuple, list)) else result
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to work in: float64 where the mixer's output is, else float32."""
+        return torch.float64 if self.output.dtype == torch.float64 else torch.float32
+
+    def tokens(self, name: str = "hidden_states") -> Tensor:
+        """The tokens ``(B, L, E)`` that entered the mixer, in the working dtype."""
+        value = self.arguments.get(name)
+        if value is None:
+            value = next(a for a in (*self.args, *self.kwargs.values()) if torch.is_tensor(a))
+        return value.detach().to(self.dtype)
+
+    def token_mask(self, name: str = "attention_mask") -> Tensor | None:
+        """The ``(B, L)`` padding mask the mixer was given, in the working dtype, or None."""
+        mask = self.arguments.get(name)
+        if not torch.is_tensor(mask) or mask.dim() != 2:
+            return None
+        return mask.to(self.output.device, self.dtype)
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """``layer(x)`` in the working dtype; a layer without plain weights computes in its own."""
+        weight = getattr(layer, "weight", None)
+        if isinstance(layer, nn.Linear) and weight is not None and weight.is_floating_point():
+            bias = None if layer.bias is None else layer.bias.detach().to(self.dtype)
+            return F.linear(x, weight.detach().to(self.dtype), bias)
+        return layer(x.to(self.output.dtype)).to(self.dtype)
+
+    def parameter(self, value: Tensor) -> Tensor:
+        """A parameter, detached, in the working dtype."""
+        return value.detach().to(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenMixer:
+    r"""A token mixer frozen at one input: what acts on what, and in which order.
+
+    .. math::
+        y = W_{out}\, \big(n \odot g \odot (\alpha v + s \odot v)\big) + b_{out}, \qquad
+        v = \sigma \odot (\mathrm{conv}(u) + b_{conv})
+
+    Args:
+        recurrence (TokenOperator): :math:`\alpha`.
+        values (Tensor): v, ``(B, L, D)``, what the recurrence acts on.
+        out_proj (Callable): maps the gated output ``(B, L, D)`` to the mixer's ``(B, L, E)``.
+        out_weight (Tensor): ``(E, D)``, the weight of ``out_proj``.
+        skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. Default: None
+        conv (Tensor, optional): taps ``(D, K)`` as in :class:`torch.nn.Conv1d`. Default: None
+        activation (Tensor, optional): :math:`\sigma`, ``(B, L, D)``: for SiLU the sigmoid of
+            its argument, times the padding mask. Default: None
+        gate (Tensor, optional): g, ``(B, L, D)``. Default: None
+        norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
+    """
+
+    recurrence: TokenOperator
+    values: Tensor
+    out_proj: Callable[[Tensor], Tensor] = field(repr=False)
+    out_weight: Tensor = field(repr=False)
+    skip: Tensor | None = None
+    conv: Tensor | None = None
+    activation: Tensor | None = None
+    gate: Tensor | None = None
+    norm: Tensor | None = None
+
+    def operator(
+        self, formulation: str = "hidden", components: Iterable[str] | None = None
+    ) -> TokenOperator:
+        """The operator whose maps are the implicit attention.
+
+        Args:
+            formulation (str, optional): ``"hidden"``: the recurrence alone (Ali et al., eq. 13),
+                acting on ``values``. ``"unified"``: the whole mixer up to its output
+                projection (Zimerman et al., eq. 9), acting on the input of the convolution.
+                Default: ``"hidden"``
+            components (iterable of str, optional): which parts ``"unified"`` folds in, any of
+                ``"conv" "activation" "gate" "norm" "skip"``. None is the papers' choice, all
+                but the skip. Default: None
+
+        Raises:
+            ValueError: for an unknown formulation or component, or components without
+                ``"unified"``.
+        """
+        chosen = check_components(formulation, components)
+        if formulation == "hidden":
+            return self.recurrence
+        return self.recurrence.compose(
+            left=_times(self.gate, self.norm, chosen, ("gate", "norm")),
+            skip=self.skip if "skip" in chosen else None,
+            right=self.activation if "activation" in chosen else None,
+            conv=self.conv if "conv" in chosen else None,
+        )
+
+    def gated_output(self) -> Tensor:
+        """The input of the output projection, ``(B, L, D)``, by way of the operator."""
+        y = self.recurrence.apply(self.values)
+        if self.skip is not None:
+            y = y + self.skip * self.values
+        for factor in (self.gate, self.norm):
+            if factor is not None:
+                y = y * factor
+        return y
+
+    def output(self) -> Tensor:
+        """What the mixer returns, ``(B, L, E)``, by way of the operator."""
+        return self.out_proj(self.gated_output())
+
+    def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
+        """The channel mean of the gradient at the gated output, ``(B, L)``.
+
+        Args:
+            gradient (Tensor): at the mixer's output, ``(B, L, E)``. It is pulled back through
+                the output projection, which needs no hook inside a fused kernel.
+        """
+        return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
+
+
+def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...]:
+    """The chosen components, or a ValueError that says what is accepted."""
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"formulation is {formulation!r}; accepted are {FORMULATIONS}.")
+    if components is None:
+        return PAPER_COMPONENTS
+    if formulation == "hidden":
+        raise ValueError(
+            "components were given with formulation='hidden', which is the recurrence alone; "
+            "pass formulation='unified' to choose components."
+        )
+    chosen = (components,) if isinstance(components, str) else tuple(components)
+    unknown = [c for c in chosen if c not in COMPONENTS]
+    if unknown:
+        raise ValueError(f"components holds {unknown}; accepted are {COMPONENTS}.")
+    return chosen
+
+
+def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
+    """The factor f with ``act(psi) = f * psi``: for SiLU the sigmoid. Exact at zero by limit."""
+    if isinstance(act, nn.SiLU) or act is F.silu:
+        return torch.sigmoid(psi)
+    tiny = 1e-4
+    safe = torch.where(psi.abs() < tiny, torch.full_like(psi, tiny), psi)
+    return act(safe) / safe
+
+
+def conv_input(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The causal depthwise ``conv`` of ``u (B, L, D)`` with its bias, and its taps ``(D, K)``."""
+    taps = call.parameter(conv.weight)[:, 0]
+    psi = causal_conv(u, taps)
+    return (psi if conv.bias is None else psi + call.parameter(conv.bias)), taps
+
+
+Freeze = Callable[[MixerCall], FrozenMixer]
+_REGISTRY: dict[str, Freeze] = {}
+
+
+def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = None) -> Any:
+    """Teach the library a mixer: how to read a recorded call of it as a frozen operator.
+
+    Args:
+        module_type (type or str): the module class, or its dotted name
+            (``"package.module.Class"``, or a trailing part of it such as ``"Class"``) where
+            importing it would cost. Subclasses are recognised too; the most derived wins.
+        freeze (Callable, optional): takes a :class:`MixerCall`, returns a
+            :class:`FrozenMixer`. None makes this a decorator. Default: None
+
+    Returns:
+        The ``freeze`` function.
+
+    Example::
+
+        @register_mixer(MyMixer)
+        def freeze_my_mixer(call):
+            ...
+            return FrozenMixer(recurrence=..., values=..., out_proj=..., out_weight=...)
+
+    What ``freeze`` returns is checked against the module's own output at every use, so an
+    adapter that reads the module wrongly raises ``ReconstructionError`` instead of explaining
+    another model.
+    """
+    name = (
+        module_type
+        if isinstance(module_type, str)
+        else f"{module_type.__module__}.{module_type.__qualname__}"
+    )
+    if freeze is None:
+        return lambda function: register_mixer(name, function)
+    _REGISTRY[name] = freeze
+    return freeze
+
+
+def find_adapter(module: nn.Module) -> Freeze | None:
+    """The registered ``freeze`` for this module's class or its nearest base class, or None."""
+    for cls in type(module).__mro__:
+        parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
+        for start in range(len(parts)):
+            freeze = _REGISTRY.get(".".join(parts[start:]))
+            if freeze is not None:
+                return freeze
+    return None
+
+
+def registered() -> list[str]:
+    """The names of the mixers the library knows, sorted."""
+    return sorted(_REGISTRY)
+
+
+def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The known mixers of a model, ``(path, module)``, not looking inside a mixer found."""
+    inside: str | None = None
+    for path, module in model.named_modules():
+        if inside is not None and path.startswith(inside):
+            continue
+        if find_adapter(module) is not None:
+            inside = f"{path}." if path else ""
+            yield path, module
+            if not path:
+                return
+
+
+def _times(
+    gate: Tensor | None, norm: Tensor | None, chosen: tuple[str, ...], names: tuple[str, str]
+) -> Tensor | None:
+    factors = [f for f, name in zip((gate, norm), names, strict=True) if name in chosen]
+    present = [f for f in factors if f is not None]
+    if not present:
+        return None
+    return present[0] if len(present) == 1 else present[0] * present[1]
