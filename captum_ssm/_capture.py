@@ -1,25 +1,30 @@
 """Running the user's model once under nnsight and recording its mixers at their boundaries.
 
-The only file that imports nnsight. Mixers are never hooked inside: fused kernels and the scan
-functions of transformers bypass the inner modules, so everything inside is recomputed from a
-mixer's parameters and its recorded input.
+The only file that imports nnsight, and that when a model is first run: the import gives every
+object of the process a ``save`` attribute, at which packages imported later (anyio) stumble.
+Mixers are never hooked inside: fused kernels and the scan functions of transformers bypass the
+inner modules, so everything inside is recomputed from a mixer's parameters and its recorded input.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from nnsight import Envoy, NNsight
 from torch import Tensor, nn
+from typing_extensions import TypeIs
 
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers import MixerCall, find_adapter, registered
+
+if TYPE_CHECKING:
+    from nnsight import Envoy
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,17 @@ class Capture:
 
 def unwrap(model: nn.Module | Envoy) -> nn.Module:
     """The torch module behind a model that may be wrapped by nnsight."""
-    return model._module if isinstance(model, Envoy) else model
+    return model._module if _is_wrapped(model) else model
 
 
 def is_model(value: Any) -> bool:
     """Whether ``value`` is a torch module or an nnsight-wrapped one."""
-    return isinstance(value, (nn.Module, Envoy))
+    return isinstance(value, nn.Module) or _is_wrapped(value)
+
+
+def _is_wrapped(value: Any) -> TypeIs[Envoy]:
+    nnsight = sys.modules.get("nnsight")
+    return nnsight is not None and isinstance(value, nnsight.Envoy)
 
 
 def capture(
@@ -155,9 +165,11 @@ def _trace(
 def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
     # nnsight replaces the forward of every module it wraps, for good. A model that came
     # without it leaves without it.
-    if isinstance(model, Envoy):
+    if _is_wrapped(model):
         yield model
         return
+    from nnsight import NNsight
+
     keys = ("forward", "__nnsight__")
     before = [(m, {k: m.__dict__[k] for k in keys if k in m.__dict__}) for m in model.modules()]
     try:

@@ -1,0 +1,173 @@
+"""Tiny random models for the tests: every path a few thousand parameters, none of them trivial."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    JambaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    MambaModel,
+    ZambaConfig,
+    ZambaForCausalLM,
+)
+
+VOCABULARY = 37
+S6_FAMILIES = ("mamba", "falcon_mamba", "jamba", "zamba")
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give a model weights under which no two channels agree and no entry of a map is near zero.
+
+    The default initialisation makes maps that hide mistakes: equal rates in every channel, D of
+    one, tiny steps. Here rates span two decades, steps are of order one half, D and the
+    convolution's bias are random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(p: Tensor, std: float = 1.0) -> Tensor:
+        return torch.randn(p.shape, generator=generator, dtype=torch.float64) * std
+
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            leaf = name.rpartition(".")[2]
+            if leaf == "A_log":
+                value = normal(p, 0.7) - 0.5
+            elif leaf == "D":
+                value = normal(p)
+            elif "dt_proj" in name and "bias" in name:
+                value = normal(p, 0.7) - 1
+            elif "norm" in name:
+                value = 1 + normal(p, 0.2)
+            elif "embed" in name or p.dim() < 2:
+                value = normal(p, 0.5)
+            else:
+                value = normal(p, 1 / math.sqrt(p.shape[-1] if p.dim() < 4 else 4))
+            p.copy_(value.to(p.dtype))
+    return model
+
+
+def tiny(
+    family: str = "mamba", *, layers: int | None = None, seed: int = 0, **changes: object
+) -> nn.Module:
+    """A random model of an S6 family, in eval mode and float32; hybrids have attention too."""
+    layers = layers or (2 if "mamba" in family else 4)
+    shared = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": layers,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    attention = {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    s6 = {"mamba_d_state": 4, "mamba_dt_rank": 3}
+    if family == "mamba":
+        shared |= {"state_size": 4, "time_step_rank": 3} | changes
+        model = MambaForCausalLM(MambaConfig(**shared))
+    elif family == "falcon_mamba":
+        shared |= {"state_size": 4, "time_step_rank": 3} | changes
+        model = FalconMambaForCausalLM(FalconMambaConfig(**shared))
+    elif family in ("jamba", "jamba_classifier"):
+        shared |= attention | s6 | {"attn_layer_period": 3, "attn_layer_offset": 1}
+        shared |= {"num_experts": 2, "num_experts_per_tok": 1, "num_labels": 5} | changes
+        kind = JambaForCausalLM if family == "jamba" else JambaForSequenceClassification
+        model = kind(JambaConfig(**shared))
+    elif family == "zamba":
+        # The hybrid blocks share one transformer block; transformers wants none or several.
+        blocks = ["hybrid" if i % 2 else "mamba" for i in range(layers)]
+        shared |= attention | s6 | {"n_mamba_heads": 4, "layers_block_type": blocks} | changes
+        model = ZambaForCausalLM(ZambaConfig(**shared))
+    else:
+        raise ValueError(f"family is {family!r}; accepted are {S6_FAMILIES}")
+    return randomize(model, seed).eval()
+
+
+def ids(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:
+    """Random token ids that hold no special token."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def embed(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The embeddings of ``tokens``, detached."""
+    return model.get_input_embeddings()(tokens).detach()
+
+
+def recast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model in another dtype."""
+    return copy.deepcopy(model).to(dtype)
+
+
+def s6_paths(model: nn.Module) -> list[str]:
+    """Paths of the S6 mixers, in forward order."""
+    return [n for n, m in model.named_modules() if type(m).__name__.endswith("MambaMixer")]
+
+
+class Classifier(nn.Module):
+    """A sequence classifier over a Mamba: ``pool`` says which tokens its head reads.
+
+    Args:
+        pool (str): ``"last"``, ``"mean"``, ``"middle"`` (a CLS token between two halves) or
+            ``"masked mean"``.
+    """
+
+    def __init__(self, pool: str, classes: int = 5, seed: int = 0) -> None:
+        super().__init__()
+        self.backbone: MambaModel = tiny(seed=seed).backbone
+        self.head = nn.Linear(16, classes)
+        self.pool = pool
+        randomize(self.head, seed + 1)
+        self.eval()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()
+
+    def forward(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        embeddings = inputs if inputs.is_floating_point() else self.get_input_embeddings()(inputs)
+        hidden = self.backbone(
+            inputs_embeds=embeddings, attention_mask=attention_mask
+        ).last_hidden_state
+        if self.pool == "last":
+            pooled = hidden[:, -1]
+        elif self.pool == "middle":
+            pooled = hidden[:, hidden.shape[1] // 2]
+        elif self.pool == "mean":
+            pooled = hidden.mean(1)
+        else:
+            assert attention_mask is not None
+            weights = attention_mask / attention_mask.sum(1, keepdim=True)
+            pooled = (hidden * weights[..., None]).sum(1)
+        return self.head(pooled)
+
+
+class WithOutput(nn.Module):
+    """A language model whose output comes back in another form, made by ``form``."""
+
+    def __init__(self, model: nn.Module, form) -> None:
+        super().__init__()
+        self.model = model
+        self.form = form
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> object:
+        return self.form(self.model(input_ids, attention_mask=attention_mask).logits)
+
+
+OUTPUT_FORMS = {
+    "tensor": lambda logits: logits,
+    "tuple": lambda logits: (logits, logits.mean()),
+    "dict": lambda logits: {"logits": logits, "hidden": logits.mean()},
+    "object": lambda logits: SimpleNamespace(loss=None, logits=logits),
+}
