@@ -1,0 +1,86 @@
+// What the CPU kernels take and the table through which one instruction set's version of them is
+// called. Free of torch: the kernels see pointers and sizes, ops.cpp sees tensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace captum_ssm {
+
+// The coefficients of one sequence, contiguous (see captum_ssm/ops.py for the algebra).
+template <class T>
+struct Maps {
+  const T* dt;     // (L, D)
+  const T* right;  // (L, D)
+  const T* A;      // (D, N)
+  const T* B;      // (L, G, N)
+  const T* C;      // (L, G, N)
+  const T* left;   // (L, D), or null
+  const T* conv;   // (D, K), or null
+  int64_t L, D, N, G, K;
+
+  int64_t group(int64_t d) const { return d / (D / G); }
+  int64_t reach() const { return conv ? K - 1 : 0; }  // columns a source reaches further left
+};
+
+// A run of the recurrence over time and a range of channels, forwards (diagonal_scan) or
+// backwards (diagonal_vecmat). Steps are counted in the direction of the run.
+template <class T>
+struct Run {
+  Maps<T> maps;
+  bool backward;
+  const T* input;   // values v, or row vectors w: (L, D), or (L) where shared
+  bool shared;      // input is (L)
+  T* output;        // (L, D), or null
+  T* sum;           // (L) sums over these channels are added here, or null
+  T* state;         // (channels rounded up to lanes, N) in blocks of lanes; in: start, out: end
+  double* elapsed;  // (channels rounded up to lanes) sums of the decay steps, or null
+  int64_t d0, d1;   // channels; d0 is a multiple of the number of lanes
+  int64_t first, last;  // steps to run
+  int64_t emit;         // the first step whose output is wanted
+};
+
+// Rows [r0, r1) and columns [c0, c1) of a matrix. Either c1 <= r0, and the sources from c1 on are
+// left to other tiles except where taps bring them into these columns; or c0 == r0 and c1 == r1,
+// the tile on the diagonal, whose sources reach columns left of c0 where there is a convolution.
+struct Tile {
+  int64_t r0, r1, c0, c1;
+  bool diagonal() const { return c0 == r0; }
+};
+
+template <class T>
+struct Kernels {
+  int64_t lanes;
+
+  // Elements of scratch that run() needs for a range of channels.
+  int64_t (*run_scratch)(const Run<T>&);
+  void (*run)(const Run<T>&, T* scratch);
+  // state <- state + exp(A elapsed) before, for blocks of channels as in Run: joins two stretches.
+  void (*join)(const Maps<T>&, int64_t d0, int64_t d1, const double* elapsed, const T* before,
+               T* state);
+
+  // Elements of scratch for tiles of at most `size` rows and columns.
+  int64_t (*tile_scratch)(const Maps<T>&, int64_t size);
+  // Adds scale times the sum over all channels of one tile to out, (rows, ld), whose first row is
+  // row0, while it holds the lock (if any: tiles of the same rows overlap where sources reach
+  // left). `between` are sums of dt over stretches of kStretch steps, (stretches, D).
+  void (*tile_mean)(const Maps<T>&, const Tile&, int64_t size, const double* between, T scale,
+                    T* out, int64_t ld, int64_t row0, bool* lock, T* scratch);
+  // Writes the chosen rows of one tile for channels [d0, d1): row rows[k] of channel d goes to
+  // out + (d * stride + slots[k]) * L. Diagonal tiles add to what stands left of them.
+  void (*tile_rows)(const Maps<T>&, const Tile&, int64_t size, const double* between, int64_t d0,
+                    int64_t d1, const int64_t* rows, const int64_t* slots, int64_t count, T* out,
+                    int64_t stride, T* scratch);
+};
+
+constexpr int64_t kStretch = 64;  // steps of dt summed in one entry of `between`
+
+// Null where the processor or the compiler lacks the instructions.
+template <class T>
+const Kernels<T>* kernels_avx512();
+template <class T>
+const Kernels<T>* kernels_avx2();
+template <class T>
+const Kernels<T>* kernels_portable();
+
+}  // namespace captum_ssm

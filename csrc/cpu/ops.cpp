@@ -1,0 +1,387 @@
+// The operators of captum_ssm on CPU tensors: tensors to pointers, and the division of the work.
+// Schemas, checks of arguments, gradients and shapes for tracing are in captum_ssm/ops.py.
+
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace captum_ssm {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The best kernels of this processor; CAPTUM_SSM_ISA names others, for tests and measurements.
+template <class T>
+const Kernels<T>& kernels() {
+  static const Kernels<T>* const chosen = [] {
+    const char* name = std::getenv("CAPTUM_SSM_ISA");
+    const bool any = !name || !*name;
+    const Kernels<T>* k = nullptr;
+    if (any || !std::strcmp(name, "avx512")) k = kernels_avx512<T>();
+    if (!k && (any || !std::strcmp(name, "avx2"))) k = kernels_avx2<T>();
+    return k ? k : kernels_portable<T>();
+  }();
+  return *chosen;
+}
+
+int64_t up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
+// The coefficients as given to an operator. Python made them contiguous and of one dtype; this
+// holds on to them, and is the last guard of memory for callers of torch.ops.
+struct Arguments {
+  Tensor dt, right, A, B, C;
+  std::optional<Tensor> left, conv;
+  int64_t batch, L, D, N, G, K;
+
+  Arguments(const Tensor& dt_, const Tensor& right_, const Tensor& A_, const Tensor& B_,
+            const Tensor& C_, const std::optional<Tensor>& left_,
+            const std::optional<Tensor>& conv_)
+      : dt(check(dt_, dt_, 3)), right(check(right_, dt_, 3)), A(check(A_, dt_, 2)),
+        B(check(B_, dt_, 4)), C(check(C_, dt_, 4)) {
+    batch = dt.size(0), L = dt.size(1), D = dt.size(2);
+    N = A.size(1), G = B.size(2), K = 1;
+    if (left_) left = check(*left_, dt_, 3);
+    if (conv_) conv = check(*conv_, dt_, 2), K = conv->size(1);
+    STD_TORCH_CHECK(L > 0 && D > 0 && N > 0 && G > 0 && K > 0 && D % G == 0,
+                    "captum_ssm: an argument is empty, or the groups do not divide the channels");
+    STD_TORCH_CHECK(right.numel() == dt.numel() && A.numel() == D * N &&
+                        B.numel() == batch * L * G * N && C.numel() == B.numel() &&
+                        (!left || left->numel() == dt.numel()) && (!conv || conv->size(0) == D),
+                    "captum_ssm: the shapes of the coefficients do not agree");
+  }
+
+  static Tensor check(const Tensor& x, const Tensor& like, int64_t dim) {
+    STD_TORCH_CHECK(x.scalar_type() == like.scalar_type(),
+                    "captum_ssm: the arguments must have one dtype");
+    STD_TORCH_CHECK(x.dim() == dim, "captum_ssm: an argument has the wrong number of dimensions");
+    return torch::stable::contiguous(x);
+  }
+
+  template <class T>
+  Maps<T> maps(int64_t b) const {
+    return {dt.const_data_ptr<T>() + b * L * D,
+            right.const_data_ptr<T>() + b * L * D,
+            A.const_data_ptr<T>(),
+            B.const_data_ptr<T>() + b * L * G * N,
+            C.const_data_ptr<T>() + b * L * G * N,
+            left ? left->const_data_ptr<T>() + b * L * D : nullptr,
+            conv ? conv->const_data_ptr<T>() : nullptr,
+            L, D, N, G, K};
+  }
+};
+
+// Calls f(T()) for the dtype of x.
+template <class F>
+void dispatch(const Tensor& x, const F& f) {
+  if (x.scalar_type() == ScalarType::Float) {
+    f(float());
+  } else {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double,
+                    "captum_ssm: the kernels take float32 and float64");
+    f(double());
+  }
+}
+
+// ---- recurrences ----------------------------------------------------------------------------
+
+// How a recurrence is divided: ranges of channels, and chunks of time where there are too few
+// channels for the threads. A chunk takes up `overlap` steps before it emits, for the taps.
+struct Division {
+  int64_t groups, per_group;  // of blocks of channels, `lanes` each
+  int64_t chunks, per_chunk;  // of time
+
+  Division(const Arguments& a, int64_t lanes) {
+    const int64_t blocks = up(a.D, lanes), threads = torch::stable::get_num_threads();
+    const int64_t wanted = threads > 1 ? up(4 * threads, std::max<int64_t>(1, a.batch)) : 1;
+    per_group = up(blocks, std::min(blocks, wanted));
+    groups = up(blocks, per_group);
+    // A chunked run goes over every step twice, so it pays from three threads on.
+    constexpr int64_t kShortest = 1024;
+    chunks = threads > 2 && a.batch * groups < threads
+                 ? std::max<int64_t>(1, std::min(up(threads, a.batch * groups) * 2, a.L / kShortest))
+                 : 1;
+    per_chunk = up(a.L, chunks);
+    chunks = up(a.L, per_chunk);
+  }
+};
+
+template <class T>
+void recurrence(const Arguments& a, bool backward, const Tensor& input, T* output, T* mean) {
+  const Kernels<T>& k = kernels<T>();
+  const Division part(a, k.lanes);
+  const int64_t width = part.per_group * k.lanes, overlap = backward && a.conv ? a.K - 1 : 0;
+  const int64_t states = width * a.N, units = a.batch * part.groups;
+  const bool shared = input.dim() == 2;
+  const T* in = input.const_data_ptr<T>();
+
+  auto make = [&](int64_t unit) {
+    const int64_t b = unit / part.groups, g = unit % part.groups;
+    Run<T> r{};
+    r.maps = a.maps<T>(b);
+    r.backward = backward;
+    r.input = in + b * a.L * (shared ? 1 : a.D);
+    r.shared = shared;
+    r.d0 = g * width;
+    r.d1 = std::min(a.D, r.d0 + width);
+    if (!backward) r.maps.conv = nullptr;
+    return r;
+  };
+  const int64_t scratch = k.run_scratch(make(0));
+
+  // State at the start of each chunk: chunk c begins at step c * per_chunk, but its state is that
+  // `overlap` steps earlier, so that its first outputs have all the taps.
+  Buffer<T> state(units * part.chunks * states);
+  std::fill_n(state.get(), units * part.chunks * states, T(0));
+  auto begin = [&](int64_t c) { return std::max<int64_t>(0, c * part.per_chunk - overlap); };
+  if (part.chunks > 1) {
+    Buffer<double> elapsed(units * part.chunks * width);
+    std::fill_n(elapsed.get(), units * part.chunks * width, 0.0);
+    // What stretch c - 1 adds to the state of chunk c.
+    each_task<T>(units * (part.chunks - 1), scratch, [&](int64_t task, T* space) {
+      const int64_t unit = task / (part.chunks - 1), c = task % (part.chunks - 1) + 1;
+      Run<T> r = make(unit);
+      r.state = state.get() + (unit * part.chunks + c) * states;
+      r.elapsed = elapsed.get() + (unit * part.chunks + c) * width;
+      r.first = begin(c - 1), r.last = begin(c), r.emit = r.last + overlap;
+      k.run(r, space);
+    });
+    each_task<T>(units, 0, [&](int64_t unit, T*) {
+      const Run<T> r = make(unit);
+      for (int64_t c = 2; c < part.chunks; ++c) {
+        T* at = state.get() + (unit * part.chunks + c) * states;
+        k.join(r.maps, r.d0, r.d1, elapsed.get() + (unit * part.chunks + c) * width, at - states,
+               at);
+      }
+    });
+  }
+
+  // Each range of channels has a row of sums of its own, added up at the end.
+  Buffer<T> sums(mean ? units * a.L : 0);
+  if (mean) std::fill_n(sums.get(), units * a.L, T(0));
+  each_task<T>(units * part.chunks, scratch, [&](int64_t task, T* space) {
+    const int64_t unit = task / part.chunks, c = task % part.chunks, b = unit / part.groups;
+    Run<T> r = make(unit);
+    r.state = state.get() + task * states;
+    r.output = output ? output + b * a.L * a.D : nullptr;
+    r.sum = mean ? sums.get() + unit * a.L : nullptr;
+    r.first = begin(c), r.emit = c * part.per_chunk;
+    r.last = std::min(a.L, r.emit + part.per_chunk);
+    k.run(r, space);
+  });
+  if (!mean) return;
+  for (int64_t b = 0; b < a.batch; ++b)
+    for (int64_t i = 0; i < a.L; ++i) {
+      double sum = 0;
+      for (int64_t g = 0; g < part.groups; ++g) sum += sums.get()[(b * part.groups + g) * a.L + i];
+      mean[b * a.L + i] = T(sum / a.D);
+    }
+}
+
+Tensor diagonal_scan(const Tensor& v, const Tensor& dt, const Tensor& right, const Tensor& A,
+                     const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left) {
+  const Arguments a(dt, right, A, Bm, Cm, left, std::nullopt);
+  const Tensor in = Arguments::check(v, dt, 3);
+  STD_TORCH_CHECK(in.numel() == a.dt.numel(), "captum_ssm: v must have the shape of dt");
+  Tensor out = torch::stable::new_empty(a.dt, {a.batch, a.L, a.D});
+  dispatch(dt, [&](auto zero) {
+    using T = decltype(zero);
+    recurrence<T>(a, false, in, out.mutable_data_ptr<T>(), nullptr);
+  });
+  return out;
+}
+
+Tensor diagonal_vecmat(const Tensor& w, const Tensor& dt, const Tensor& right, const Tensor& A,
+                       const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left,
+                       const std::optional<Tensor>& conv, bool mean) {
+  const Arguments a(dt, right, A, Bm, Cm, left, conv);
+  const Tensor in = Arguments::check(w, dt, w.dim() == 2 ? 2 : 3);
+  STD_TORCH_CHECK(in.numel() == a.batch * a.L * (w.dim() == 2 ? 1 : a.D),
+                  "captum_ssm: w must have the shape of dt, or its first two dimensions");
+  Tensor out = mean ? torch::stable::new_empty(a.dt, {a.batch, a.L})
+                    : torch::stable::new_empty(a.dt, {a.batch, a.L, a.D});
+  dispatch(dt, [&](auto zero) {
+    using T = decltype(zero);
+    T* p = out.mutable_data_ptr<T>();
+    recurrence<T>(a, true, in, mean ? nullptr : p, mean ? p : nullptr);
+  });
+  return out;
+}
+
+// ---- matrices -------------------------------------------------------------------------------
+
+// Sums of dt over stretches of kStretch positions, (batch, stretches, D), for positions below end.
+template <class T>
+Buffer<double> sums_between(const Arguments& a, int64_t end) {
+  const int64_t stretches = up(end, kStretch);
+  Buffer<double> sums(a.batch * stretches * a.D);
+  each_task<T>(a.batch * stretches, 0, [&](int64_t task, T*) {
+    const int64_t b = task / stretches, first = task % stretches * kStretch;
+    const T* dt = a.dt.const_data_ptr<T>() + b * a.L * a.D;
+    double* sum = sums.get() + task * a.D;
+    std::fill_n(sum, a.D, 0.0);
+    for (int64_t i = first; i < std::min(end, first + kStretch); ++i)
+      for (int64_t d = 0; d < a.D; ++d) sum[d] += std::min<double>(dt[i * a.D + d], 1e30);
+  });
+  return sums;
+}
+
+// Rows of tiles: [start, stop) cut at multiples of size.
+std::vector<std::pair<int64_t, int64_t>> row_tiles(int64_t start, int64_t stop, int64_t size) {
+  std::vector<std::pair<int64_t, int64_t>> tiles;
+  for (int64_t r = start; r < stop;) {
+    const int64_t end = std::min(stop, (r / size + 1) * size);
+    tiles.emplace_back(r, end);
+    r = end;
+  }
+  return tiles;
+}
+
+// The tiles of one row of tiles, the diagonal one last.
+std::vector<Tile> tiles_of(std::pair<int64_t, int64_t> rows, int64_t size) {
+  std::vector<Tile> tiles;
+  for (int64_t c = 0; c < rows.first; c += size)
+    tiles.push_back({rows.first, rows.second, c, std::min(c + size, rows.first)});
+  tiles.push_back({rows.first, rows.second, rows.first, rows.second});
+  return tiles;
+}
+
+// Large tiles waste least; small ones keep all threads busy.
+int64_t tile_size(int64_t start, int64_t stop, int64_t batch) {
+  const int64_t threads = torch::stable::get_num_threads();
+  for (int64_t size = 256; size > 64; size /= 2) {
+    int64_t tasks = 0;
+    for (const auto& rows : row_tiles(start, stop, size)) tasks += up(rows.first, size) + 1;
+    if (tasks * batch >= 4 * threads || threads == 1) return size;
+  }
+  return 64;
+}
+
+template <class T>
+void mean_rows(const Arguments& a, int64_t start, int64_t stop, T* out) {
+  const Kernels<T>& k = kernels<T>();
+  const int64_t size = tile_size(start, stop, a.batch), rows = stop - start;
+  const auto strips = row_tiles(start, stop, size);
+  struct Task {
+    Tile tile;
+    int64_t strip;
+  };
+  std::vector<Task> tasks;
+  for (size_t s = 0; s < strips.size(); ++s)
+    for (const Tile& t : tiles_of(strips[s], size)) tasks.push_back({t, int64_t(s)});
+  // Tiles on the diagonal are the smaller half of the work: they fill the end.
+  std::stable_partition(tasks.begin(), tasks.end(),
+                        [](const Task& t) { return !t.tile.diagonal(); });
+
+  const Buffer<double> between = sums_between<T>(a, stop);
+  const int64_t stretches = up(stop, kStretch);
+  std::vector<char> locks(a.batch * strips.size(), 0);
+  const bool overlap = a.conv && a.K > 1;
+  each_task<T>(a.batch * tasks.size(), k.tile_scratch(a.maps<T>(0), size),
+               [&](int64_t task, T* space) {
+                 const int64_t b = task % a.batch;
+                 const Task& t = tasks[task / a.batch];
+                 char* lock = locks.data() + b * strips.size() + t.strip;
+                 k.tile_mean(a.maps<T>(b), t.tile, size, between.get() + b * stretches * a.D,
+                             T(1) / T(a.D), out + b * rows * a.L, a.L, start,
+                             overlap ? reinterpret_cast<bool*>(lock) : nullptr, space);
+               });
+}
+
+Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, const Tensor& Bm,
+                     const Tensor& Cm, const std::optional<Tensor>& left,
+                     const std::optional<Tensor>& conv, int64_t start, int64_t stop) {
+  const Arguments a(dt, right, A, Bm, Cm, left, conv);
+  STD_TORCH_CHECK(0 <= start && start < stop && stop <= a.L,
+                  "captum_ssm: the rows asked for leave the sequence");
+  Tensor out = torch::stable::new_zeros(a.dt, {a.batch, stop - start, a.L});
+  dispatch(dt, [&](auto zero) {
+    using T = decltype(zero);
+    mean_rows<T>(a, start, stop, out.mutable_data_ptr<T>());
+  });
+  return out;
+}
+
+template <class T>
+void channel_rows(const Arguments& a, const int64_t* index, int64_t count, T* out) {
+  const Kernels<T>& k = kernels<T>();
+  constexpr int64_t kSize = 128, kChannels = 16;
+  struct Strip {
+    int64_t batch;
+    std::pair<int64_t, int64_t> rows;
+    std::vector<int64_t> wanted, slots;
+  };
+  std::vector<Strip> strips;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    std::vector<int64_t> order(count);
+    for (int64_t r = 0; r < count; ++r) order[r] = r;
+    const int64_t* row = index + b * count;
+    std::sort(order.begin(), order.end(),
+              [&](int64_t x, int64_t y) { return row[x] < row[y]; });
+    for (int64_t slot : order) {
+      const int64_t i = row[slot];
+      STD_TORCH_CHECK(0 <= i && i < a.L, "captum_ssm: a row asked for is outside the sequence");
+      const bool same =
+          !strips.empty() && strips.back().batch == b && i < strips.back().rows.first + kSize;
+      if (!same) strips.push_back({b, {i, i + 1}, {}, {}});
+      strips.back().rows.second = i + 1;
+      strips.back().wanted.push_back(i);
+      strips.back().slots.push_back(slot);
+    }
+  }
+  const Buffer<double> between = sums_between<T>(a, a.L);
+  const int64_t stretches = up(a.L, kStretch), parts = up(a.D, kChannels);
+  each_task<T>(strips.size() * parts, k.tile_scratch(a.maps<T>(0), kSize),
+               [&](int64_t task, T* space) {
+                 const Strip& s = strips[strips.size() - 1 - task / parts];
+                 const int64_t d0 = task % parts * kChannels;
+                 for (const Tile& t : tiles_of(s.rows, kSize))
+                   k.tile_rows(a.maps<T>(s.batch), t, kSize,
+                               between.get() + s.batch * stretches * a.D, d0,
+                               std::min(a.D, d0 + kChannels), s.wanted.data(), s.slots.data(),
+                               int64_t(s.wanted.size()), out + s.batch * a.D * count * a.L, count,
+                               space);
+               });
+}
+
+Tensor diagonal_rows(const Tensor& index, const Tensor& dt, const Tensor& right, const Tensor& A,
+                     const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left,
+                     const std::optional<Tensor>& conv) {
+  const Arguments a(dt, right, A, Bm, Cm, left, conv);
+  STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long && index.dim() == 2 &&
+                      index.size(0) == a.batch,
+                  "captum_ssm: index must be int64 of shape (B, R)");
+  const Tensor rows = torch::stable::contiguous(index);
+  Tensor out = torch::stable::new_zeros(a.dt, {a.batch, a.D, rows.size(1), a.L});
+  dispatch(dt, [&](auto zero) {
+    using T = decltype(zero);
+    channel_rows<T>(a, rows.const_data_ptr<int64_t>(), rows.size(1), out.mutable_data_ptr<T>());
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace captum_ssm
+
+STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
+  m.impl("diagonal_scan", TORCH_BOX(&captum_ssm::diagonal_scan));
+  m.impl("diagonal_vecmat", TORCH_BOX(&captum_ssm::diagonal_vecmat));
+  m.impl("diagonal_mean", TORCH_BOX(&captum_ssm::diagonal_mean));
+  m.impl("diagonal_rows", TORCH_BOX(&captum_ssm::diagonal_rows));
+}
+
+// The module itself is empty: importing it loads the library, which registers the kernels.
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,481 @@
+// Tiles of matrices: the channel mean, and rows of every channel. No includes here (see vec.h).
+//
+// A block of rows right of a boundary b and of sources left of it is a matrix product with inner
+// dimension channels times states: exp(A sum(dt[j+1 : i+1])) is exp(A sum(dt[b : i+1])), in the
+// rows' panel P with C and left, times exp(A sum(dt[j+1 : b])), in the sources' panel Q with B and
+// right. Both are at most 1. Sums of dt are taken over what lies between, in float64, never as
+// differences of longer sums, so that a huge step leaves the small ones after it exact. Taps of a
+// convolution are folded into Q, which then reaches further left.
+//
+// A tile left of the diagonal is one such block. A tile on the diagonal is halved down to kBase
+// rows, where the recurrence itself is run, a vector of columns at a time.
+
+constexpr int64_t kBase = 32;  // rows of a triangle that is not halved further; lanes divide it
+
+template <class T>
+constexpr int64_t kPanel = kColumnVectors * lanes<T>;  // columns of a micro tile
+
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Scratch of one thread, and where things lie in it.
+template <class T>
+struct TileScratch {
+  int64_t size;      // rows of the largest tile, a multiple of kBase
+  int64_t extra;     // columns left of a diagonal tile that its sources reach, in whole vectors
+  int64_t stride;    // elements of one channel's positions: size, reach and some padding
+  int64_t channels;  // channels handled together
+  int64_t inner;     // channels * N
+  T* sum;     // panels of columns, (extra + size) / kPanel of (size, kPanel)
+  T* P;       // panels of rows, size / kRows of (inner, kRows)
+  T* Q;       // panels of columns of (inner, kPanel or lanes)
+  T* dt;      // (channels, stride) each
+  T* right;
+  T* left;
+  T* before;  // sums of dt from the start of the stretch of kBase through the position
+  T* after;   // sums of dt beyond the position to the end of its stretch
+  T* B;       // (N, stride) of the positions of sources, for one group
+  T* C;       // (N, stride) of the positions of rows, for one group
+  T* x;       // (stride) exponents of one channel
+  T* line;    // (stride) one state of a panel before its taps are folded in
+  T* taps;    // (W + K - 1 + W) taps of one channel between zeros
+  T* decay;   // (N, kBase) each: the coefficients of a triangle
+  T* enter;
+  T* leave;
+  double* stretch;  // (channels, stretches()) sums of dt over stretches of kBase
+  double* gap;      // (channels) sums of dt between a tile's sources and its rows
+  int64_t total;    // elements used
+
+  // What B and C hold: the positions are the tile's, the groups those read last.
+  int64_t rows_from, rows_to, sources_from, sources_to;
+  int64_t group_B = -1, group_C = -1;
+
+  TileScratch(const Maps<T>& m, int64_t tile, T* base) {
+    constexpr int64_t W = lanes<T>;
+    size = round_up(tile, kBase);
+    extra = round_up(m.reach(), kPanel<T>);
+    stride = round_up(size + round_up(m.reach(), W), kBase) + kBase + W;
+    channels = larger(1, smaller(m.D, kInner / m.N));
+    inner = channels * m.N;
+    int64_t used = 0;
+    auto take = [&](int64_t count) {
+      T* p = base + used;
+      used += round_up(count, 64 / sizeof(T));
+      return p;
+    };
+    sum = take(size * (extra + size));
+    P = take(size * inner);
+    Q = take((round_up(m.reach(), W) + round_up(size, kPanel<T>)) * inner);
+    dt = take(channels * stride);
+    right = take(channels * stride);
+    left = take(channels * stride);
+    before = take(channels * stride);
+    after = take(channels * stride);
+    B = take(m.N * stride);
+    C = take(m.N * stride);
+    x = take(stride);
+    line = take(stride + 2 * round_up(m.reach(), W));
+    taps = take(m.reach() + 2 * W);
+    decay = take(m.N * kBase);
+    enter = take(m.N * kBase);
+    leave = take(m.N * kBase);
+    const int64_t per = sizeof(double) / sizeof(T);
+    stretch = (double*)take(per * channels * stretches());
+    gap = (double*)take(per * channels);
+    total = used;
+  }
+  int64_t stretches() const { return stride / kBase + 1; }
+};
+
+// to[k][i] = from[i][k], zero for positions from `count` up to `padded`.
+template <class T>
+INLINE void transpose(const T* from, int64_t ld, int64_t count, int64_t padded, int64_t width,
+                      T* to, int64_t stride) {
+  for (int64_t i0 = 0; i0 < count; i0 += 16) {
+    const int64_t i1 = smaller(i0 + 16, count);
+    for (int64_t k = 0; k < width; ++k)
+      for (int64_t i = i0; i < i1; ++i) to[k * stride + i] = from[i * ld + k];
+  }
+  for (int64_t k = 0; k < width; ++k)
+    for (int64_t i = count; i < padded; ++i) to[k * stride + i] = 0;
+}
+
+// Reads positions [p0, p1) of channels [d0, d0 + count) and sums their steps.
+template <class T>
+static void read_positions(const Maps<T>& m, int64_t p0, int64_t p1, int64_t d0, int64_t count,
+                           TileScratch<T>& s) {
+  const int64_t length = p1 - p0, padded = round_up(length, kBase);
+  transpose(m.dt + p0 * m.D + d0, m.D, length, padded, count, s.dt, s.stride);
+  transpose(m.right + p0 * m.D + d0, m.D, length, padded, count, s.right, s.stride);
+  if (m.left) transpose(m.left + p0 * m.D + d0, m.D, length, padded, count, s.left, s.stride);
+  for (int64_t k = 0; k < count; ++k) {
+    T* dt = s.dt + k * s.stride;
+    T* before = s.before + k * s.stride;
+    T* after = s.after + k * s.stride;
+    double* stretch = s.stretch + k * s.stretches();
+    for (int64_t i = 0; i < padded; ++i) dt[i] = clamp_step(dt[i]);
+    for (int64_t b = 0; b < padded; b += kBase) {
+      double forth = 0, back = 0;
+      for (int64_t i = 0; i < kBase; ++i) {
+        before[b + i] = T(forth += dt[b + i]);
+        after[b + kBase - 1 - i] = T(back);
+        back += dt[b + kBase - 1 - i];
+      }
+      stretch[b / kBase] = forth;
+    }
+  }
+}
+
+// Has s.B, s.C hold the coefficients of the group of channel d.
+template <class T>
+INLINE void need_group(const Maps<T>& m, int64_t d, const T* from, int64_t p0, int64_t p1,
+                       int64_t stride, int64_t& held, T* to) {
+  const int64_t group = m.group(d);
+  if (group == held) return;
+  held = group;
+  transpose(from + (p0 * m.G + group) * m.N, m.G * m.N, p1 - p0, round_up(p1 - p0, kBase), m.N, to,
+            stride);
+}
+template <class T>
+static void need_B(const Maps<T>& m, TileScratch<T>& s, int64_t d) {
+  need_group(m, d, m.B, s.sources_from, s.sources_to, s.stride, s.group_B, s.B);
+}
+template <class T>
+static void need_C(const Maps<T>& m, TileScratch<T>& s, int64_t d) {
+  need_group(m, d, m.C, s.rows_from, s.rows_to, s.stride, s.group_C, s.C);
+}
+
+template <class T>
+INLINE Vec<T> rate(const Maps<T>& m, int64_t d, int64_t n) {
+  return splat(m.A[d * m.N + n] * T(1.44269504088896340736));
+}
+
+// Rows of P for channel k of the chunk, positions [lo, hi) of the scratch (lo a multiple of kBase),
+// with the boundary at lo.
+template <class T>
+static void rows_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t inner,
+                       int64_t lo, int64_t hi) {
+  constexpr int64_t W = lanes<T>;
+  need_C(m, s, d);
+  const int64_t top = round_up(hi, kBase);
+  const T* before = s.before + k * s.stride;
+  const T* left = s.left + k * s.stride;
+  double sofar = 0;
+  for (int64_t b = lo; b < top; b += kBase) {
+    const Vec<T> offset = splat(T(sofar));
+    for (int64_t i = b; i < b + kBase; i += W) store(s.x + i, offset + load(before + i));
+    sofar += s.stretch[k * s.stretches() + b / kBase];
+  }
+  for (int64_t n = 0; n < m.N; ++n) {
+    const Vec<T> a = rate(m, d, n);
+    const T* c = s.C + n * s.stride;
+    T* p = s.P + (k * m.N + n) * kRows;
+    for (int64_t i = lo; i < top; i += W) {
+      Vec<T> v = exp2v<T>(a * load(s.x + i)) * load(c + i);
+      if (m.left) v *= load(left + i);
+      if constexpr (kRows >= W) {
+        store(p + (i - lo) / kRows * inner * kRows + (i - lo) % kRows, v);
+      } else {
+        T part[W] __attribute__((aligned(64)));
+        store(part, v);
+        for (int64_t r = 0; r < W; r += kRows)
+          __builtin_memcpy(p + (i - lo + r) / kRows * inner * kRows, part + r, kRows * sizeof(T));
+      }
+    }
+  }
+}
+
+// Where a vector of columns of the sources' panel lies: `narrow` single vectors come first.
+template <class T>
+INLINE T* columns_at(TileScratch<T>& s, int64_t inner, int64_t narrow, int64_t x) {
+  constexpr int64_t W = lanes<T>;
+  if (x < narrow * W) return s.Q + x * inner;
+  const int64_t y = x - narrow * W;
+  return s.Q + (narrow * W + y / kPanel<T> * kPanel<T>) * inner + y % kPanel<T>;
+}
+template <class T>
+INLINE int64_t columns_width(int64_t narrow, int64_t x) {
+  return x < narrow * lanes<T> ? lanes<T> : kPanel<T>;
+}
+
+// Columns of Q for channel k of the chunk: sources at positions [lo, hi) of the scratch, with the
+// boundary `gap` beyond hi. The columns are those of positions [lo - narrow * lanes, lo + width);
+// sources from lo + width on only bring their taps.
+template <class T>
+static void columns_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t inner,
+                          int64_t lo, int64_t hi, double gap, int64_t narrow, int64_t width) {
+  constexpr int64_t W = lanes<T>;
+  need_B(m, s, d);
+  const int64_t top = round_up(hi, kBase), reach = m.reach();
+  const T* after = s.after + k * s.stride;
+  const T* right = s.right + k * s.stride;
+  double beyond = gap;
+  for (int64_t b = top - kBase; b >= lo; b -= kBase) {
+    const Vec<T> offset = splat(T(beyond));
+    for (int64_t j = b; j < b + kBase; j += W) store(s.x + j, offset + load(after + j));
+    beyond += s.stretch[k * s.stretches() + b / kBase];
+  }
+  for (int64_t n = 0; n < m.N; ++n) {
+    const Vec<T> a = rate(m, d, n);
+    const T* b = s.B + n * s.stride;
+    const int64_t row = k * m.N + n;
+    if (!m.conv) {
+      for (int64_t x = 0; x < round_up(width, kPanel<T>); x += W)
+        store(columns_at(s, inner, 0, x) + row * kPanel<T>,
+              lo + x < top
+                  ? exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + lo + x)
+                  : Vec<T>{});
+      continue;
+    }
+    // Sources left of lo and from hi on are none of this block's.
+    const int64_t pad = narrow * W;
+    T* line = s.line + pad;
+    for (int64_t x = -pad; x < 0; x += W) store(line + x, Vec<T>{});
+    for (int64_t x = 0; x < top - lo; x += W)
+      store(line + x, exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + lo + x));
+    for (int64_t x = hi - lo; x < round_up(width, kPanel<T>) + reach; ++x) line[x] = 0;
+    const T* taps = m.conv + d * m.K + reach;
+    for (int64_t x = -pad; x < round_up(width, kPanel<T>); x += W) {
+      Vec<T> v = splat(taps[0]) * load(line + x);
+      for (int64_t q = 1; q <= reach; ++q) v += splat(taps[-q]) * load(line + x + q);
+      store(columns_at(s, inner, narrow, x + pad) + row * columns_width<T>(narrow, x + pad), v);
+    }
+  }
+}
+
+// out[r][c] += sum over k of P[k][r] Q[k][c], for kRows rows and NV vectors of columns.
+template <int NV, class T>
+INLINE void micro(const T* P, const T* Q, int64_t inner, T* out) {
+  constexpr int64_t W = lanes<T>;
+  Vec<T> acc[kRows][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) acc[r][v] = Vec<T>{};
+  for (int64_t k = 0; k < inner; ++k) {
+    Vec<T> q[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) q[v] = load(Q + (k * NV + v) * W);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec<T> p = splat(P[k * kRows + r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[r][v] += p * q[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      T* o = out + r * kPanel<T> + v * W;
+      store(o, load(o) + acc[r][v]);
+    }
+}
+
+// Where row r of column x (from `extra` left of the tile's first) is summed.
+template <class T>
+INLINE T* sum_at(const TileScratch<T>& s, int64_t r, int64_t x) {
+  return s.sum + (x / kPanel<T> * s.size + r) * kPanel<T> + x % kPanel<T>;
+}
+
+// Multiplies `rows` rows of P with Q, columns from x on, into rows from r on.
+template <class T>
+NOINLINE void product(TileScratch<T>& s, int64_t inner, int64_t r, int64_t rows, int64_t x,
+                      int64_t narrow, int64_t width) {
+  constexpr int64_t W = lanes<T>;
+  for (int64_t c = 0; c < narrow; ++c)
+    for (int64_t i = 0; i < rows; i += kRows)
+      micro<1>(s.P + i * inner, s.Q + c * W * inner, inner, sum_at(s, r + i, x + c * W));
+  const T* Q = s.Q + narrow * W * inner;
+  for (int64_t c = 0; c < width; c += kPanel<T>)
+    for (int64_t i = 0; i < rows; i += kRows)
+      micro<kColumnVectors>(s.P + i * inner, Q + c * inner, inner,
+                            sum_at(s, r + i, x + narrow * W + c));
+}
+
+// The recurrence over `rows` rows of a triangle at position p of the scratch, NB states of it, for
+// the lanes of columns from position p + x on.
+template <int NB, class T>
+INLINE void triangle_states(const TileScratch<T>& s, int64_t p, int64_t rows, int64_t x,
+                            int64_t reach, int64_t n0) {
+  constexpr int64_t W = lanes<T>;
+  const int64_t first = larger(x, 0), entered = smaller(rows, x + W + reach);
+  Vec<T> h[NB];
+#pragma GCC unroll 16
+  for (int n = 0; n < NB; ++n) h[n] = Vec<T>{};
+  int64_t i = first;
+  for (; i < entered; ++i) {
+    // Row i's source enters column j with tap K - 1 - (i - j).
+    const Vec<T> e = load(s.taps + W + reach - (i - x));
+    Vec<T> sum[2] = {Vec<T>{}, Vec<T>{}};
+#pragma GCC unroll 16
+    for (int n = 0; n < NB; ++n) {
+      const int64_t at = (n0 + n) * kBase + i;
+      h[n] += h[n] * splat(s.decay[at]);
+      h[n] += e * splat(s.enter[at]);
+      sum[n & 1] += h[n] * splat(s.leave[at]);
+    }
+    T* out = sum_at(s, p + i, s.extra + p + x);
+    store(out, load(out) + (sum[0] + sum[1]));
+  }
+  for (; i < rows; ++i) {
+    Vec<T> sum[2] = {Vec<T>{}, Vec<T>{}};
+#pragma GCC unroll 16
+    for (int n = 0; n < NB; ++n) {
+      const int64_t at = (n0 + n) * kBase + i;
+      h[n] += h[n] * splat(s.decay[at]);
+      sum[n & 1] += h[n] * splat(s.leave[at]);
+    }
+    T* out = sum_at(s, p + i, s.extra + p + x);
+    store(out, load(out) + (sum[0] + sum[1]));
+  }
+}
+
+// The triangle of the kBase positions from p on, channel k of the chunk.
+template <class T>
+static void triangle(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t p) {
+  constexpr int64_t W = lanes<T>;
+  need_B(m, s, d);
+  need_C(m, s, d);
+  const int64_t reach = m.reach();
+  const T* dt = s.dt + k * s.stride + p;
+  const T* right = s.right + k * s.stride + p;
+  const T* left = s.left + k * s.stride + p;
+  for (int64_t n = 0; n < m.N; ++n) {
+    const Vec<T> a = rate(m, d, n);
+    for (int64_t i = 0; i < kBase; i += W) {
+      store(s.decay + n * kBase + i, exp2m1v<T>(a * load(dt + i)));
+      store(s.enter + n * kBase + i, load(right + i) * load(s.B + n * s.stride + p + i));
+      Vec<T> c = load(s.C + n * s.stride + p + i);
+      if (m.left) c *= load(left + i);
+      store(s.leave + n * kBase + i, c);
+    }
+  }
+  for (int64_t q = 0; q <= reach; ++q) s.taps[W + q] = m.conv ? m.conv[d * m.K + q] : T(1);
+  for (int64_t x = -round_up(reach, W); x < kBase; x += W) {
+    int64_t n = 0;
+    for (; n + kStateBlock <= m.N; n += kStateBlock)
+      triangle_states<kStateBlock>(s, p, kBase, x, reach, n);
+    for (; n + 4 <= m.N; n += 4) triangle_states<4>(s, p, kBase, x, reach, n);
+    for (; n < m.N; ++n) triangle_states<1>(s, p, kBase, x, reach, n);
+  }
+}
+
+// Positions [lo, hi) of a diagonal tile, both multiples of kBase, halved.
+template <class T>
+static void halve(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count, int64_t lo,
+                  int64_t hi) {
+  if (hi - lo <= kBase) {
+    for (int64_t k = 0; k < count; ++k) triangle(m, s, d0 + k, k, lo);
+    return;
+  }
+  int64_t half = kBase;
+  while (half * 2 < hi - lo) half *= 2;
+  const int64_t middle = lo + half, inner = count * m.N;
+  const int64_t narrow = round_up(m.reach(), lanes<T>) / lanes<T>;
+  for (int64_t k = 0; k < count; ++k) {
+    rows_panel(m, s, d0 + k, k, inner, middle, hi);
+    columns_panel(m, s, d0 + k, k, inner, lo, middle, 0, narrow, half);
+  }
+  product(s, inner, middle, hi - middle, s.extra + lo - narrow * lanes<T>, narrow, half);
+  halve(m, s, d0, count, lo, middle);
+  halve(m, s, d0, count, middle, hi);
+}
+
+// Sums of dt over positions [from, to) of a few channels.
+template <class T>
+static void sum_between(const Maps<T>& m, const double* between, int64_t from, int64_t to,
+                        int64_t d0, int64_t count, double* gap) {
+  for (int64_t k = 0; k < count; ++k) gap[k] = 0;
+  int64_t i = from;
+  while (i < to) {
+    if (i % kStretch == 0 && i + kStretch <= to) {
+      for (int64_t k = 0; k < count; ++k) gap[k] += between[i / kStretch * m.D + d0 + k];
+      i += kStretch;
+    } else {
+      for (int64_t k = 0; k < count; ++k) gap[k] += clamp_step(m.dt[i * m.D + d0 + k]);
+      ++i;
+    }
+  }
+}
+
+template <class T>
+static void begin_tile(const Maps<T>& m, TileScratch<T>& s, const Tile& t) {
+  s.rows_from = t.r0;
+  s.rows_to = t.r1;
+  s.sources_from = t.c0;
+  s.sources_to = t.diagonal() ? t.c1 : smaller(t.c1 + m.reach(), t.r0);
+  s.group_B = s.group_C = -1;
+  for (int64_t k = 0; k < m.reach() + 2 * lanes<T>; ++k) s.taps[k] = 0;
+}
+
+template <class T>
+static void clear_sum(const TileScratch<T>& s, const Tile& t) {
+  const int64_t used = round_up(s.extra + t.c1 - t.c0, kPanel<T>);
+  for (int64_t k = 0; k < s.size * used; k += lanes<T>) store(s.sum + k, Vec<T>{});
+}
+
+// Adds channels [d0, d0 + count) of a tile to the scratch's sum; all of them fit in one chunk.
+template <class T>
+static void add_channels(const Maps<T>& m, TileScratch<T>& s, const Tile& t, const double* between,
+                         int64_t d0, int64_t count) {
+  const int64_t rows = t.r1 - t.r0, inner = count * m.N;
+  read_positions(m, t.r0, t.r1, d0, count, s);
+  if (t.diagonal()) {
+    halve(m, s, d0, count, 0, round_up(rows, kBase));
+    return;
+  }
+  for (int64_t k = 0; k < count; ++k) rows_panel(m, s, d0 + k, k, inner, 0, rows);
+  sum_between(m, between, s.sources_to, t.r0, d0, count, s.gap);
+  read_positions(m, s.sources_from, s.sources_to, d0, count, s);
+  for (int64_t k = 0; k < count; ++k)
+    columns_panel(m, s, d0 + k, k, inner, 0, s.sources_to - s.sources_from, s.gap[k], 0,
+                  t.c1 - t.c0);
+  product(s, inner, 0, round_up(rows, kRows), s.extra, 0, t.c1 - t.c0);
+}
+
+// Adds one row of the scratch's sum, scaled, to a row of L.
+template <class T>
+static void add_row(const TileScratch<T>& s, const Tile& t, int64_t reach, int64_t row, T scale,
+                    T* out) {
+  const int64_t first = t.diagonal() ? larger(0, t.c0 - reach) : t.c0;
+  const int64_t last = smaller(t.c1, row + 1);
+  for (int64_t j = first; j < last; ++j)
+    out[j] += scale * *sum_at(s, row - t.r0, s.extra + j - t.c0);
+}
+
+template <class T>
+static int64_t tile_scratch(const Maps<T>& m, int64_t size) {
+  return TileScratch<T>(m, size, (T*)nullptr).total;
+}
+
+template <class T>
+static void tile_mean(const Maps<T>& m, const Tile& t, int64_t size, const double* between,
+                      T scale, T* out, int64_t ld, int64_t row0, bool* lock, T* scratch) {
+  TileScratch<T> s(m, size, scratch);
+  begin_tile(m, s, t);
+  clear_sum(s, t);
+  for (int64_t d = 0; d < m.D; d += s.channels)
+    add_channels(m, s, t, between, d, smaller(s.channels, m.D - d));
+  if (lock)
+    while (__atomic_test_and_set(lock, __ATOMIC_ACQUIRE)) {
+    }
+  for (int64_t i = t.r0; i < t.r1; ++i)
+    add_row(s, t, m.reach(), i, scale, out + (i - row0) * ld);
+  if (lock) __atomic_clear(lock, __ATOMIC_RELEASE);
+}
+
+template <class T>
+static void tile_rows(const Maps<T>& m, const Tile& t, int64_t size, const double* between,
+                      int64_t d0, int64_t d1, const int64_t* rows, const int64_t* slots,
+                      int64_t count, T* out, int64_t stride, T* scratch) {
+  TileScratch<T> s(m, size, scratch);
+  begin_tile(m, s, t);
+  for (int64_t d = d0; d < d1; ++d) {
+    clear_sum(s, t);
+    add_channels(m, s, t, between, d, 1);
+    for (int64_t k = 0; k < count; ++k)
+      add_row(s, t, m.reach(), rows[k], T(1), out + (d * stride + slots[k]) * m.L);
+  }
+}

@@ -1,0 +1,128 @@
+// Vectors of CAPTUM_SSM_VECTOR_BYTES and the exponentials. Compiled once per instruction set, inside
+// a namespace of its own: no includes here.
+
+template <class T>
+struct VecOf;
+template <>
+struct VecOf<float> {
+  typedef float type __attribute__((vector_size(CAPTUM_SSM_VECTOR_BYTES)));
+  typedef float loose
+      __attribute__((vector_size(CAPTUM_SSM_VECTOR_BYTES), aligned(4), may_alias));
+  typedef int32_t bits __attribute__((vector_size(CAPTUM_SSM_VECTOR_BYTES)));
+};
+template <>
+struct VecOf<double> {
+  typedef double type __attribute__((vector_size(CAPTUM_SSM_VECTOR_BYTES)));
+  typedef double loose
+      __attribute__((vector_size(CAPTUM_SSM_VECTOR_BYTES), aligned(8), may_alias));
+  typedef int64_t bits __attribute__((vector_size(CAPTUM_SSM_VECTOR_BYTES)));
+};
+template <class T>
+using Vec = typename VecOf<T>::type;
+template <class T>
+constexpr int64_t lanes = CAPTUM_SSM_VECTOR_BYTES / sizeof(T);
+
+template <class T>
+INLINE Vec<T> load(const T* p) {
+  return (Vec<T>)*(const typename VecOf<T>::loose*)p;
+}
+template <class T>
+INLINE void store(T* p, Vec<T> v) {
+  *(typename VecOf<T>::loose*)p = (typename VecOf<T>::loose)v;
+}
+template <class T>
+INLINE Vec<T> splat(T x) {
+  return x - Vec<T>{};
+}
+template <class T>
+INLINE T total(Vec<T> v) {
+  T sum = 0;
+  for (int64_t k = 0; k < lanes<T>; ++k) sum += v[k];
+  return sum;
+}
+
+// q(f) with 2^f = 1 + f q(f) on [-1/2, 1/2]: minimax, to 1e-8 and 2e-17.
+INLINE Vec<float> exp2_tail(Vec<float> f) {
+  Vec<float> q = splat(1.545316295e-4f);
+  q = q * f + 1.339086336e-3f;
+  q = q * f + 9.618082557e-3f;
+  q = q * f + 5.550357114e-2f;
+  q = q * f + 2.402265076e-1f;
+  return q * f + 6.931471880e-1f;
+}
+INLINE Vec<double> exp2_tail(Vec<double> f) {
+  Vec<double> q = splat(4.45496059818651839e-10);
+  q = q * f + 7.0725859492692237e-9;
+  q = q * f + 1.01780624458457735e-7;
+  q = q * f + 1.32154428879216897e-6;
+  q = q * f + 1.52527338298361184e-5;
+  q = q * f + 1.54035304417360502e-4;
+  q = q * f + 1.33335581464169353e-3;
+  q = q * f + 9.61812910760688853e-3;
+  q = q * f + 5.55041086648215943e-2;
+  q = q * f + 2.40226506959100982e-1;
+  return q * f + 6.93147180559945309e-1;
+}
+
+// x = k + f with k whole and |f| <= 1/2; 2^k is applied by scale(). Powers that are no normal
+// number become zero.
+#if CAPTUM_SSM_VECTOR_BYTES == 64
+template <class T>
+INLINE Vec<T> bounded(Vec<T> x) {
+  return x;
+}
+template <class T>
+INLINE Vec<T> fraction(Vec<T> x) {
+  if constexpr (sizeof(T) == 4)
+    return (Vec<T>)_mm512_reduce_ps((__m512)x, 8);
+  else
+    return (Vec<T>)_mm512_reduce_pd((__m512d)x, 8);
+}
+template <class T>
+INLINE Vec<T> scale(Vec<T> p, Vec<T> k) {
+  if constexpr (sizeof(T) == 4)
+    return (Vec<T>)_mm512_scalef_ps((__m512)p, (__m512)k);
+  else
+    return (Vec<T>)_mm512_scalef_pd((__m512d)p, (__m512d)k);
+}
+#else
+template <class T>
+constexpr T kRound = sizeof(T) == 4 ? T(12582912) : T(6755399441055744);  // 1.5 * 2^(mantissa)
+template <class T>
+constexpr T kLowest = sizeof(T) == 4 ? T(-126) : T(-1022);
+template <class T>
+INLINE Vec<T> bounded(Vec<T> x) {
+  return x < splat(kLowest<T>) ? splat(kLowest<T>) : x;
+}
+template <class T>
+INLINE Vec<T> fraction(Vec<T> x) {
+  return x - ((x + kRound<T>)-kRound<T>);
+}
+template <class T>
+INLINE Vec<T> scale(Vec<T> p, Vec<T> k) {
+  using Bits = typename VecOf<T>::bits;
+  constexpr int mantissa = sizeof(T) == 4 ? 23 : 52;
+  // p is in [1/2, 2): the sum of the exponents is a normal one for k > kLowest.
+  const Bits whole = (Bits)(k + kRound<T>);
+  const Vec<T> scaled = (Vec<T>)((Bits)p + (whole << mantissa));
+  return k <= splat(kLowest<T>) ? Vec<T>{} : scaled;
+}
+#endif
+
+// 2^x for x <= 0, any size; exactly 1 at 0.
+template <class T>
+INLINE Vec<T> exp2v(Vec<T> x) {
+  x = bounded<T>(x);
+  const Vec<T> f = fraction<T>(x);
+  return scale<T>(f * exp2_tail(f) + 1, x - f);
+}
+
+// 2^x - 1 for x <= 0, to full relative precision: h + h * expm1 keeps the decay of a slow state
+// exact over thousands of steps, where a rounded decay would drift.
+template <class T>
+INLINE Vec<T> exp2m1v(Vec<T> x) {
+  x = bounded<T>(x);
+  const Vec<T> f = fraction<T>(x);
+  const Vec<T> power = scale<T>(splat(T(1)), x - f);
+  return power * (f * exp2_tail(f)) + (power - 1);
+}
