@@ -1,0 +1,95 @@
+"""mamba_ssm's own modules, against the same weights in transformers' model."""
+
+import importlib.util
+
+import pytest
+import torch
+from mamba_ssm_cpu import on_cpu
+from models import VOCABULARY, ids, randomize, tiny
+from torch import nn
+
+from captum_ssm import MambaAttribution, MambaRollout, RawAttention, hidden_attention
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mamba_ssm") is None,
+    reason="mamba_ssm is not installed; without CUDA: MAMBA_SKIP_CUDA_BUILD=TRUE "
+    "MAMBA_FORCE_BUILD=TRUE pip install --no-build-isolation --no-deps mamba-ssm",
+)
+METHODS = [RawAttention, MambaRollout, MambaAttribution]
+
+
+@pytest.fixture(scope="module")
+def mamba_ssm():
+    with on_cpu() as package:
+        yield package
+
+
+@pytest.fixture(params=[True, False], ids=["fused_norm", "plain_norm"])
+def pair(mamba_ssm, request):
+    """The same weights in mamba_ssm's language model and in transformers'."""
+    theirs = tiny("mamba", use_bias=False)
+    config = mamba_ssm.MambaConfig(
+        d_model=16,
+        n_layer=2,
+        vocab_size=VOCABULARY,
+        ssm_cfg={"layer": "Mamba1", "d_state": 4, "dt_rank": 3},
+        fused_add_norm=request.param,
+        pad_vocab_size_multiple=1,
+    )
+    ours = mamba_ssm.MambaLMHeadModel(config).eval()
+    state = theirs.state_dict()
+    ours.load_state_dict({k.replace("embeddings.", "embedding."): v for k, v in state.items()})
+    return ours, theirs
+
+
+def test_the_two_models_agree(pair):
+    ours, theirs = pair
+    with torch.no_grad():
+        found, expected = (m(ids(2, 9)).logits for m in (ours, theirs))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("formulation", ["hidden", "unified"])
+@pytest.mark.parametrize("length", [1, 2, 3, 9])
+def test_same_maps(pair, length, formulation):
+    ours, theirs = (hidden_attention(m, ids(2, length), formulation=formulation) for m in pair)
+    assert list(ours) == list(theirs)
+    for path, truth in theirs.items():
+        torch.testing.assert_close(ours[path], truth, atol=1e-5 * float(truth.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_attributions(pair, method):
+    ours, theirs = (method(m).attribute(ids(2, 9), target=[3, 4], position=7) for m in pair)
+    assert theirs.abs().max() > 0.1
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_logits_of_the_last_tokens_only(pair):
+    ours, _ = pair
+    explain = MambaAttribution(ours)
+    full = explain.attribute(ids(2, 9), target=3)
+    last = explain.attribute(ids(2, 9), target=3, additional_forward_args={"num_last_tokens": 2})
+    torch.testing.assert_close(last, full)
+    with pytest.raises(ValueError, match="last 2 of 9"):
+        explain.attribute(
+            ids(2, 9), target=3, position=4, additional_forward_args={"num_last_tokens": 2}
+        )
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_a_bare_mixer_is_a_model(mamba_ssm, fast_path):
+    mixer = mamba_ssm.Mamba(16, d_state=4, dt_rank=3, bias=True, use_fast_path=fast_path)
+    model = nn.Sequential(nn.Linear(16, 16), randomize(mixer), nn.Linear(16, 5))
+    x = torch.randn(2, 9, 16)
+    (path,) = hidden_attention(model, x)
+    assert path == "1"
+    with torch.no_grad():
+        u = mixer.in_proj(model[0](x)).chunk(2, -1)[0].transpose(1, 2)
+        expected = torch.nn.functional.silu(mixer.conv1d(u)[..., :9])
+        z = mixer.in_proj(model[0](x)).chunk(2, -1)[1]
+        y = torch.einsum("bdij,bdj->bid", hidden_attention(model, x)[path], expected)
+        y = (y + mixer.D * expected.transpose(1, 2)) * torch.nn.functional.silu(z)
+        torch.testing.assert_close(mixer.out_proj(y), mixer(model[0](x)), atol=1e-5, rtol=1e-4)
+    relevance = MambaAttribution(model).attribute(x, target=2)
+    assert relevance.shape == x.shape
