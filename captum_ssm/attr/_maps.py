@@ -179,7 +179,12 @@ def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
     """The query's row, averaged over layers: ``(B, L)``."""
     total = torch.zeros_like(query)
     for m in maps:
-        total += m.vecmat(query / m.row_sums() if m.options.normalize_rows else query)
+        w = query
+        if m.options.normalize_rows:
+            sums = m.row_sums()
+            # A row that holds nothing (padding; all negative, and clamped) has no sum to divide by.
+            w = torch.where(sums == 0, 0, query / sums)
+        total += m.vecmat(w)
     return total / len(maps)
 
 

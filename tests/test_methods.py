@@ -1,0 +1,388 @@
+"""Each method against the papers' formulas, written out with explicit matrices in float64."""
+
+import math
+
+import pytest
+import torch
+from models import S6_FAMILIES, Classifier, ids, recast, s6_paths, tiny
+from torch import Tensor
+
+from captum_ssm import MambaAttribution, MambaRollout, RawAttention, hidden_attention
+
+REDUCTIONS = ("mean", "max", "min", "prod")
+OPTIONS = [
+    {},
+    *({"reduction": name} for name in REDUCTIONS[1:]),
+    {"sign": "clamp"},
+    {"sign": "absolute"},
+    {"discard_ratio": 0.5},
+    {"discard_ratio": 0.99},
+    {"min_max": True},
+    {"sign": "absolute", "normalize_rows": True},
+    {"sign": "clamp", "min_max": True, "normalize_rows": True},
+    {"reduction": "max", "sign": "clamp", "discard_ratio": 0.3, "normalize_rows": True},
+    {"normalize_rows": True},
+]
+
+
+def named(options: dict) -> str:
+    return "-".join(f"{k}={v}" for k, v in options.items()) or "defaults"
+
+
+def double(family: str = "mamba", **kwargs) -> torch.nn.Module:
+    return recast(tiny(family, **kwargs), torch.float64)
+
+
+# ---- the formulas -----------------------------------------------------------------------------
+
+
+def reduce_channels(maps: Tensor, reduction: str) -> Tensor:
+    return {
+        "mean": lambda: maps.mean(1),
+        "max": lambda: maps.max(1).values,
+        "min": lambda: maps.min(1).values,
+        "prod": lambda: maps.prod(1),
+    }[reduction]()
+
+
+def explicit_map(
+    maps: Tensor, gradient: Tensor | None = None, *, reduction="mean", sign=None, **options
+) -> Tensor:
+    """One layer's map ``(B, L, L)``, from ``(B, D, L, L)``, without the row normalisation."""
+    found = reduce_channels(maps, reduction)
+    if gradient is not None:
+        found = gradient[:, :, None] * found
+    if sign == "clamp":
+        found = found.clamp(min=0)
+    if sign == "absolute":
+        found = found.abs()
+    out = []
+    for matrix in found:
+        ratio = options.get("discard_ratio", 0)
+        if ratio:
+            order = sorted(float(v) for v in matrix.abs().flatten() if v != 0)
+            dropped = order[: int(ratio * len(order))]
+            cut = dropped[-1] if dropped else 0.0
+            matrix = torch.where(matrix.abs() > cut, matrix, 0)
+        if options.get("min_max") and bool((matrix != 0).any()):
+            kept = matrix[matrix != 0]
+            span = kept.max() - kept.min()  # a lone entry has none, and becomes 0
+            scaled = (matrix - kept.min()) / span if span > 0 else torch.zeros_like(matrix)
+            matrix = torch.where(matrix != 0, scaled, 0)
+        out.append(matrix)
+    return torch.stack(out)
+
+
+def explicit_rollout(maps: list[Tensor], gradients=None, **options) -> Tensor:
+    B, _, L, _ = maps[0].shape
+    rho = torch.eye(L, dtype=torch.float64).expand(B, L, L)
+    for k, layer in enumerate(maps):
+        gradient = None if gradients is None else gradients[k]
+        beta = torch.eye(L, dtype=torch.float64) + explicit_map(layer, gradient, **options)
+        if options.get("normalize_rows"):
+            beta = beta / beta.sum(-1, keepdim=True)
+        rho = beta @ rho
+    return rho
+
+
+def explicit_raw(maps: list[Tensor], **options) -> Tensor:
+    found = []
+    for layer in maps:
+        matrix = explicit_map(layer, **options)
+        if options.get("normalize_rows"):
+            sums = matrix.sum(-1, keepdim=True)
+            matrix = torch.where(sums == 0, 0, matrix / sums)  # an empty row stays empty
+        found.append(matrix)
+    return torch.stack(found).mean(0)
+
+
+def gated_gradients(model, target: Tensor, position: int, **inputs) -> list[Tensor]:
+    """Eq. 24's gradient, by hooks on the inputs of the output projections: ``(B, L)`` a layer."""
+    gated, hooks = [], []
+    for path in s6_paths(model):
+        layer = model.get_submodule(path).out_proj
+
+        def keep(module, args):
+            y = args[0] if args[0].requires_grad else args[0].requires_grad_()
+            gated.append(y)
+            return (y,)
+
+        hooks.append(layer.register_forward_pre_hook(keep))
+    try:
+        logits = model(**inputs).logits[:, position]
+        score = logits[torch.arange(len(logits)), target].sum()
+        gradients = torch.autograd.grad(score, gated)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [g.double().mean(-1) for g in gradients]
+
+
+def assert_close(ours: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
+    assert ours.shape == truth.shape
+    assert torch.isfinite(truth).all()
+    assert (ours - truth).abs().max() <= tolerance * truth.abs().max()
+
+
+# ---- rollout and raw attention ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_rollout_is_the_product_of_matrices(length, options):
+    model, tokens = double(layers=3), ids(2, length)
+    maps = list(hidden_attention(model, tokens).values())
+    truth = explicit_rollout(maps, **options)
+    explain = MambaRollout(model)
+    assert_close(explain.rollout(tokens, **options), truth)
+    for position in (0, length // 2, length - 1):
+        row = explain.attribute(tokens, position=position, **options)
+        assert row.dtype == torch.float64
+        assert_close(row, truth[:, position])
+
+
+def test_a_row_of_rollout_in_linear_time_at_length_64():
+    model, tokens = double(layers=3), ids(1, 64)
+    truth = explicit_rollout(list(hidden_attention(model, tokens).values()))
+    for position in (0, 31, 63):
+        assert_close(MambaRollout(model).attribute(tokens, position=position), truth[:, position])
+    # The rows are signed and far from the identity's: nothing here is close by being trivial.
+    assert (truth < -0.01).any()
+    assert (truth[:, -1, :-1].abs().max() > 0.01).all()
+
+
+@pytest.mark.parametrize("family", S6_FAMILIES)
+def test_rollout_of_each_family(family):
+    model, tokens = tiny(family), ids(2, 9)
+    maps = [m.double() for m in hidden_attention(model, tokens).values()]
+    assert_close(MambaRollout(model).rollout(tokens).double(), explicit_rollout(maps), 1e-4)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, -1, -3])
+def test_start_layer(start):
+    model, tokens = double(layers=3), ids(2, 9)
+    maps = list(hidden_attention(model, tokens).values())[start:]
+    explain = MambaRollout(model)
+    truth = explicit_rollout(maps)
+    assert_close(explain.rollout(tokens, start_layer=start), truth)
+    assert_close(explain.attribute(tokens, start_layer=start), truth[:, -1])
+    gradient = MambaAttribution(model)
+    whole = gradient.rollout(tokens, target=3, start_layer=start)
+    assert_close(gradient.attribute(tokens, target=3, start_layer=start), whole[:, -1])
+    gradients = gated_gradients(model, torch.tensor([3, 3]), -1, input_ids=tokens)[start:]
+    assert_close(whole, explicit_rollout(maps, gradients, sign="clamp"))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
+def test_raw_attention_is_the_mean_of_rows(options):
+    model, tokens = double(layers=3), ids(2, 17)
+    truth = explicit_raw(list(hidden_attention(model, tokens).values()), **options)
+    explain = RawAttention(model)
+    for position in (0, 8, 16):
+        assert_close(explain.attribute(tokens, position=position, **options), truth[:, position])
+
+
+@pytest.mark.parametrize("chosen", [0, [1], [-1], [2, 0], "path", ["path", 2]])
+def test_raw_attention_of_chosen_layers(chosen):
+    model, tokens = double(layers=3), ids(2, 9)
+    maps = hidden_attention(model, tokens)
+    paths = list(maps)
+    wanted = [chosen] if isinstance(chosen, (int, str)) else chosen
+    indices = [1 if item == "path" else item for item in wanted]
+    selection = paths[1] if chosen == "path" else chosen
+    if isinstance(chosen, list):
+        selection = [paths[1] if item == "path" else item for item in chosen]
+    truth = explicit_raw([maps[paths[i]] for i in indices])
+    assert_close(RawAttention(model).attribute(tokens, layers=selection), truth[:, -1])
+    found = hidden_attention(model, tokens, layers=selection)
+    assert list(found) == [paths[i] for i in indices]
+
+
+@pytest.mark.parametrize("method", [RawAttention, MambaRollout])
+def test_class_agnostic_methods_ignore_the_target(method):
+    model, tokens = tiny(), ids(2, 9)
+    plain = method(model).attribute(tokens)
+    for target in (3, (1, 4), torch.tensor([5, 6]), 10**6, "anything"):
+        assert torch.equal(method(model).attribute(tokens, target=target), plain)
+
+
+# ---- Mamba-Attribution ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", S6_FAMILIES)
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_mamba_attribution_is_eq_24(family, length):
+    model, tokens = tiny(family), ids(2, length)
+    target = torch.tensor([3, 8])
+    maps = hidden_attention(model, tokens, layers=s6_paths(model))
+    explain = MambaAttribution(model)
+    for position in {length // 2, length - 1}:
+        gradients = gated_gradients(model, target, position, input_ids=tokens)
+        truth = explicit_rollout([m.double() for m in maps.values()], gradients, sign="clamp")
+        if family in ("mamba", "falcon_mamba"):
+            row = explain.attribute(tokens, target=target, position=position)
+            assert_close(row.double(), truth[:, position], 1e-4)
+            assert_close(
+                explain.rollout(tokens, target=target, position=position).double(), truth, 1e-4
+            )
+        else:  # a hybrid's attention layers are in the product too
+            for k, path in enumerate(maps):
+                alone = explicit_rollout([maps[path].double()], [gradients[k]], sign="clamp")
+                index = list(hidden_attention(model, tokens)).index(path)
+                ours = layer_beta(explain, tokens, index, target=target, position=position)
+                assert_close(ours, alone, 1e-4)
+
+
+def layer_beta(explain, tokens, index, **kwargs) -> Tensor:
+    """beta of one layer: the product from it on, times the inverse of the product after it."""
+    count = len(hidden_attention(explain.forward_func, tokens))
+    whole = explain.rollout(tokens, start_layer=index, **kwargs).double()
+    if index == count - 1:
+        return whole
+    rest = explain.rollout(tokens, start_layer=index + 1, **kwargs).double()
+    return torch.linalg.solve(rest, whole)
+
+
+@pytest.mark.parametrize("options", [o for o in OPTIONS if "sign" not in o], ids=named)
+@pytest.mark.parametrize("sign", [None, "clamp", "absolute"])
+def test_options_of_mamba_attribution(options, sign):
+    model, tokens, target = double(), ids(2, 9), torch.tensor([3, 8])
+    maps = list(hidden_attention(model, tokens).values())
+    gradients = gated_gradients(model, target, 5, input_ids=tokens)
+    truth = explicit_rollout(maps, gradients, sign=sign, **options)
+    explain = MambaAttribution(model)
+    chosen = {"target": target, "position": 5, "sign": sign, **options}
+    assert_close(explain.rollout(tokens, **chosen), truth)
+    assert_close(explain.attribute(tokens, **chosen), truth[:, 5])
+
+
+def test_the_target_decides():
+    model, tokens = tiny(), ids(1, 9)
+    explain = MambaAttribution(model)
+    one, other = (explain.attribute(tokens, target=t) for t in (3, 4))
+    assert (one - other).abs().max() > 1e-2 * one.abs().max()
+
+
+def test_tokens_after_the_query_do_not_matter():
+    model, tokens = tiny(), ids(1, 9)
+    for method in (RawAttention, MambaRollout, MambaAttribution):
+        row = method(model).attribute(tokens, target=3, position=4)
+        short = method(model).attribute(tokens[:, :5], target=3)
+        assert (row[:, 5:] == 0).all()
+        torch.testing.assert_close(row[:, :5], short, atol=1e-5, rtol=1e-4)
+
+
+# ---- position ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [RawAttention, MambaRollout, MambaAttribution])
+def test_position_in_every_form(method):
+    model, tokens = tiny(), ids(3, 9)
+    explain = method(model)
+
+    def rows(position, target=4):
+        return explain.attribute(tokens, target=target, position=position)
+
+    truth = torch.stack([rows(p)[b] for b, p in enumerate((2, 8, 5))])
+    same = {"atol": 1e-6, "rtol": 1e-5}
+    torch.testing.assert_close(rows(torch.tensor([2, 8, 5])), truth, **same)
+    torch.testing.assert_close(rows([2, 8, 5]), truth, **same)
+    torch.testing.assert_close(rows(torch.tensor([-7, -1, 5])), truth, **same)
+    torch.testing.assert_close(rows(-1), rows(None), **same)
+    torch.testing.assert_close(rows(torch.tensor(2)), rows(2), **same)
+    torch.testing.assert_close(rows(-7), rows(2), **same)
+    assert not torch.allclose(rows(2), rows(3))
+    if method is MambaAttribution:
+        torch.testing.assert_close(rows(None, target=(2, 4)), rows(2), **same)
+        pairs = [(2, 4), (8, 4), (5, 4)]
+        torch.testing.assert_close(rows(None, target=pairs), truth, **same)
+
+
+@pytest.mark.parametrize("method", [RawAttention, MambaRollout, MambaAttribution])
+def test_a_mean_pooled_model_is_explained_by_the_mean_of_its_rows(method):
+    model, tokens = Classifier("mean"), ids(2, 9)
+    explain = method(model)
+    # With the same target, hence the same gradients, at each position.
+    rows = [explain.attribute(tokens, target=3, position=p) for p in range(9)]
+    mean = torch.stack(rows).mean(0)
+    torch.testing.assert_close(explain.attribute(tokens, target=3), mean, atol=1e-6, rtol=1e-5)
+
+
+# ---- hidden_attention's own options -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", S6_FAMILIES)
+@pytest.mark.parametrize("formulation", ["hidden", "unified"])
+def test_reductions_and_rows_of_hidden_attention(family, formulation):
+    model, tokens = tiny(family), ids(2, 9)
+
+    def maps(**options):
+        options |= {"layers": s6_paths(model)[-1], "formulation": formulation}
+        (found,) = hidden_attention(model, tokens, **options).values()
+        return found
+
+    full = maps()
+    assert full.shape == (2, 32, 9, 9)
+    assert (full.triu(1) == 0).all()  # no token sees a later one
+    for reduction in REDUCTIONS:
+        assert_close(maps(reduction=reduction), reduce_channels(full, reduction), 1e-5)
+    index = torch.tensor([[0, 8, 3], [5, 5, 1]])
+    truth = torch.stack([full[b][:, index[b]] for b in range(2)])
+    assert_close(maps(rows=index), truth)
+    assert_close(maps(rows=[0, -1]), full[:, :, [0, 8]])
+    assert_close(maps(rows=-2), full[:, :, [7]])
+    for reduction in REDUCTIONS:
+        assert_close(maps(rows=index, reduction=reduction), reduce_channels(truth, reduction))
+
+
+@pytest.mark.parametrize("family", S6_FAMILIES)
+def test_components_of_unified_attention(family):
+    # Each factor in turn, against the composition by hand.
+    model, tokens = tiny(family), ids(2, 9)
+    path = s6_paths(model)[0]
+
+    def maps(**options):
+        return hidden_attention(model, tokens, layers=path, **options)[path]
+
+    def unified(*components):
+        return maps(formulation="unified", components=components)
+
+    bare, hidden = unified(), maps()
+    assert_close(bare, hidden)
+    gate = unified("gate") / bare  # constant along a row
+    right = unified("activation") / bare  # constant along a column
+    inside = torch.ones(9, 9).tril().bool()
+    near = {"atol": 1e-3, "rtol": 1e-3}
+    torch.testing.assert_close(
+        gate[..., inside], gate[..., :1].expand_as(bare)[..., inside], **near
+    )
+    torch.testing.assert_close(
+        right[..., inside], right[..., -1:, :].expand_as(bare)[..., inside], **near
+    )
+    assert ((right[..., -1, :] > 0) & (right[..., -1, :] < 1)).all()  # a sigmoid
+    skip = unified("skip") - bare
+    assert_close(skip, torch.diag_embed(skip.diagonal(dim1=-2, dim2=-1)), 1e-6)
+    module = model.get_submodule(path)
+    assert_close(skip[0, :, 4, 4], module.D.detach().flatten(), 1e-4)
+    taps = module.conv1d.weight.detach()[:, 0].flip(-1)  # by lag
+    conv = sum(
+        tap[:, None, None] * torch.diag(torch.ones(9 - lag), -lag)
+        for lag, tap in enumerate(taps.unbind(-1))
+    )
+    assert_close(unified("conv"), bare @ conv)
+    everything = unified("conv", "activation", "gate", "norm", "skip")
+    by_hand = gate[..., :1] * (bare + torch.diag_embed(module.D.detach().flatten()[:, None]
+                               .expand(32, 9))) * right[..., -1:, :]  # fmt: skip
+    assert_close(everything, by_hand @ conv, 1e-4)
+    assert_close(maps(formulation="unified"), unified("conv", "activation", "gate", "norm"))
+
+
+def test_a_length_of_one_has_nothing_but_itself():
+    model, tokens = tiny(), ids(2, 1)
+    for method in (RawAttention, MambaRollout, MambaAttribution):
+        assert method(model).attribute(tokens, target=3).shape == (2, 1)
+    assert math.isclose(
+        MambaRollout(model).attribute(tokens)[0, 0].item(),
+        math.prod(1 + float(m.mean()) for m in hidden_attention(model, tokens[:1]).values()),
+        rel_tol=1e-5,
+    )
