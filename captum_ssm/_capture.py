@@ -163,22 +163,20 @@ def _trace(
 
 @contextmanager
 def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
-    # nnsight replaces the forward of every module it wraps, for good. A model that came
-    # without it leaves without it.
-    if _is_wrapped(model):
-        yield model
-        return
-    from nnsight import NNsight
-
-    keys = ("forward", "__nnsight__")
-    before = [(m, {k: m.__dict__[k] for k in keys if k in m.__dict__}) for m in model.modules()]
+    # nnsight replaces the forward of every module it wraps, for good, and some models keep
+    # recurrent states in plain attributes. A model leaves with the attributes it came with.
+    before = [(module, dict(module.__dict__)) for module in unwrap(model).modules()]
     try:
-        yield NNsight(model)
+        if _is_wrapped(model):
+            yield model
+        else:
+            from nnsight import NNsight
+
+            yield NNsight(model)
     finally:
-        for module, kept in before:
-            for key in keys:
-                module.__dict__.pop(key, None)
-            module.__dict__.update(kept)
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
 
 
 def _outermost(root: Envoy) -> Iterator[Envoy]:

@@ -156,8 +156,9 @@ def freeze(
         else:
             weights = _query(position, B, L, mask, captured.calls[0])
         if gradients:
-            score = _score(logits, target, weights)
-            captured = captured.with_gradients(score).detached()
+            with torch.inference_mode(False), torch.enable_grad():
+                score = _score(logits, target, weights)
+                captured = captured.with_gradients(score).detached()
             score = score.detach()
     with torch.no_grad():
         layers = _freeze_calls(captured.calls)

@@ -1,6 +1,13 @@
 """Adapters: one small file per architecture family, from a recorded call to a frozen operator."""
 
+from captum_ssm.mixers import attention as attention
+from captum_ssm.mixers import delta as delta
+from captum_ssm.mixers import griffin as griffin
+from captum_ssm.mixers import lightning as lightning
+from captum_ssm.mixers import rwkv as rwkv
 from captum_ssm.mixers import s6 as s6
+from captum_ssm.mixers import ssd as ssd
+from captum_ssm.mixers import xlstm as xlstm
 from captum_ssm.mixers._base import (
     COMPONENTS,
     FORMULATIONS,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.diagonal import causal_conv
+from captum_ssm.operators.band import causal_conv
 
 COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
 PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
@@ -108,6 +108,8 @@ class FrozenMixer:
             its argument, times the padding mask. Default: None
         gate (Tensor, optional): g, ``(B, L, D)``. Default: None
         norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
+        offset (Tensor, optional): a bias behind the norm, added to the gated output; it lies
+            outside the operator. Broadcasts to ``(B, L, D)``. Default: None
     """
 
     recurrence: TokenOperator
@@ -119,6 +121,7 @@ class FrozenMixer:
     activation: Tensor | None = None
     gate: Tensor | None = None
     norm: Tensor | None = None
+    offset: Tensor | None = None
 
     def operator(
         self, formulation: str = "hidden", components: Iterable[str] | None = None
@@ -156,7 +159,7 @@ class FrozenMixer:
         for factor in (self.gate, self.norm):
             if factor is not None:
                 y = y * factor
-        return y
+        return y if self.offset is None else y + self.offset
 
     def output(self) -> Tensor:
         """What the mixer returns, ``(B, L, E)``, by way of the operator."""
@@ -199,11 +202,33 @@ def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
     return act(safe) / safe
 
 
+def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) -> Tensor:
+    """The frozen scale of an RMS norm of ``y (B, L, D)`` over groups of channels: ``(B, L, D)``.
+
+    Args:
+        y (Tensor): what the norm normalises.
+        weight (Tensor, optional): its weight, ``(D,)`` or of one group's width. Default: None
+        eps (float): its epsilon.
+        groups (int, optional): number of equal groups of channels. Default: 1
+    """
+    parts = y.unflatten(-1, (groups, -1))
+    scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps).expand_as(parts)
+    if weight is not None:
+        scale = scale * (weight if weight.numel() == parts.shape[-1] else weight.view(groups, -1))
+    return scale.flatten(-2)
+
+
 def conv_input(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> tuple[Tensor, Tensor]:
     """The causal depthwise ``conv`` of ``u (B, L, D)`` with its bias, and its taps ``(D, K)``."""
     taps = call.parameter(conv.weight)[:, 0]
     psi = causal_conv(u, taps)
     return (psi if conv.bias is None else psi + call.parameter(conv.bias)), taps
+
+
+def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
+    """The tokens ``(B, L, E)`` with padding zeroed, and the ``(B, L)`` mask, if there is one."""
+    x, mask = call.tokens(), call.token_mask()
+    return (x if mask is None else x * mask[..., None]), mask
 
 
 Freeze = Callable[[MixerCall], FrozenMixer]

@@ -20,6 +20,7 @@ from captum_ssm.mixers._base import (
     MixerCall,
     activation_factor,
     conv_input,
+    masked_tokens,
     register_mixer,
 )
 from captum_ssm.operators import DiagonalOperator
@@ -63,11 +64,6 @@ def _values(call: MixerCall, u: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
     return taps, activation, activation * psi
 
 
-def _tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
-    x, mask = call.tokens(), call.token_mask()
-    return (x if mask is None else x * mask[..., None]), mask
-
-
 @register_mixer("MambaMixer")
 @register_mixer("FalconMambaMixer")
 @register_mixer("JambaMambaMixer")
@@ -75,7 +71,7 @@ def _tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
 def freeze_s6(call: MixerCall) -> FrozenMixer:
     """Mamba, FalconMamba, Jamba and mamba-ssm's ``Mamba``."""
     module = call.module
-    x, mask = _tokens(call)
+    x, mask = masked_tokens(call)
     u, z = call.linear(module.in_proj, x).chunk(2, dim=-1)
     taps, activation, values = _values(call, u, mask)
 
@@ -93,7 +89,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
 def freeze_zamba(call: MixerCall) -> FrozenMixer:
     """Zamba: the channels form heads, each with its own projections to dt, B and C."""
     module = call.module
-    x, mask = _tokens(call)
+    x, mask = masked_tokens(call)
     u, z = call.linear(module.in_proj, x).unflatten(-1, (-1, 2)).unbind(-1)
     taps, activation, values = _values(call, u, mask)
 

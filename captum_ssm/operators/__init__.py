@@ -1,6 +1,20 @@
 """Frozen token mixers as linear operators over tokens, one kind of recurrence a file."""
 
 from captum_ssm.operators._base import REDUCTIONS, TokenOperator
+from captum_ssm.operators.band import BandOperator, SumOperator
 from captum_ssm.operators.diagonal import DiagonalOperator
+from captum_ssm.operators.heads import ComposedOperator, HeadOperator
+from captum_ssm.operators.linear_attention import LinearAttentionOperator
+from captum_ssm.operators.softmax import SoftmaxOperator
 
-__all__ = ["REDUCTIONS", "DiagonalOperator", "TokenOperator"]
+__all__ = [
+    "REDUCTIONS",
+    "BandOperator",
+    "ComposedOperator",
+    "DiagonalOperator",
+    "HeadOperator",
+    "LinearAttentionOperator",
+    "SoftmaxOperator",
+    "SumOperator",
+    "TokenOperator",
+]

@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 REDUCTIONS = ("mean", "max", "min", "prod")
+FEW_ROWS = 4
 
 
 class TokenOperator(ABC):
@@ -32,12 +33,39 @@ class TokenOperator(ABC):
         device (torch.device): device of all results.
     """
 
-    batch: int
-    length: int
-    channels: int
-    maps: int
-    dtype: torch.dtype
-    device: torch.device
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(B, L, D, M)."""
+
+    @property
+    @abstractmethod
+    def reference(self) -> Tensor:
+        """A coefficient, of the dtype and on the device of all of them."""
+
+    @property
+    def batch(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def length(self) -> int:
+        return self.sizes[1]
+
+    @property
+    def channels(self) -> int:
+        return self.sizes[2]
+
+    @property
+    def maps(self) -> int:
+        return self.sizes[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.reference.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.reference.device
 
     @abstractmethod
     def apply(self, v: Tensor) -> Tensor:
@@ -87,7 +115,10 @@ class TokenOperator(ABC):
     def row_tile(self, start: int, stop: int) -> Tensor:
         """Rows ``start .. stop - 1`` of the mean over channels: ``(B, stop - start, L)``."""
         index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
-        return self.rows(index, "mean")
+        total = torch.zeros(index.shape + (self.length,), dtype=self.dtype, device=self.device)
+        for first, last in self._map_tiles(stop - start):
+            total += self.map_rows(index, first, last).sum(1)
+        return total / self.maps
 
     def rows(self, index: Tensor, reduction: str | None = None) -> Tensor:
         """Some rows of every map, or of a reduction over the maps.
@@ -104,6 +135,10 @@ class TokenOperator(ABC):
             return self.map_rows(index, 0, self.maps)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction is {reduction!r}; accepted are {REDUCTIONS} and None.")
+        if reduction == "mean" and index.shape[1] <= FEW_ROWS:
+            # A few rows of the mean: one reversed scan each, without the rows of every map.
+            one_hot = nn.functional.one_hot(index, self.length).to(self.dtype)  # (B, R, L)
+            return torch.stack([self.vecmat(w, "mean") for w in one_hot.unbind(1)], 1)
         total: Tensor | None = None
         for start, stop in self._map_tiles(index.shape[1]):
             tile = self.map_rows(index, start, stop)
@@ -145,3 +180,10 @@ class TokenOperator(ABC):
         step = max(1, entries // max(1, self.batch * rows * self.length))
         for start in range(0, self.maps, step):
             yield start, min(self.maps, start + step)
+
+
+def check_vecmat(reduction: str | None) -> bool:
+    """Whether ``vecmat`` was asked for the mean; a ValueError for what it does not do."""
+    if reduction not in (None, "mean"):
+        raise ValueError(f"reduction is {reduction!r}; vecmat accepts 'mean' and None.")
+    return reduction == "mean"

@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from captum_ssm import ops
-from captum_ssm.operators._base import TokenOperator
+from captum_ssm.operators._base import TokenOperator, check_vecmat
+from captum_ssm.operators.band import causal_conv, join_taps, product, with_skip
 
 
 @dataclass(frozen=True)
 class DiagonalOperator(TokenOperator):
     """A diagonal recurrence with optional row and column factors and a convolution.
 
-    The operator is ``diag(left) alpha diag(right) conv + diag(diagonal) conv``; one map per
-    channel. All tensors are float32, or all float64.
+    The operator is ``diag(left) alpha diag(right) conv``; one map per channel. All tensors are
+    float32, or all float64.
 
     Args:
         dt (Tensor): ``(B, L, D)``, nonnegative decay steps.
@@ -40,8 +41,6 @@ class DiagonalOperator(TokenOperator):
         left (Tensor, optional): ``(B, L, D)``, row factors. Default: None
         conv (Tensor, optional): ``(D, K)``, causal taps applied before the recurrence.
             Default: None
-        diagonal (Tensor, optional): ``(B, L, D)``, added on the diagonal, after the
-            convolution. Default: None
     """
 
     dt: Tensor
@@ -51,77 +50,34 @@ class DiagonalOperator(TokenOperator):
     C: Tensor
     left: Tensor | None = None
     conv: Tensor | None = None
-    diagonal: Tensor | None = None
 
     @property
-    def batch(self) -> int:  # type: ignore[override]
-        return self.dt.shape[0]
+    def sizes(self) -> tuple[int, int, int, int]:
+        B, L, D = self.dt.shape
+        return B, L, D, D
 
     @property
-    def length(self) -> int:  # type: ignore[override]
-        return self.dt.shape[1]
-
-    @property
-    def channels(self) -> int:  # type: ignore[override]
-        return self.dt.shape[2]
-
-    @property
-    def maps(self) -> int:  # type: ignore[override]
-        return self.dt.shape[2]
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.dt.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.dt.device
+    def reference(self) -> Tensor:
+        return self.dt
 
     def apply(self, v: Tensor) -> Tensor:
         if self.conv is not None:
             v = causal_conv(v, self.conv)
-        y = ops.diagonal_scan(v, self.dt, self.right, self.A, self.B, self.C, self.left)
-        return y if self.diagonal is None else y + self.diagonal * v
+        return ops.diagonal_scan(v, self.dt, self.right, self.A, self.B, self.C, self.left)
 
     def vecmat(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        if reduction not in (None, "mean"):
-            raise ValueError(f"reduction is {reduction!r}; vecmat accepts 'mean' and None.")
-        mean = reduction == "mean"
-        u = ops.diagonal_vecmat(
+        mean = check_vecmat(reduction)
+        return ops.diagonal_vecmat(
             w, self.dt, self.right, self.A, self.B, self.C, self.left, self.conv, mean
         )
-        if self.diagonal is None:
-            return u
-        if mean and w.dim() == 2:
-            return u + self._band_vecmat(w)
-        local = (w if w.dim() == 3 else w[..., None]) * self.diagonal
-        if self.conv is not None:
-            local = causal_conv_transpose(local, self.conv)
-        return u + (local.mean(-1) if mean else local)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        tile = ops.diagonal_mean(
+        return ops.diagonal_mean(
             self.dt, self.right, self.A, self.B, self.C, self.left, self.conv, start, stop
         )
-        if self.diagonal is not None:
-            index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
-            self._add_band(tile, index, self._band())
-        return tile
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        tile = ops.diagonal_rows(index, *self._slice(start, stop))
-        if self.diagonal is not None:
-            taps = self._taps()[start:stop]  # (m, K)
-            at = self.diagonal[..., start:stop].transpose(1, 2)  # (B, m, L)
-            self._add_band(tile, index, at[..., None] * taps[:, None, :])
-        return tile
-
-    def rows(self, index: Tensor, reduction: str | None = None) -> Tensor:
-        if reduction != "mean" or index.shape[1] > 4:
-            return super().rows(index, reduction)
-        # A few rows of the mean: one reversed scan each, without the (B, D, R, L) rows.
-        one_hot = torch.nn.functional.one_hot(index, self.length).to(self.dtype)  # (B, R, L)
-        return torch.stack([self.vecmat(w, "mean") for w in one_hot.unbind(1)], 1)
+        return ops.diagonal_rows(index, *self._slice(start, stop))
 
     def compose(
         self,
@@ -130,26 +86,19 @@ class DiagonalOperator(TokenOperator):
         skip: Tensor | None = None,
         right: Tensor | None = None,
         conv: Tensor | None = None,
-    ) -> DiagonalOperator:
-        if self.conv is not None:
-            raise ValueError("the operator already ends in a convolution; compose() once.")
-        diagonal = self.diagonal
-        if skip is not None:
-            skip = skip.to(self.dtype).expand_as(self.dt)
-            diagonal = skip if diagonal is None else diagonal + skip
-        for factor in (left, right):
-            if factor is not None and diagonal is not None:
-                diagonal = diagonal * factor
-        return DiagonalOperator(
+    ) -> TokenOperator:
+        if self.conv is not None and right is not None:
+            raise ValueError("the operator ends in a convolution; no factor can follow it.")
+        composed = DiagonalOperator(
             self.dt,
             self.right if right is None else self.right * right,
             self.A,
             self.B,
             self.C,
-            _product(self.left, left),
-            conv,
-            diagonal,
+            product(self.left, left),
+            join_taps(self.conv, conv),
         )
+        return with_skip(composed, left, skip, right, conv)
 
     def _slice(self, start: int, stop: int) -> tuple[Any, ...]:
         # The coefficients of some channels. Where they do not cover whole groups, the groups
@@ -172,72 +121,7 @@ class DiagonalOperator(TokenOperator):
             None if self.conv is None else self.conv[start:stop],
         )
 
-    def _taps(self) -> Tensor:
-        if self.conv is not None:
-            return self.conv.flip(-1)  # (D, K), by lag
-        return torch.ones(self.channels, 1, dtype=self.dtype, device=self.device)
-
-    def _band(self) -> Tensor:
-        # Channel mean of diag(diagonal) conv, by row and lag: (B, L, K).
-        assert self.diagonal is not None
-        return self.diagonal @ self._taps() / self.channels
-
-    def _band_vecmat(self, w: Tensor) -> Tensor:
-        band = w[..., None] * self._band()  # (B, L, K)
-        out = torch.zeros_like(w)
-        for lag in range(min(band.shape[-1], self.length)):
-            out[:, : self.length - lag] += band[:, lag:, lag]
-        return out
-
-    def _add_band(self, tile: Tensor, index: Tensor, band: Tensor) -> None:
-        # tile (B, [m,] R, L) += band (B, [m,] L, K) at the rows `index` and their K last columns.
-        for lag in range(min(band.shape[-1], self.length)):
-            column = index - lag  # (B, R)
-            inside = column >= 0
-            at, value = column.clamp(min=0), band[..., lag]
-            if tile.dim() == 4:
-                at, inside = (t[:, None].expand(tile.shape[:3]) for t in (at, inside))
-                value = value.gather(2, index[:, None].expand(tile.shape[:3]))
-            else:
-                value = value.gather(1, index)
-            tile.scatter_add_(-1, at[..., None], torch.where(inside, value, 0)[..., None])
-
-
-def causal_conv(v: Tensor, taps: Tensor) -> Tensor:
-    """A causal depthwise convolution of ``v (B, L, D)`` with ``taps (D, K)``: ``(B, L, D)``."""
-    K = taps.shape[-1]
-    padded = torch.nn.functional.pad(v.transpose(1, 2), (K - 1, 0))
-    out = torch.nn.functional.conv1d(padded, taps[:, None, :], groups=taps.shape[0])
-    return out.transpose(1, 2)
-
-
-def causal_conv_transpose(w: Tensor, taps: Tensor) -> Tensor:
-    """The adjoint of :func:`causal_conv`: ``(B, L, D)`` to ``(B, L, D)``."""
-    return causal_conv(w.flip(1), taps).flip(1)
-
 
 def naive_matrix(op: DiagonalOperator) -> Tensor:
     """Every map by the equation, term by term, in float64: ``(B, D, L, L)``. For tests."""
-    dt, A = op.dt.double(), op.A.double()
-    group = torch.arange(op.channels, device=op.device) // (op.channels // op.B.shape[2])
-    B, C = op.B.double()[:, :, group], op.C.double()[:, :, group]  # (B, L, D, N)
-    out = torch.zeros(op.batch, op.channels, op.length, op.length, dtype=torch.float64)
-    for i in range(op.length):
-        for j in range(i + 1):
-            decay = torch.exp(A * dt[:, j + 1 : i + 1].sum(1)[..., None])  # (B, D, N)
-            out[:, :, i, j] = (C[:, i] * decay * B[:, j]).sum(-1) * op.right.double()[:, j]
-    if op.left is not None:
-        out = out * op.left.double().transpose(1, 2)[..., None]
-    if op.diagonal is not None:
-        out = out + torch.diag_embed(op.diagonal.double().transpose(1, 2))
-    if op.conv is not None:
-        taps = torch.zeros_like(out[0])  # (D, L, L)
-        for lag in range(min(op.conv.shape[1], op.length)):
-            at = torch.arange(lag, op.length)
-            taps[:, at, at - lag] = op.conv.double()[:, -1 - lag, None]
-        out = out @ taps
-    return out
-
-
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a * b
+    return ops.naive_diagonal_matrix(op.dt, op.right, op.A, op.B, op.C, op.left, op.conv)

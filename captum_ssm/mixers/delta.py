@@ -1,0 +1,167 @@
+"""The delta rule: Gated DeltaNet (Yang et al., 2025) and Kimi Delta Attention.
+
+In transformers: Qwen3-Next, Qwen3.5 and their mixture-of-experts variants, OLMo-hybrid, and
+Kimi-Linear with its decay per key dimension. The state is read under the key before a value is
+written, and what was found is taken away:
+
+    q, k, v = SiLU(conv(proj(x)));  q, k normalised;  S = diag(a) S
+    S = S - beta k (k^T S) + beta k v^T;  y = out_proj(norm(q^T S / sqrt(N)) gate)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm.mixers._base import (
+    FrozenMixer,
+    MixerCall,
+    activation_factor,
+    conv_input,
+    masked_tokens,
+    register_mixer,
+    rms_factor,
+)
+from captum_ssm.operators import LinearAttentionOperator
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def _freeze_delta(
+    call: MixerCall,
+    *,
+    mixed: Tensor,
+    key_width: int,
+    log_decay: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    norm: nn.Module,
+    out_proj: nn.Module,
+) -> FrozenMixer:
+    """Shared by all: ``mixed`` holds q, k and v ahead of the convolution, ``gate`` its argument."""
+    D, H = gate.shape[-1], beta.shape[-1]
+    keys = (mixed.shape[-1] - D) // 2
+    psi, taps = conv_input(call, call.module.conv1d, mixed)
+    factor = activation_factor(F.silu, psi)
+    q, k, values = (factor * psi).split([keys, keys, D], -1)
+    # Each key head serves consecutive value heads.
+    repeat = H // (keys // key_width)
+    q, k = (_unit(t.unflatten(-1, (-1, key_width))).repeat_interleave(repeat, 2) for t in (q, k))
+    write = k * beta[..., None]
+    recurrence = LinearAttentionOperator(
+        query=q * key_width**-0.5,
+        key=write,
+        log_decay=log_decay,
+        width=D // H,
+        erase=write,
+        probe=k,
+    )
+    weight, eps = call.parameter(norm.weight), norm.variance_epsilon
+    act = _ACTIVATIONS[norm.activation]
+    return FrozenMixer(
+        recurrence=recurrence,
+        values=values,
+        out_proj=lambda y: call.linear(out_proj, y),
+        out_weight=call.parameter(out_proj.weight),
+        conv=taps[-D:],
+        activation=factor[..., -D:],
+        gate=act(gate),
+        norm=rms_factor(recurrence.apply(values), weight, eps, H),
+    )
+
+
+def _head_decay(call: MixerCall, a: Tensor) -> Tensor:
+    module = call.module
+    rate = -torch.exp(module.A_log.detach().float()).to(call.dtype)
+    return (rate * F.softplus(a + call.parameter(module.dt_bias)))[..., None]
+
+
+@register_mixer("Qwen3NextGatedDeltaNet")
+def freeze_qwen3_next(call: MixerCall) -> FrozenMixer:
+    """Qwen3-Next, whose projections are interleaved by key head."""
+    module = call.module
+    x, _ = masked_tokens(call)
+    parts = module.fix_query_key_value_ordering(
+        call.linear(module.in_proj_qkvz, x), call.linear(module.in_proj_ba, x)
+    )
+    q, k, v, z = (t.flatten(2) for t in parts[:4])
+    b, a = parts[4:]
+    return _freeze_delta(
+        call,
+        mixed=torch.cat([q, k, v], -1),
+        key_width=module.head_k_dim,
+        log_decay=_head_decay(call, a),
+        beta=torch.sigmoid(b),
+        gate=z,
+        norm=module.norm,
+        out_proj=module.out_proj,
+    )
+
+
+@register_mixer("Qwen3_5GatedDeltaNet")
+@register_mixer("Qwen3_5MoeGatedDeltaNet")
+def freeze_qwen3_5(call: MixerCall) -> FrozenMixer:
+    """Qwen3.5, with its projections apart."""
+    module = call.module
+    x, _ = masked_tokens(call)
+    return _freeze_delta(
+        call,
+        mixed=call.linear(module.in_proj_qkv, x),
+        key_width=module.head_k_dim,
+        log_decay=_head_decay(call, call.linear(module.in_proj_a, x)),
+        beta=torch.sigmoid(call.linear(module.in_proj_b, x)),
+        gate=call.linear(module.in_proj_z, x),
+        norm=module.norm,
+        out_proj=module.out_proj,
+    )
+
+
+@register_mixer("OlmoHybridGatedDeltaNet")
+def freeze_olmo_hybrid(call: MixerCall) -> FrozenMixer:
+    """OLMo-hybrid, whose beta may reach two (negative eigenvalues)."""
+    module = call.module
+    x, _ = masked_tokens(call)
+    beta = torch.sigmoid(call.linear(module.b_proj, x))
+    return _freeze_delta(
+        call,
+        mixed=_projections(call, x),
+        key_width=module.head_k_dim,
+        log_decay=_head_decay(call, call.linear(module.a_proj, x)),
+        beta=beta * 2.0 if module.allow_neg_eigval else beta,
+        gate=call.linear(module.g_proj, x),
+        norm=module.o_norm,
+        out_proj=module.o_proj,
+    )
+
+
+@register_mixer("KimiLinearDeltaAttention")
+def freeze_kimi(call: MixerCall) -> FrozenMixer:
+    """Kimi Delta Attention: a decay for each key dimension."""
+    module = call.module
+    x, _ = masked_tokens(call)
+    gate = module.forget_gate
+    step = call.linear(gate.f_b_proj, call.linear(gate.f_a_proj, x))
+    step = (step + call.parameter(gate.dt_bias)).unflatten(-1, (-1, module.head_dim))
+    rate = torch.exp(gate.A_log.detach().float()).to(call.dtype)
+    return _freeze_delta(
+        call,
+        mixed=_projections(call, x),
+        key_width=module.head_dim,
+        log_decay=-rate * F.softplus(step),
+        beta=torch.sigmoid(call.linear(module.b_proj, x)),
+        gate=call.linear(module.g_b_proj, call.linear(module.g_a_proj, x)),
+        norm=module.o_norm,
+        out_proj=module.o_proj,
+    )
+
+
+def _projections(call: MixerCall, x: Tensor) -> Tensor:
+    layers = (call.module.q_proj, call.module.k_proj, call.module.v_proj)
+    return torch.cat([call.linear(layer, x) for layer in layers], -1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,40 @@
+"""Lightning attention: linear attention with a fixed decay per head (Qin et al., 2024).
+
+In transformers: MiniMax. ``q, k, v = act(qkv_proj(x))``, a norm over all heads, a sigmoid gate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer, rms_factor
+from captum_ssm.operators import LinearAttentionOperator
+
+
+@register_mixer("MiniMaxLightningAttention")
+def freeze_lightning(call: MixerCall) -> FrozenMixer:
+    """MiniMax's lightning attention."""
+    module = call.module
+    x, mask = call.tokens(), call.token_mask()
+    qkv = module.act_fn(call.linear(module.qkv_proj, x))
+    if mask is not None:
+        qkv = qkv * mask[..., None]
+    H, P = module.num_attention_heads, module.head_dim
+    q, k, v = qkv.unflatten(-1, (H, 3 * P)).split(P, -1)
+    log_decay = -call.parameter(module.slope_rate).reshape(1, 1, H, 1)
+    recurrence = LinearAttentionOperator(
+        query=q, key=k, log_decay=log_decay.expand(*x.shape[:2], H, 1), width=P
+    )
+    values = v.flatten(2)
+    norm = module.norm
+    return FrozenMixer(
+        recurrence=recurrence,
+        values=values,
+        out_proj=lambda y: call.linear(module.out_proj, y),
+        out_weight=call.parameter(module.out_proj.weight),
+        gate=torch.sigmoid(F.linear(x, call.parameter(module.output_gate.weight))),
+        norm=rms_factor(
+            recurrence.apply(values), call.parameter(norm.weight), norm.variance_epsilon
+        ),
+    )

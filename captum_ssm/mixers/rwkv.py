@@ -1,0 +1,87 @@
+r"""The WKV mixer of RWKV-4 (Peng et al., 2023; Zimerman et al., eq. 18-21).
+
+In transformers: Rwkv. An exponential average of values with a decay per channel and a bonus for
+the current token:
+
+.. math::
+    \alpha_{ij} = e^{k_j - (i - 1 - j) w} / d_i \ (j < i), \qquad \alpha_{ii} = e^{u + k_i} / d_i
+
+with :math:`d_i` the sum of the numerators. The running maximum of the exponents is taken out, so
+that large keys do not overflow. The value's token shift is a convolution of width two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer
+from captum_ssm.operators import BandOperator, DiagonalOperator, SumOperator
+
+
+def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
+    """The operator of WKV.
+
+    Args:
+        key (Tensor): k, ``(B, L, D)``.
+        decay (Tensor): w > 0, ``(D,)``.
+        bonus (Tensor): u, ``(D,)``.
+
+    Returns:
+        SumOperator: the past, a recurrence behind a shift by one token, plus the current token.
+    """
+    B, L, D = key.shape
+    # m_j, the largest exponent in the state behind token j.
+    peak = torch.empty_like(key)
+    running = key[:, 0]
+    peak[:, 0] = running
+    for j in range(1, L):
+        running = torch.maximum(running - decay, key[:, j])
+        peak[:, j] = running
+    # Everything below is seen one token later, where the state is read.
+    before = torch.cat([torch.full_like(peak[:, :1], -torch.inf), peak[:, :-1]], 1)
+    top = torch.maximum(before, key + bonus)
+    dt = torch.zeros_like(key)
+    dt[:, 2:] = before[:, 2:] - before[:, 1:-1] + decay
+    right = torch.zeros_like(key)
+    right[:, 1:] = torch.exp(key[:, :-1] - before[:, 1:])
+    ones = torch.ones(B, L, 1, 1, dtype=key.dtype, device=key.device)
+    past = DiagonalOperator(
+        dt=dt,
+        right=right,
+        A=-torch.ones(D, 1, dtype=key.dtype, device=key.device),
+        B=ones,
+        C=ones,
+        left=torch.exp(before - top),
+    )
+    own = torch.exp(key + bonus - top)
+    total = past.apply(torch.ones_like(key)) + own
+    shift = torch.zeros(D, 2, dtype=key.dtype, device=key.device)
+    shift[:, 0] = 1.0
+    return SumOperator((past.compose(left=1 / total, conv=shift), BandOperator(own / total)))
+
+
+@register_mixer("RwkvSelfAttention")
+def freeze_wkv(call: MixerCall) -> FrozenMixer:
+    """RWKV-4's time mixing."""
+    module = call.module
+    x = call.tokens("hidden")
+    shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+    def project(layer: torch.nn.Module, mix: Tensor) -> Tensor:
+        share = call.parameter(mix)
+        return call.linear(layer, x * share + shifted * (1 - share))
+
+    key = project(module.key, module.time_mix_key)
+    values = project(module.value, module.time_mix_value)
+    gate = torch.sigmoid(project(module.receptance, module.time_mix_receptance))
+    recurrence = wkv_operator(
+        key, torch.exp(call.parameter(module.time_decay)), call.parameter(module.time_first)
+    )
+    return FrozenMixer(
+        recurrence=recurrence,
+        values=values,
+        out_proj=lambda y: call.linear(module.output, y),
+        out_weight=call.parameter(module.output.weight),
+        gate=gate,
+    )

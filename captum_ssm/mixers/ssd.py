@@ -1,0 +1,156 @@
+"""The SSD mixer of Mamba-2 and its relatives (Dao & Gu, 2024; Zimerman et al., eq. 10-11).
+
+In transformers: Mamba2, Zamba2, Bamba, Falcon-H1 (its multipliers, a norm before or behind the
+gate, or none), Nemotron-H and GraniteMoeHybrid; in mamba-ssm: ``Mamba2`` and ``Mamba2Simple``.
+One decay per head, B and C shared by the heads of a group:
+
+    z, (u, B, C), dt = in_proj(x);  v, B, C = SiLU(conv(u, B, C))
+    y = out_proj(norm((scan(v; softplus(dt), A, B, C) + D v) SiLU(z)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm.mixers._base import (
+    FrozenMixer,
+    MixerCall,
+    activation_factor,
+    conv_input,
+    masked_tokens,
+    register_mixer,
+    rms_factor,
+)
+from captum_ssm.operators import LinearAttentionOperator
+
+
+def _freeze_ssd(
+    call: MixerCall,
+    *,
+    projected: tuple[Tensor, Tensor, Tensor],
+    width: int,
+    groups: int,
+    limit: tuple[float, float],
+    norm_before_gate: bool | None,
+    out_proj: Callable[[Tensor], Tensor],
+    out_weight: Tensor,
+    mask: Tensor | None = None,
+) -> FrozenMixer:
+    """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None is no norm."""
+    module = call.module
+    z, mixed, step = projected
+    H = step.shape[-1]
+    D = H * width
+    N = (mixed.shape[-1] - D) // (2 * groups)
+    psi, taps = conv_input(call, module.conv1d, mixed)
+    factor = activation_factor(module.act, psi)
+    if mask is not None:
+        factor = factor * mask[..., None]
+    activation = factor[..., :D]
+    values, B, C = (factor * psi).split([D, groups * N, groups * N], -1)
+    dt = F.softplus(step + call.parameter(module.dt_bias)).clamp(*limit)  # (B, L, H)
+    A = -torch.exp(module.A_log.detach().float()).to(call.dtype)
+    key = _per_head(B, groups, H) * dt[..., None]
+    if mask is not None:
+        key = key * mask[..., None, None]
+    recurrence = LinearAttentionOperator(
+        query=_per_head(C, groups, H), key=key, log_decay=(A * dt)[..., None], width=width
+    )
+    skip = call.parameter(module.D)
+    skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
+
+    gate = F.silu(z)
+    scale = None
+    if norm_before_gate is not None:
+        y = recurrence.apply(values) + skip * values
+        norm = module.norm
+        eps = getattr(norm, "variance_epsilon", None) or norm.eps
+        size = getattr(norm, "group_size", None) or D // groups
+        scale = rms_factor(
+            y if norm_before_gate else y * gate, call.parameter(norm.weight), eps, D // size
+        )
+    return FrozenMixer(
+        recurrence=recurrence,
+        values=values,
+        out_proj=out_proj,
+        out_weight=out_weight,
+        skip=skip,
+        conv=taps[:D],
+        activation=activation,
+        gate=gate,
+        norm=scale,
+    )
+
+
+@register_mixer("Mamba2Mixer")
+@register_mixer("Zamba2MambaMixer")
+@register_mixer("BambaMixer")
+@register_mixer("FalconH1Mixer")
+@register_mixer("NemotronHMamba2Mixer")
+@register_mixer("GraniteMoeHybridMambaLayer")
+def freeze_ssd(call: MixerCall) -> FrozenMixer:
+    """The SSD mixers of transformers."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    # Falcon-H1 scales the input, and each part of the projection.
+    x = x * getattr(module, "ssm_in_multiplier", 1.0)
+    projected = call.linear(module.in_proj, x)
+    if hasattr(module, "mup_vector"):
+        projected = projected * call.parameter(module.mup_vector)
+    D, H = module.intermediate_size, module.num_heads
+    z, mixed, step = projected.split([D, projected.shape[-1] - D - H, H], -1)
+    before: bool | None = getattr(module.norm, "norm_before_gate", False)
+    if getattr(module, "mamba_rms_norm", True) is False:
+        before = None
+    return _freeze_ssd(
+        call,
+        projected=(z, mixed, step),
+        width=module.head_dim,
+        groups=module.n_groups,
+        limit=tuple(module.time_step_limit),
+        norm_before_gate=before,
+        out_proj=lambda y: call.linear(module.out_proj, y),
+        out_weight=call.parameter(module.out_proj.weight),
+        mask=mask,
+    )
+
+
+@register_mixer("mamba_ssm.modules.mamba2.Mamba2")
+@register_mixer("mamba_ssm.modules.mamba2_simple.Mamba2Simple")
+def freeze_mamba_ssm(call: MixerCall) -> FrozenMixer:
+    """mamba-ssm's ``Mamba2``, with an MLP beside a narrower SSM or not, and ``Mamba2Simple``."""
+    module = call.module
+    projected = call.linear(module.in_proj, call.tokens("u"))
+    D = getattr(module, "d_ssm", module.d_inner)
+    mixed = D + 2 * module.ngroups * module.d_state
+    mlp = projected.shape[-1] - D - mixed - module.nheads
+    side, z, u, step = projected.split([mlp, D, mixed, module.nheads], -1)
+    has_norm = getattr(module, "rmsnorm", True)
+    weight = call.parameter(module.out_proj.weight)
+
+    def out_proj(y: Tensor) -> Tensor:
+        if mlp:
+            gate, up = side.chunk(2, -1)
+            y = torch.cat([F.silu(gate) * up, y], -1)
+        return call.linear(module.out_proj, y)
+
+    return _freeze_ssd(
+        call,
+        projected=(z, u, step),
+        width=module.headdim,
+        groups=module.ngroups,
+        limit=tuple(module.dt_limit),
+        norm_before_gate=getattr(module.norm, "norm_before_gate", False) if has_norm else None,
+        out_proj=out_proj,
+        out_weight=weight[:, -D:],
+    )
+
+
+def _per_head(x: Tensor, groups: int, heads: int) -> Tensor:
+    # (B, L, groups N) to (B, L, heads, N): consecutive heads share a group.
+    parts = x.unflatten(-1, (groups, -1))
+    return parts.repeat_interleave(heads // groups, 2)

@@ -1,0 +1,84 @@
+r"""The mLSTM cell of xLSTM (Beck et al., 2024).
+
+In transformers: xLSTM. Linear attention with a forget gate, an exponential input gate kept in
+range by a running maximum m, and a normaliser:
+
+.. math::
+    C_t = f_t C_{t-1} + i_t k_t v_t^\top, \quad n_t = f_t n_{t-1} + i_t k_t, \quad
+    y_t = C_t^\top q_t / \max(|n_t^\top q_t|, e^{-m_t})
+
+followed by a layer norm per head and a sigmoid gate. The layer norm takes each head's mean over
+channels away; all channels of a head share one map, so the map acts on the centred values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer, rms_factor
+from captum_ssm.operators import LinearAttentionOperator
+
+
+@register_mixer("xLSTMLayer")
+def freeze_mlstm(call: MixerCall) -> FrozenMixer:
+    """transformers' xLSTM layer, with single or fused weights."""
+    module = call.module
+    config = module.config
+    x, H = call.tokens("x"), config.num_heads
+    if config.weight_mode == "fused":
+        qk, vd = module.qk_dim, module.v_dim
+        q, k, v, o = call.linear(module.qkv_opreact, x).split([qk, qk, vd, vd], -1)
+        gates = _soft_cap(call.linear(module.ifgate_preact, x), config.gate_soft_cap)
+        i, f = gates.split([H, H], -1)
+    else:
+        q, k, v, o = (
+            call.linear(layer, x) for layer in (module.q, module.k, module.v, module.ogate_preact)
+        )
+        i, f = (
+            _soft_cap(call.linear(layer, x), config.gate_soft_cap)
+            for layer in (module.igate_preact, module.fgate_preact)
+        )
+    q, k = (t.unflatten(-1, (H, -1)) for t in (q, k))  # (B, L, H, N)
+    log_f = F.logsigmoid(f)
+    peak, before = torch.empty_like(i), torch.empty_like(i)
+    running = torch.zeros_like(i[:, 0])
+    for t in range(x.shape[1]):
+        before[:, t] = running
+        running = torch.maximum(log_f[:, t] + running, i[:, t])
+        peak[:, t] = running
+    width = v.shape[-1] // H
+    cell = LinearAttentionOperator(
+        query=q * q.shape[-1] ** -0.5,
+        key=k * torch.exp(i - peak)[..., None],
+        log_decay=(log_f + before - peak)[..., None],
+        width=width,
+    )
+    ones = torch.ones(x.shape[0], H, x.shape[1], 1, dtype=call.dtype, device=x.device)
+    found = cell.apply_heads(ones)[..., 0].transpose(1, 2)  # q^T n, (B, L, H)
+    total = torch.maximum(found.abs(), torch.exp(-peak)) + config.eps
+    recurrence = LinearAttentionOperator(
+        query=cell.query / total[..., None],
+        key=cell.key,
+        log_decay=cell.log_decay,
+        width=width,
+    )
+    norm = module.multihead_norm
+    heads = v.unflatten(-1, (H, -1))
+    values = (heads - heads.mean(-1, keepdim=True)).flatten(2)
+    weight = None if norm.weight is None else call.parameter(norm.weight)
+    gate = torch.sigmoid(o)
+    return FrozenMixer(
+        recurrence=recurrence,
+        values=values,
+        out_proj=lambda y: call.linear(module.out_proj, y),
+        out_weight=call.parameter(module.out_proj.weight),
+        gate=gate,
+        norm=rms_factor(recurrence.apply(values), weight, norm.eps, H),
+        offset=None if norm.bias is None else call.parameter(norm.bias) * gate,
+    )
+
+
+def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)

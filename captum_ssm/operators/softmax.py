@@ -1,0 +1,114 @@
+"""Softmax attention, the mixer between the recurrent ones in hybrid models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from captum_ssm.operators.heads import HeadOperator
+
+
+@dataclass(frozen=True)
+class SoftmaxOperator(HeadOperator):
+    """The attention probabilities of each query head, computed a tile of rows at a time.
+
+    Args:
+        query (Tensor): ``(B, H, L, N)``.
+        key (Tensor): ``(B, H, L, N)``, repeated where query heads share one.
+        scale (float): multiplies the scores.
+        width (int): P, the channels of a head's values.
+        bias (Tensor, optional): added to the scores, -inf where a token may not look, broadcasts
+            to ``(B, H, L, L)``. None means causal. Default: None
+        softcap (float, optional): scores s become ``softcap * tanh(s / softcap)``. Default: None
+        sinks (Tensor, optional): ``(H,)``, a score per head that takes probability and has no
+            value. Default: None
+    """
+
+    query: Tensor
+    key: Tensor
+    scale: float
+    width: int
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        B, H, L, _ = self.query.shape
+        return B, L, H
+
+    @property
+    def reference(self) -> Tensor:
+        return self.query
+
+    def apply_heads(self, v: Tensor) -> Tensor:
+        B, L, H = self.heads
+        return torch.cat([self._tile(at, 0, H) @ v for at in self._tiles(H)], 2)
+
+    def vecmat_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
+        B, L, _ = self.heads
+        out = w.new_zeros(B, stop - start, L, w.shape[-1])
+        for at in self._tiles(stop - start):
+            x = w[:, :, at]
+            if bool((x != 0).any()):
+                out += self._tile(at, start, stop).mT @ x
+        return out
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        at = index[:, None, :, None].expand(-1, stop - start, -1, self.query.shape[-1])
+        query = self.query[:, start:stop].gather(2, at)
+        return self._probabilities(query, index, start, stop)
+
+    def _tiles(self, heads: int, entries: int = 1 << 24) -> Iterator[slice]:
+        B, L, _ = self.heads
+        step = max(1, entries // (B * heads * L))
+        for start in range(0, L, step):
+            yield slice(start, min(L, start + step))
+
+    def _tile(self, at: slice, start: int, stop: int) -> Tensor:
+        index = torch.arange(at.start, at.stop, device=self.device).expand(self.batch, -1)
+        return self._probabilities(self.query[:, start:stop, at], index, start, stop)
+
+    def _probabilities(self, query: Tensor, index: Tensor, start: int, stop: int) -> Tensor:
+        # Rows index (B, R) of the heads' maps: (B, h, R, L).
+        scores = query @ self.key[:, start:stop].mT * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.bias is None:
+            columns = torch.arange(self.length, device=self.device)
+            allowed = columns <= index[:, None, :, None]
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        else:
+            bias = self.bias.expand(self.batch, self.bias.shape[1], self.length, self.length)
+            if bias.shape[1] > 1:
+                bias = bias[:, start:stop]
+            at = index[:, None, :, None].expand(-1, bias.shape[1], -1, self.length)
+            scores = scores + bias.gather(2, at)
+        if self.sinks is None:
+            # A row that may look nowhere (padding) has no probabilities.
+            return torch.softmax(scores, -1).nan_to_num(0.0)
+        sinks = self.sinks[start:stop, None, None].expand(*scores.shape[:3], 1)
+        return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+
+
+def naive_matrix(op: SoftmaxOperator) -> Tensor:
+    """Every head's probabilities, row by row, in float64: ``(B, H, L, L)``. For tests."""
+    B, L, H = op.heads
+    out = torch.zeros(B, H, L, L, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for i in range(L):
+                s = (op.key[b, h].double() @ op.query[b, h, i].double()) * op.scale
+                if op.softcap is not None:
+                    s = op.softcap * torch.tanh(s / op.softcap)
+                if op.bias is None:
+                    s[i + 1 :] = -torch.inf
+                else:
+                    s = s + op.bias.expand(B, H, L, L)[b, h, i].double()
+                e = torch.exp(s - s.max())
+                rest = 0.0 if op.sinks is None else torch.exp(op.sinks[h].double() - s.max())
+                out[b, h, i] = e / (e.sum() + rest)
+    return out
