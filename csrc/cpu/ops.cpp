@@ -259,10 +259,10 @@ std::vector<Tile> tiles_of(std::pair<int64_t, int64_t> rows, int64_t size) {
 // Large tiles waste least; small ones keep all threads busy.
 int64_t tile_size(int64_t start, int64_t stop, int64_t batch) {
   const int64_t threads = torch::stable::get_num_threads();
-  for (int64_t size = 256; size > 64; size /= 2) {
+  for (int64_t size = 512; size > 64; size /= 2) {
     int64_t tasks = 0;
     for (const auto& rows : row_tiles(start, stop, size)) tasks += up(rows.first, size) + 1;
-    if (tasks * batch >= 4 * threads || threads == 1) return size;
+    if (tasks * batch >= 4 * threads || (threads == 1 && size <= stop - start)) return size;
   }
   return 64;
 }

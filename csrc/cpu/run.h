@@ -124,7 +124,7 @@ static void run(const Run<T>& r, T* scratch) {
     for (int64_t n = 0; n < N; ++n)
       for (int64_t x = 0; x < W; ++x) {
         const int64_t d = r.d0 + k * W + x;
-        rates[(k * N + n) * W + x] = d < r.d1 ? m.A[d * N + n] * T(1.44269504088896340736) : T(0);
+        rates[(k * N + n) * W + x] = d < r.d1 ? m.A[d * N + n] * kLog2e<T> : T(0);
       }
   for (int64_t k = 0; k < blocks * reach * W; ++k) carry[k] = 0;
 
@@ -220,7 +220,7 @@ static void join(const Maps<T>& m, int64_t d0, int64_t d1, const double* elapsed
     for (int64_t n = 0; n < m.N; ++n) {
       Vec<T> x{};
       for (int64_t k = 0; k < W && d + k < d1; ++k)
-        x[k] = T(m.A[(d + k) * m.N + n] * 1.44269504088896340736 * elapsed[d - d0 + k]);
+        x[k] = T(m.A[(d + k) * m.N + n] * kLog2e<double> * elapsed[d - d0 + k]);
       const int64_t at = ((d - d0) / W * m.N + n) * W;
       store(state + at, load(state + at) + exp2v<T>(x) * load(before + at));
     }

@@ -148,7 +148,22 @@ static void need_C(const Maps<T>& m, TileScratch<T>& s, int64_t d) {
 
 template <class T>
 INLINE Vec<T> rate(const Maps<T>& m, int64_t d, int64_t n) {
-  return splat(m.A[d * m.N + n] * T(1.44269504088896340736));
+  return splat(m.A[d * m.N + n] * kLog2e<T>);
+}
+
+// Puts rows r, r + 1, ... of inner index k in their panels.
+template <class T>
+INLINE void store_rows(T* P, int64_t inner, int64_t k, int64_t r, Vec<T> v) {
+  if constexpr (kRows >= lanes<T>) {
+    store(P + r / kRows * inner * kRows + k * kRows + r % kRows, v);
+  } else {
+    typedef T Part __attribute__((vector_size(kRows * sizeof(T)), aligned(sizeof(T)), may_alias));
+    T part[lanes<T>] __attribute__((aligned(64)));
+    store(part, v);
+#pragma GCC unroll 4
+    for (int64_t x = 0; x < lanes<T>; x += kRows)
+      *(Part*)(P + (r + x) * inner + k * kRows) = *(const Part*)(part + x);
+  }
 }
 
 // Rows of P for channel k of the chunk, positions [lo, hi) of the scratch (lo a multiple of kBase),
@@ -167,21 +182,16 @@ static void rows_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k
     for (int64_t i = b; i < b + kBase; i += W) store(s.x + i, offset + load(before + i));
     sofar += s.stretch[k * s.stretches() + b / kBase];
   }
-  for (int64_t n = 0; n < m.N; ++n) {
-    const Vec<T> a = rate(m, d, n);
-    const T* c = s.C + n * s.stride;
-    T* p = s.P + (k * m.N + n) * kRows;
-    for (int64_t i = lo; i < top; i += W) {
-      Vec<T> v = exp2v<T>(a * load(s.x + i)) * load(c + i);
-      if (m.left) v *= load(left + i);
-      if constexpr (kRows >= W) {
-        store(p + (i - lo) / kRows * inner * kRows + (i - lo) % kRows, v);
-      } else {
-        T part[W] __attribute__((aligned(64)));
-        store(part, v);
-        for (int64_t r = 0; r < W; r += kRows)
-          __builtin_memcpy(p + (i - lo + r) / kRows * inner * kRows, part + r, kRows * sizeof(T));
-      }
+  // States run innermost: panels of rows are a power of two apart, and writing to one after the
+  // other would hit the same few lines of the cache.
+  const T* rates = m.A + d * m.N;
+  for (int64_t i = lo; i < top; i += W) {
+    const Vec<T> x = load(s.x + i) * kLog2e<T>;
+    const Vec<T> scale = m.left ? load(left + i) : Vec<T>{};
+    for (int64_t n = 0; n < m.N; ++n) {
+      Vec<T> v = exp2v<T>(splat(rates[n]) * x) * load(s.C + n * s.stride + i);
+      if (m.left) v *= scale;
+      store_rows(s.P, inner, k * m.N + n, i - lo, v);
     }
   }
 }
@@ -294,42 +304,66 @@ NOINLINE void product(TileScratch<T>& s, int64_t inner, int64_t r, int64_t rows,
                             sum_at(s, r + i, x + narrow * W + c));
 }
 
-// The recurrence over `rows` rows of a triangle at position p of the scratch, NB states of it, for
-// the lanes of columns from position p + x on.
-template <int NB, class T>
-INLINE void triangle_states(const TileScratch<T>& s, int64_t p, int64_t rows, int64_t x,
+// The recurrence over the kBase rows of a triangle at position p of the scratch, NB states of it,
+// for the lanes of columns from position p + x on.
+template <int NB, bool taps, class T>
+INLINE void triangle_states(const TileScratch<T>& s, const T* right, int64_t p, int64_t x,
                             int64_t reach, int64_t n0) {
   constexpr int64_t W = lanes<T>;
-  const int64_t first = larger(x, 0), entered = smaller(rows, x + W + reach);
+  T* const out = sum_at(s, p, s.extra + p + x);
+  const T* const decay = s.decay + n0 * kBase;
+  const T* const leave = s.leave + n0 * kBase;
   Vec<T> h[NB];
+  auto read_out = [&](int64_t i) INLINE_LAMBDA {
+    Vec<T> sum[4] = {};
 #pragma GCC unroll 16
-  for (int n = 0; n < NB; ++n) h[n] = Vec<T>{};
-  int64_t i = first;
-  for (; i < entered; ++i) {
+    for (int n = 0; n < NB; ++n) sum[n & 3] += h[n] * splat(leave[n * kBase + i]);
+    T* o = out + i * kPanel<T>;
+    store(o, load(o) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
+  };
+  int64_t i = larger(x, 0);
+  if constexpr (taps) {
     // Row i's source enters column j with tap K - 1 - (i - j).
-    const Vec<T> e = load(s.taps + W + reach - (i - x));
-    Vec<T> sum[2] = {Vec<T>{}, Vec<T>{}};
+    const T* const enter = s.enter + n0 * kBase;
 #pragma GCC unroll 16
-    for (int n = 0; n < NB; ++n) {
-      const int64_t at = (n0 + n) * kBase + i;
-      h[n] += h[n] * splat(s.decay[at]);
-      h[n] += e * splat(s.enter[at]);
-      sum[n & 1] += h[n] * splat(s.leave[at]);
-    }
-    T* out = sum_at(s, p + i, s.extra + p + x);
-    store(out, load(out) + (sum[0] + sum[1]));
-  }
-  for (; i < rows; ++i) {
-    Vec<T> sum[2] = {Vec<T>{}, Vec<T>{}};
+    for (int n = 0; n < NB; ++n) h[n] = Vec<T>{};
+    for (; i < smaller(kBase, x + W + reach); ++i) {
+      const Vec<T> e = load(s.taps + W + reach - (i - x));
 #pragma GCC unroll 16
-    for (int n = 0; n < NB; ++n) {
-      const int64_t at = (n0 + n) * kBase + i;
-      h[n] += h[n] * splat(s.decay[at]);
-      sum[n & 1] += h[n] * splat(s.leave[at]);
+      for (int n = 0; n < NB; ++n) {
+        h[n] += h[n] * splat(decay[n * kBase + i]);
+        h[n] += e * splat(enter[n * kBase + i]);
+      }
+      read_out(i);
     }
-    T* out = sum_at(s, p + i, s.extra + p + x);
-    store(out, load(out) + (sum[0] + sum[1]));
+  } else {
+    // Every source is there from the start and decays once its row is past. What this writes
+    // above the diagonal is never read.
+#pragma GCC unroll 16
+    for (int n = 0; n < NB; ++n)
+      h[n] = load(right + x) * load(s.B + (n0 + n) * s.stride + p + x);
+    for (; i < smaller(kBase, x + W); ++i) {
+#pragma GCC unroll 16
+      for (int n = 0; n < NB; ++n)
+        h[n] = decay_first<T>(h[n], splat(decay[n * kBase + i]), i - x);
+      read_out(i);
+    }
   }
+  for (; i < kBase; ++i) {
+#pragma GCC unroll 16
+    for (int n = 0; n < NB; ++n) h[n] += h[n] * splat(decay[n * kBase + i]);
+    read_out(i);
+  }
+}
+
+template <bool taps, class T>
+NOINLINE void triangle_columns(const TileScratch<T>& s, const T* right, int64_t p, int64_t x,
+                               int64_t reach, int64_t states) {
+  int64_t n = 0;
+  for (; n + kStateBlock <= states; n += kStateBlock)
+    triangle_states<kStateBlock, taps>(s, right, p, x, reach, n);
+  for (; n + 4 <= states; n += 4) triangle_states<4, taps>(s, right, p, x, reach, n);
+  for (; n < states; ++n) triangle_states<1, taps>(s, right, p, x, reach, n);
 }
 
 // The triangle of the kBase positions from p on, channel k of the chunk.
@@ -346,20 +380,20 @@ static void triangle(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, 
     const Vec<T> a = rate(m, d, n);
     for (int64_t i = 0; i < kBase; i += W) {
       store(s.decay + n * kBase + i, exp2m1v<T>(a * load(dt + i)));
-      store(s.enter + n * kBase + i, load(right + i) * load(s.B + n * s.stride + p + i));
+      if (m.conv)
+        store(s.enter + n * kBase + i, load(right + i) * load(s.B + n * s.stride + p + i));
       Vec<T> c = load(s.C + n * s.stride + p + i);
       if (m.left) c *= load(left + i);
       store(s.leave + n * kBase + i, c);
     }
   }
-  for (int64_t q = 0; q <= reach; ++q) s.taps[W + q] = m.conv ? m.conv[d * m.K + q] : T(1);
-  for (int64_t x = -round_up(reach, W); x < kBase; x += W) {
-    int64_t n = 0;
-    for (; n + kStateBlock <= m.N; n += kStateBlock)
-      triangle_states<kStateBlock>(s, p, kBase, x, reach, n);
-    for (; n + 4 <= m.N; n += 4) triangle_states<4>(s, p, kBase, x, reach, n);
-    for (; n < m.N; ++n) triangle_states<1>(s, p, kBase, x, reach, n);
+  if (!m.conv) {
+    for (int64_t x = 0; x < kBase; x += W) triangle_columns<false>(s, right, p, x, 0, m.N);
+    return;
   }
+  for (int64_t q = 0; q <= reach; ++q) s.taps[W + q] = m.conv[d * m.K + q];
+  for (int64_t x = -round_up(reach, W); x < kBase; x += W)
+    triangle_columns<true>(s, right, p, x, reach, m.N);
 }
 
 // Positions [lo, hi) of a diagonal tile, both multiples of kBase, halved.

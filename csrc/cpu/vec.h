@@ -23,6 +23,9 @@ template <class T>
 constexpr int64_t lanes = CAPTUM_SSM_VECTOR_BYTES / sizeof(T);
 
 template <class T>
+constexpr T kLog2e = T(1.44269504088896340736);
+
+template <class T>
 INLINE Vec<T> load(const T* p) {
   return (Vec<T>)*(const typename VecOf<T>::loose*)p;
 }
@@ -125,4 +128,20 @@ INLINE Vec<T> exp2m1v(Vec<T> x) {
   const Vec<T> f = fraction<T>(x);
   const Vec<T> power = scale<T>(splat(T(1)), x - f);
   return power * (f * exp2_tail(f)) + (power - 1);
+}
+
+// h + h * m in the first `count` lanes, h in the others.
+template <class T>
+INLINE Vec<T> decay_first(Vec<T> h, Vec<T> m, int64_t count) {
+#if CAPTUM_SSM_VECTOR_BYTES == 64
+  const unsigned mask = (1u << count) - 1;
+  if constexpr (sizeof(T) == 4)
+    return (Vec<T>)_mm512_mask_fmadd_ps((__m512)h, (__mmask16)mask, (__m512)m, (__m512)h);
+  else
+    return (Vec<T>)_mm512_mask_fmadd_pd((__m512d)h, (__mmask8)mask, (__m512d)m, (__m512d)h);
+#else
+  Vec<T> lane;
+  for (int64_t k = 0; k < lanes<T>; ++k) lane[k] = T(k);
+  return h + h * (lane < splat(T(count)) ? m : Vec<T>{});
+#endif
 }
