@@ -7,7 +7,12 @@ from captum_ssm._errors import (
     UnsupportedModelError,
 )
 from captum_ssm._hidden_attention import hidden_attention
-from captum_ssm.attr import MambaAttribution, MambaRollout, RawAttention
+from captum_ssm.attr import (
+    MambaAttribution,
+    MambaRollout,
+    RawAttention,
+    UnifiedImplicitAttention,
+)
 from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
 
 __version__ = "0.1.0"
@@ -21,6 +26,7 @@ __all__ = [
     "RawAttention",
     "ReconstructionError",
     "TargetError",
+    "UnifiedImplicitAttention",
     "UnsupportedModelError",
     "hidden_attention",
     "register_mixer",

@@ -38,11 +38,14 @@ class FrozenLayer:
         name (str): the module's path; a module's later visits carry ``":1"``, ``":2"``, ...
         call (MixerCall): what was recorded.
         mixer (FrozenMixer): the operator read from it.
+        stage (int): its step through the residual stream; mixers that a block runs side by
+            side, on the same tokens, share one.
     """
 
     name: str
     call: MixerCall
     mixer: FrozenMixer
+    stage: int
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,14 @@ class FrozenModel:
         return self.query
 
     def from_layer(self, start: int) -> list[FrozenLayer]:
-        """The layers from index ``start`` (negative from the end) on."""
-        count = len(self.layers)
+        """The layers from stage ``start`` (negative from the end) on."""
+        count = self.layers[-1].stage + 1
         if not -count <= start < count:
             raise ValueError(
-                f"start_layer is {start}; this model has {count} mixers, so 0 .. {count - 1} "
-                "is accepted."
+                f"start_layer is {start}; this model has {count} layers of mixers, so 0 .. "
+                f"{count - 1} is accepted."
             )
-        return self.layers[start:]
+        return [layer for layer in self.layers if layer.stage >= start % count]
 
     def mask_matrix(self, matrix: Tensor) -> Tensor:
         """``matrix (B, ..., L, L)`` with the rows and columns of padding set to zero."""
@@ -150,8 +153,8 @@ def freeze(
     if query or gradients:
         logits = extract_logits(captured.output)
         if gradients:
-            target, position = _split_target(target, position, logits)
-        if position is None and not _is_per_token(logits):
+            target, position = _split_target(target, position, logits, L)
+        if position is None and not _is_per_token(logits, L):
             weights = _probe_readout(captured if gradients else capture(run, model, gradients=True))
         else:
             weights = _query(position, B, L, mask, captured.calls[0])
@@ -263,17 +266,35 @@ def _freeze_calls(calls: list[MixerCall]) -> list[FrozenLayer]:
         seen = visits.get(call.path, 0)
         visits[call.path] = seen + 1
         name = f"{call.path}:{seen}" if seen else call.path
-        layers.append(FrozenLayer(name, call, adapter(call)))
+        stage = 0
+        if layers:
+            beside = _side_by_side(layers[-1].call, call)
+            stage = layers[-1].stage + (0 if beside else 1)
+        layers.append(FrozenLayer(name, call, adapter(call), stage))
     return layers
+
+
+def _side_by_side(first: MixerCall, second: MixerCall) -> bool:
+    # Two mixers of one block that were given the same tokens, up to a multiplier, run side by
+    # side (Falcon-H1); one behind the other, the second would have been given something else.
+    parents = [call.path.rpartition(".")[0] for call in (first, second)]
+    if parents[0] != parents[1] or first.path == second.path:
+        return False
+    x, y = first.tokens().double(), second.tokens().double()
+    if x.shape != y.shape:
+        return False
+    inner = (x * y).sum() ** 2
+    return bool(inner >= (1 - 1e-4) * x.square().sum() * y.square().sum())
 
 
 def _call(forward_func: Callable[..., Any], inputs: Tensor, extra: Any) -> Any:
     function = unwrap(forward_func) if is_model(forward_func) else forward_func
-    positional, named = extra
-    if inputs.is_inference():
-        inputs = inputs.clone()
+    inputs = _for_autograd(inputs)
+    positional = tuple(_for_autograd(value) for value in extra[0])
+    named = {name: _for_autograd(value) for name, value in extra[1].items()}
     if isinstance(function, nn.Module) and inputs.dim() == 3:
-        names = list(inspect.signature(function.forward).parameters)
+        # Of the class: while a model is traced its modules carry another forward.
+        names = list(inspect.signature(type(function).forward).parameters)[1:]
         if "inputs_embeds" in names and names[0] != "inputs_embeds":
             # Embeddings go where a language model takes them, not where it takes ids.
             named = {**dict(zip(names[1:], positional, strict=False)), **named}
@@ -281,7 +302,14 @@ def _call(forward_func: Callable[..., Any], inputs: Tensor, extra: Any) -> Any:
     return function(inputs, *positional, **named)
 
 
+def _for_autograd(value: Any) -> Any:
+    # A tensor made under torch.inference_mode() can't take part in autograd; its copy can.
+    return value.clone() if torch.is_tensor(value) and value.is_inference() else value
+
+
 def _extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(extra, tuple) and len(extra) == 1 and isinstance(extra[0], dict):
+        extra = extra[0]  # as Captum's wrappers pass a dict on
     if isinstance(extra, dict):
         positional, named = (), dict(extra)
     else:
@@ -351,8 +379,9 @@ def _check_finite(calls: list[MixerCall]) -> None:
             )
 
 
-def _is_per_token(logits: Tensor) -> bool:
-    return logits.dim() == 3
+def _is_per_token(logits: Tensor, tokens: int) -> bool:
+    # A model may return the logits of its last tokens only, but not of more than there are.
+    return logits.dim() == 3 and logits.shape[1] <= tokens
 
 
 def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
@@ -401,9 +430,10 @@ def _probe_readout(captured: Capture) -> Tensor:
     direction = torch.randn(shape, generator=generator).to(logits)
     energy = None
     if logits.requires_grad and last.requires_grad:
-        (gradient,) = torch.autograd.grad(
-            (logits * direction).sum(), last, retain_graph=True, allow_unused=True
-        )
+        with torch.inference_mode(False), torch.enable_grad():
+            (gradient,) = torch.autograd.grad(
+                (logits * direction).sum(), last, retain_graph=True, allow_unused=True
+            )
         energy = None if gradient is None else gradient.float().norm(dim=-1)
     if energy is None or not bool((energy.amax(1) > 0).all()):
         raise ValueError(
@@ -413,9 +443,9 @@ def _probe_readout(captured: Capture) -> Tensor:
     return support / support.sum(1, keepdim=True)
 
 
-def _split_target(target: Any, position: Any, logits: Tensor) -> tuple[Any, Any]:
+def _split_target(target: Any, position: Any, logits: Tensor, L: int) -> tuple[Any, Any]:
     # For logits (B, L, V) a tuple (position, token) sets both; per example, in a list.
-    if not _is_per_token(logits):
+    if not _is_per_token(logits, L):
         return target, position
     pairs = None
     if isinstance(target, tuple) and len(target) == 2:
@@ -442,8 +472,8 @@ def _check_count(given: int, batch: int) -> None:
 
 def _score(logits: Tensor, target: Any, query: Tensor) -> Tensor:
     """The explained score of each example, ``(B,)``."""
-    B = query.shape[0]
-    if not _is_per_token(logits):
+    B, L = query.shape
+    if not _is_per_token(logits, L):
         return _captum_score(logits, target, B)
     if target is None:
         raise TargetError(
@@ -457,12 +487,10 @@ def _score(logits: Tensor, target: Any, query: Tensor) -> Tensor:
             f"target is {token.tolist()}, outside the vocabulary: ids 0 .. {vocabulary - 1} are "
             "accepted."
         )
-    # A model may return the logits of its last tokens only.
-    row = query.argmax(1).to(logits.device) - (query.shape[1] - logits.shape[1])
+    row = query.argmax(1).to(logits.device) - (L - logits.shape[1])
     if bool((row < 0).any()):
         raise InputError(
-            f"the model returned logits for its last {logits.shape[1]} of {query.shape[1]} "
-            "tokens, and the position asked for is before them."
+            f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the position asked for is before them."
         )
     return logits[torch.arange(B, device=logits.device), row, token % vocabulary]
 

@@ -5,6 +5,7 @@ from captum_ssm.attr._maps import MapChoices, MapOptions
 from captum_ssm.attr.mamba_attribution import MambaAttribution
 from captum_ssm.attr.raw_attention import RawAttention
 from captum_ssm.attr.rollout import MambaRollout
+from captum_ssm.attr.unified import UnifiedImplicitAttention
 
 __all__ = [
     "MambaAttribution",
@@ -13,4 +14,5 @@ __all__ = [
     "MapOptions",
     "RawAttention",
     "TokenAttribution",
+    "UnifiedImplicitAttention",
 ]

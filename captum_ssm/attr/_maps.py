@@ -78,11 +78,11 @@ class MapOptions:
 
 
 @dataclass(frozen=True)
-class LayerMap:
-    """One layer's map M, ``(B, L, L)``, that never has to exist.
+class MixerMap:
+    """One mixer's map M, ``(B, L, L)``, that never has to exist.
 
     Args:
-        operator (TokenOperator): the layer's operator.
+        operator (TokenOperator): the mixer's operator.
         options (MapOptions): how M is made from it.
         row_scale (Tensor, optional): ``(B, L)``, the gradient that scales rows. Default: None
         mask (Tensor, optional): ``(B, L)``, zero for the columns of padding. Default: None
@@ -108,6 +108,8 @@ class LayerMap:
         if options.is_global:
             return torch.einsum("bi,bij->bj", w, self.matrix())
         asked = (w != 0).any(0).nonzero()[:, 0]
+        if asked.numel() == 0:
+            return torch.zeros_like(w)
         if asked.numel() <= 8:
             index = asked.expand(w.shape[0], -1)
             rows = self._transform(operator.rows(index, options.reduction), asked)
@@ -156,6 +158,31 @@ class LayerMap:
         return rows
 
 
+@dataclass(frozen=True)
+class LayerMap:
+    """One layer's map: that of its mixer, or the sum over mixers that run side by side.
+
+    Args:
+        parts (list of MixerMap): at least one.
+        options (MapOptions): how they are made.
+    """
+
+    parts: list[MixerMap]
+    options: MapOptions
+
+    def matrix(self) -> Tensor:
+        """M, ``(B, L, L)``, before row normalisation."""
+        return torch.stack([part.matrix() for part in self.parts]).sum(0)
+
+    def vecmat(self, w: Tensor) -> Tensor:
+        """w^T M for ``w (B, L)``: ``(B, L)``."""
+        return torch.stack([part.vecmat(w) for part in self.parts]).sum(0)
+
+    def row_sums(self) -> Tensor:
+        """Row sums of M, ``(B, L)``."""
+        return torch.stack([part.row_sums() for part in self.parts]).sum(0)
+
+
 def layer_maps(
     layers: Sequence[FrozenLayer],
     options: MapOptions,
@@ -164,15 +191,16 @@ def layer_maps(
     gradients: bool = False,
 ) -> list[LayerMap]:
     """The maps of some layers; with ``gradients``, rows scaled by the mean gradient (eq. 24)."""
-    maps = []
+    by_stage: dict[int, list[MixerMap]] = {}
     for layer in layers:
         operator = layer.mixer.operator(options.formulation, options.components)
         scale = None
         if gradients:
             assert layer.call.gradient is not None
             scale = layer.mixer.mean_gated_gradient(layer.call.gradient)
-        maps.append(LayerMap(operator, options, scale, mask))
-    return maps
+        part = MixerMap(operator, options, scale, mask)
+        by_stage.setdefault(layer.stage, []).append(part)
+    return [LayerMap(parts, options) for parts in by_stage.values()]
 
 
 def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:

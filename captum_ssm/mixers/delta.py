@@ -11,9 +11,10 @@ written, and what was found is taken away:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.mixers._base import (
@@ -38,8 +39,8 @@ def _freeze_delta(
     log_decay: Tensor,
     beta: Tensor,
     gate: Tensor,
-    norm: nn.Module,
-    out_proj: nn.Module,
+    norm: Any,
+    out_proj: Any,
 ) -> FrozenMixer:
     """Shared by all: ``mixed`` holds q, k and v ahead of the convolution, ``gate`` its argument."""
     D, H = gate.shape[-1], beta.shape[-1]

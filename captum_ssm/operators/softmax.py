@@ -45,7 +45,7 @@ class SoftmaxOperator(HeadOperator):
         return self.query
 
     def apply_heads(self, v: Tensor) -> Tensor:
-        B, L, H = self.heads
+        H = self.maps
         return torch.cat([self._tile(at, 0, H) @ v for at in self._tiles(H)], 2)
 
     def vecmat_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
