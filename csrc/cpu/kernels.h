@@ -67,7 +67,8 @@ struct Kernels {
   void (*tile_mean)(const Maps<T>&, const Tile&, int64_t size, const double* between, T scale,
                     T* out, int64_t ld, int64_t row0, bool* lock, T* scratch);
   // Writes the chosen rows of one tile for channels [d0, d1): row rows[k] of channel d goes to
-  // out + (d * stride + slots[k]) * L. Diagonal tiles add to what stands left of them.
+  // out + (d * stride + slots[k]) * L. A tile on the diagonal comes last: it adds to what stands
+  // left of it, and fills the rows with zeros to the right.
   void (*tile_rows)(const Maps<T>&, const Tile&, int64_t size, const double* between, int64_t d0,
                     int64_t d1, const int64_t* rows, const int64_t* slots, int64_t count, T* out,
                     int64_t stride, T* scratch);

@@ -362,7 +362,7 @@ Tensor diagonal_rows(const Tensor& index, const Tensor& dt, const Tensor& right,
                       index.size(0) == a.batch,
                   "captum_ssm: index must be int64 of shape (B, R)");
   const Tensor rows = torch::stable::contiguous(index);
-  Tensor out = torch::stable::new_zeros(a.dt, {a.batch, a.D, rows.size(1), a.L});
+  Tensor out = torch::stable::new_empty(a.dt, {a.batch, a.D, rows.size(1), a.L});
   dispatch(dt, [&](auto zero) {
     using T = decltype(zero);
     channel_rows<T>(a, rows.const_data_ptr<int64_t>(), rows.size(1), out.mutable_data_ptr<T>());

@@ -469,14 +469,25 @@ static void add_channels(const Maps<T>& m, TileScratch<T>& s, const Tile& t, con
   product(s, inner, 0, round_up(rows, kRows), s.extra, 0, t.c1 - t.c0);
 }
 
-// Adds one row of the scratch's sum, scaled, to a row of L.
-template <class T>
-static void add_row(const TileScratch<T>& s, const Tile& t, int64_t reach, int64_t row, T scale,
+// Adds one row of the scratch's sum, scaled, to a row of L; or writes it where it is the first
+// there, that is in the tile's own columns.
+template <bool add, class T>
+static void put_row(const TileScratch<T>& s, const Tile& t, int64_t reach, int64_t row, T scale,
                     T* out) {
-  const int64_t first = t.diagonal() ? larger(0, t.c0 - reach) : t.c0;
-  const int64_t last = smaller(t.c1, row + 1);
-  for (int64_t j = first; j < last; ++j)
-    out[j] += scale * *sum_at(s, row - t.r0, s.extra + j - t.c0);
+  constexpr int64_t W = lanes<T>;
+  const int64_t r = row - t.r0, last = smaller(t.c1, row + 1);
+  if (t.diagonal())
+    for (int64_t j = larger(0, t.c0 - reach); j < t.c0; ++j)
+      out[j] += scale * *sum_at(s, r, s.extra + j - t.c0);
+  int64_t j = t.c0;
+  for (; j + W <= last; j += W) {
+    const Vec<T> v = scale * load(sum_at(s, r, s.extra + j - t.c0));
+    store(out + j, add ? load(out + j) + v : v);
+  }
+  for (; j < last; ++j) {
+    const T v = scale * *sum_at(s, r, s.extra + j - t.c0);
+    out[j] = add ? out[j] + v : v;
+  }
 }
 
 template <class T>
@@ -496,7 +507,7 @@ static void tile_mean(const Maps<T>& m, const Tile& t, int64_t size, const doubl
     while (__atomic_test_and_set(lock, __ATOMIC_ACQUIRE)) {
     }
   for (int64_t i = t.r0; i < t.r1; ++i)
-    add_row(s, t, m.reach(), i, scale, out + (i - row0) * ld);
+    put_row<true>(s, t, m.reach(), i, scale, out + (i - row0) * ld);
   if (lock) __atomic_clear(lock, __ATOMIC_RELEASE);
 }
 
@@ -509,7 +520,11 @@ static void tile_rows(const Maps<T>& m, const Tile& t, int64_t size, const doubl
   for (int64_t d = d0; d < d1; ++d) {
     clear_sum(s, t);
     add_channels(m, s, t, between, d, 1);
-    for (int64_t k = 0; k < count; ++k)
-      add_row(s, t, m.reach(), rows[k], T(1), out + (d * stride + slots[k]) * m.L);
+    for (int64_t k = 0; k < count; ++k) {
+      T* row = out + (d * stride + slots[k]) * m.L;
+      put_row<false>(s, t, m.reach(), rows[k], T(1), row);
+      if (t.diagonal())
+        for (int64_t j = rows[k] + 1; j < m.L; ++j) row[j] = 0;
+    }
   }
 }
