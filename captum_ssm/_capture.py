@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -135,18 +134,23 @@ def capture(
 def _trace(
     root: Envoy, envoys: list[Envoy], run: Callable[[], Any], gradients: bool
 ) -> tuple[Any, list[tuple[Envoy, Any, Any]], list[Any]]:
+    from nnsight.intervention.interleaver import OutOfOrderError
+
     visits: list[tuple[Envoy, Any, Any]] = []
     root_visits: list[Any] = []
     results: list[Any] = []
-    with warnings.catch_warnings():
-        # An open `tracer.iter[:]` ends by outrunning the model, and says so each time.
-        warnings.filterwarnings("ignore", message=".*was never reached: the loop asked")
-        with root.trace(fn=run) as tracer:
-            with tracer.invoke():
+    # nnsight's language models refuse to run without an input of their own; run() has its own.
+    unused = torch.zeros(1, 1, dtype=torch.long)
+    with root.trace(fn=lambda *_, **__: run()) as tracer:
+        # nnsight takes the body of a block and runs it elsewhere: one context manager a block.
+        with tracer.invoke(unused):  # noqa: SIM117
+            # An open loop ends by asking for a visit that the run did not make.
+            with suppress(OutOfOrderError):
                 for _ in tracer.iter[:]:
                     root_visits.append(root.inputs)
-            for envoy in envoys:
-                with tracer.invoke():
+        for envoy in envoys:
+            with tracer.invoke():  # noqa: SIM117
+                with suppress(OutOfOrderError):
                     # One turn a visit: a block that several layers share is visited by each.
                     for _ in tracer.iter[:]:
                         inputs = envoy.inputs
@@ -156,8 +160,8 @@ def _trace(
                             value = _as_leaf(value)
                             envoy.output = value
                         visits.append((envoy, inputs, value))
-            with tracer.invoke():
-                results.append(tracer.result)
+        with tracer.invoke():
+            results.append(tracer.result)
     return results[0], visits, root_visits
 
 

@@ -155,12 +155,14 @@ def freeze(
         if gradients:
             target, position = _split_target(target, position, logits, L)
         if position is None and not _is_per_token(logits, L):
-            weights = _probe_readout(captured if gradients else capture(run, model, gradients=True))
+            probed = captured if gradients else capture(run, model, gradients=True)
+            with torch.inference_mode(False), torch.enable_grad():
+                weights = _probe_readout(probed)
         else:
             weights = _query(position, B, L, mask, captured.calls[0])
         if gradients:
             with torch.inference_mode(False), torch.enable_grad():
-                score = _score(logits, target, weights)
+                score = _score(logits, _for_autograd(target), weights)
                 captured = captured.with_gradients(score).detached()
             score = score.detach()
     with torch.no_grad():
@@ -430,10 +432,9 @@ def _probe_readout(captured: Capture) -> Tensor:
     direction = torch.randn(shape, generator=generator).to(logits)
     energy = None
     if logits.requires_grad and last.requires_grad:
-        with torch.inference_mode(False), torch.enable_grad():
-            (gradient,) = torch.autograd.grad(
-                (logits * direction).sum(), last, retain_graph=True, allow_unused=True
-            )
+        (gradient,) = torch.autograd.grad(
+            (logits * direction).sum(), last, retain_graph=True, allow_unused=True
+        )
         energy = None if gradient is None else gradient.float().norm(dim=-1)
     if energy is None or not bool((energy.amax(1) > 0).all()):
         raise ValueError(
@@ -490,7 +491,8 @@ def _score(logits: Tensor, target: Any, query: Tensor) -> Tensor:
     row = query.argmax(1).to(logits.device) - (L - logits.shape[1])
     if bool((row < 0).any()):
         raise InputError(
-            f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the position asked for is before them."
+            f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the "
+            "position asked for is before them."
         )
     return logits[torch.arange(B, device=logits.device), row, token % vocabulary]
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from captum_ssm._captum import Attribution, format_output, format_tensor_into_tuples, is_tuple
+from captum_ssm._capture import is_model
 from captum_ssm._frozen import FrozenModel, freeze
 
 
@@ -28,6 +29,7 @@ class TokenAttribution(Attribution):
         super().__init__(forward_func)
         self.model = model
         self.check = check
+        self._constructed_with = forward_func
 
     def _freeze(
         self,
@@ -39,9 +41,13 @@ class TokenAttribution(Attribution):
         query: bool = True,
         gradients: bool = False,
     ) -> FrozenModel:
+        model = self.model
+        if model is None and not is_model(self.forward_func) and is_model(self._constructed_with):
+            # Captum's wrappers put a function of theirs in the place of the model it runs.
+            model = self._constructed_with
         return freeze(
             self.forward_func,
-            self.model,
+            model,
             single_input(inputs),
             additional_forward_args,
             position=position,
