@@ -44,6 +44,11 @@ class TokenOperator(ABC):
         """A coefficient, of the dtype and on the device of all of them."""
 
     @property
+    def is_causal(self) -> bool:
+        """Whether a token's output depends on no later token."""
+        return True
+
+    @property
     def batch(self) -> int:
         return self.sizes[0]
 

@@ -109,6 +109,10 @@ class SumOperator(TokenOperator):
     def reference(self) -> Tensor:
         return self.parts[0].reference
 
+    @property
+    def is_causal(self) -> bool:
+        return all(part.is_causal for part in self.parts)
+
     def apply(self, v: Tensor) -> Tensor:
         return _total([part.apply(v) for part in self.parts])
 

@@ -108,6 +108,10 @@ class ComposedOperator(TokenOperator):
     def reference(self) -> Tensor:
         return self.inner.reference
 
+    @property
+    def is_causal(self) -> bool:
+        return self.inner.is_causal
+
     def apply(self, v: Tensor) -> Tensor:
         if self.conv is not None:
             v = causal_conv(v, self.conv)

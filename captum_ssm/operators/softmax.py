@@ -44,6 +44,10 @@ class SoftmaxOperator(HeadOperator):
     def reference(self) -> Tensor:
         return self.query
 
+    @property
+    def is_causal(self) -> bool:
+        return self.bias is None
+
     def apply_heads(self, v: Tensor) -> Tensor:
         H = self.maps
         return torch.cat([self._tile(at, 0, H) @ v for at in self._tiles(H)], 2)
