@@ -99,11 +99,15 @@ class FrozenMixer:
 
     Args:
         recurrence (TokenOperator): :math:`\alpha`.
-        values (Tensor): v, ``(B, L, D)``, what the recurrence acts on.
+        inputs (Tensor): u, ``(B, L, D)``, what the convolution acts on, with padding zeroed
+            where the model zeroes it; the values themselves where there is neither a
+            convolution nor an activation.
         out_proj (Callable): maps the gated output ``(B, L, D)`` to the mixer's ``(B, L, E)``.
         out_weight (Tensor): ``(E, D)``, the weight of ``out_proj``.
         skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. Default: None
         conv (Tensor, optional): taps ``(D, K)`` as in :class:`torch.nn.Conv1d`. Default: None
+        conv_bias (Tensor, optional): its bias, ``(D,)``; it lies outside the operator.
+            Default: None
         activation (Tensor, optional): :math:`\sigma`, ``(B, L, D)``: for SiLU the sigmoid of
             its argument, times the padding mask. Default: None
         gate (Tensor, optional): g, ``(B, L, D)``. Default: None
@@ -113,15 +117,23 @@ class FrozenMixer:
     """
 
     recurrence: TokenOperator
-    values: Tensor
+    inputs: Tensor
     out_proj: Callable[[Tensor], Tensor] = field(repr=False)
     out_weight: Tensor = field(repr=False)
     skip: Tensor | None = None
     conv: Tensor | None = None
+    conv_bias: Tensor | None = None
     activation: Tensor | None = None
     gate: Tensor | None = None
     norm: Tensor | None = None
     offset: Tensor | None = None
+
+    @cached_property
+    def values(self) -> Tensor:
+        """v, ``(B, L, D)``, what the recurrence acts on."""
+        v = self.inputs if self.conv is None else causal_conv(self.inputs, self.conv)
+        v = v if self.conv_bias is None else v + self.conv_bias
+        return v if self.activation is None else v * self.activation
 
     def operator(
         self, formulation: str = "hidden", components: Iterable[str] | None = None
@@ -131,7 +143,7 @@ class FrozenMixer:
         Args:
             formulation (str, optional): ``"hidden"``: the recurrence alone (Ali et al., eq. 13),
                 acting on ``values``. ``"unified"``: the whole mixer up to its output
-                projection (Zimerman et al., eq. 9), acting on the input of the convolution.
+                projection (Zimerman et al., eq. 9), acting on ``inputs``.
                 Default: ``"hidden"``
             components (iterable of str, optional): which parts ``"unified"`` folds in, any of
                 ``"conv" "activation" "gate" "norm" "skip"``. None is the papers' choice, all
@@ -218,11 +230,36 @@ def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) ->
     return scale.flatten(-2)
 
 
-def conv_input(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The causal depthwise ``conv`` of ``u (B, L, D)`` with its bias, and its taps ``(D, K)``."""
-    taps = call.parameter(conv.weight)[:, 0]
-    psi = causal_conv(u, taps)
-    return (psi if conv.bias is None else psi + call.parameter(conv.bias)), taps
+@dataclass(frozen=True)
+class ShortConv:
+    """A causal depthwise convolution at one input.
+
+    Args:
+        inputs (Tensor): u, ``(B, L, D)``.
+        taps (Tensor): ``(D, K)``.
+        bias (Tensor, optional): ``(D,)``.
+    """
+
+    inputs: Tensor
+    taps: Tensor
+    bias: Tensor | None
+
+    @cached_property
+    def output(self) -> Tensor:
+        """conv(u) + bias, ``(B, L, D)``."""
+        psi = causal_conv(self.inputs, self.taps)
+        return psi if self.bias is None else psi + self.bias
+
+    def channels(self, start: int, stop: int) -> ShortConv:
+        """The same convolution of some channels only."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        return ShortConv(self.inputs[..., start:stop], self.taps[start:stop], bias)
+
+
+def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
+    """The module's causal depthwise ``conv`` of ``u (B, L, D)``."""
+    bias = None if conv.bias is None else call.parameter(conv.bias)
+    return ShortConv(u, call.parameter(conv.weight)[:, 0], bias)
 
 
 def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
@@ -253,7 +290,7 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
         @register_mixer(MyMixer)
         def freeze_my_mixer(call):
             ...
-            return FrozenMixer(recurrence=..., values=..., out_proj=..., out_weight=...)
+            return FrozenMixer(recurrence=..., inputs=..., out_proj=..., out_weight=...)
 
     What ``freeze`` returns is checked against the module's own output at every use, so an
     adapter that reads the module wrongly raises ``ReconstructionError`` instead of explaining

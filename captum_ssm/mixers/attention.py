@@ -40,7 +40,7 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
     projection = _output_projection(call.module)
     return FrozenMixer(
         recurrence=operator,
-        values=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
+        inputs=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
         out_proj=lambda y: call.linear(projection, y),
         out_weight=call.parameter(projection.weight),
         gate=seen["gate"],

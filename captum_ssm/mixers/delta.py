@@ -21,10 +21,10 @@ from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
     activation_factor,
-    conv_input,
     masked_tokens,
     register_mixer,
     rms_factor,
+    short_conv,
 )
 from captum_ssm.operators import LinearAttentionOperator
 
@@ -45,9 +45,9 @@ def _freeze_delta(
     """Shared by all: ``mixed`` holds q, k and v ahead of the convolution, ``gate`` its argument."""
     D, H = gate.shape[-1], beta.shape[-1]
     keys = (mixed.shape[-1] - D) // 2
-    psi, taps = conv_input(call, call.module.conv1d, mixed)
-    factor = activation_factor(F.silu, psi)
-    q, k, values = (factor * psi).split([keys, keys, D], -1)
+    conv = short_conv(call, call.module.conv1d, mixed)
+    factor = activation_factor(F.silu, conv.output)
+    q, k, values = (factor * conv.output).split([keys, keys, D], -1)
     # Each key head serves consecutive value heads.
     repeat = H // (keys // key_width)
     q, k = (_unit(t.unflatten(-1, (-1, key_width))).repeat_interleave(repeat, 2) for t in (q, k))
@@ -62,12 +62,14 @@ def _freeze_delta(
     )
     weight, eps = call.parameter(norm.weight), norm.variance_epsilon
     act = _ACTIVATIONS[norm.activation]
+    conv = conv.channels(2 * keys, 2 * keys + D)
     return FrozenMixer(
         recurrence=recurrence,
-        values=values,
+        inputs=conv.inputs,
         out_proj=lambda y: call.linear(out_proj, y),
         out_weight=call.parameter(out_proj.weight),
-        conv=taps[-D:],
+        conv=conv.taps,
+        conv_bias=conv.bias,
         activation=factor[..., -D:],
         gate=act(gate),
         norm=rms_factor(recurrence.apply(values), weight, eps, H),

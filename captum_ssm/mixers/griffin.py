@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, conv_input, register_mixer
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer, short_conv
 from captum_ssm.operators import DiagonalOperator
 
 # A decay of exp(-1e4) is a reset in every floating type, and stays finite in sums.
@@ -25,7 +25,8 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
     module, unit = call.module, call.module.rg_lru
     x = call.tokens("input_states")
     u = call.linear(module.linear_x, x)
-    values, taps = conv_input(call, module.conv_1d, u)
+    conv = short_conv(call, module.conv_1d, u)
+    values = conv.output
 
     def block(weight: Tensor, bias: Tensor) -> Tensor:
         heads = values.unflatten(-1, (unit.num_attention_heads, -1))
@@ -47,9 +48,10 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
     )
     return FrozenMixer(
         recurrence=recurrence,
-        values=values,
+        inputs=u,
         out_proj=lambda y: call.linear(module.linear_out, y),
         out_weight=call.parameter(module.linear_out.weight),
-        conv=taps,
+        conv=conv.taps,
+        conv_bias=conv.bias,
         gate=module.act_fn(call.linear(module.linear_y, x)),
     )

@@ -30,7 +30,7 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
     norm = module.norm
     return FrozenMixer(
         recurrence=recurrence,
-        values=values,
+        inputs=values,
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.parameter(module.out_proj.weight),
         gate=torch.sigmoid(F.linear(x, call.parameter(module.output_gate.weight))),

@@ -80,7 +80,7 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
     )
     return FrozenMixer(
         recurrence=recurrence,
-        values=values,
+        inputs=values,
         out_proj=lambda y: call.linear(module.output, y),
         out_weight=call.parameter(module.output.weight),
         gate=gate,

@@ -18,24 +18,23 @@ from torch.nn import functional as F
 from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
+    ShortConv,
     activation_factor,
-    conv_input,
     masked_tokens,
     register_mixer,
+    short_conv,
 )
 from captum_ssm.operators import DiagonalOperator
 
 
 def _freeze(
     call: MixerCall,
-    u: Tensor,
     z: Tensor,
     dt: Tensor,
     B: Tensor,
     C: Tensor,
-    values: Tensor,
+    conv: ShortConv,
     activation: Tensor,
-    taps: Tensor,
     mask: Tensor | None,
 ) -> FrozenMixer:
     module = call.module
@@ -45,23 +44,24 @@ def _freeze(
     right = dt if mask is None else dt * mask[..., None]
     return FrozenMixer(
         recurrence=DiagonalOperator(dt, right, A, B, C),
-        values=values,
+        inputs=conv.inputs,
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.parameter(module.out_proj.weight),
         skip=call.parameter(module.D).reshape(-1),
-        conv=taps,
+        conv=conv.taps,
+        conv_bias=conv.bias,
         activation=activation,
         gate=F.silu(z),
     )
 
 
-def _values(call: MixerCall, u: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The convolution's taps, the activation factor and the values the recurrence acts on."""
-    psi, taps = conv_input(call, call.module.conv1d, u)
-    activation = activation_factor(call.module.act, psi)
+def _values(call: MixerCall, u: Tensor, mask: Tensor | None) -> tuple[ShortConv, Tensor, Tensor]:
+    """The convolution, the activation factor and the values the recurrence acts on."""
+    conv = short_conv(call, call.module.conv1d, u)
+    activation = activation_factor(call.module.act, conv.output)
     if mask is not None:
         activation = activation * mask[..., None]
-    return taps, activation, activation * psi
+    return conv, activation, activation * conv.output
 
 
 @register_mixer("MambaMixer")
@@ -73,7 +73,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
     module = call.module
     x, mask = masked_tokens(call)
     u, z = call.linear(module.in_proj, x).chunk(2, dim=-1)
-    taps, activation, values = _values(call, u, mask)
+    conv, activation, values = _values(call, u, mask)
 
     N, rank = module.A_log.shape[-1], module.dt_proj.weight.shape[-1]
     step, B, C = call.linear(module.x_proj, values).split([rank, N, N], dim=-1)
@@ -82,7 +82,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
         for name, part in (("dt_layernorm", step), ("b_layernorm", B), ("c_layernorm", C))
     )
     dt = F.softplus(call.linear(module.dt_proj, step))
-    return _freeze(call, u, z, dt, B[:, :, None], C[:, :, None], values, activation, taps, mask)
+    return _freeze(call, z, dt, B[:, :, None], C[:, :, None], conv, activation, mask)
 
 
 @register_mixer("ZambaMambaMixer")
@@ -91,7 +91,7 @@ def freeze_zamba(call: MixerCall) -> FrozenMixer:
     module = call.module
     x, mask = masked_tokens(call)
     u, z = call.linear(module.in_proj, x).unflatten(-1, (-1, 2)).unbind(-1)
-    taps, activation, values = _values(call, u, mask)
+    conv, activation, values = _values(call, u, mask)
 
     N, rank = module.A_log.shape[-1], module.dt_proj_weight.shape[-1]
     heads = values.unflatten(-1, (module.n_mamba_heads, -1))  # (B, L, G, P)
@@ -99,7 +99,7 @@ def freeze_zamba(call: MixerCall) -> FrozenMixer:
     step, B, C = projected.split([rank, N, N], dim=-1)
     step = torch.einsum("blgr,gpr->blgp", step, call.parameter(module.dt_proj_weight))
     dt = F.softplus(step + call.parameter(module.dt_proj_bias)).flatten(2)
-    return _freeze(call, u, z, dt, B, C, values, activation, taps, mask)
+    return _freeze(call, z, dt, B, C, conv, activation, mask)
 
 
 def _normalise(call: MixerCall, name: str, part: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
     activation_factor,
-    conv_input,
     masked_tokens,
     register_mixer,
     rms_factor,
+    short_conv,
 )
 from captum_ssm.operators import LinearAttentionOperator
 
@@ -46,12 +46,12 @@ def _freeze_ssd(
     H = step.shape[-1]
     D = H * width
     N = (mixed.shape[-1] - D) // (2 * groups)
-    psi, taps = conv_input(call, module.conv1d, mixed)
-    factor = activation_factor(module.act, psi)
+    conv = short_conv(call, module.conv1d, mixed)
+    factor = activation_factor(module.act, conv.output)
     if mask is not None:
         factor = factor * mask[..., None]
     activation = factor[..., :D]
-    values, B, C = (factor * psi).split([D, groups * N, groups * N], -1)
+    values, B, C = (factor * conv.output).split([D, groups * N, groups * N], -1)
     dt = F.softplus(step + call.parameter(module.dt_bias)).clamp(*limit)  # (B, L, H)
     A = -torch.exp(module.A_log.detach().float()).to(call.dtype)
     key = _per_head(B, groups, H) * dt[..., None]
@@ -73,13 +73,15 @@ def _freeze_ssd(
         scale = rms_factor(
             y if norm_before_gate else y * gate, call.parameter(norm.weight), eps, D // size
         )
+    conv = conv.channels(0, D)
     return FrozenMixer(
         recurrence=recurrence,
-        values=values,
+        inputs=conv.inputs,
         out_proj=out_proj,
         out_weight=out_weight,
         skip=skip,
-        conv=taps[:D],
+        conv=conv.taps,
+        conv_bias=conv.bias,
         activation=activation,
         gate=gate,
         norm=scale,

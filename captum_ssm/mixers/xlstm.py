@@ -71,7 +71,7 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
     gate = torch.sigmoid(o)
     return FrozenMixer(
         recurrence=recurrence,
-        values=values,
+        inputs=values,
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.parameter(module.out_proj.weight),
         gate=gate,
