@@ -26,9 +26,7 @@ def without_kernels(why):
 
 def sources(folder, suffix):
     # setuptools wants paths relative to setup.py.
-    return sorted(
-        str(p.relative_to(HERE)) for p in (HERE / "csrc" / folder).glob(f"*{suffix}")
-    )
+    return sorted(str(p.relative_to(HERE)) for p in (HERE / "csrc" / folder).glob(f"*{suffix}"))
 
 
 def extension():
@@ -42,7 +40,14 @@ def extension():
         without_kernels(f"torch cannot be imported ({error})")
         return {}
 
-    cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=fast", "-Wno-maybe-uninitialized", f"-DTORCH_TARGET_VERSION={TORCH_ABI}"]
+    cxx = [
+        "-O3",
+        "-std=c++17",
+        "-fvisibility=hidden",
+        "-ffp-contract=fast",
+        "-Wno-maybe-uninitialized",
+        f"-DTORCH_TARGET_VERSION={TORCH_ABI}",
+    ]
     cxx += os.environ.get("CAPTUM_SSM_CXXFLAGS", "").split()
     headers = sorted(str(p.relative_to(HERE)) for p in (HERE / "csrc").rglob("*.h"))
     modules = [

@@ -32,6 +32,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -306,9 +307,7 @@ def diagonal_rows(
     if not torch.compiler.is_compiling() and index.numel():
         low, high = (int(x) for x in index.aminmax())
         if low < 0 or high >= length:
-            raise IndexError(
-                f"index reaches from {low} to {high}; accepted: rows in [0, {length})"
-            )
+            raise IndexError(f"index reaches from {low} to {high}; accepted: rows in [0, {length})")
     _warn_if_missing()
     return torch.ops.captum_ssm.diagonal_rows(index, *args)
 
@@ -545,12 +544,20 @@ def diagonal_mean_torch(
             out[:, own, : reach + edge] += p @ q.transpose(1, 2)
 
         for h in halves:
-            early, late = (
-                [None if x is None else x.unflatten(1, (-1, 2, h))[:, :, k] for x in xs]
-                for k, xs in enumerate(((t_near, b_near, r_near), (t_near, c_near, f)))
+            # (B, blocks, h, ...) of the sources' half and of the rows' half.
+            def early(x: Tensor, h: int = h) -> Tensor:
+                return x.unflatten(1, (-1, 2, h))[:, :, 0]
+
+            def late(x: Tensor, h: int = h) -> Tensor:
+                return x.unflatten(1, (-1, 2, h))[:, :, 1]
+
+            q = _panel(_after(early(t_near), 2).to(dt.dtype), rate, early(b_near), early(r_near))
+            p = _panel(
+                late(t_near).cumsum(2).to(dt.dtype),
+                rate,
+                late(c_near),
+                None if f is None else late(f),
             )
-            q = _panel(_after(early[0], 2).to(dt.dtype), rate, early[1], early[2])
-            p = _panel(late[0].cumsum(2).to(dt.dtype), rate, late[1], late[2])
             triangles[h] += p @ _fold(q, taps, states).transpose(2, 3)
 
         z = (b_near * c_near).sum(-1, keepdim=True) * _by_group(r_near, b.shape[2])
@@ -625,14 +632,12 @@ def naive_diagonal_matrix(
     return out
 
 
-def naive_diagonal_scan(v: Tensor, *coefficients: Tensor | None) -> Tensor:
+def naive_diagonal_scan(v: Tensor, *coefficients: Any) -> Tensor:
     """:func:`diagonal_scan` through the matrices, in float64."""
     return torch.einsum("bdij,bjd->bid", naive_diagonal_matrix(*coefficients), v.double())
 
 
-def naive_diagonal_vecmat(
-    w: Tensor, *coefficients: Tensor | None, mean: bool = False
-) -> Tensor:
+def naive_diagonal_vecmat(w: Tensor, *coefficients: Any, mean: bool = False) -> Tensor:
     """:func:`diagonal_vecmat` through the matrices, in float64."""
     matrix = naive_diagonal_matrix(*coefficients)
     w = w.double() if w.dim() == 3 else w.double()[..., None].expand(-1, -1, matrix.shape[1])
@@ -640,14 +645,12 @@ def naive_diagonal_vecmat(
     return u.mean(-1) if mean else u
 
 
-def naive_diagonal_mean(
-    *coefficients: Tensor | None, start: int = 0, stop: int | None = None
-) -> Tensor:
+def naive_diagonal_mean(*coefficients: Any, start: int = 0, stop: int | None = None) -> Tensor:
     """:func:`diagonal_mean` through the matrices, in float64."""
     return naive_diagonal_matrix(*coefficients).mean(1)[:, start:stop]
 
 
-def naive_diagonal_rows(index: Tensor, *coefficients: Tensor | None) -> Tensor:
+def naive_diagonal_rows(index: Tensor, *coefficients: Any) -> Tensor:
     """:func:`diagonal_rows` through the matrices, in float64."""
     matrix = naive_diagonal_matrix(*coefficients)
     return torch.stack([matrix[b][:, index[b]] for b in range(len(matrix))])
@@ -665,11 +668,11 @@ def _fake_scan(v: Tensor, dt: Tensor, *coefficients: Tensor | None) -> Tensor:
     return torch.empty_like(dt)
 
 
-def _fake_vecmat(w: Tensor, dt: Tensor, *rest: object) -> Tensor:
+def _fake_vecmat(w: Tensor, dt: Tensor, *rest: Any) -> Tensor:
     return dt.new_empty(dt.shape[:2]) if rest[-1] else torch.empty_like(dt)
 
 
-def _fake_mean(dt: Tensor, *rest: object) -> Tensor:
+def _fake_mean(dt: Tensor, *rest: Any) -> Tensor:
     start, stop = rest[-2:]
     return dt.new_empty(dt.shape[0], stop - start, dt.shape[1])
 
@@ -682,7 +685,7 @@ def _backward_scan(grad: Tensor, v: Tensor, *coefficients: Tensor | None) -> Ten
     return torch.ops.captum_ssm.diagonal_vecmat(grad.contiguous(), *coefficients, None, False)
 
 
-def _backward_vecmat(grad: Tensor, w: Tensor, *rest: Tensor | None) -> Tensor:
+def _backward_vecmat(grad: Tensor, w: Tensor, *rest: Any) -> Tensor:
     *coefficients, conv, mean = rest
     if mean:
         channels = coefficients[0].shape[2]
@@ -711,13 +714,13 @@ def _register(
     )
     torch.library.register_fake(qualified)(fake)
 
-    def setup_context(ctx, inputs: Sequence[object], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
         is_tensor = [x is None or isinstance(x, Tensor) for x in inputs]
         tensors = is_tensor.index(False) if False in is_tensor else len(inputs)
         ctx.save_for_backward(*inputs[:tensors])
         ctx.constants = inputs[tensors:]
 
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         args = (*ctx.saved_tensors, *ctx.constants)
         needed = list(ctx.needs_input_grad)
         grads: list[Tensor | None] = [None] * len(args)
