@@ -33,12 +33,15 @@ class Capture:
     Args:
         output (Any): what ``forward_func`` returned.
         calls (list of MixerCall): the mixers' calls, in forward order.
+        norms (list of MixerCall): calls of the norms outside the mixers, in forward order,
+            where they were asked for.
         arguments (dict): the arguments the model's own ``forward`` was called with, by name
             (empty where ``forward_func`` runs only a part of the model).
     """
 
     output: Any
     calls: list[MixerCall]
+    norms: list[MixerCall]
     arguments: dict[str, Any]
 
     def with_gradients(self, target: Tensor) -> Capture:
@@ -49,7 +52,8 @@ class Capture:
                 "detaches them or runs under torch.no_grad() itself. Let it return the model's "
                 "own output."
             )
-        outputs = [call.output for call in self.calls]
+        calls = [*self.calls, *self.norms]
+        outputs = [call.output for call in calls]
         wanted = [i for i, output in enumerate(outputs) if output.requires_grad]
         found = torch.autograd.grad(
             target.sum(), [outputs[i] for i in wanted], allow_unused=True, materialize_grads=True
@@ -57,23 +61,17 @@ class Capture:
         gradients = {i: grad for i, grad in zip(wanted, found, strict=True)}
         calls = [
             replace(call, gradient=gradients.get(i, torch.zeros_like(call.output)))
-            for i, call in enumerate(self.calls)
+            for i, call in enumerate(calls)
         ]
-        return replace(self, calls=calls)
+        count = len(self.calls)
+        return replace(self, calls=calls[:count], norms=calls[count:])
 
     def detached(self) -> Capture:
         """The same capture without its autograd graph."""
         return Capture(
             _detach(self.output),
-            [
-                replace(
-                    call,
-                    args=_detach(call.args),
-                    kwargs=_detach(call.kwargs),
-                    result=_detach(call.result),
-                )
-                for call in self.calls
-            ],
+            [_detached(call) for call in self.calls],
+            [_detached(call) for call in self.norms],
             self.arguments,
         )
 
@@ -94,7 +92,11 @@ def _is_wrapped(value: Any) -> TypeIs[Envoy]:
 
 
 def capture(
-    run: Callable[[], Any], model: nn.Module | Envoy, *, gradients: bool = False
+    run: Callable[[], Any],
+    model: nn.Module | Envoy,
+    *,
+    gradients: bool = False,
+    norms: bool = False,
 ) -> Capture:
     """Run ``run`` once, with every known mixer of ``model`` recorded at each of its calls.
 
@@ -104,6 +106,8 @@ def capture(
             of the call where it is not yet.
         gradients (bool, optional): keep the autograd graph, so that
             :meth:`Capture.with_gradients` can be asked. Default: False
+        norms (bool, optional): also record the norms outside the mixers, at which the residual
+            stream can be read. Default: False
 
     Raises:
         UnsupportedModelError: the model holds no mixer that the registry knows, or the run
@@ -114,20 +118,24 @@ def capture(
         envoys = [e for e in _outermost(root) if find_adapter(e._module) is not None]
         if not envoys:
             raise _unsupported(root._module)
+        mixers = set(envoys)
+        if norms:
+            envoys = envoys + [e for e in _outermost(root) if _is_norm(e._module)]
         output, visits, root_visits = _trace(root, envoys, run, gradients)
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
-        calls = [
-            MixerCall(names[envoy._module], envoy._module, args, kwargs, result)
-            for envoy, (args, kwargs), result in visits
-        ]
+        calls, norm_calls = [], []
+        for order, (envoy, (args, kwargs), result) in enumerate(visits):
+            module = envoy._module
+            call = MixerCall(names[module], module, args, kwargs, result, order=order)
+            (calls if envoy in mixers else norm_calls).append(call)
         arguments = _bind(root._module, *root_visits[0]) if root_visits else {}
     if not calls:
         raise UnsupportedModelError(
-            f"forward_func did not reach any of the {len(envoys)} mixers of model="
+            f"forward_func did not reach any of the {len(mixers)} mixers of model="
             f"{type(unwrap(model)).__name__}; pass the model that forward_func runs."
         )
-    captured = Capture(output, calls, arguments)
+    captured = Capture(output, calls, norm_calls, arguments)
     return captured if gradients else captured.detached()
 
 
@@ -191,6 +199,10 @@ def _outermost(root: Envoy) -> Iterator[Envoy]:
             yield from _outermost(child)
 
 
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm) or "norm" in type(module).__name__.lower()
+
+
 def _unsupported(model: nn.Module) -> UnsupportedModelError:
     kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
     shown = ", ".join(kinds[:30]) + (", ..." if len(kinds) > 30 else "")
@@ -218,6 +230,12 @@ def _first(value: Any) -> Tensor:
 def _as_leaf(value: Any) -> Any:
     leaf = _first(value).detach().clone().requires_grad_(True)
     return type(value)([leaf, *value[1:]]) if isinstance(value, (tuple, list)) else leaf
+
+
+def _detached(call: MixerCall) -> MixerCall:
+    return replace(
+        call, args=_detach(call.args), kwargs=_detach(call.kwargs), result=_detach(call.result)
+    )
 
 
 def _detach(value: Any) -> Any:

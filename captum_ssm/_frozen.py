@@ -60,6 +60,8 @@ class FrozenModel:
             one token, or an even share of each where the model pools by mean. Default: None
         score (Tensor, optional): ``(B,)``, the explained score, where gradients were asked.
             Default: None
+        norms (list of MixerCall, optional): the norms outside the mixers, where asked for.
+            Default: None
     """
 
     layers: list[FrozenLayer]
@@ -67,6 +69,7 @@ class FrozenModel:
     mask: Tensor | None = None
     query: Tensor | None = None
     score: Tensor | None = None
+    norms: Sequence[MixerCall] = ()
 
     def require_query(self) -> Tensor:
         """The query's weights, ``(B, L)``, of a model frozen with one."""
@@ -95,6 +98,8 @@ class FrozenModel:
         if layers is None:
             return self.layers
         wanted = [layers] if isinstance(layers, (int, str)) else list(layers)
+        if not wanted:
+            raise ValueError("layers is empty; name at least one, or pass None for all.")
         by_name = {layer.name: i for i, layer in enumerate(self.layers)}
         count = len(self.layers)
         chosen = []
@@ -119,6 +124,7 @@ def freeze(
     target: Any = None,
     query: bool = True,
     gradients: bool = False,
+    norms: bool = False,
     check: bool = True,
 ) -> FrozenModel:
     """Run the model once and freeze every mixer it visits.
@@ -134,6 +140,7 @@ def freeze(
             matrices. Default: True
         gradients (bool, optional): also compute the gradient of the target's score with
             respect to each mixer's output. Default: False
+        norms (bool, optional): also keep the norms outside the mixers. Default: False
         check (bool, optional): raise where a frozen mixer does not reproduce its output.
             Default: True
     """
@@ -144,7 +151,7 @@ def freeze(
     def run() -> Any:
         return _call(forward_func, inputs, extra)
 
-    captured = capture(run, model, gradients=gradients)
+    captured = capture(run, model, gradients=gradients, norms=norms)
     B, L = _token_shape(captured.calls, inputs)
     mask = _padding_mask(captured, B, L)
     _check_finite(captured.calls)
@@ -163,6 +170,11 @@ def freeze(
         if gradients:
             with torch.inference_mode(False), torch.enable_grad():
                 score = _score(logits, _for_autograd(target), weights)
+                if not bool(torch.isfinite(score).all()):
+                    raise InputError(
+                        f"the explained score is {score.tolist()}: look for NaN or Inf in the "
+                        "weights behind the last mixer, or choose another target."
+                    )
                 captured = captured.with_gradients(score).detached()
             score = score.detach()
     with torch.no_grad():
@@ -177,6 +189,7 @@ def freeze(
         None if mask is None else mask.to(like.dtype),
         None if weights is None else weights.to(like.dtype),
         score,
+        captured.norms,
     )
 
 
@@ -208,7 +221,8 @@ def check_inputs(inputs: Any, model: Any) -> None:
     shape = tuple(inputs.shape)
     if inputs.dim() not in (2, 3, 4):
         raise InputError(f"inputs has shape {shape}; {accepted}.")
-    if inputs.is_complex() or inputs.is_floating_point() != (inputs.dim() > 2):
+    odd = inputs.is_complex() or inputs.dtype == torch.bool
+    if odd or inputs.is_floating_point() != (inputs.dim() > 2):
         kind = "ids" if inputs.dim() == 2 else "embeddings or images"
         raise TypeError(
             f"inputs has shape {shape}, so it holds {kind}, but its dtype is {inputs.dtype}; "
@@ -323,6 +337,13 @@ def _extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[
                 f"inputs has a batch of {inputs.shape[0]}, but additional_forward_args holds "
                 f"a tensor of shape {tuple(value.shape)}; give one row an example."
             )
+    mask = named.get("attention_mask")
+    is_per_token = torch.is_tensor(mask) and mask.dim() == 2 and inputs.dim() < 4
+    if is_per_token and mask.shape[1] != inputs.shape[1]:
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)} for inputs of shape "
+            f"{tuple(inputs.shape)}; give one entry a token."
+        )
     return positional, named
 
 
@@ -361,8 +382,9 @@ def _padding_mask(captured: Capture, B: int, L: int) -> Tensor | None:
     if not torch.is_tensor(mask):
         masks = (call.token_mask() for call in captured.calls)
         mask = next((m for m in masks if m is not None), None)
-    if mask is None or mask.dim() != 2 or tuple(mask.shape) != (B, L):
+    if mask is None or tuple(mask.shape) not in ((B, L), (1, L)):
         return None
+    mask = mask.expand(B, L)
     empty = (mask != 0).sum(1) == 0
     if bool(empty.any()):
         raise InputError(
@@ -389,11 +411,13 @@ def _is_per_token(logits: Tensor, tokens: int) -> bool:
 def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
     if isinstance(position, bool):
         raise TypeError("position is a bool; accepted are an int, a (B,) tensor and None.")
-    index = torch.as_tensor(position, device=device)
-    if index.is_floating_point() or index.dim() > 1:
+    try:
+        index = torch.as_tensor(position, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        index = torch.empty(0)
+    if index.is_floating_point() or index.dtype == torch.bool or index.dim() > 1:
         raise TypeError(
-            f"position has dtype {index.dtype} and shape {tuple(index.shape)}; accepted are an "
-            "int, a (B,) integer tensor and None."
+            f"position is {position!r}; accepted are an int, a (B,) integer tensor and None."
         )
     if index.dim() == 1 and index.shape[0] != B:
         raise InputError(f"position has {index.shape[0]} entries for a batch of {B}.")

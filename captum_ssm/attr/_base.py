@@ -40,6 +40,7 @@ class TokenAttribution(Attribution):
         target: Any = None,
         query: bool = True,
         gradients: bool = False,
+        norms: bool = False,
     ) -> FrozenModel:
         model = self.model
         if model is None and not is_model(self.forward_func) and is_model(self._constructed_with):
@@ -54,6 +55,7 @@ class TokenAttribution(Attribution):
             target=target,
             query=query,
             gradients=gradients,
+            norms=norms,
             check=self.check,
         )
 

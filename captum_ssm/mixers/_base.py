@@ -32,6 +32,7 @@ class MixerCall:
         result (Any): what its forward returned.
         gradient (Tensor, optional): gradient of the target with respect to ``output``,
             ``(B, L, E)``. Default: None
+        order (int, optional): its place among the calls recorded in one run. Default: 0
     """
 
     path: str
@@ -40,6 +41,7 @@ class MixerCall:
     kwargs: dict[str, Any]
     result: Any
     gradient: Tensor | None = None
+    order: int = 0
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

@@ -1,0 +1,223 @@
+r"""The vector each token adds to a mixer's output (Pitorro & Treviso, 2025, eq. 16-25).
+
+With everything data-dependent frozen, the output at token i is a sum over tokens j of
+
+.. math::
+    T_i(x_j) = W_{out}\, n_i \odot g_i \odot \sum_k (\alpha_{i, j+k} + \delta_{i, j+k} s) \odot
+        \varphi_j^{(k)},
+
+:math:`\varphi_j^{(k)} = f(c_k u_j + [k = 0]\, b)` being what token j puts into the recurrence at
+token j + k through tap k of the convolution. All the choices of f live here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.operators import TokenOperator
+from captum_ssm.operators.band import product
+
+ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    # Expansions of SiLU around zero, of the first and the second order.
+    "taylor1": lambda x: x / 2,
+    "taylor2": lambda x: x / 2 + x.square() / 4,
+    "relu": torch.relu,
+    "identity": lambda x: x,
+}
+
+
+class Contributions:
+    """The contributions of tokens to the output of one layer.
+
+    Args:
+        mixers (sequence of FrozenMixer): the layer's mixer, or those that run side by side.
+        activation (str): f, one of :data:`ACTIVATIONS`; ``"gate"`` freezes the activation's
+            factor, which makes the sum over tokens exact. A mixer without an activation is
+            exact for all of them.
+        mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
+    """
+
+    def __init__(
+        self, mixers: Sequence[FrozenMixer], activation: str, mask: Tensor | None = None
+    ) -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; accepted are {ACTIVATIONS}.")
+        self.parts = [_Part.of(mixer, activation, mask) for mixer in mixers]
+        self.batch, self.length, _, _ = mixers[0].recurrence.sizes
+        self.width = mixers[0].out_weight.shape[0]
+        self.is_causal = all(mixer.recurrence.is_causal for mixer in mixers)
+
+    def vectors(self, index: Tensor) -> Tensor:
+        """T_i(x_j) for the rows ``index (B, R)``: ``(B, R, L, E)``."""
+        return self._tile(index, self.length).permute(0, 2, 3, 1)
+
+    def total(self) -> Tensor:
+        """The sum of all contributions at each token, ``(B, L, E)``, in linear time."""
+        return sum_of([part.total() for part in self.parts])
+
+    def bias(self) -> Tensor:
+        """What the output holds that is no token's, broadcasts to ``(B, L, E)``."""
+        return sum_of([part.bias() for part in self.parts])
+
+    def dot_row(self, direction: Tensor) -> Tensor:
+        """sum_i direction_i . T_i(x_j): ``(B, L)``, in linear time and without vectors.
+
+        Args:
+            direction (Tensor): ``(B, L, E)``.
+        """
+        out = direction.new_zeros(self.batch, self.length)
+        ones = torch.ones_like(out)
+        for part in self.parts:
+            for lag, operator in part.scored(direction):
+                row = operator.vecmat(ones, "mean") * operator.channels
+                out[:, : self.length - lag] += row[:, lag:]
+        return out
+
+    def dot_matrix(self, direction: Tensor) -> Tensor:
+        """direction_i . T_i(x_j) for every pair: ``(B, L, L)``, without vectors."""
+        out = direction.new_zeros(self.batch, self.length, self.length)
+        for part in self.parts:
+            for lag, operator in part.scored(direction):
+                matrix = operator.matrix("mean") * operator.channels
+                out[..., : self.length - lag] += matrix[..., lag:]
+        return out
+
+    def reduced_tiles(
+        self, reduce: Callable[[Tensor, slice], Tensor], entries: int = 1 << 22
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Tiles of rows of a reduction of the vectors, ``(rows, (B, R, L))``.
+
+        Args:
+            reduce (Callable): takes the vectors ``(B, E, R, C)`` of the first C columns and
+                their rows, returns ``(B, R, C)``.
+            entries (int, optional): size of a tile of vectors, in numbers. Default: 4 million
+        """
+        start, L = 0, self.length
+        while start < L:
+            width = min(L, start + 64) if self.is_causal else L
+            step = max(1, min(64, entries // (self.batch * self.width * width)))
+            rows = slice(start, min(L, start + step))
+            columns = rows.stop if self.is_causal else L
+            index = torch.arange(rows.start, rows.stop, device=self.parts[0].weight.device)
+            found = reduce(self._tile(index.expand(self.batch, -1), columns), rows)
+            yield rows, nn.functional.pad(found, (0, L - columns))
+            start = rows.stop
+
+    def _tile(self, index: Tensor, columns: int) -> Tensor:
+        return sum_of([part.tile(index, columns) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class _Part:
+    # One mixer, with what its tokens put into the recurrence by lag, and its row factors.
+    mixer: FrozenMixer
+    lagged: list[Tensor]
+    left: Tensor | None
+
+    @classmethod
+    def of(cls, mixer: FrozenMixer, activation: str, mask: Tensor | None) -> _Part:
+        lagged = _lagged_values(mixer, activation, mask)
+        return cls(mixer, lagged, product(mixer.gate, mixer.norm))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.mixer.out_weight
+
+    def total(self) -> Tensor:
+        values = sum_of(self.lagged)
+        y = self.mixer.recurrence.apply(values)
+        if self.mixer.skip is not None:
+            y = y + self.mixer.skip * values
+        if self.left is not None:
+            y = y * self.left
+        return y @ self.weight.mT
+
+    def bias(self) -> Tensor:
+        zero = torch.zeros_like(self.mixer.values)
+        return self.mixer.out_proj(zero if self.mixer.offset is None else zero + self.mixer.offset)
+
+    def scored(self, direction: Tensor) -> Iterator[tuple[int, TokenOperator]]:
+        # The operators, one a tap, whose channel sum is the dot product with the direction.
+        score = direction @ self.weight  # (B, L, D)
+        if self.left is not None:
+            score = score * self.left
+        for lag, values in enumerate(self.lagged):
+            yield (
+                lag,
+                self.mixer.recurrence.compose(left=score, skip=self.mixer.skip, right=values),
+            )
+
+    def tile(self, index: Tensor, columns: int, channels: int = 256) -> Tensor:
+        # Vectors of the rows index (B, R) and the first columns: (B, E, R, C). A block of
+        # channels at a time, small enough to stay in cache, then one matrix product.
+        operator, weight = self.mixer.recurrence, self.weight
+        B, L, D, M = operator.sizes
+        P, R = D // M, index.shape[1]
+        out = weight.new_zeros(B, weight.shape[0], R * columns)
+        step = max(1, channels // P)
+        for first in range(0, M, step):
+            last = min(M, first + step)
+            part = slice(first * P, last * P)
+            rows = operator.map_rows(index, first, last)  # (B, m, R, L)
+            if P > 1:
+                rows = rows.repeat_interleave(P, 1)
+            z = weight.new_zeros(B, (last - first) * P, R, columns)
+            for lag, values in enumerate(self.lagged):
+                x = values[..., part].mT  # (B, c, L)
+                stop = min(columns, L - lag)
+                z[..., :stop].addcmul_(rows[..., lag : lag + stop], x[:, :, None, lag : lag + stop])
+                self._add_skip(z, index, lag, x, part)
+            if self.left is not None:
+                at = index[..., None].expand(-1, -1, z.shape[1])
+                z *= self.left[..., part].gather(1, at).mT[..., None]
+            out.baddbmm_(weight[:, part].expand(B, -1, -1), z.flatten(2))
+        return out.unflatten(-1, (R, columns))
+
+    def _add_skip(self, z: Tensor, index: Tensor, lag: int, x: Tensor, part: slice) -> None:
+        if self.mixer.skip is None:
+            return
+        skip = self.mixer.skip.expand_as(self.mixer.values)[..., part].mT  # (B, c, L)
+        rows = index[:, None].expand(-1, x.shape[1], -1)
+        value = (x * skip).gather(2, rows)  # (B, c, R)
+        column = rows - lag
+        inside = (column >= 0) & (column < z.shape[-1])
+        value = torch.where(inside, value, 0)
+        z.scatter_add_(3, column.clamp(0, z.shape[-1] - 1)[..., None], value[..., None])
+
+
+def sum_of(tensors: list[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:
+    # By lag, what token s - lag puts into the recurrence at token s: (B, L, D) each.
+    if mixer.conv is None:
+        return [mixer.values]
+    taps, u = mixer.conv.flip(-1), mixer.inputs  # by lag
+    out = []
+    for lag in range(taps.shape[1]):
+        if lag >= u.shape[1]:
+            break
+        shifted = nn.functional.pad(u, (0, 0, lag, 0))[:, : u.shape[1]] * taps[:, lag]
+        if lag == 0 and mixer.conv_bias is not None:
+            shifted = shifted + mixer.conv_bias  # once, to the current token
+        if mixer.activation is None:
+            value = shifted
+        elif activation == "gate":
+            value = mixer.activation * shifted
+        else:
+            value = _FUNCTIONS[activation](shifted)
+        out.append(value if mask is None else value * mask[..., None])
+    return out
