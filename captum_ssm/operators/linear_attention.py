@@ -32,6 +32,8 @@ from captum_ssm.operators.heads import HeadOperator
 
 # exp(-60) is far below float32's resolution and far above its denormals.
 MIN_EXPONENT = -60.0
+# A full reset, also one given as -inf: it has to stay finite in sums.
+MIN_LOG_DECAY = -1e4
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ class LinearAttentionOperator(HeadOperator):
             return x[:, at, start:stop].transpose(1, 2)  # (B, h, T, N)
 
         q, k = part(self.query), part(self.key)
-        total = part(self.log_decay).double().cumsum(2)  # from the boundary to the token
+        steps = part(self.log_decay).double().clamp(min=MIN_LOG_DECAY)
+        total = steps.cumsum(2)  # from the boundary to the token
         seen = total
         if self.strict:
             seen = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2)

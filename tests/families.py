@@ -1,0 +1,230 @@
+"""Tiny random models of every architecture family of transformers, hybrids and all."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from models import S6_FAMILIES, VOCABULARY, randomize, tiny
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+SHARED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ATTENTION = {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 4,
+    "mamba_chunk_size": 8,
+}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+FALCON_H1 = {
+    **ATTENTION,
+    **MAMBA2,
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 32,
+    "head_dim": 4,
+    # Every multiplier differs from one, and from the others.
+    "ssm_multipliers": [0.5, 0.7, 1.2, 0.9, 1.1],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.8,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.7,
+    "key_multiplier": 0.6,
+}
+XLSTM = {
+    "num_heads": 2,
+    "num_hidden_layers": 2,
+    "chunk_size": 8,
+    "qk_dim_factor": 0.5,
+    "use_cache": False,
+}
+
+# By family: the prefix of its classes in transformers, and what its configuration needs.
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "Mamba2",
+        {
+            "state_size": 4,
+            "num_heads": 4,
+            "head_dim": 8,
+            "n_groups": 2,
+            "num_hidden_layers": 2,
+            "chunk_size": 8,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        {
+            **ATTENTION,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 4,
+            "mamba_d_state": 4,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "mamba_headdim": 8,
+            "chunk_size": 8,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "hybrid_layer_ids": [1, 3],
+            "adapter_rank": 2,
+            "num_mem_blocks": 1,
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {**ATTENTION, **MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "falcon_h1_norm_first": (
+        "FalconH1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
+    "falcon_h1_no_norm": ("FalconH1", {**FALCON_H1, "mamba_rms_norm": False}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **ATTENTION,
+            "head_dim": 4,
+            "ssm_state_size": 4,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **ATTENTION,
+            **MAMBA2,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 24,
+        },
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        {
+            **ATTENTION,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "lru_width": 16,
+            "attention_window_size": 5,
+            "head_dim": 4,
+        },
+    ),
+    "rwkv": (
+        "Rwkv",
+        {
+            "attention_hidden_size": 16,
+            "num_hidden_layers": 2,
+            "context_length": 64,
+            "use_cache": False,
+        },
+    ),
+    "xlstm": ("xLSTM", {**XLSTM, "weight_mode": "single"}),
+    "xlstm_fused": ("xLSTM", {**XLSTM, "weight_mode": "fused"}),
+    "minimax": (
+        "MiniMax",
+        {
+            **ATTENTION,
+            "num_hidden_layers": 3,
+            "head_dim": 4,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "block_size": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "qwen3_next": ("Qwen3Next", {**ATTENTION, **DELTA, **EXPERTS, "head_dim": 8}),
+    "qwen3_5": ("Qwen3_5", {**ATTENTION, **DELTA, "head_dim": 8}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**ATTENTION, **DELTA, **EXPERTS, "head_dim": 8}),
+    "olmo_hybrid": ("OlmoHybrid", {**ATTENTION, **DELTA}),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **ATTENTION,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "linear_num_heads": 2,
+            "linear_head_dim": 8,
+            "linear_conv_kernel_dim": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 2,
+            "num_experts_per_token": 1,
+            "moe_intermediate_size": 16,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+FAMILIES = (*S6_FAMILIES, *SPECS)
+HYBRIDS = (
+    "jamba",
+    "zamba",
+    "zamba2",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "granitemoehybrid",
+    "recurrent_gemma",
+    "minimax",
+    "qwen3_next",
+    "qwen3_5",
+    "olmo_hybrid",
+    "kimi_linear",
+)
+
+
+def build(family: str, *, seed: int = 0, **changes: object) -> nn.Module:
+    """A random model of a family, in eval mode and float32."""
+    if family in S6_FAMILIES:
+        return tiny(family, seed=seed, **changes)
+    prefix, options = SPECS[family]
+    config_type = getattr(transformers, f"{prefix}TextConfig", None)
+    config_type = config_type or getattr(transformers, f"{prefix}Config")
+    model_type = getattr(transformers, f"{prefix}ForCausalLM")
+    config = config_type(**(SHARED | options | changes))
+    # transformers 5 can't initialise xLSTM's fused weights, whose gates share one bias.
+    with no_init_weights() if family == "xlstm_fused" else nullcontext():
+        model = model_type(config)
+    return randomize(model, seed).eval()
+
+
+def padded(side: str, batch: int = 2, length: int = 9, pads: int = 4) -> Tensor:
+    """An attention mask whose last row has padding on one side."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[-1, slice(0, pads) if side == "left" else slice(length - pads, length)] = 0
+    return mask

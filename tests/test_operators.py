@@ -1,0 +1,336 @@
+"""Every kind of operator against its naive form: the equation, term by term, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from captum_ssm.operators import (
+    BandOperator,
+    ComposedOperator,
+    DiagonalOperator,
+    HeadOperator,
+    LinearAttentionOperator,
+    SoftmaxOperator,
+    SumOperator,
+    TokenOperator,
+)
+from captum_ssm.operators import diagonal as diagonal_module
+from captum_ssm.operators import linear_attention as linear_attention_module
+from captum_ssm.operators import softmax as softmax_module
+
+LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 100)
+B, D, H, N = 2, 6, 3, 4
+WIDTH = D // H
+TOLERANCE = {torch.float64: 2e-12, torch.float32: 2e-6}
+FACTORS = ("left", "skip", "right", "conv")
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def make_diagonal(L: int, **changes: Tensor) -> DiagonalOperator:
+    coefficients = {
+        "dt": torch.rand(B, L, D, dtype=torch.float64),
+        "right": normal(B, L, D),
+        "A": -torch.rand(D, N, dtype=torch.float64),
+        "B": normal(B, L, 2, N),
+        "C": normal(B, L, 2, N),
+    }
+    return DiagonalOperator(**(coefficients | changes))
+
+
+def make_linear(
+    L: int, decay: str = "head", delta: bool = False, strict: bool = False, extreme: bool = False
+) -> LinearAttentionOperator:
+    per = 1 if decay == "head" else N
+    log_decay = -torch.rand(B, L, H, per, dtype=torch.float64)
+    if extreme:
+        log_decay = torch.tensor([0.0, -1e4, -0.3]).double()[torch.randint(3, log_decay.shape)]
+    probe = torch.nn.functional.normalize(normal(B, L, H, N), dim=-1)
+    beta = torch.rand(B, L, H, 1, dtype=torch.float64)
+    return LinearAttentionOperator(
+        query=normal(B, L, H, N),
+        key=probe * beta if delta else normal(B, L, H, N),
+        log_decay=log_decay,
+        width=WIDTH,
+        erase=probe * beta if delta else None,
+        probe=probe if delta else None,
+        strict=strict,
+    )
+
+
+def make_softmax(L: int, **changes: object) -> SoftmaxOperator:
+    return SoftmaxOperator(normal(B, H, L, N), normal(B, H, L, N), 0.6, WIDTH, **changes)
+
+
+def window_bias(L: int, window: int = 5, padding: int = 0) -> Tensor:
+    """A causal window, the first tokens of the last row being padding."""
+    distance = torch.arange(L)[:, None] - torch.arange(L)
+    allowed = ((distance >= 0) & (distance < window)).expand(B, 1, L, L).clone()
+    allowed[-1, :, :, :padding] = False
+    return torch.zeros(B, 1, L, L, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+
+
+KINDS = {
+    "diagonal": make_diagonal,
+    "diagonal, all factors": lambda L: make_diagonal(L, left=normal(B, L, D), conv=normal(D, 4)),
+    "diagonal, extreme": lambda L: make_diagonal(
+        L, dt=torch.tensor([0.0, 1e4, 0.3]).double()[torch.randint(3, (B, L, D))]
+    ),
+    "band": lambda L: BandOperator(normal(B, L, D)),
+    "band, conv": lambda L: BandOperator(normal(B, L, D), normal(D, 3)),
+    "sum": lambda L: SumOperator((make_diagonal(L), BandOperator(normal(B, L, D), normal(D, 3)))),
+    "sum of heads": lambda L: SumOperator((make_linear(L), make_softmax(L))),
+    "head decay": make_linear,
+    "key decay": lambda L: make_linear(L, "key"),
+    "strict": lambda L: make_linear(L, strict=True),
+    "strict, key decay": lambda L: make_linear(L, "key", strict=True),
+    "delta": lambda L: make_linear(L, delta=True),
+    "delta, key decay": lambda L: make_linear(L, "key", delta=True),
+    "delta, strict": lambda L: make_linear(L, delta=True, strict=True),
+    "head decay, extreme": lambda L: make_linear(L, extreme=True),
+    "key decay, extreme": lambda L: make_linear(L, "key", extreme=True),
+    "delta, extreme": lambda L: make_linear(L, "key", delta=True, extreme=True),
+    "softmax": make_softmax,
+    "softmax, window": lambda L: make_softmax(L, bias=window_bias(L)),
+    "softmax, padding": lambda L: make_softmax(L, bias=window_bias(L, padding=3)),
+    "softmax, bias per head": lambda L: make_softmax(L, bias=normal(1, H, L, L)),
+    "softmax, softcap": lambda L: make_softmax(L, softcap=1.5),
+    "softmax, sinks": lambda L: make_softmax(L, sinks=normal(H)),
+    "composed": lambda L: ComposedOperator(
+        make_linear(L), normal(B, L, D), normal(B, L, D), normal(D, 4)
+    ),
+    "composed delta": lambda L: ComposedOperator(make_linear(L, delta=True), left=normal(B, L, D)),
+    "composed softmax": lambda L: ComposedOperator(make_softmax(L), right=normal(B, L, D)),
+}
+
+
+def conv_matrix(taps: Tensor, L: int) -> Tensor:
+    """The matrix of a causal convolution, ``(D, L, L)``, entry by entry."""
+    K = taps.shape[1]
+    matrix = torch.zeros(taps.shape[0], L, L, dtype=torch.float64)
+    for i in range(L):
+        for j in range(max(0, i - K + 1), i + 1):
+            matrix[:, i, j] = taps[:, K - 1 - (i - j)]
+    return matrix
+
+
+def dense(
+    matrix: Tensor,
+    left: Tensor | None = None,
+    skip: Tensor | None = None,
+    right: Tensor | None = None,
+    conv: Tensor | None = None,
+) -> Tensor:
+    """``diag(left) (matrix + diag(skip)) diag(right) conv`` as a product, ``(B, D, L, L)``."""
+    L = matrix.shape[-1]
+    if skip is not None:
+        matrix = matrix + torch.diag_embed(skip.expand(B, L, D).mT)
+    if left is not None:
+        matrix = left.mT[..., None] * matrix
+    if right is not None:
+        matrix = matrix * right.mT[:, :, None]
+    return matrix if conv is None else matrix @ conv_matrix(conv, L)
+
+
+def naive_maps(op: TokenOperator) -> Tensor:
+    """Every map, ``(B, M, L, L)``."""
+    if isinstance(op, SumOperator):
+        return sum(naive_maps(part) for part in op.parts)
+    if isinstance(op, BandOperator):
+        return dense(torch.diag_embed(op.diagonal.mT), conv=op.conv)
+    if isinstance(op, ComposedOperator):
+        maps = naive_maps(op.inner).repeat_interleave(WIDTH, 1)
+        return dense(maps, left=op.left, right=op.right, conv=op.conv)
+    if isinstance(op, DiagonalOperator):
+        return diagonal_module.naive_matrix(op)
+    if isinstance(op, SoftmaxOperator):
+        return softmax_module.naive_matrix(op).nan_to_num(0.0)
+    assert isinstance(op, LinearAttentionOperator)
+    return linear_attention_module.naive_matrix(op)
+
+
+def per_channel(maps: Tensor) -> Tensor:
+    return maps.repeat_interleave(D // maps.shape[1], 1)
+
+
+def recast(op: TokenOperator, dtype: torch.dtype) -> TokenOperator:
+    """The operator with its coefficients in another dtype."""
+
+    def cast(value: object) -> object:
+        if torch.is_tensor(value):
+            return value.to(dtype)
+        if isinstance(value, TokenOperator):
+            return recast(value, dtype)
+        return tuple(map(cast, value)) if isinstance(value, tuple) else value
+
+    fields = {f.name: cast(getattr(op, f.name)) for f in dataclasses.fields(op)}
+    return dataclasses.replace(op, **fields)
+
+
+def close(found: Tensor, truth: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+    """Equal up to rounding of the largest entry, or of ``scale`` where terms cancel."""
+    assert found.dtype == dtype
+    assert found.shape == truth.shape
+    assert bool(torch.isfinite(found).all())
+    largest = float((truth if scale is None else scale).abs().max().clamp(min=1e-3))
+    assert float((found - truth).abs().max()) <= TOLERANCE[dtype] * largest
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_an_operator_does_follows_from_its_matrix(kind, length):
+    exact = KINDS[kind](length)
+    maps = naive_maps(exact)
+    M = maps.shape[1]
+    alpha, mean = per_channel(maps), maps.mean(1)
+    index = torch.randint(length, (B, min(length, 6)))
+    rows = maps.gather(2, index[:, None, :, None].expand(-1, M, -1, length))
+    v, w, w2 = normal(B, length, D), normal(B, length, D), normal(B, length)
+    columns = normal(B, length)
+    image = torch.einsum("bdij,bjd->bid", alpha, v)
+    adjoint = torch.einsum("bid,bdij->bjd", w, alpha)
+    flat = torch.einsum("bi,bdij->bjd", w2, alpha)
+    sums = torch.einsum("bij,bj->bi", mean, columns)
+    # What rounding is measured against: the same sums without cancellation.
+    size = alpha.abs().sum(-1).max().clamp(min=1) * 4
+    for dtype in (torch.float64, torch.float32):
+        op = recast(exact, dtype)
+        assert (op.batch, op.length, op.channels, op.maps) == (B, length, D, M)
+        close(op.matrix(), maps, dtype)
+        close(op.matrix("mean"), mean, dtype, maps)
+        close(op.row_tile(length // 3, length), mean[:, length // 3 :], dtype, maps)
+        close(op.rows(index), rows, dtype, maps)
+        close(op.map_rows(index, M // 3, M), rows[:, M // 3 :], dtype, maps)
+        close(op.rows(index, "mean"), rows.mean(1), dtype, maps)
+        close(op.rows(index[:, :2], "mean"), rows[:, :, :2].mean(1), dtype, maps)
+        close(op.rows(index, "max"), rows.amax(1), dtype, maps)
+        close(op.rows(index, "min"), rows.amin(1), dtype, maps)
+        close(op.rows(index, "prod"), rows.prod(1), dtype)
+        close(op.apply(v.to(dtype)), image, dtype, size)
+        close(op.vecmat(w.to(dtype)), adjoint, dtype, size)
+        close(op.vecmat(w.to(dtype), "mean"), adjoint.mean(-1), dtype, size)
+        close(op.vecmat(w2.to(dtype)), flat, dtype, size)
+        close(op.vecmat(w2.to(dtype), "mean"), flat.mean(-1), dtype, size)
+        close(op.row_sums(), mean.sum(-1), dtype, size)
+        close(op.row_sums(columns.to(dtype)), sums, dtype, size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compose_is_the_dense_product(kind):
+    L = 17
+    op = KINDS[kind](L)
+    maps = per_channel(naive_maps(op))
+    factors = {
+        "left": normal(B, L, D),
+        "skip": normal(D),
+        "right": normal(B, L, D),
+        "conv": normal(D, 4),
+    }
+    ends_in_conv = kind in ("diagonal, all factors", "band, conv", "sum", "composed")
+    for size in range(5):
+        for names in itertools.combinations(FACTORS, size):
+            chosen = {name: factors[name] for name in names}
+            if ends_in_conv and "right" in names:
+                with pytest.raises(ValueError, match="convolution"):
+                    op.compose(**chosen)
+                continue
+            composed = op.compose(**chosen)
+            truth = dense(maps, **chosen)
+            assert composed.maps == (D if names or op.maps == D else composed.maps)
+            close(per_channel(composed.matrix()), truth, torch.float64)
+            v, w = normal(B, L, D), normal(B, L, D)
+            close(composed.apply(v), torch.einsum("bdij,bjd->bid", truth, v), torch.float64)
+            close(composed.vecmat(w), torch.einsum("bid,bdij->bjd", w, truth), torch.float64)
+            close(composed.matrix("mean"), truth.mean(1), torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "head decay", "softmax", "band", "sum of heads"])
+def test_composing_twice(kind):
+    L = 17
+    op = KINDS[kind](L)
+    first = {"left": normal(B, L, D), "skip": normal(D), "conv": normal(D, 3)}
+    second = {"left": normal(B, L, D), "skip": normal(B, L, D), "conv": normal(D, 4)}
+    truth = dense(dense(per_channel(naive_maps(op)), **first), **second)
+    twice = op.compose(**first).compose(**second)
+    close(twice.matrix(), truth, torch.float64)
+    close(twice.matrix("mean"), truth.mean(1), torch.float64)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_convolution_longer_than_the_sequence(length):
+    taps = normal(D, 7)
+    for kind in ("diagonal", "head decay", "softmax", "band"):
+        op = KINDS[kind](length)
+        truth = dense(per_channel(naive_maps(op)), conv=taps)
+        composed = op.compose(conv=taps)
+        close(composed.matrix(), truth, torch.float64)
+        close(composed.matrix("mean"), truth.mean(1), torch.float64)
+        close(composed.vecmat(normal(B, length) * 0 + 1, "mean"), truth.mean(1).sum(1), op.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_causality_is_what_the_matrix_says(kind):
+    op = KINDS[kind](17)
+    above = naive_maps(op).triu(1).abs().max()
+    assert not op.is_causal or above == 0
+
+
+@pytest.mark.parametrize("kind", ["head decay", "key decay", "delta", "delta, key decay"])
+def test_thousands_of_tokens_of_slow_decay_stay_exact(kind):
+    # Cumulative decays leave float32's range many times over.
+    L = 3000
+    torch.manual_seed(1)
+    op = recast(KINDS[kind](L), torch.float32)
+    op = dataclasses.replace(op, log_decay=op.log_decay * 0.05)
+    truth = recast(op, torch.float64)
+    w = torch.zeros(B, L)
+    w[:, -1] = 1
+    for found, expected in (
+        (op.vecmat(w, "mean"), truth.vecmat(w.double(), "mean")),
+        (op.apply(torch.ones(B, L, D)), truth.apply(torch.ones(B, L, D, dtype=torch.float64))),
+    ):
+        assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+def test_no_decay_and_full_reset_without_nan():
+    for value in (0.0, -1e4, -torch.inf):
+        op = dataclasses.replace(
+            make_linear(33, "key", delta=True), log_decay=torch.full((B, 33, H, N), value).double()
+        )
+        matrix = op.matrix()
+        assert bool(torch.isfinite(matrix).all())
+        close(matrix, naive_maps(op), torch.float64)
+
+
+def test_reductions_over_tiles_of_maps(monkeypatch):
+    # As many tiles as maps: the reductions have to be carried across.
+    for kind in ("diagonal", "head decay", "composed", "softmax"):
+        op = KINDS[kind](17)
+        whole = {name: op.matrix(name) for name in ("max", "min", "prod", "mean")}
+        tiles = [(m, m + 1) for m in range(op.maps)]
+        monkeypatch.setattr(type(op), "_map_tiles", lambda self, rows, tiles=tiles: iter(tiles))
+        for name, truth in whole.items():
+            close(op.matrix(name), truth, torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "band", "sum", "head decay", "composed"])
+def test_unknown_reductions_are_refused(kind):
+    op = KINDS[kind](3)
+    with pytest.raises(ValueError, match="median"):
+        op.vecmat(normal(B, 3), "median")
+    with pytest.raises(ValueError, match="median"):
+        op.matrix("median")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_vector_of_zeros(kind):
+    op = KINDS[kind](17)
+    assert float(op.vecmat(torch.zeros(B, 17).double(), "mean").abs().max()) == 0
+    assert isinstance(op, HeadOperator) == (op.maps == H and not isinstance(op, SumOperator))
