@@ -338,8 +338,7 @@ def _extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[
                 f"a tensor of shape {tuple(value.shape)}; give one row an example."
             )
     mask = named.get("attention_mask")
-    is_per_token = torch.is_tensor(mask) and mask.dim() == 2 and inputs.dim() < 4
-    if is_per_token and mask.shape[1] != inputs.shape[1]:
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1:] != inputs.shape[1:2]:
         raise InputError(
             f"attention_mask has shape {tuple(mask.shape)} for inputs of shape "
             f"{tuple(inputs.shape)}; give one entry a token."

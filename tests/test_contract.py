@@ -358,6 +358,16 @@ def test_a_mask_of_ones_changes_nothing(method):
 
 
 @each_method
+def test_a_mask_that_a_batch_shares(method):
+    model, tokens, mask = tiny(), ids(2, 7), torch.ones(1, 7, dtype=torch.long)
+    mask[:, :3] = 0
+    explain = method(model)
+    found = explain.attribute(tokens, target=4, additional_forward_args={"attention_mask": mask})
+    assert (found[:, :3] == 0).all()
+    assert_close(found[:, 3:], explain.attribute(tokens[:, 3:], target=4))
+
+
+@each_method
 def test_a_mask_that_only_the_mixers_see(method):
     # forward_func runs a part of the model, so that the model's own forward is never called.
     model = tiny()

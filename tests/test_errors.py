@@ -1,0 +1,449 @@
+"""Bad calls: what each says, and that it leaves the model as it was."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from models import VOCABULARY, Classifier, embed, ids, recast, tiny
+from test_leaves_no_trace import assert_unchanged, fingerprint
+from torch import nn
+
+import captum_ssm
+from captum_ssm import (
+    InputError,
+    MambaAttribution,
+    MambaRollout,
+    RawAttention,
+    ReconstructionError,
+    TargetError,
+    UnsupportedModelError,
+    hidden_attention,
+)
+
+METHODS = [RawAttention, MambaRollout, MambaAttribution]
+TOKENS = ids(2, 7)
+
+
+class NoMixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, tokens):
+        return self.rnn(self.embedding(tokens))[0]
+
+
+def mask(*rows: str) -> torch.Tensor:
+    return torch.tensor([[int(c) for c in row] for row in rows])
+
+
+def with_nan(path: str) -> nn.Module:
+    model = recast(tiny(tie_word_embeddings=False), torch.float32)
+    with torch.no_grad():
+        model.get_submodule(path).weight[0, 0] = float("nan")
+    return model
+
+
+@dataclass
+class Case:
+    """A bad call of every method (or of ``methods``), its error and parts of the message."""
+
+    error: type[Exception]
+    says: list[str]
+    inputs: object = None
+    options: dict = field(default_factory=dict)
+    model: object = tiny
+    wrap: object = None
+    methods: list = field(default_factory=lambda: METHODS)
+    target: object = 4
+
+
+GRADIENT = [MambaAttribution]
+AGNOSTIC = [RawAttention, MambaRollout]
+CASES = {
+    # the model
+    "no known mixer": Case(
+        UnsupportedModelError,
+        ["NoMixer", "Embedding, GRU", "Supported: ", "MambaMixer", "register_mixer"],
+        model=NoMixer,
+    ),
+    "a model that is not one": Case(
+        TypeError, ["model is a str", "torch.nn.Module", "nnsight"], wrap=lambda m: (m, "mamba")
+    ),
+    "a callable without model=": Case(
+        ValueError, ["function", "model=model"], wrap=lambda m: (lambda t: m(t), None)
+    ),
+    "a callable that runs another model": Case(
+        UnsupportedModelError,
+        ["did not reach any of the 2 mixers", "MambaForCausalLM"],
+        wrap=lambda m: (tiny(seed=1).forward, m),
+    ),
+    "a callable that drops a token": Case(
+        InputError, ["(2, 7)", "(2, 6)"], wrap=lambda m: (lambda t: m(t[:, 1:]), m)
+    ),
+    "a callable that returns no tensor": Case(
+        TypeError, ["returned a str", "ModelOutput"], wrap=lambda m: (lambda t: str(m(t)), m)
+    ),
+    "a callable that detaches": Case(
+        ValueError,
+        ["does not depend differentiably", "detaches"],
+        wrap=lambda m: (lambda t: m(t).logits.detach(), m),
+        methods=GRADIENT,
+    ),
+    "a callable under no_grad": Case(
+        ValueError,
+        ["does not depend differentiably", "no_grad"],
+        wrap=lambda m: (torch.no_grad()(lambda t: m(t).logits), m),
+        methods=GRADIENT,
+    ),
+    "a pooled output that is detached": Case(
+        ValueError,
+        ["position="],
+        model=lambda: Classifier("last"),
+        wrap=lambda m: (lambda t: m(t).detach(), m),
+    ),
+    "NaN in a mixer's weights": Case(
+        InputError,
+        ["backbone.layers.1.mixer", "NaN", "weights"],
+        model=lambda: with_nan("backbone.layers.1.mixer.in_proj"),
+    ),
+    "NaN in the head's weights": Case(
+        InputError, ["score", "NaN"], model=lambda: with_nan("lm_head"), methods=GRADIENT, target=0
+    ),
+    # the inputs
+    "no tokens": Case(InputError, ["empty", "(2, 0)"], ids(2, 0)),
+    "no examples": Case(InputError, ["empty", "(0, 7)"], ids(0, 7)),
+    "no tokens, embedded": Case(InputError, ["empty", "(2, 0, 16)"], torch.zeros(2, 0, 16)),
+    "ids of a float dtype": Case(
+        TypeError, ["ids", "torch.float32", "integer dtype"], TOKENS.float()
+    ),
+    "ids of booleans": Case(TypeError, ["ids", "torch.bool", "integer dtype"], TOKENS > 9),
+    "embeddings of integers": Case(
+        TypeError, ["embeddings", "torch.int64", "floating dtype"], torch.ones(2, 7, 16).long()
+    ),
+    "complex embeddings": Case(
+        TypeError, ["torch.complex64"], torch.ones(2, 7, 16, dtype=torch.complex64)
+    ),
+    "one axis": Case(InputError, ["(7,)", "(B, L)"], TOKENS[0]),
+    "five axes": Case(InputError, ["(1, 1, 1, 2, 7)", "(B, C, H, W)"], TOKENS[None, None, None]),
+    "two inputs": Case(ValueError, ["tuple of 2", "additional_forward_args"], (TOKENS, TOKENS)),
+    "a list": Case(TypeError, ["list", "(B, L)"], TOKENS.tolist()),
+    "an array": Case(TypeError, ["ndarray"], np.ones((2, 7))),
+    "a text": Case(TypeError, ["str"], "one two three"),
+    "an id outside the vocabulary": Case(
+        InputError, ["37 to 37", f"0 .. {VOCABULARY - 1}"], TOKENS * 0 + 37
+    ),
+    "a negative id": Case(InputError, ["-2", f"0 .. {VOCABULARY - 1}"], TOKENS * 0 - 2),
+    "NaN in the embeddings": Case(
+        InputError, ["NaN", "inputs"], torch.full((2, 7, 16), float("nan"))
+    ),
+    # the mask
+    "an example of padding only": Case(
+        InputError,
+        ["row 1", "padding"],
+        options={"additional_forward_args": mask("1111111", "0000000")},
+    ),
+    "a mask of another batch": Case(
+        InputError,
+        ["batch of 2", "(3, 7)"],
+        options={"additional_forward_args": mask(*["1111111"] * 3)},
+    ),
+    "a mask of another length": Case(
+        InputError,
+        ["(2, 6)", "(2, 7)"],
+        options={"additional_forward_args": {"attention_mask": mask(*["111111"] * 2)}},
+    ),
+    # the position
+    "a position after the end": Case(
+        InputError, ["position is 7", "7 tokens", "0 .. 6"], options={"position": 7}
+    ),
+    "a position before the start": Case(
+        InputError, ["position is -8", "-7 .. -1"], options={"position": -8}
+    ),
+    "one of several positions": Case(
+        InputError, ["[3, 7]", "0 .. 6"], options={"position": torch.tensor([3, 7])}
+    ),
+    "positions of another batch": Case(
+        InputError, ["3 entries", "batch of 2"], options={"position": torch.tensor([3, 1, 2])}
+    ),
+    "a position that is no integer": Case(
+        TypeError, ["position is 2.0", "(B,)"], options={"position": 2.0}
+    ),
+    "a position that is a bool": Case(TypeError, ["bool"], options={"position": True}),
+    "a position that is a word": Case(
+        TypeError, ["position", "last"], options={"position": "last"}
+    ),
+    "a position on padding": Case(
+        InputError,
+        ["[1, 1]", "padding"],
+        options={
+            "position": 1,
+            "additional_forward_args": {"attention_mask": mask("1111111", "0011111")},
+        },
+    ),
+    # the target
+    "no target for token logits": Case(
+        TargetError, [f"(2, 7, {VOCABULARY})", "(position, token)"], methods=GRADIENT, target=None
+    ),
+    "a target outside the vocabulary": Case(
+        TargetError, ["37", f"0 .. {VOCABULARY - 1}"], methods=GRADIENT, target=VOCABULARY
+    ),
+    "one of several targets outside": Case(
+        TargetError, ["[4, 99]", f"0 .. {VOCABULARY - 1}"], methods=GRADIENT, target=[4, 99]
+    ),
+    "targets of another batch": Case(
+        TargetError, ["3 entries", "batch of 2"], methods=GRADIENT, target=[4, 5, 6]
+    ),
+    "pairs of another batch": Case(
+        TargetError, ["3 entries", "batch of 2"], methods=GRADIENT, target=[(1, 4)] * 3
+    ),
+    "a target of floats": Case(TargetError, ["2.5", "token id"], methods=GRADIENT, target=2.5),
+    "a target of words": Case(TargetError, ["'five'"], methods=GRADIENT, target="five"),
+    "a target of three": Case(TargetError, ["3 entries"], methods=GRADIENT, target=(1, 2, 3)),
+    "pairs of three": Case(
+        TargetError, ["(position, token)"], methods=GRADIENT, target=[(1, 2, 3)] * 2
+    ),
+    "a position in both": Case(
+        TargetError,
+        ["(3, 4)", "position=5"],
+        methods=GRADIENT,
+        target=(3, 4),
+        options={"position": 5},
+    ),
+    "a position of the target outside": Case(
+        InputError, ["[9, 9]", "0 .. 6"], methods=GRADIENT, target=(9, 4)
+    ),
+    "a class outside": Case(
+        TargetError,
+        ["target is 5", "(2, 5)"],
+        methods=GRADIENT,
+        target=5,
+        model=lambda: Classifier("last"),
+    ),
+    "no target for several classes": Case(
+        TargetError,
+        ["target is None", "(2, 5)"],
+        methods=GRADIENT,
+        target=None,
+        model=lambda: Classifier("last"),
+    ),
+    "classes of another batch": Case(
+        TargetError,
+        ["[1, 2, 3]", "(2, 5)"],
+        methods=GRADIENT,
+        target=[1, 2, 3],
+        model=lambda: Classifier("last"),
+    ),
+    # the options
+    "an unknown option": Case(TypeError, ["colour"], options={"colour": "red"}),
+    "an unknown reduction": Case(
+        ValueError, ["'median'", "'mean', 'max'"], options={"reduction": "median"}
+    ),
+    "an unknown sign": Case(ValueError, ["'plus'", "'clamp'"], options={"sign": "plus"}),
+    "a ratio of one": Case(
+        ValueError, ["discard_ratio is 1.0", "0 <= r < 1"], options={"discard_ratio": 1.0}
+    ),
+    "a convergence delta": Case(
+        ValueError, ["convergence delta"], options={"return_convergence_delta": True}
+    ),
+    "a layer that is not there": Case(
+        ValueError,
+        ["2", "0 .. 1", "backbone.layers.1.mixer"],
+        methods=[RawAttention],
+        options={"layers": [0, 2]},
+    ),
+    "a path that is not there": Case(
+        ValueError,
+        ["'layers.0'", "backbone.layers.0.mixer"],
+        methods=[RawAttention],
+        options={"layers": "layers.0"},
+    ),
+    "no layers": Case(ValueError, ["layers"], methods=[RawAttention], options={"layers": []}),
+    "a start that is not there": Case(
+        ValueError,
+        ["start_layer is 2", "0 .. 1"],
+        methods=[MambaRollout, MambaAttribution],
+        options={"start_layer": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [(name, method) for name, case in CASES.items() for method in case.methods],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_a_bad_call(name, method):
+    case = CASES[name]
+    model = case.model()
+    forward_func, of = (model, None) if case.wrap is None else case.wrap(model)
+    inputs = TOKENS if case.inputs is None else case.inputs
+    before = fingerprint(model)
+    with pytest.raises(case.error) as caught:
+        method(forward_func, of).attribute(inputs, target=case.target, **case.options)
+    for part in case.says:
+        assert part in str(caught.value)
+    assert_unchanged(model, before)
+
+
+HIDDEN_CASES = {
+    "formulation": (ValueError, ["'raw'", "'hidden'", "'unified'"], {"formulation": "raw"}),
+    "component": (
+        ValueError,
+        ["'bias'", "'conv'"],
+        {"formulation": "unified", "components": ["conv", "bias"]},
+    ),
+    "components of hidden": (ValueError, ["unified"], {"components": ["conv"]}),
+    "reduction": (ValueError, ["'sum'", "'mean'"], {"reduction": "sum"}),
+    "row": (ValueError, ["[7]", "0 .. 6"], {"rows": [7]}),
+    "rows of another batch": (ValueError, ["(3, 1)", "(2, R)"], {"rows": [[1], [2], [3]]}),
+    "no rows": (ValueError, ["(0,)"], {"rows": torch.zeros(0, dtype=torch.long)}),
+    "rows of floats": (TypeError, ["1.5"], {"rows": 1.5}),
+    "layer": (ValueError, ["5", "0 .. 1"], {"layers": 5}),
+    "no layers": (ValueError, ["layers"], {"layers": []}),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_CASES)
+def test_a_bad_call_of_hidden_attention(name):
+    error, says, options = HIDDEN_CASES[name]
+    model = tiny()
+    before = fingerprint(model)
+    with pytest.raises(error) as caught:
+        hidden_attention(model, TOKENS, **options)
+    for part in says:
+        assert part in str(caught.value)
+    assert_unchanged(model, before)
+
+
+def test_errors_are_what_captum_expects():
+    assert issubclass(TargetError, (ValueError, AssertionError))
+    assert issubclass(TargetError, AssertionError)
+    for error in (InputError, ReconstructionError, TargetError, UnsupportedModelError):
+        assert issubclass(error, ValueError)
+        assert error.__doc__
+
+
+def test_a_model_error_comes_through_as_it_is():
+    # A mistake in the call of the model itself is reported by the model itself.
+    with pytest.raises(TypeError, match="nonsense"):
+        RawAttention(lambda t, nonsense: tiny()(t), tiny()).attribute(TOKENS)
+
+
+# ---- never silently wrong ---------------------------------------------------------------------
+
+
+def assert_raises_reconstruction(path, call):
+    with pytest.raises(ReconstructionError) as caught:
+        call(check=True)
+    for part in (path, "MambaMixer", "largest error", "1e-03", "check=False", "register_mixer"):
+        assert part in str(caught.value)
+    call(check=False)
+
+
+def explainers(model, **options):
+    yield lambda check: RawAttention(model, check=check).attribute(TOKENS, **options)
+    yield lambda check: MambaRollout(model, check=check).attribute(TOKENS, **options)
+    yield lambda check: MambaAttribution(model, check=check).attribute(TOKENS, 4, **options)
+    yield lambda check: MambaRollout(model, check=check).rollout(TOKENS, **options)
+    yield lambda check: MambaAttribution(model, check=check).rollout(TOKENS, 4, **options)
+    yield lambda check: hidden_attention(model, TOKENS, check=check, **options)
+
+
+def test_a_mixer_that_computes_something_else():
+    model = tiny()
+    mixer = model.backbone.layers[1].mixer
+
+    class LouderMambaMixer(type(mixer)):
+        def forward(self, *args, **kwargs):
+            return 1.01 * super().forward(*args, **kwargs)
+
+    mixer.__class__ = LouderMambaMixer
+    before = fingerprint(model)
+    for call in explainers(model):
+        assert_raises_reconstruction("backbone.layers.1.mixer", call)
+        assert_unchanged(model, before)
+
+
+def test_a_subclass_that_computes_the_same():
+    model = tiny()
+    truth = RawAttention(model).attribute(TOKENS)
+    mixer = model.backbone.layers[1].mixer
+    mixer.__class__ = type("MyMambaMixer", (type(mixer),), {})
+    assert torch.equal(RawAttention(model).attribute(TOKENS), truth)
+
+
+def test_a_patched_scan(monkeypatch):
+    from transformers.models.mamba import modeling_mamba
+
+    model, scan = tiny(), modeling_mamba.mamba_selective_scan
+
+    def slower(x, dt, *args, **kwargs):
+        return scan(x, dt * 0.9, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", slower)
+    for call in explainers(model):
+        assert_raises_reconstruction("backbone.layers.0.mixer", call)
+
+
+def test_a_generation_cache_that_is_not_empty():
+    model = tiny()
+    for k in range(6):
+        with torch.no_grad():
+            cache = model(ids(2, 5, seed=1), use_cache=True).cache_params
+        options = {"additional_forward_args": {"cache_params": cache, "use_cache": True}}
+        call = list(explainers(model, **options))[k]
+        with pytest.raises(ReconstructionError, match="generation cache that is not empty"):
+            call(check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_no_false_alarm_in_any_dtype(dtype):
+    for seed in range(3):
+        model = recast(tiny(layers=3, seed=seed), dtype)
+        for length in (1, 40):
+            RawAttention(model).attribute(ids(2, length, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_wrong_mixer_is_found_in_any_dtype(dtype):
+    model = recast(tiny(), dtype)
+    with torch.no_grad():
+        wrong = {name: p.clone() for name, p in model.named_parameters()}
+    mixer = model.backbone.layers[0].mixer
+    own = mixer.forward
+
+    def without_skip(hidden_states, **kwargs):
+        mixer.D.data.zero_()
+        try:
+            return own(hidden_states, **kwargs)
+        finally:
+            mixer.D.data.copy_(wrong["backbone.layers.0.mixer.D"])
+
+    mixer.forward = without_skip
+    with pytest.raises(ReconstructionError, match=r"layers\.0"):
+        RawAttention(model).attribute(TOKENS)
+
+
+def test_padding_may_hold_anything():
+    # What a mixer returns at padding is not part of the explanation, so it is not compared.
+    model = tiny()
+    extra = mask("1111111", "0011111")
+    hook = model.backbone.layers[0].mixer.register_forward_hook(
+        lambda module, args, out: torch.where(extra[..., None].bool(), out, 1e3)
+    )
+    RawAttention(model).attribute(TOKENS, additional_forward_args=extra)
+    hook.remove()
+
+
+def test_the_public_errors_are_exported():
+    assert {"InputError", "ReconstructionError", "TargetError", "UnsupportedModelError"} <= set(
+        captum_ssm.__all__
+    )
+
+
+def test_embeddings_of_another_width_are_the_models_error():
+    with pytest.raises(RuntimeError):
+        RawAttention(tiny()).attribute(embed(tiny(), TOKENS)[..., :8])

@@ -1,0 +1,271 @@
+"""The model comes back exactly as it was, after success and after every kind of failure."""
+
+import contextlib
+import gc
+import resource
+import weakref
+
+import pytest
+import torch
+from models import S6_FAMILIES, Classifier, embed, ids, tiny
+from torch import nn
+
+import captum_ssm
+from captum_ssm import MambaAttribution, MambaRollout, RawAttention, hidden_attention
+from captum_ssm.mixers import _base as registry
+
+METHODS = [RawAttention, MambaRollout, MambaAttribution]
+each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
+HOOKS = [
+    name
+    for name in vars(nn.Module())
+    if "hooks" in name and isinstance(getattr(nn.Module(), name), dict)
+]
+
+
+def fingerprint(model: nn.Module) -> dict[str, object]:
+    """Everything about a model that a caller could find changed."""
+    modules = dict(model.named_modules())
+    return {
+        "modules": {name: id(m) for name, m in modules.items()},
+        "classes": {name: type(m) for name, m in modules.items()},
+        "attributes": {name: list(m.__dict__) for name, m in modules.items()},
+        "hooks": {name: [len(getattr(m, h)) for h in HOOKS] for name, m in modules.items()},
+        "training": {name: m.training for name, m in modules.items()},
+        "forward": {
+            name: m.__dict__[key]
+            for name, m in modules.items()
+            for key in ("forward", "__nnsight__")
+            if key in m.__dict__
+        },
+        "identities": {n: (id(p), p.data_ptr()) for n, p in model.named_parameters()},
+        "values": {n: raw(p) for n, p in model.state_dict().items()},
+        "requires_grad": {n: p.requires_grad for n, p in model.named_parameters()},
+        "grad": {n: p.grad for n, p in model.named_parameters()},
+        "config": getattr(getattr(model, "config", None), "to_dict", dict)(),
+        "grad mode": torch.is_grad_enabled(),
+        "random state": raw(torch.get_rng_state()),
+    }
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, object]) -> None:
+    after = fingerprint(model)
+    for aspect, value in before.items():
+        assert after[aspect] == value, aspect
+
+
+# ---- after success ----------------------------------------------------------------------------
+
+
+@each_method
+@pytest.mark.parametrize("family", S6_FAMILIES)
+@pytest.mark.parametrize("training", [False, True])
+def test_after_success(method, family, training):
+    model, tokens = tiny(family).train(training), ids(2, 7)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    before = fingerprint(model)
+    method(model).attribute(tokens, target=4)
+    method(model).attribute(
+        embed(model, tokens), target=4, additional_forward_args={"attention_mask": mask}
+    )
+    method(lambda t: model(t).logits, model).attribute(tokens, target=4, position=3)
+    hidden_attention(model, tokens)
+    assert_unchanged(model, before)
+
+
+@each_method
+def test_after_finding_a_readout(method):
+    model, tokens = Classifier("mean"), ids(2, 7)
+    before = fingerprint(model)
+    method(model).attribute(tokens, target=4)
+    assert_unchanged(model, before)
+
+
+@each_method
+def test_the_model_still_computes_and_learns(method):
+    model, tokens = tiny(), ids(2, 7)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    model(tokens).logits.sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    method(model).attribute(tokens, target=4)
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(p.grad, gradient)  # neither cleared nor added to
+    model.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, expected)
+    model(tokens).logits.sum().backward()
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+@each_method
+def test_a_users_own_hooks_and_forward_stay(method):
+    model, tokens = tiny(), ids(2, 7)
+    truth = method(model).attribute(tokens, target=4)
+    seen = []
+    mixer = model.backbone.layers[0].mixer
+    mixer.register_forward_hook(lambda m, args, out: seen.append("hook"))
+    own = mixer.forward
+
+    def forward(*args, **kwargs):
+        seen.append("forward")
+        return own(*args, **kwargs)
+
+    mixer.forward = forward
+    before = fingerprint(model)
+    torch.testing.assert_close(method(model).attribute(tokens, target=4), truth)
+    assert_unchanged(model, before)
+    assert mixer.__dict__["forward"] is forward
+    assert {"forward", "hook"} <= set(seen)
+    seen.clear()
+    model(tokens)
+    assert seen == ["forward", "hook"]
+
+
+@each_method
+def test_a_model_that_nnsight_wrapped_stays_wrapped(method):
+    from nnsight import NNsight
+
+    model, tokens = tiny(), ids(2, 7)
+    wrapped = NNsight(model)
+    before = fingerprint(model)
+    for forward_func in (wrapped, model):
+        method(forward_func).attribute(tokens, target=4)
+        assert_unchanged(model, before)
+        with wrapped.trace(tokens):
+            inner = wrapped.backbone.layers[1].mixer.output.save()
+        assert inner.shape == (2, 7, 16)
+
+
+# ---- after a failure --------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+def raising(*args, **kwargs):
+    raise Broken("on purpose")
+
+
+BREAKAGES = {
+    "before the mixers": "backbone.embeddings",
+    "between the mixers": "backbone.layers.1.norm",
+    "after the mixers": "lm_head",
+    "inside a mixer": "backbone.layers.1.mixer.out_proj",
+    "in an adapter": None,
+}
+
+
+@each_method
+@pytest.mark.parametrize("breakage", BREAKAGES)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["module", "nnsight"])
+def test_after_an_exception(method, breakage, wrapped, monkeypatch):
+    from nnsight import NNsight
+
+    model, tokens = tiny(), ids(2, 7)
+    truth = method(model).attribute(tokens, target=4)
+    explain = method(NNsight(model) if wrapped else model)
+    clean = fingerprint(model)
+    with monkeypatch.context() as patch:
+        if BREAKAGES[breakage] is None:
+            patch.setitem(registry._REGISTRY, "MambaMixer", raising)
+            hook = None
+        else:
+            broken = model.get_submodule(BREAKAGES[breakage])
+            hook = broken.register_forward_pre_hook(raising)
+        before = fingerprint(model)
+        for _ in range(2):
+            with pytest.raises(Broken, match="on purpose"):
+                explain.attribute(tokens, target=4)
+            assert_unchanged(model, before)
+        if hook is not None:
+            hook.remove()
+    assert_unchanged(model, clean)
+    assert torch.equal(explain.attribute(tokens, target=4), truth)
+
+
+@pytest.mark.parametrize("target", [None, 10**6, [1, 2, 3], "five", 2.5])
+def test_after_a_target_that_selects_nothing(target):
+    model, tokens = tiny(), ids(2, 7)
+    before = fingerprint(model)
+    with pytest.raises(captum_ssm.TargetError):
+        MambaAttribution(model).attribute(tokens, target=target)
+    assert_unchanged(model, before)
+
+
+@each_method
+def test_after_an_interrupt(method, monkeypatch):
+    model, tokens = tiny(), ids(2, 7)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    before = fingerprint(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.backbone.norm_f), "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            method(model).attribute(tokens, target=4)
+        assert_unchanged(model, before)
+    method(model).attribute(tokens, target=4)
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+@each_method
+def test_nothing_keeps_the_model_or_the_inputs_alive(method):
+    model, tokens = tiny(), ids(2, 7)
+    x = embed(model, tokens)
+    explain = method(model)
+    found = explain.attribute(x, target=4)
+    alive = [weakref.ref(model), weakref.ref(x), weakref.ref(model.backbone.layers[0].mixer)]
+    del model, x, explain
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None, None]
+    assert found.shape == (2, 7, 16)
+
+
+@each_method
+def test_nothing_keeps_the_model_alive_after_an_exception(method):
+    model, tokens = tiny(), ids(2, 7)
+    model.lm_head.register_forward_pre_hook(raising)
+    with contextlib.suppress(Broken):
+        method(model).attribute(tokens, target=4)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_a_thousand_calls():
+    model, tokens = tiny(layers=1), ids(1, 3)
+    bad = torch.full_like(tokens, 10**6)
+    explainers = [method(model) for method in METHODS]
+
+    def calls(count):
+        for i in range(count):
+            explainers[i % 3].attribute(tokens, target=4)
+            if i % 10 == 0:
+                with pytest.raises(captum_ssm.InputError):
+                    explainers[0].attribute(bad)
+                with pytest.raises(captum_ssm.TargetError):
+                    explainers[2].attribute(tokens, target=10**6)
+        gc.collect()
+        objects = gc.get_objects()
+        tensors = [o for o in objects if issubclass(type(o), torch.Tensor)]
+        return len(objects), len(tensors), sum(t.numel() for t in tensors)
+
+    before, peak = calls(60), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    after, later = calls(1000), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert later - peak < 16 * 1024  # KiB
+    # Not one tensor, and fewer objects than calls by far: caches that fill once, no more.
+    assert after[1:] == before[1:]
+    assert after[0] - before[0] < 100
