@@ -1,0 +1,311 @@
+"""Impulse probes of every family: a model's own scan function, measured.
+
+The scan is linear in its values. A real forward pass records its other arguments; with them and
+a unit impulse at token j it returns column j of the implicit attention. Softmax attention
+returns its probabilities itself. No formula of this library is in any of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import SPECS, build, padded
+from models import ids
+from torch import Tensor, nn
+
+from captum_ssm import hidden_attention
+from captum_ssm.mixers import find_mixers
+
+# RWKV's blocks have a submodule called "output"; nnsight says that it serves it elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore:.*nnsight already serves")
+
+LENGTHS = (1, 2, 3, 19, 67)
+TOLERANCE = 2e-5
+
+# A scan with everything but its values fixed: values (B, L, M, P) to outputs (B, L, M, P).
+Scan = Callable[[Tensor], Tensor]
+Measure = Callable[[nn.Module, dict[str, Tensor], Any], dict[str, Tensor]]
+
+
+def impulses(scan: Scan, shape: tuple[int, ...]) -> Tensor:
+    """The matrices of a scan over values of ``shape (B, L, M, P)``: ``(B, M, L, L)``."""
+    columns = []
+    for j in range(shape[1]):
+        impulse = torch.zeros(shape)
+        impulse[:, j] = 1
+        out = scan(impulse)
+        # All channels of a map are carried alike.
+        torch.testing.assert_close(out, out[..., :1].expand_as(out), atol=1e-5, rtol=1e-5)
+        columns.append(out[..., 0])
+    return torch.stack(columns, -1).transpose(1, 2)
+
+
+def function_probe(name: str, values: int | str, **without: Any) -> Measure:
+    """A scan that is a function of the modeling file; ``values`` names its value argument."""
+
+    def measure(model, inputs, monkeypatch) -> dict[str, Tensor]:
+        modeling = sys.modules[type(model).__module__]
+        original = getattr(modeling, name)
+        paths = {module: path for path, module in model.named_modules()}
+        calls: dict[str, tuple[tuple, dict]] = {}
+        visited: list[nn.Module] = []
+
+        def spy(*args, **kwargs):
+            calls[paths[visited[-1]]] = args, kwargs
+            return original(*args, **kwargs)
+
+        # A scan is called by the innermost module that was entered last.
+        hooks = [m.register_forward_pre_hook(lambda m, _: visited.append(m)) for m in mixers(model)]
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(modeling, name, spy)
+            model(**inputs)
+        for hook in hooks:
+            hook.remove()
+
+        def matrices(args, kwargs) -> Tensor:
+            given = args[values] if isinstance(values, int) else kwargs[values]
+            per_channel = given.dim() == 3
+            shape = (*given.shape, 1) if per_channel else tuple(given.shape)
+
+            def scan(v: Tensor) -> Tensor:
+                v = v[..., 0] if per_channel else v
+                positional, named = list(args), kwargs | without
+                if isinstance(values, int):
+                    positional[values] = v
+                else:
+                    named[values] = v
+                out = original(*positional, **named)
+                out = out[0] if isinstance(out, tuple) else out
+                return out[..., None] if per_channel else out
+
+            return impulses(scan, shape)
+
+        return {path: matrices(*call) for path, call in calls.items()}
+
+    return measure
+
+
+def mixers(model: nn.Module) -> list[nn.Module]:
+    return [module for _, module in find_mixers(model)]
+
+
+def probe_rg_lru(model, inputs, monkeypatch) -> dict[str, Tensor]:
+    """``_rnn_scan``, whose values are gated ahead of it: an impulse carries its token's gate."""
+    maps = {}
+    for path, block in find_mixers(model):
+        if not hasattr(block, "rg_lru"):
+            continue
+        unit, seen = block.rg_lru, {}
+        scan = type(unit)._rnn_scan
+
+        def spy(self, scan=scan, seen=seen, unit=unit, **kwargs):
+            if self is unit:
+                seen.update(kwargs)
+            return scan(self, **kwargs)
+
+        hook = unit.register_forward_pre_hook(lambda m, args, seen=seen: seen.update(v=args[0]))
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(type(unit), "_rnn_scan", spy)
+            model(**inputs)
+        hook.remove()
+        values = seen.pop("v")
+        gating = seen["hidden_states"] / values
+        seen["recurrent_states"] = None
+        maps[path] = impulses(
+            lambda v, s=seen, g=gating, u=unit, scan=scan: scan(
+                u, **(s | {"hidden_states": g * v[..., 0]})
+            )[0][..., None],
+            (*values.shape, 1),
+        )
+    return maps
+
+
+def probe_mlstm(model, inputs, monkeypatch) -> dict[str, Tensor]:
+    """xLSTM's backend module, heads ahead of tokens."""
+    seen: dict[str, dict[str, Any]] = {}
+    hooks = [
+        layer.mlstm_backend.register_forward_pre_hook(
+            lambda m, args, kwargs, path=path: seen.update({path: kwargs}), with_kwargs=True
+        )
+        for path, layer in find_mixers(model)
+    ]
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+
+    def matrices(path: str) -> Tensor:
+        backend, kwargs = model.get_submodule(path).mlstm_backend, seen[path]
+        B, H, L, P = kwargs["value"].shape
+
+        def scan(v: Tensor) -> Tensor:
+            return backend(**(kwargs | {"value": v.transpose(1, 2)}))[0].transpose(1, 2)
+
+        return impulses(scan, (B, L, H, P))
+
+    return {path: matrices(path) for path in seen}
+
+
+def probe_lightning(model, inputs, monkeypatch) -> dict[str, Tensor]:
+    """MiniMax's block loop, which is the module itself: its projection and norm are replaced."""
+
+    class Recorder(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x
+            return x
+
+    class First(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.width = width
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[..., : self.width]
+
+    maps = {}
+    for path, module in find_mixers(model):
+        if not hasattr(module, "slope_rate"):
+            continue
+        calls: list[dict[str, Any]] = []
+        hook = module.register_forward_pre_hook(
+            lambda m, args, kwargs, calls=calls: calls.append(kwargs), with_kwargs=True
+        )
+        with torch.no_grad():
+            model(**inputs)
+            qkv = module.act_fn(module.qkv_proj(calls[0]["hidden_states"]))
+        hook.remove()
+        H, P = module.num_attention_heads, module.head_dim
+        parts, norm = qkv.unflatten(-1, (H, 3 * P)), Recorder()
+        replaced = {
+            "act_fn": nn.Identity(),
+            "qkv_proj": nn.Identity(),
+            "norm": norm,
+            "output_gate": First(H * P),
+            "out_proj": nn.Identity(),
+        }
+
+        def scan(v: Tensor, m=module, call=calls[0], parts=parts, norm=norm, P=P) -> Tensor:
+            mixed = parts.clone()
+            mixed[..., 2 * P :] = v
+            m(**(call | {"hidden_states": mixed.flatten(2), "past_key_values": None}))
+            return norm.seen.unflatten(-1, (-1, P))
+
+        with monkeypatch.context() as patch, torch.no_grad():
+            for name, stub in replaced.items():
+                patch.setitem(module._modules, name, stub)
+            maps[path] = impulses(scan, (*qkv.shape[:2], H, P))
+    return maps
+
+
+def probabilities(model, inputs, monkeypatch) -> dict[str, Tensor]:
+    """Softmax attention's own weights, returned by transformers' eager function."""
+    modeling = sys.modules[type(model).__module__]
+    original = modeling.eager_attention_forward
+    paths = {module: path for path, module in model.named_modules()}
+    maps: dict[str, Tensor] = {}
+
+    def spy(module, *args, **kwargs):
+        out = original(module, *args, **kwargs)
+        path, visit = paths[module], 0
+        while f"{path}:{visit}" in maps or (visit == 0 and path in maps):
+            visit += 1
+        maps[f"{path}:{visit}" if visit else path] = out[1]
+        return out
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(modeling, "eager_attention_forward", spy)
+        model(**inputs)
+    return maps
+
+
+SSD = function_probe("mamba2_chunk_scan", 0, D=None)
+DELTA = function_probe("torch_chunk_gated_delta_rule", 2)
+PROBES: dict[str, Measure] = {
+    "mamba2": SSD,
+    "zamba2": SSD,
+    "bamba": SSD,
+    "falcon_h1": SSD,
+    "nemotron_h": SSD,
+    "granitemoehybrid": SSD,
+    "recurrent_gemma": probe_rg_lru,
+    "rwkv": function_probe("rwkv_linear_attention", 3),
+    "xlstm": probe_mlstm,
+    "xlstm_fused": probe_mlstm,
+    "minimax": probe_lightning,
+    "qwen3_next": DELTA,
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": DELTA,
+    "olmo_hybrid": DELTA,
+    "kimi_linear": function_probe("chunk_kimi_delta_attention", 2),
+}
+SOFTMAX = (
+    "jamba",
+    "zamba",
+    "zamba2",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "granitemoehybrid",
+    "recurrent_gemma",
+    "minimax",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "kimi_linear",
+)
+
+
+def assert_same(maps: dict[str, Tensor], truth: dict[str, Tensor], mask: Tensor | None) -> None:
+    assert truth
+    for path, expected in truth.items():
+        if mask is not None:
+            real = mask.to(expected.dtype)
+            expected = expected * real[:, None, :, None] * real[:, None, None]
+        assert maps[path].shape == expected.shape
+        assert expected.abs().max() > 1e-3
+        error = (maps[path] - expected).abs().max()
+        assert error <= TOLERANCE * expected.abs().max(), path
+
+
+def test_every_family_has_a_probe():
+    variants = {"falcon_h1_norm_first", "falcon_h1_no_norm"}  # the same scan, another norm
+    assert set(PROBES) == set(SPECS) - variants
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("family", PROBES)
+def test_hidden_attention_is_what_impulses_measure(family, length, monkeypatch):
+    model, tokens = build(family), ids(2, length)
+    truth = PROBES[family](model, {"input_ids": tokens}, monkeypatch)
+    assert_same(hidden_attention(model, tokens), truth, None)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", PROBES)
+def test_under_a_padding_mask(family, side, monkeypatch):
+    model, tokens, mask = build(family), ids(2, 9), padded(side)
+    truth = PROBES[family](model, {"input_ids": tokens, "attention_mask": mask}, monkeypatch)
+    maps = hidden_attention(model, tokens, additional_forward_args={"attention_mask": mask})
+    assert_same(maps, truth, mask)
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("length", [1, 2, 19])
+@pytest.mark.parametrize("family", SOFTMAX)
+def test_softmax_attention_is_what_the_model_computes(family, length, side, monkeypatch):
+    if side and length < 19:
+        pytest.skip("padding is tried at one length")
+    model, tokens = build(family), ids(2, length)
+    mask = None if side is None else padded(side, length=length)
+    inputs = {} if mask is None else {"attention_mask": mask}
+    maps = hidden_attention(model, tokens, additional_forward_args=inputs or None)
+    model.set_attn_implementation("eager")
+    truth = probabilities(model, {"input_ids": tokens} | inputs, monkeypatch)
+    assert_same(maps, truth, mask)
+    again = hidden_attention(model, tokens, additional_forward_args=inputs or None)
+    assert_same(again, truth, mask)
