@@ -8,6 +8,7 @@ from captum_ssm._errors import (
 )
 from captum_ssm._hidden_attention import hidden_attention
 from captum_ssm.attr import (
+    LaTIM,
     MambaAttribution,
     MambaRollout,
     RawAttention,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FrozenMixer",
     "InputError",
+    "LaTIM",
     "MambaAttribution",
     "MambaRollout",
     "MixerCall",

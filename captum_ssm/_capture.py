@@ -124,7 +124,8 @@ def capture(
         output, visits, root_visits = _trace(root, envoys, run, gradients)
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
-        calls, norm_calls = [], []
+        calls: list[MixerCall] = []
+        norm_calls: list[MixerCall] = []
         for order, (envoy, (args, kwargs), result) in enumerate(visits):
             module = envoy._module
             call = MixerCall(names[module], module, args, kwargs, result, order=order)

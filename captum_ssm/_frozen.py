@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from captum_ssm._captum import format_additional_forward_args, select_targets
 from captum_ssm._capture import Capture, capture, is_model, unwrap
 from captum_ssm._errors import InputError, ReconstructionError, TargetError
+from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 
 # Largest error of a reconstruction, relative to the largest entry of the mixer's output. A
@@ -62,6 +63,8 @@ class FrozenModel:
             Default: None
         norms (list of MixerCall, optional): the norms outside the mixers, where asked for.
             Default: None
+        grid (TokenGrid, optional): which token is which patch, where the input is an image and
+            the model tells. Default: None
     """
 
     layers: list[FrozenLayer]
@@ -70,11 +73,29 @@ class FrozenModel:
     query: Tensor | None = None
     score: Tensor | None = None
     norms: Sequence[MixerCall] = ()
+    grid: TokenGrid | None = None
 
     def require_query(self) -> Tensor:
         """The query's weights, ``(B, L)``, of a model frozen with one."""
         assert self.query is not None
         return self.query
+
+    def row_index(self, rows: int | Sequence[int] | Tensor) -> Tensor:
+        """Asked rows, an int, ``(R,)`` or ``(B, R)``, as positions ``(B, R)`` from the start."""
+        B, L = self.shape
+        index = torch.as_tensor(rows, device=self.layers[0].call.output.device)
+        if index.is_floating_point() or index.dtype == torch.bool or index.dim() > 2:
+            raise TypeError(f"rows is {rows!r}; accepted are an int, (R,) or (B, R) integers.")
+        if index.numel() == 0 or (index.dim() == 2 and index.shape[0] != B):
+            raise ValueError(
+                f"rows has shape {tuple(index.shape)}; accepted are an int, (R,) and ({B}, R)."
+            )
+        if bool(((index < -L) | (index >= L)).any()):
+            raise ValueError(
+                f"rows holds {index.tolist()}, outside the sequence: it has {L} tokens, so 0 .. "
+                f"{L - 1} (or -{L} .. -1 from the end) is accepted."
+            )
+        return (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
 
     def from_layer(self, start: int) -> list[FrozenLayer]:
         """The layers from stage ``start`` (negative from the end) on."""
@@ -182,7 +203,7 @@ def freeze(
         if check:
             for layer in layers:
                 check_reconstruction(layer, mask)
-    like = layers[0].mixer.values
+    like = layers[0].mixer.inputs
     return FrozenModel(
         layers,
         (B, L),
@@ -190,6 +211,7 @@ def freeze(
         None if weights is None else weights.to(like.dtype),
         score,
         captured.norms,
+        find_token_grid(unwrap(model), captured.arguments, inputs, L) if inputs.dim() == 4 else None,
     )
 
 

@@ -80,27 +80,10 @@ def hidden_attention(
             if rows is None:
                 maps[layer.name] = frozen.mask_matrix(operator.matrix(reduction))
             else:
-                index = _row_index(rows, frozen)
+                index = frozen.row_index(rows)
                 found = operator.rows(index, reduction)
                 maps[layer.name] = _mask_rows(found, index, frozen)
     return maps
-
-
-def _row_index(rows: int | Sequence[int] | Tensor, frozen: FrozenModel) -> Tensor:
-    B, L = frozen.shape
-    index = torch.as_tensor(rows, device=frozen.layers[0].call.output.device)
-    if index.is_floating_point() or index.dtype == torch.bool or index.dim() > 2:
-        raise TypeError(f"rows is {rows!r}; accepted are an int, (R,) or (B, R) integers.")
-    if index.numel() == 0 or (index.dim() == 2 and index.shape[0] != B):
-        raise ValueError(
-            f"rows has shape {tuple(index.shape)}; accepted are an int, (R,) and ({B}, R)."
-        )
-    if bool(((index < -L) | (index >= L)).any()):
-        raise ValueError(
-            f"rows holds {index.tolist()}, outside the sequence: it has {L} tokens, so 0 .. "
-            f"{L - 1} (or -{L} .. -1 from the end) is accepted."
-        )
-    return (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
 
 
 def _mask_rows(found: Tensor, index: Tensor, frozen: FrozenModel) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from captum_ssm._captum import Attribution, format_output, format_tensor_into_tuples, is_tuple
 from captum_ssm._capture import is_model
 from captum_ssm._frozen import FrozenModel, freeze
+from captum_ssm._grid import INTERPOLATIONS
 
 
 class TokenAttribution(Attribution):
@@ -21,14 +23,28 @@ class TokenAttribution(Attribution):
             required where ``forward_func`` is a plain callable. Default: None
         check (bool, optional): compare each frozen mixer with what the mixer really returned,
             and raise :class:`~captum_ssm.ReconstructionError` where they differ. Default: True
+        interpolate_mode (str, optional): how relevance of patches is put on an image's pixels,
+            ``"bilinear"``, ``"nearest"`` or ``"bicubic"``; None leaves it to the model's
+            ``token_grid``, bilinear unless it says otherwise. Default: None
     """
 
     def __init__(
-        self, forward_func: Callable[..., Any], model: Any = None, *, check: bool = True
+        self,
+        forward_func: Callable[..., Any],
+        model: Any = None,
+        *,
+        check: bool = True,
+        interpolate_mode: str | None = None,
     ) -> None:
         super().__init__(forward_func)
+        if interpolate_mode not in (None, *INTERPOLATIONS):
+            raise ValueError(
+                f"interpolate_mode is {interpolate_mode!r}; accepted are {INTERPOLATIONS} and "
+                "None."
+            )
         self.model = model
         self.check = check
+        self.interpolate_mode = interpolate_mode
         self._constructed_with = forward_func
 
     def _freeze(
@@ -46,7 +62,7 @@ class TokenAttribution(Attribution):
         if model is None and not is_model(self.forward_func) and is_model(self._constructed_with):
             # Captum's wrappers put a function of theirs in the place of the model it runs.
             model = self._constructed_with
-        return freeze(
+        frozen = freeze(
             self.forward_func,
             model,
             single_input(inputs),
@@ -58,6 +74,9 @@ class TokenAttribution(Attribution):
             norms=norms,
             check=self.check,
         )
+        if frozen.grid is None or self.interpolate_mode is None:
+            return frozen
+        return replace(frozen, grid=replace(frozen.grid, mode=self.interpolate_mode))
 
     def _no_delta(self, return_convergence_delta: bool) -> None:
         if return_convergence_delta:
@@ -83,7 +102,8 @@ def format_attributions(relevance: Tensor, frozen: FrozenModel, inputs: Any) -> 
     """Token relevance ``(B, L)`` in the shape of the input, zero on padding.
 
     Where the input has feature axes the relevance is spread evenly over them, so that summing
-    them gives the token's relevance back.
+    them gives the token's relevance back. On an image the relevance of patches is interpolated
+    (Ali et al., section 4.2); tokens that are no patch are left out.
     """
     if frozen.mask is not None:
         relevance = relevance * frozen.mask
@@ -92,8 +112,13 @@ def format_attributions(relevance: Tensor, frozen: FrozenModel, inputs: Any) -> 
         width = tensor.shape[-1]
         relevance = (relevance / width)[..., None].expand(-1, -1, width).contiguous()
     elif tensor.dim() == 4:
-        raise ValueError(
-            f"inputs has shape {tuple(tensor.shape)}: the model's patch grid is not known, so "
-            "token relevance can't be placed on pixels; explain the patch embeddings instead."
-        )
+        if frozen.grid is None:
+            raise ValueError(
+                f"inputs has shape {tuple(tensor.shape)}: which token is which patch is not known "
+                "of this model; give it a method token_grid(height, width) that returns a "
+                "captum_ssm.models.TokenGrid."
+            )
+        _, colours, height, width = tensor.shape
+        pixels = frozen.grid.pixels(relevance, (height, width))
+        relevance = (pixels / colours)[:, None].expand(-1, colours, -1, -1).contiguous()
     return format_output(is_tuple(inputs), format_tensor_into_tuples(relevance.detach()))

@@ -63,7 +63,8 @@ class BandOperator(TokenOperator):
         conv: Tensor | None = None,
     ) -> TokenOperator:
         if self.conv is not None and right is not None:
-            raise ValueError("the operator ends in a convolution; no factor can follow it.")
+            scaled = self if left is None else BandOperator(self.diagonal * left, self.conv)
+            return behind_conv(scaled, left, skip, right, conv)
         diagonal = self.diagonal
         for factor in (left, right):
             diagonal = diagonal if factor is None else diagonal * factor
@@ -137,6 +138,69 @@ class SumOperator(TokenOperator):
         return with_skip(SumOperator(parts), left, skip, right, conv)
 
 
+@dataclass(frozen=True)
+class ChainOperator(TokenOperator):
+    """An operator behind another of one map per channel: ``first second``.
+
+    Args:
+        first (TokenOperator): the operator applied last, with one map per channel.
+        second (BandOperator): the operator applied to the values.
+    """
+
+    first: TokenOperator
+    second: BandOperator
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.first.sizes
+
+    @property
+    def reference(self) -> Tensor:
+        return self.first.reference
+
+    @property
+    def is_causal(self) -> bool:
+        return self.first.is_causal
+
+    def apply(self, v: Tensor) -> Tensor:
+        return self.first.apply(self.second.apply(v))
+
+    def vecmat(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        return self.second.vecmat(self.first.vecmat(w), reduction)
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        rows = self.first.map_rows(index, start, stop)  # (B, m, R, L)
+        rows = rows * self.second.diagonal[..., start:stop].mT[:, :, None]
+        if self.second.conv is None:
+            return rows
+        return conv_columns(rows, self.second.conv[start:stop, None])
+
+    def compose(
+        self,
+        *,
+        left: Tensor | None = None,
+        skip: Tensor | None = None,
+        right: Tensor | None = None,
+        conv: Tensor | None = None,
+    ) -> TokenOperator:
+        second = self.second.compose(right=right, conv=conv)
+        assert isinstance(second, BandOperator)
+        composed = ChainOperator(self.first.compose(left=left), second)
+        return with_skip(composed, left, skip, right, conv)
+
+
+def behind_conv(
+    scaled: TokenOperator,
+    left: Tensor | None,
+    skip: Tensor | None,
+    right: Tensor,
+    conv: Tensor | None,
+) -> TokenOperator:
+    """``scaled``, which ends in a convolution, with a column factor composed behind it."""
+    chained = ChainOperator(scaled, BandOperator(right, conv))
+    return with_skip(chained, left, skip, right, conv)
+
+
 def with_skip(
     composed: TokenOperator,
     left: Tensor | None,
@@ -164,6 +228,15 @@ def causal_conv(v: Tensor, taps: Tensor) -> Tensor:
 def causal_conv_transpose(w: Tensor, taps: Tensor) -> Tensor:
     """The adjoint of :func:`causal_conv`: ``(B, L, D)`` to ``(B, L, D)``."""
     return causal_conv(w.flip(1), taps).flip(1)
+
+
+def conv_columns(rows: Tensor, taps: Tensor) -> Tensor:
+    """Rows ``(..., L)`` times the matrix of a causal convolution with ``taps (..., K)``."""
+    out = torch.zeros_like(rows)
+    L, K = rows.shape[-1], taps.shape[-1]
+    for lag in range(min(K, L)):
+        out[..., : L - lag] += (rows * taps[..., K - 1 - lag, None])[..., lag:]
+    return out
 
 
 def join_taps(first: Tensor | None, second: Tensor | None) -> Tensor | None:

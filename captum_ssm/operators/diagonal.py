@@ -14,7 +14,7 @@ eq. 13); with a gate in l, an activation in r and a convolution behind it, the u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,13 @@ from torch import Tensor
 
 from captum_ssm import ops
 from captum_ssm.operators._base import TokenOperator, check_vecmat
-from captum_ssm.operators.band import causal_conv, join_taps, product, with_skip
+from captum_ssm.operators.band import (
+    behind_conv,
+    causal_conv,
+    join_taps,
+    product,
+    with_skip,
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ class DiagonalOperator(TokenOperator):
         conv: Tensor | None = None,
     ) -> TokenOperator:
         if self.conv is not None and right is not None:
-            raise ValueError("the operator ends in a convolution; no factor can follow it.")
+            scaled = replace(self, left=product(self.left, left))
+            return behind_conv(scaled, left, skip, right, conv)
         composed = DiagonalOperator(
             self.dt,
             self.right if right is None else self.right * right,

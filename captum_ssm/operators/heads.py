@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from captum_ssm.operators._base import TokenOperator, check_vecmat
 from captum_ssm.operators.band import (
+    behind_conv,
     causal_conv,
     causal_conv_transpose,
+    conv_columns,
     join_taps,
     product,
     with_skip,
@@ -140,7 +142,7 @@ class ComposedOperator(TokenOperator):
         if self.right is not None:
             rows = rows * self.right[..., start:stop].mT[:, :, None]
         if self.conv is not None:
-            rows = _conv_columns(rows, self.conv[start:stop, None])
+            rows = conv_columns(rows, self.conv[start:stop, None])
         return rows
 
     def row_tile(self, start: int, stop: int) -> Tensor:
@@ -172,7 +174,8 @@ class ComposedOperator(TokenOperator):
         conv: Tensor | None = None,
     ) -> TokenOperator:
         if self.conv is not None and right is not None:
-            raise ValueError("the operator ends in a convolution; no factor can follow it.")
+            scaled = ComposedOperator(self.inner, product(self.left, left), self.right, self.conv)
+            return behind_conv(scaled, left, skip, right, conv)
         composed = ComposedOperator(
             self.inner,
             product(self.left, left),
@@ -180,12 +183,3 @@ class ComposedOperator(TokenOperator):
             join_taps(self.conv, conv),
         )
         return with_skip(composed, left, skip, right, conv)
-
-
-def _conv_columns(rows: Tensor, taps: Tensor) -> Tensor:
-    # rows (B, m, R, L) times the matrix of a convolution with taps (m, 1, K).
-    out = torch.zeros_like(rows)
-    L, K = rows.shape[-1], taps.shape[-1]
-    for lag in range(min(K, L)):
-        out[..., : L - lag] += (rows * taps[..., K - 1 - lag, None])[..., lag:]
-    return out

@@ -1,0 +1,373 @@
+"""LaTIM: token-to-token interactions from contribution vectors (Pitorro & Treviso, ACL 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm._captum import TargetType, log_usage
+from captum_ssm._frozen import FrozenLayer, FrozenModel, extract_logits, freeze
+from captum_ssm.attr._base import TokenAttribution, format_attributions, single_input
+from captum_ssm.attr._contributions import Contributions, sum_of
+from captum_ssm.attr._residual import ResidualStream, Stage
+
+LOGIT = "alti_logit"
+
+
+class LaTIM(TokenAttribution):
+    r"""The vector each token adds to a mixer's output, summed up into interaction scores.
+
+    With everything data-dependent frozen, a mixer's output at token i is
+    :math:`y_i = \sum_j T_i(x_j)` (Pitorro & Treviso, `LaTIM: Measuring Latent Token-to-Token
+    Interactions in Mamba Models <https://arxiv.org/abs/2502.15612>`_, eq. 16-25). The scores
+    (table 1) are
+
+    - ``"l1"``, ``"l2"`` or any number p: :math:`C_{ij} = \|T_i(x_j)\|_p`;
+    - ``"alti"``: :math:`C_{ij} \propto [\|y_i\|_1 - \|y_i - T_i(x_j)\|_1]_+` (eq. 6), rows sum
+      to one;
+    - ``"alti_logit"``: what token j adds to the target's logit through all layers (eq. 7-8):
+      the dot products of the vectors with the unembedding row of the target, carried to the
+      input tokens by the ALTI mixing of the layers below, residual stream included, with the
+      final norm's denominator frozen. What layers add beyond their mixers (MLPs, the embedding
+      itself) stays with its token; biases of output projections and of the head are nobody's.
+
+    The only step that is not additive is the activation behind the convolution:
+    ``activation="silu"`` (the paper's default) applies it to each tap by itself, ``"taylor1"``,
+    ``"taylor2"``, ``"relu"`` and ``"identity"`` are the paper's other choices (appendix C; the
+    last two for models retrained with them), and ``"gate"`` freezes its factor,
+    :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`, which is exact on any model.
+
+    Args:
+        forward_func (nn.Module, nnsight model or Callable): what is explained.
+        model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
+            where it is a plain callable. Default: None
+        check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
+
+    Examples::
+
+        >>> latim = LaTIM(model)
+        >>> relevance, delta = latim.attribute(
+        ...     input_ids, target=token, activation="gate", return_convergence_delta=True
+        ... )
+        >>> heatmap = latim.interactions(input_ids, layer=3, aggregation="l2")  # (B, L, L)
+    """
+
+    def get_name(self) -> str:
+        """The method's name."""
+        return "LaTIM"
+
+    def has_convergence_delta(self) -> bool:
+        """True: the contributions claim to add up, and the delta says how well they do."""
+        return True
+
+    @log_usage()
+    def attribute(
+        self,
+        inputs: Any,
+        target: TargetType = None,
+        additional_forward_args: Any = None,
+        *,
+        position: Any = None,
+        layer: int | str | None = None,
+        aggregation: str | float = LOGIT,
+        activation: str = "silu",
+        return_convergence_delta: bool = False,
+    ) -> Any:
+        r"""Relevance of each input token.
+
+        Args:
+            inputs (Tensor or tuple of one Tensor): token ids ``(B, L)``, embeddings
+                ``(B, L, E)`` or images ``(B, C, H, W)``.
+            target (int, tuple, Tensor or list, optional): as for
+                :class:`~captum_ssm.MambaAttribution`; needed by ``"alti_logit"``, ignored by
+                the other aggregations. Default: None
+            additional_forward_args (Any, optional): further arguments of ``forward_func``, as
+                in Captum; a dict is passed by keyword. Default: None
+            position (int or Tensor, optional): the token whose row is explained, an int or
+                ``(B,)``; None for the one the model reads its output from. Default: None
+            layer (int or str, optional): explain one layer's map, by index (negative from the
+                end) or module path. None is all layers, for ``"alti_logit"`` only.
+                Default: None
+            aggregation (str or float, optional): ``"alti_logit"``, ``"alti"``, ``"l1"``,
+                ``"l2"`` or a number p. Default: ``"alti_logit"``
+            activation (str, optional): ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"``,
+                ``"identity"`` or ``"gate"``. Default: ``"silu"``
+            return_convergence_delta (bool, optional): also return the decomposition error
+                (the paper's section 3.3), ``(B,)``: for ``"alti_logit"`` over all layers the
+                score less the relevance and the biases, else the norm of the layer's output
+                less the sum of its contributions, relative to the output's. Default: False
+
+        Returns:
+            Tensor or tuple: relevance of the shape of ``inputs``, zero on padding; with
+            ``return_convergence_delta`` a pair of it and the delta.
+
+        Raises:
+            ValueError: for inputs, a target, a position or options that are not accepted, an
+                unsupported model, or a mixer whose frozen operator does not reproduce its
+                output.
+            TypeError: for inputs of a wrong type or dtype.
+        """
+        to_logit = _check_aggregation(aggregation) is None
+        if layer is None and not to_logit:
+            raise ValueError(
+                f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
+                "None; pass layer=, an index or a module path."
+            )
+        frozen = self._freeze(
+            inputs,
+            additional_forward_args,
+            position,
+            target=target if to_logit else None,
+            gradients=to_logit,
+            norms=to_logit,
+        )
+        with torch.no_grad():
+            if layer is None:
+                row, delta = _logit_row(frozen, ResidualStream.of(frozen), activation)
+            else:
+                chosen = frozen.select(layer)
+                parts = _contributions(chosen, activation, frozen.mask)
+                if to_logit:
+                    stream = ResidualStream.of(frozen)
+                    row = parts.dot_row(stream.direction)
+                else:
+                    row = _query_row(frozen, chosen, parts, aggregation)
+                delta = _layer_error(chosen, parts, frozen.mask)
+            relevance = format_attributions(row, frozen, inputs)
+        return (relevance, delta) if return_convergence_delta else relevance
+
+    def interactions(
+        self,
+        inputs: Any,
+        layer: int | str | None = None,
+        aggregation: str | float = "l2",
+        *,
+        target: Tensor | None = None,
+        activation: str = "silu",
+        additional_forward_args: Any = None,
+    ) -> Tensor:
+        """The map of every token to every token: ``(B, L, L)``, zero on padding.
+
+        Args:
+            inputs (Tensor or tuple of one Tensor): as for :meth:`attribute`.
+            layer (int or str, optional): the layer; None is all layers, for ``"alti_logit"``
+                only. Default: None
+            aggregation (str or float, optional): as for :meth:`attribute`. Default: ``"l2"``
+            target (Tensor, optional): for ``"alti_logit"``, the token whose logit is explained
+                at each position, ``(B, L)``; None for the one the model predicts there.
+                Default: None
+            activation (str, optional): as for :meth:`attribute`. Default: ``"silu"``
+            additional_forward_args (Any, optional): as for :meth:`attribute`. Default: None
+        """
+        to_logit = _check_aggregation(aggregation) is None
+        if layer is None and not to_logit:
+            raise ValueError(
+                f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
+                "None; pass layer=, an index or a module path."
+            )
+        frozen = self._freeze_all(inputs, additional_forward_args, target, to_logit)
+        with torch.no_grad():
+            if to_logit:
+                stream = ResidualStream.of(frozen)
+                if layer is None:
+                    return frozen.mask_matrix(_logit_matrix(frozen, stream, activation))
+                parts = _contributions(frozen.select(layer), activation, frozen.mask)
+                return frozen.mask_matrix(parts.dot_matrix(stream.direction))
+            chosen = frozen.select(layer)
+            parts = _contributions(chosen, activation, frozen.mask)
+            reduce = _reduction(aggregation, _output(chosen))
+            rows = [tile for _, tile in parts.reduced_tiles(reduce)]
+            return frozen.mask_matrix(torch.cat(rows, 1))
+
+    def contributions(
+        self,
+        inputs: Any,
+        layer: int | str,
+        rows: int | Sequence[int] | Tensor,
+        *,
+        activation: str = "silu",
+        additional_forward_args: Any = None,
+    ) -> Tensor:
+        """The vectors :math:`T_i(x_j)` for the query tokens ``rows``: ``(B, R, L, E)``.
+
+        Args:
+            inputs (Tensor or tuple of one Tensor): as for :meth:`attribute`.
+            layer (int or str): the layer, by index or module path.
+            rows (int, sequence or Tensor): i, an int, ``(R,)`` or ``(B, R)``, negative from the
+                end. Each row holds L vectors of the model's width: ask for those you need.
+            activation (str, optional): as for :meth:`attribute`. Default: ``"silu"``
+            additional_forward_args (Any, optional): as for :meth:`attribute`. Default: None
+        """
+        frozen = self._freeze_all(inputs, additional_forward_args, None, False)
+        with torch.no_grad():
+            chosen = frozen.select(layer)
+            parts = _contributions(chosen, activation, frozen.mask)
+            return parts.vectors(frozen.row_index(rows))
+
+    def _freeze_all(
+        self, inputs: Any, additional_forward_args: Any, target: Tensor | None, to_logit: bool
+    ) -> FrozenModel:
+        # Frozen for every token at once: with a score, the sum of one logit a position.
+        if not to_logit:
+            return self._freeze(inputs, additional_forward_args, None, query=False)
+
+        def summed(*args: Any, **kwargs: Any) -> Tensor:
+            logits = extract_logits(self.forward_func(*args, **kwargs))
+            return _chosen_logits(logits, target).sum(1)
+
+        return freeze(
+            summed,
+            self.forward_func if self.model is None else self.model,
+            single_input(inputs),
+            additional_forward_args,
+            position=0,
+            gradients=True,
+            norms=True,
+            check=self.check,
+        )
+
+
+def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
+    if logits.dim() != 3:
+        raise ValueError(
+            f"the model returns an output of shape {tuple(logits.shape)}; interactions with "
+            "aggregation='alti_logit' need logits (B, L, V), one row a token."
+        )
+    token = logits.argmax(-1) if target is None else torch.as_tensor(target).to(logits.device)
+    if token.shape != logits.shape[:2] or token.is_floating_point():
+        raise ValueError(
+            f"target has shape {tuple(token.shape)} and dtype {token.dtype}; accepted is one "
+            f"token id a position, of shape {tuple(logits.shape[:2])}."
+        )
+    return logits.gather(-1, token[..., None])[..., 0]
+
+
+def _check_aggregation(aggregation: str | float) -> str | float | None:
+    # The order of a norm, "alti", or None for "alti_logit".
+    named: dict[str, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti", LOGIT: None}
+    if isinstance(aggregation, str) and aggregation in named:
+        return named[aggregation]
+    is_number = isinstance(aggregation, (int, float)) and not isinstance(aggregation, bool)
+    if is_number and float(aggregation) > 0:
+        return float(aggregation)
+    raise ValueError(
+        f"aggregation is {aggregation!r}; accepted are {tuple(named)} and a number p > 0."
+    )
+
+
+def _contributions(
+    layers: Sequence[FrozenLayer], activation: str, mask: Tensor | None
+) -> Contributions:
+    return Contributions([layer.mixer for layer in layers], activation, mask)
+
+
+def _output(layers: Sequence[FrozenLayer]) -> Tensor:
+    return sum_of([layer.call.output.to(layer.mixer.values.dtype) for layer in layers])
+
+
+def _reduction(
+    aggregation: str | float, output: Tensor, residual: Tensor | None = None
+) -> Callable[[Tensor, slice], Tensor]:
+    """How a tile of vectors ``(B, E, R, C)`` becomes scores ``(B, R, C)``.
+
+    With a ``residual (B, L, E)`` the vectors are those of the residual stream, to which each
+    token also adds what it was, and ``output`` is the stream behind the mixers.
+    """
+    kind = _check_aggregation(aggregation)
+
+    def norm(vectors: Tensor, rows: slice) -> Tensor:
+        return torch.linalg.vector_norm(vectors, ord=kind, dim=1)
+
+    def alti(vectors: Tensor, rows: slice) -> Tensor:
+        if residual is not None:
+            index = torch.arange(rows.start, rows.stop, device=vectors.device)
+            own = vectors[:, :, index - rows.start, index]
+            vectors[:, :, index - rows.start, index] = own + residual[:, rows].mT
+        y = output[:, rows].mT  # (B, E, R)
+        size = y.abs().sum(1)
+        distance = vectors.sub_(y[..., None]).abs_().sum(1)
+        near = (size[..., None] - distance).clamp(min=0)
+        total = near.sum(-1, keepdim=True)
+        # Where no vector alone leads nearer to the output, the row is the token's own.
+        own = torch.zeros_like(near)
+        index = torch.arange(rows.start, rows.stop, device=near.device)
+        own[:, index - rows.start, index] = 1.0
+        return torch.where(total > 0, near / total.clamp(min=1e-30), own)
+
+    return alti if kind == "alti" else norm
+
+
+def _query_row(
+    frozen: FrozenModel,
+    layers: Sequence[FrozenLayer],
+    parts: Contributions,
+    aggregation: str | float,
+) -> Tensor:
+    query = frozen.require_query()
+    output = _output(layers)
+    row = torch.zeros_like(query)
+    for i in (query != 0).any(0).nonzero()[:, 0].tolist():
+        index = torch.full((query.shape[0], 1), i, device=query.device)
+        vectors = parts.vectors(index).permute(0, 3, 1, 2).contiguous()
+        found = _reduction(aggregation, output)(vectors, slice(i, i + 1))
+        row += query[:, i, None] * found[:, 0]
+    return row
+
+
+def _layer_error(
+    layers: Sequence[FrozenLayer], parts: Contributions, mask: Tensor | None
+) -> Tensor:
+    # Relative norm of what the contributions miss of the layer's output, per example.
+    output = _output(layers) - parts.bias()
+    error = parts.total() - output
+    if mask is not None:
+        error, output = error * mask[..., None], output * mask[..., None]
+    return error.flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1).clamp(min=1e-30)
+
+
+def _mixing(stage: Stage, parts: Contributions) -> Callable[[], Any]:
+    # Tiles of rows of P: how much of each token's stream behind the mixers is whose.
+    reduce = _reduction("alti", stage.before + stage.mixed, stage.before)
+    return lambda: parts.reduced_tiles(reduce)
+
+
+def _logit_row(
+    frozen: FrozenModel, stream: ResidualStream, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Relevance ``(B, L)`` of eq. 8 at the query, and the decomposition error ``(B,)``."""
+    direction = stream.direction
+    v = torch.zeros_like(direction[..., 0])
+    nobody = torch.zeros_like(v[:, 0])
+    for stage in reversed(stream.stages):
+        parts = _contributions(stage.layers, activation, frozen.mask)
+        v = v + (direction * stage.local).sum(-1)
+        if bool((v != 0).any()):
+            carried = torch.zeros_like(v)
+            for rows, tile in _mixing(stage, parts)():
+                carried += torch.einsum("bi,bij->bj", v[:, rows], tile)
+            v = carried
+        v = v + parts.dot_row(direction)
+        nobody = nobody + (direction * parts.bias()).sum((1, 2))
+    v = v + (direction * stream.stages[0].before).sum(-1)
+    score = (direction * stream.final).sum((1, 2))
+    return v, score - nobody - v.sum(1)
+
+
+def _logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) -> Tensor:
+    """Eq. 8 for every query token: ``(B, L, L)``."""
+    direction = stream.direction
+    first = (direction * stream.stages[0].before).sum(-1)
+    total = torch.diag_embed(first)
+    # R: how much of each token's stream is which input token's.
+    mixing = torch.eye(first.shape[1], dtype=first.dtype, device=first.device)
+    mixing = mixing.expand(first.shape[0], -1, -1)
+    for stage in stream.stages:
+        parts = _contributions(stage.layers, activation, frozen.mask)
+        total = total + parts.dot_matrix(direction) @ mixing
+        rows = [tile for _, tile in _mixing(stage, parts)()]
+        mixing = torch.cat(rows, 1) @ mixing
+        total = total + (direction * stage.local).sum(-1, keepdim=True) * mixing
+    return total
