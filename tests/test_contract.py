@@ -17,9 +17,16 @@ from models import (
 )
 from torch import Tensor, nn
 
-from captum_ssm import MambaAttribution, MambaRollout, RawAttention, hidden_attention
+from captum_ssm import (
+    MambaAttribution,
+    MambaRollout,
+    RawAttention,
+    UnifiedImplicitAttention,
+    hidden_attention,
+)
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution]
+METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
+OF_A_TARGET = [MambaAttribution, UnifiedImplicitAttention]
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 
 
@@ -99,7 +106,7 @@ def test_further_arguments(method):
     for extra in (2.0, (2.0,), (2.0, None)):
         scaled = method(lambda t, a, b=None: a * model(t).logits, model)
         found = scaled.attribute(tokens, target=4, additional_forward_args=extra)
-        if method is MambaAttribution:
+        if method in OF_A_TARGET:
             assert not torch.allclose(found, truth)  # twice the gradient
         else:
             assert_close(found, truth)
@@ -388,7 +395,7 @@ def test_a_pad_id_alone_says_nothing(method):
     tokens[:, 0] = tokens[:, -1] = 0
     found = method(model).attribute(tokens, target=4)
     assert_close(found, method(model).attribute(tokens, target=4, position=6))
-    assert (found != 0).any(0).all() or method is MambaAttribution
+    assert (found != 0).any(0).all() or method in OF_A_TARGET
 
 
 # ---- batches, dtypes, modes -------------------------------------------------------------------
@@ -545,8 +552,7 @@ def test_noise_tunnel(method, nt_type):
     elif nt_type == "smoothgrad_sq":
         assert_close(still, truth**2)
     else:
-        assert found.max() > 1e-7
-        assert still.abs().max() < 1e-3 * found.max()
+        assert found.max() > 100 * still.abs().max()
 
 
 @each_method
@@ -618,6 +624,7 @@ def test_what_captum_looks_for(method):
             RawAttention: "Raw Attention",
             MambaRollout: "Mamba Rollout",
             MambaAttribution: "Mamba Attribution",
+            UnifiedImplicitAttention: "Unified Implicit Attention",
         }[method]
     )
     assert explain.has_convergence_delta() is False

@@ -17,11 +17,12 @@ from captum_ssm import (
     RawAttention,
     ReconstructionError,
     TargetError,
+    UnifiedImplicitAttention,
     UnsupportedModelError,
     hidden_attention,
 )
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution]
+METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
 TOKENS = ids(2, 7)
 
 
@@ -60,7 +61,7 @@ class Case:
     target: object = 4
 
 
-GRADIENT = [MambaAttribution]
+GRADIENT = [MambaAttribution, UnifiedImplicitAttention]
 AGNOSTIC = [RawAttention, MambaRollout]
 CASES = {
     # the model
@@ -261,10 +262,22 @@ CASES = {
         options={"layers": "layers.0"},
     ),
     "no layers": Case(ValueError, ["layers"], methods=[RawAttention], options={"layers": []}),
+    "an unknown aggregation": Case(
+        ValueError,
+        ["'sum'", "'raw'", "'rollout'"],
+        methods=[UnifiedImplicitAttention],
+        options={"aggregation": "sum"},
+    ),
+    "an unknown component": Case(
+        ValueError,
+        ["'bias'", "'conv'"],
+        methods=[UnifiedImplicitAttention],
+        options={"components": ["conv", "bias"]},
+    ),
     "a start that is not there": Case(
         ValueError,
         ["start_layer is 2", "0 .. 1"],
-        methods=[MambaRollout, MambaAttribution],
+        methods=[MambaRollout, MambaAttribution, UnifiedImplicitAttention],
         options={"start_layer": 2},
     ),
 }
@@ -347,6 +360,7 @@ def explainers(model, **options):
     yield lambda check: RawAttention(model, check=check).attribute(TOKENS, **options)
     yield lambda check: MambaRollout(model, check=check).attribute(TOKENS, **options)
     yield lambda check: MambaAttribution(model, check=check).attribute(TOKENS, 4, **options)
+    yield lambda check: UnifiedImplicitAttention(model, check=check).attribute(TOKENS, 4, **options)
     yield lambda check: MambaRollout(model, check=check).rollout(TOKENS, **options)
     yield lambda check: MambaAttribution(model, check=check).rollout(TOKENS, 4, **options)
     yield lambda check: hidden_attention(model, TOKENS, check=check, **options)
@@ -390,7 +404,7 @@ def test_a_patched_scan(monkeypatch):
 
 def test_a_generation_cache_that_is_not_empty():
     model = tiny()
-    for k in range(6):
+    for k in range(7):
         with torch.no_grad():
             cache = model(ids(2, 5, seed=1), use_cache=True).cache_params
         options = {"additional_forward_args": {"cache_params": cache, "use_cache": True}}

@@ -11,10 +11,16 @@ from models import S6_FAMILIES, Classifier, embed, ids, tiny
 from torch import nn
 
 import captum_ssm
-from captum_ssm import MambaAttribution, MambaRollout, RawAttention, hidden_attention
+from captum_ssm import (
+    MambaAttribution,
+    MambaRollout,
+    RawAttention,
+    UnifiedImplicitAttention,
+    hidden_attention,
+)
 from captum_ssm.mixers import _base as registry
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution]
+METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 HOOKS = [
     name
@@ -252,7 +258,7 @@ def test_memory_does_not_grow_over_a_thousand_calls():
 
     def calls(count):
         for i in range(count):
-            explainers[i % 3].attribute(tokens, target=4)
+            explainers[i % len(explainers)].attribute(tokens, target=4)
             if i % 10 == 0:
                 with pytest.raises(captum_ssm.InputError):
                     explainers[0].attribute(bad)

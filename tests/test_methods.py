@@ -7,8 +7,15 @@ import torch
 from models import S6_FAMILIES, Classifier, ids, recast, s6_paths, tiny
 from torch import Tensor
 
-from captum_ssm import MambaAttribution, MambaRollout, RawAttention, hidden_attention
+from captum_ssm import (
+    MambaAttribution,
+    MambaRollout,
+    RawAttention,
+    UnifiedImplicitAttention,
+    hidden_attention,
+)
 
+METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
 REDUCTIONS = ("mean", "max", "min", "prod")
 OPTIONS = [
     {},
@@ -256,6 +263,31 @@ def test_options_of_mamba_attribution(options, sign):
     assert_close(explain.attribute(tokens, **chosen), truth[:, 5])
 
 
+@pytest.mark.parametrize("components", [None, ("gate", "skip"), ("conv",), ()], ids=str)
+@pytest.mark.parametrize("options", [{}, OPTIONS[-2], {"start_layer": 1}], ids=named)
+def test_unified_implicit_attention_takes_the_place_of_hidden_attention(components, options):
+    model, tokens, target = double(layers=3), ids(2, 9), torch.tensor([3, 8])
+    unified = {"formulation": "unified", "components": components}
+    maps = list(hidden_attention(model, tokens, **unified).values())
+    gradients = gated_gradients(model, target, 5, input_ids=tokens)
+    start = options.get("start_layer", 0)
+    maps, gradients = maps[start:], gradients[start:]
+    choices = {k: v for k, v in options.items() if k != "start_layer"}
+    explain = UnifiedImplicitAttention(model)
+    chosen = {"components": components, **options}
+
+    raw = explain.attribute(tokens, position=5, aggregation="raw", **chosen)
+    assert_close(raw, explicit_raw(maps, **choices)[:, 5])
+    truth = explicit_rollout(maps, **choices)
+    rollout = {"aggregation": "rollout", **chosen}
+    assert_close(explain.attribute(tokens, position=5, **rollout), truth[:, 5])
+    assert_close(explain.rollout(tokens, **rollout), truth)
+    truth = explicit_rollout(maps, gradients, **{"sign": "clamp", **choices})
+    chosen |= {"target": target, "position": 5}
+    assert_close(explain.attribute(tokens, **chosen), truth[:, 5])
+    assert_close(explain.rollout(tokens, **chosen), truth)
+
+
 def test_the_target_decides():
     model, tokens = tiny(), ids(1, 9)
     explain = MambaAttribution(model)
@@ -265,7 +297,7 @@ def test_the_target_decides():
 
 def test_tokens_after_the_query_do_not_matter():
     model, tokens = tiny(), ids(1, 9)
-    for method in (RawAttention, MambaRollout, MambaAttribution):
+    for method in METHODS:
         row = method(model).attribute(tokens, target=3, position=4)
         short = method(model).attribute(tokens[:, :5], target=3)
         assert (row[:, 5:] == 0).all()
@@ -275,7 +307,7 @@ def test_tokens_after_the_query_do_not_matter():
 # ---- position ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [RawAttention, MambaRollout, MambaAttribution])
+@pytest.mark.parametrize("method", METHODS)
 def test_position_in_every_form(method):
     model, tokens = tiny(), ids(3, 9)
     explain = method(model)
@@ -292,13 +324,13 @@ def test_position_in_every_form(method):
     torch.testing.assert_close(rows(torch.tensor(2)), rows(2), **same)
     torch.testing.assert_close(rows(-7), rows(2), **same)
     assert not torch.allclose(rows(2), rows(3))
-    if method is MambaAttribution:
+    if method in (MambaAttribution, UnifiedImplicitAttention):
         torch.testing.assert_close(rows(None, target=(2, 4)), rows(2), **same)
         pairs = [(2, 4), (8, 4), (5, 4)]
         torch.testing.assert_close(rows(None, target=pairs), truth, **same)
 
 
-@pytest.mark.parametrize("method", [RawAttention, MambaRollout, MambaAttribution])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_mean_pooled_model_is_explained_by_the_mean_of_its_rows(method):
     model, tokens = Classifier("mean"), ids(2, 9)
     explain = method(model)
@@ -379,7 +411,7 @@ def test_components_of_unified_attention(family):
 
 def test_a_length_of_one_has_nothing_but_itself():
     model, tokens = tiny(), ids(2, 1)
-    for method in (RawAttention, MambaRollout, MambaAttribution):
+    for method in METHODS:
         assert method(model).attribute(tokens, target=3).shape == (2, 1)
     assert math.isclose(
         MambaRollout(model).attribute(tokens)[0, 0].item(),

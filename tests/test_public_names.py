@@ -1,0 +1,205 @@
+"""The public names, their documentation, and the one call by which others extend the library."""
+
+import inspect
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+import torch
+from models import ids
+from torch import nn
+
+import captum_ssm
+from captum_ssm import (
+    FrozenMixer,
+    MambaAttribution,
+    MambaRollout,
+    RawAttention,
+    ReconstructionError,
+    UnsupportedModelError,
+    hidden_attention,
+    register_mixer,
+)
+from captum_ssm.mixers import _base as registry
+from captum_ssm.mixers import find_adapter, registered
+from captum_ssm.operators import DiagonalOperator
+
+NAMES = [
+    "FrozenMixer",
+    "InputError",
+    "MambaAttribution",
+    "MambaRollout",
+    "MixerCall",
+    "RawAttention",
+    "ReconstructionError",
+    "TargetError",
+    "UnifiedImplicitAttention",
+    "UnsupportedModelError",
+    "hidden_attention",
+    "register_mixer",
+]
+
+
+def test_the_public_names():
+    assert list(captum_ssm.__all__) == sorted(NAMES)
+    for name in NAMES:
+        assert getattr(captum_ssm, name) is not None
+
+
+def test_the_version_is_the_installed_one():
+    try:
+        installed = version("captum-ssm")
+    except PackageNotFoundError:
+        pytest.skip("captum-ssm is imported from its sources, not installed")
+    assert installed == captum_ssm.__version__
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_documented(name):
+    value = getattr(captum_ssm, name)
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        own = [m for k, m in vars(value).items() if inspect.isfunction(m) and k[0] != "_"]
+        for method in own:
+            assert method.__doc__, f"{name}.{method.__name__}"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if hasattr(getattr(captum_ssm, n), "attribute")])
+def test_attribute_has_captums_signature(name):
+    method = getattr(captum_ssm, name)
+    names = list(inspect.signature(method.attribute).parameters)
+    assert names[:4] == ["self", "inputs", "target", "additional_forward_args"]
+    assert {"position", "return_convergence_delta"} <= set(names)
+    for part in ("Args:", "Returns:", "Raises:"):
+        assert part in method.attribute.__doc__
+    assert list(inspect.signature(method).parameters)[:2] == ["forward_func", "model"]
+
+
+def test_importing_is_free_of_side_effects():
+    # nnsight's import gives every object a `save`; anyio, and all that needs it, then fails.
+    code = "import captum_ssm, sys; assert 'nnsight' not in sys.modules; import anyio"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+# ---- register_mixer ---------------------------------------------------------------------------
+
+
+class RunningMean(nn.Module):
+    """A toy mixer: y_i = W (mean of the tokens up to i), scaled by a decay."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.out_proj = nn.Linear(width, width)
+        self.rate = nn.Parameter(torch.linspace(0.1, 1, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, out = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            h = torch.exp(-self.rate) * h + token
+            out.append(h)
+        return self.out_proj(torch.stack(out, 1))
+
+
+def freeze_running_mean(call, error: float = 0.0) -> FrozenMixer:
+    """The adapter of :class:`RunningMean`."""
+    x, rate = call.tokens("x"), call.parameter(call.module.rate)
+    one = torch.ones_like(x)
+    state = torch.ones(*x.shape[:2], 1, 1, dtype=x.dtype)
+    return FrozenMixer(
+        recurrence=DiagonalOperator(one, one * (1 + error), -rate[:, None], state, state),
+        inputs=x,
+        out_proj=lambda y: call.linear(call.module.out_proj, y),
+        out_weight=call.parameter(call.module.out_proj.weight),
+    )
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 8)
+        self.mixer = RunningMean()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens):
+        return self.head(self.mixer(self.embedding(tokens)))
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+def assert_explained(model: nn.Module) -> None:
+    tokens = ids(2, 7)
+    (maps,) = hidden_attention(model, tokens).values()
+    age = (torch.arange(7)[:, None] - torch.arange(7)).clamp(min=0)
+    truth = torch.exp(-model.mixer.rate.detach()[:, None, None] * age).tril()
+    torch.testing.assert_close(maps, truth.expand(2, 8, 7, 7))
+    for method in (RawAttention, MambaRollout, MambaAttribution):
+        assert method(model).attribute(tokens, target=3).shape == (2, 7)
+    mean = truth.mean(0)
+    torch.testing.assert_close(RawAttention(model).attribute(tokens)[0], mean[-1])
+
+
+def test_an_unregistered_mixer_is_not_guessed():
+    with pytest.raises(UnsupportedModelError, match="RunningMean"):
+        RawAttention(Toy()).attribute(ids())
+
+
+def test_register_a_class():
+    assert register_mixer(RunningMean, freeze_running_mean) is freeze_running_mean
+    assert_explained(Toy())
+
+
+def test_register_by_decorator():
+    @register_mixer(RunningMean)
+    def freeze(call):
+        """Its docstring."""
+        return freeze_running_mean(call)
+
+    assert freeze.__doc__ == "Its docstring."  # the function itself comes back
+    assert_explained(Toy())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_register_by_name(whole):
+    module = RunningMean.__module__
+    name = f"{module}.RunningMean" if whole else "RunningMean"
+    register_mixer(name, freeze_running_mean)
+    assert name in registered()
+    assert registered() == sorted(registered())
+    assert_explained(Toy())
+
+
+def test_the_most_derived_class_wins():
+    class Derived(RunningMean):
+        pass
+
+    def freeze_derived(call):
+        return freeze_running_mean(call)
+
+    register_mixer(RunningMean, freeze_running_mean)
+    assert find_adapter(Derived()) is freeze_running_mean
+    register_mixer(Derived, freeze_derived)
+    assert find_adapter(Derived()) is freeze_derived
+    assert find_adapter(RunningMean()) is freeze_running_mean
+    assert find_adapter(nn.Linear(2, 2)) is None
+
+
+def test_a_name_matches_whole_parts_only():
+    register_mixer("ningMean", freeze_running_mean)
+    assert find_adapter(RunningMean()) is None
+
+
+def test_a_wrong_adapter_is_found_out():
+    register_mixer(RunningMean, lambda call: freeze_running_mean(call, error=0.01))
+    with pytest.raises(ReconstructionError, match="mixer"):
+        RawAttention(Toy()).attribute(ids())
+    RawAttention(Toy(), check=False).attribute(ids())
+
+
+def test_a_mixer_that_is_the_whole_model():
+    register_mixer(RunningMean, freeze_running_mean)
+    (maps,) = hidden_attention(RunningMean(), torch.randn(2, 5, 8)).values()
+    assert maps.shape == (2, 8, 5, 5)
