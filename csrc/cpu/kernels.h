@@ -4,6 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace captum_ssm {
 

@@ -62,6 +62,11 @@ struct TileScratch {
     auto take = [&](int64_t count) {
       T* p = base + used;
       used += round_up(count, 64 / sizeof(T));
+#if defined(__SANITIZE_ADDRESS__)
+      // A gap after each part, so that running from one into the next is seen.
+      if (base) __asan_poison_memory_region(base + used, 64);
+      used += 64 / sizeof(T);
+#endif
       return p;
     };
     sum = take(size * (extra + size));
