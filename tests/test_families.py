@@ -1,0 +1,301 @@
+"""Every architecture family: reconstruction, rollouts through hybrids, padding, altered mixers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from families import FAMILIES, HYBRIDS, build, padded
+from models import ids
+from torch import Tensor, nn
+
+from captum_ssm import (
+    MambaAttribution,
+    MambaRollout,
+    ReconstructionError,
+    UnifiedImplicitAttention,
+    hidden_attention,
+)
+from captum_ssm._frozen import FrozenLayer, freeze
+from captum_ssm.mixers import COMPONENTS, FrozenMixer, find_mixers
+from captum_ssm.operators import SoftmaxOperator
+
+# RWKV's blocks have a submodule called "output"; nnsight says that it serves it elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore:.*nnsight already serves")
+
+# These models do not look at the mask in their recurrence: padding on the left enters it.
+IGNORE_LEFT_PADDING = ("recurrent_gemma", "rwkv", "xlstm", "xlstm_fused")
+
+
+def frozen_layers(
+    model: nn.Module, tokens: Tensor, mask: Tensor | None = None, check: bool = False
+) -> list[FrozenLayer]:
+    extra = None if mask is None else {"attention_mask": mask}
+    return freeze(model, None, tokens, extra, query=False, check=check).layers
+
+
+def affine_output(mixer: FrozenMixer) -> Tensor:
+    """The mixer's output from the unified operator and the documented bias terms, nothing else."""
+    operator = mixer.operator("unified", COMPONENTS)
+    y = operator.apply(mixer.inputs)
+    if mixer.conv_bias is not None:
+        # The bias enters behind the convolution, and is carried by the rest of the operator.
+        rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
+        y = y + rest.apply(mixer.conv_bias.expand_as(mixer.inputs))
+    if mixer.offset is not None:
+        y = y + mixer.offset
+    constant = mixer.out_proj(torch.zeros_like(y))
+    return y @ mixer.out_weight.mT + constant
+
+
+def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
+    expected = layer.call.output
+    real = torch.ones(expected.shape[:2]) if mask is None else mask
+    for found in (layer.mixer.output(), affine_output(layer.mixer)):
+        error = ((found - expected) * real[..., None]).abs().max()
+        assert error <= 1e-5 * (expected * real[..., None]).abs().max(), layer.name
+
+
+@pytest.mark.parametrize("length", [1, 2, 11, 19])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_unified_operator_and_the_biases_are_the_mixer(family, length):
+    model = build(family)
+    layers = frozen_layers(model, ids(2, length), check=True)
+    assert {layer.call.path for layer in layers} == {path for path, _ in find_mixers(model)}
+    for layer in layers:
+        assert_reconstructs(layer)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_padded_batches(family, side):
+    mask = padded(side, length=11)
+    for layer in frozen_layers(build(family), ids(2, 11), mask, check=True):
+        assert_reconstructs(layer, mask)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_have_layers_of_both_kinds(family):
+    operators = [layer.mixer.recurrence for layer in frozen_layers(build(family), ids(2, 3))]
+    assert 0 < sum(isinstance(op, SoftmaxOperator) for op in operators) < len(operators)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_components_are_what_they_are_called(family):
+    for layer in frozen_layers(build(family), ids(2, 7)):
+        mixer = layer.mixer
+        width = mixer.inputs.shape[-1]
+
+        def channels(matrix: Tensor, width: int = width) -> Tensor:
+            return matrix.repeat_interleave(width // matrix.shape[1], 1)
+
+        hidden = channels(mixer.operator().matrix())
+        bare = channels(mixer.operator("unified", ()).matrix())
+        torch.testing.assert_close(bare, hidden)
+        factors = {"gate": mixer.gate, "norm": mixer.norm}
+        for name, factor in factors.items():
+            with_factor = channels(mixer.operator("unified", (name,)).matrix())
+            expected = hidden if factor is None else hidden * factor.mT[..., None]
+            torch.testing.assert_close(with_factor, expected, atol=1e-6, rtol=1e-4)
+        activated = channels(mixer.operator("unified", ("activation",)).matrix())
+        expected = hidden if mixer.activation is None else hidden * mixer.activation.mT[:, :, None]
+        torch.testing.assert_close(activated, expected, atol=1e-6, rtol=1e-4)
+        if mixer.conv is None:
+            convolved = channels(mixer.operator("unified", ("conv",)).matrix())
+            torch.testing.assert_close(convolved, hidden)
+
+
+def stages(model: nn.Module, maps: dict[str, Tensor], family: str) -> Iterator[Tensor]:
+    """The layers' matrices, those of a block's parallel mixers summed."""
+    parallel = family.startswith("falcon_h1")
+    by_layer: dict[str, Tensor] = {}
+    for path, matrix in maps.items():
+        key = path.rpartition(".")[0] if parallel else path
+        by_layer[key] = by_layer[key] + matrix if key in by_layer else matrix
+    assert not parallel or len(by_layer) * 2 == len(maps)
+    yield from by_layer.values()
+
+
+def rollout_of(model: nn.Module, maps: dict[str, Tensor], family: str) -> Tensor:
+    rho = torch.eye(next(iter(maps.values())).shape[-1])
+    for matrix in stages(model, maps, family):
+        rho = (torch.eye(matrix.shape[-1]) + matrix) @ rho
+    return rho
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollout_is_the_product_of_the_layers_matrices(family):
+    model, tokens = build(family), ids(2, 11)
+    for maps, method, options in (
+        (hidden_attention(model, tokens), MambaRollout(model), {}),
+        (
+            hidden_attention(model, tokens, formulation="unified"),
+            UnifiedImplicitAttention(model),
+            {"aggregation": "rollout"},
+        ),
+    ):
+        rho = rollout_of(model, {path: m.mean(1) for path, m in maps.items()}, family)
+        scale = float(rho.abs().max())
+        found = method.rollout(tokens, **options)
+        torch.testing.assert_close(found, rho, atol=2e-5 * scale, rtol=0)
+        row = method.attribute(tokens, position=7, **options)
+        torch.testing.assert_close(row, rho[:, 7], atol=2e-5 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unified_implicit_attention_in_its_three_aggregations(family):
+    model, tokens = build(family), ids(2, 9)
+    method = UnifiedImplicitAttention(model)
+    results = [
+        method.attribute(tokens, target=3, aggregation=name)
+        for name in ("raw", "rollout", "attribution")
+    ]
+    for result in results:
+        assert result.shape == tokens.shape
+        assert bool(torch.isfinite(result).all())
+        assert float(result.abs().max()) > 0
+    maps = hidden_attention(model, tokens, formulation="unified", reduction="mean", rows=-1)
+    rows = torch.stack([*stages(model, maps, family)]).mean(0)[:, 0]
+    torch.testing.assert_close(results[0], rows, atol=1e-5 * float(rows.abs().max()), rtol=1e-4)
+    whole = method.rollout(tokens, target=3)[:, -1]
+    torch.testing.assert_close(results[2], whole, atol=1e-5 * float(whole.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_row_is_explained_like_the_row_alone(family, side):
+    if side == "left" and family in IGNORE_LEFT_PADDING:
+        pytest.skip("the model itself lets padding on the left into its recurrence")
+    model, tokens, mask = build(family), ids(2, 9), padded(side)
+    real = mask[1].bool()
+    for method, options in (
+        (MambaRollout(model), {}),
+        (MambaAttribution(model), {"target": 3}),
+        (UnifiedImplicitAttention(model), {"target": 3}),
+    ):
+        batch = method.attribute(
+            tokens, additional_forward_args={"attention_mask": mask}, **options
+        )
+        alone = method.attribute(tokens[1:, real], **options)
+        scale = float(alone.abs().max())
+        torch.testing.assert_close(batch[1:, real], alone, atol=1e-4 * scale, rtol=0)
+        assert float(batch[1, ~real].abs().max()) == 0
+
+
+OUTPUT_PROJECTIONS = ("out_proj", "o_proj", "linear_out", "output", "dense")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixer_with_one_head_altered_is_caught(family):
+    # A variant that computes something else in one head, of every kind of mixer in the family.
+    kinds = {type(module) for _, module in find_mixers(build(family))}
+    for kind in kinds:
+        model = build(family)
+        path, module = next((p, m) for p, m in find_mixers(model) if type(m) is kind)
+        name = next(
+            n for n in OUTPUT_PROJECTIONS if isinstance(getattr(module, n, None), nn.Module)
+        )
+
+        def scale_a_head(_, args):
+            factor = torch.ones(args[0].shape[-1])
+            factor[: factor.numel() // 4] = 1.3
+            return (args[0] * factor,)
+
+        getattr(module, name).register_forward_pre_hook(scale_a_head)
+        with pytest.raises(ReconstructionError, match=path.replace(".", r"\.")):
+            hidden_attention(model, ids(2, 9))
+        assert hidden_attention(model, ids(2, 9), check=False)
+
+
+SCANS = {
+    "mamba": "mamba_selective_scan",
+    "falcon_mamba": "mamba_selective_scan",
+    "jamba": "mamba_selective_scan",
+    "zamba": "mamba_selective_scan",
+    "mamba2": "mamba2_chunk_scan",
+    "zamba2": "mamba2_chunk_scan",
+    "bamba": "mamba2_chunk_scan",
+    "falcon_h1": "mamba2_chunk_scan",
+    "nemotron_h": "mamba2_chunk_scan",
+    "granitemoehybrid": "mamba2_chunk_scan",
+    "rwkv": "rwkv_linear_attention",
+    "qwen3_next": "torch_chunk_gated_delta_rule",
+    "qwen3_5": "torch_chunk_gated_delta_rule",
+    "qwen3_5_moe": "torch_chunk_gated_delta_rule",
+    "olmo_hybrid": "torch_chunk_gated_delta_rule",
+    "kimi_linear": "chunk_kimi_delta_attention",
+}
+
+
+@pytest.mark.parametrize("family", SCANS)
+def test_a_patched_scan_is_caught(family, monkeypatch):
+    model = build(family)
+    modeling = sys.modules[type(model).__module__]
+    original, calls = getattr(modeling, SCANS[family]), []
+
+    def weaker(*args, **kwargs):
+        # Smaller steps; a smaller beta for the delta rule.
+        calls.append(args)
+        if "beta" in kwargs:
+            return original(*args, **(kwargs | {"beta": kwargs["beta"] * 0.8}))
+        return original(args[0], args[1] * 0.8, *args[2:], **kwargs)
+
+    monkeypatch.setattr(modeling, SCANS[family], weaker)
+    with pytest.raises(ReconstructionError):
+        hidden_attention(model, ids(2, 9))
+    assert calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_in_half_precision_pass_the_check(family):
+    # transformers' chunked xLSTM mixes dtypes; a sequence within one chunk takes another path.
+    changes = {"chunk_size": 16} if family.startswith("xlstm") else {}
+    model = build(family, **changes).to(torch.bfloat16)
+    maps = hidden_attention(model, ids(2, 9), formulation="unified", reduction="mean")
+    for matrix in maps.values():
+        assert matrix.dtype == torch.float32
+        assert bool(torch.isfinite(matrix).all())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_double_precision_stays_double(family):
+    model, tokens = build(family), ids(2, 9)
+    single = hidden_attention(model, tokens, reduction="mean")
+    try:
+        with torch.no_grad():
+            model.double()(tokens)
+    except RuntimeError as error:
+        pytest.skip(f"the model itself does not run in float64: {error}")
+    for path, matrix in hidden_attention(model, tokens, reduction="mean").items():
+        assert matrix.dtype == torch.float64
+        scale = float(matrix.abs().max())
+        torch.testing.assert_close(matrix.float(), single[path], atol=1e-4 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("factor", [1, 50, 1000])
+def test_rwkv_with_large_keys_stays_finite_and_right(factor):
+    model = build("rwkv")
+    with torch.no_grad():
+        for _, module in find_mixers(model):
+            module.key.weight.mul_(factor)
+    layers = frozen_layers(model, ids(2, 19), check=True)
+    for layer in layers:
+        assert_reconstructs(layer)
+        matrix = layer.mixer.recurrence.matrix()
+        assert bool(torch.isfinite(matrix).all())
+        assert float(matrix.min()) >= 0
+        # A weighted average of values: rows add up to one.
+        torch.testing.assert_close(matrix.sum(-1), torch.ones_like(matrix[..., 0]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_is_the_matrix_row(family):
+    model, tokens = build(family), ids(2, 9)
+    for formulation in ("hidden", "unified"):
+        maps = hidden_attention(model, tokens, formulation=formulation)
+        rows = hidden_attention(model, tokens, formulation=formulation, rows=[5, -1])
+        for path, matrix in maps.items():
+            scale = float(matrix.abs().max())
+            torch.testing.assert_close(rows[path], matrix[:, :, [5, -1]], atol=1e-5 * scale, rtol=0)
