@@ -1,0 +1,122 @@
+"""A selective scan that trains quickly on a CPU.
+
+Without the CUDA kernels, transformers steps through the sequence by indexing tensors of shape
+``(batch, channels, length, state)``; autograd then fills a zero tensor of that size for every step,
+so the cost of the backward pass grows with the square of the length.  :func:`selective_scan` has
+the signature of the function it stands in for and computes the same numbers, with the backward
+pass written out.  It is for training only: the saved model runs on the stock code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers.models.mamba import modeling_mamba
+
+
+class _Scan(torch.autograd.Function):
+    """``h[t] = exp(dt[t] A) h[t-1] + (u[t] B[t]^T)``, ``y[t] = h[t] C[t]``, time first.
+
+    Shapes: ``dt`` and ``u`` are ``(length, batch, channels)``, ``a`` is ``(channels, state)``,
+    ``b`` and ``c`` are ``(length, batch, state)``.  ``u`` is the input already times ``dt``.
+    With time as the leading axis every step works on one contiguous slab.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dt: Tensor, u: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        length, batch, channels = dt.shape
+        decay = torch.empty(length, batch, channels, a.shape[1], dtype=dt.dtype)
+        states = torch.empty_like(decay)
+        out = torch.empty_like(dt)
+        for t in range(length):
+            torch.mul(dt[t].unsqueeze(-1), a, out=decay[t]).exp_()
+            torch.mul(u[t].unsqueeze(-1), b[t].unsqueeze(1), out=states[t])
+            if t > 0:
+                states[t].addcmul_(decay[t], states[t - 1])
+            torch.bmm(states[t], c[t].unsqueeze(-1), out=out[t].unsqueeze(-1))
+        ctx.save_for_backward(dt, u, a, b, c, decay, states)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        dt, u, a, b, c, decay, states = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        grad_dt, grad_u = torch.zeros_like(dt), torch.empty_like(u)
+        grad_b, grad_c = torch.empty_like(b), torch.empty_like(c)
+        grad_a = torch.zeros_like(a)
+        carry = torch.zeros_like(states[0])
+        work, scratch = torch.empty_like(carry), torch.empty_like(carry)
+        for t in range(dt.shape[0] - 1, -1, -1):
+            grad_row = grad_out[t].unsqueeze(1)
+            torch.bmm(grad_row, states[t], out=grad_c[t].unsqueeze(1))
+            carry.addcmul_(grad_out[t].unsqueeze(-1), c[t].unsqueeze(1))
+            torch.bmm(carry, b[t].unsqueeze(-1), out=grad_u[t].unsqueeze(-1))
+            torch.bmm(u[t].unsqueeze(1), carry, out=grad_b[t].unsqueeze(1))
+            if t > 0:
+                carry.mul_(decay[t])
+                # carry now holds the gradient times the decay: all that the exponent needs.
+                torch.mul(carry, states[t - 1], out=work)
+                grad_a += torch.mul(work, dt[t].unsqueeze(-1), out=scratch).sum(0)
+                torch.sum(work.mul_(a), dim=-1, out=grad_dt[t])
+        return grad_dt, grad_u, grad_a, grad_b, grad_c
+
+
+def selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Stand-in for transformers' ``mamba_selective_scan``; the layout is theirs.
+
+    ``hidden_states``, ``dt`` and ``z`` are ``(batch, channels, length)``, ``B`` and ``C`` are
+    ``(batch, state, length)``.
+    """
+    if return_last_state:
+        raise NotImplementedError("the training scan keeps no cache; pass use_cache=False")
+    if delta_bias is not None:
+        dt = dt + delta_bias[:, None]
+    if delta_softplus:
+        dt = functional.softplus(dt)
+
+    def time_first(tensor: Tensor) -> Tensor:
+        return tensor.permute(2, 0, 1).contiguous()
+
+    step = time_first(dt)
+    signal = time_first(hidden_states)
+    out: Tensor = _Scan.apply(step, step * signal, A, time_first(B), time_first(C))
+    out = out.permute(1, 2, 0)
+    if D is not None:
+        out = out + hidden_states * D[:, None]
+    if z is not None:
+        out = out * functional.silu(z)
+    return out
+
+
+@contextmanager
+def fast_scan() -> Iterator[None]:
+    """Let transformers' Mamba use :func:`selective_scan` inside the ``with`` block."""
+    stock = getattr(modeling_mamba, "mamba_selective_scan", None)
+    if stock is None:
+        # Older releases have the scan inline, where nothing can be put in its place.
+        raise RuntimeError(f"transformers {transformers.__version__} has no scan to replace")
+    modeling_mamba.mamba_selective_scan = selective_scan
+    try:
+        yield
+    finally:
+        modeling_mamba.mamba_selective_scan = stock

@@ -1,0 +1,126 @@
+"""Tests of the task, of the training scan and of the models saved from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from scan import fast_scan
+from task import (
+    LENGTHS,
+    MAX_LENGTH,
+    SEPARATOR,
+    SEPARATOR_ID,
+    VOCABULARY_SIZE,
+    CopyBatch,
+    alignment,
+    decode,
+    encode,
+    held_out_batch,
+    is_held_out,
+    make_batch,
+    predicting_positions,
+    source_positions,
+)
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers.models.mamba import modeling_mamba
+
+MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("length", [1, 5, *LENGTHS])
+def test_layout(length: int) -> None:
+    batch = make_batch(8, generator(0), length)
+    assert batch.tokens.shape == (8, 2 * length + 1)
+    assert (batch.tokens[:, length] == SEPARATOR_ID).all()
+    assert torch.equal(batch.prompt[:, :-1], batch.source)
+    predicted = batch.tokens[:, predicting_positions(length) + 1]
+    assert torch.equal(predicted, batch.targets)
+    assert torch.equal(predicted, batch.tokens[:, source_positions(length)])
+    assert int(predicting_positions(length).max()) == batch.inputs.shape[1] - 1
+
+
+def test_alignment_marks_the_answers() -> None:
+    batch = make_batch(8, generator(0), 6)
+    mask = alignment(6)
+    assert mask.sum(dim=1).eq(1).all()
+    for row, columns in enumerate(mask):
+        assert torch.equal(batch.inputs[:, columns][:, 0], batch.targets[:, row])
+    band = alignment(6, (-1, 0, 1))
+    assert band.sum() == 3 * 6 - 2
+    assert not band[:, 6:].any()
+
+
+def test_words() -> None:
+    tokens = encode([*"cab", SEPARATOR])
+    assert tokens.tolist() == [2, 0, 1, SEPARATOR_ID]
+    assert decode(tokens) == ["c", "a", "b", SEPARATOR]
+
+
+def test_the_seed_decides() -> None:
+    assert torch.equal(make_batch(16, generator(1)).tokens, make_batch(16, generator(1)).tokens)
+    lengths = {make_batch(2, generator(seed)).length for seed in range(200)}
+    assert lengths == set(LENGTHS)
+
+
+def test_held_out_strings_never_meet_training() -> None:
+    # One seed for both: the string, not the seed, decides the side.
+    training = make_batch(2000, generator(7), MAX_LENGTH).source
+    reserved = held_out_batch(2000, generator(7), MAX_LENGTH).source
+    assert not is_held_out(training).any()
+    assert is_held_out(reserved).all()
+    both = torch.cat([training, reserved])
+    assert len(torch.unique(both, dim=0)) == len(both)
+
+
+def test_too_few_strings_is_an_error() -> None:
+    with pytest.raises(ValueError, match="distinct"):
+        make_batch(27, generator(0), 1)
+
+
+@pytest.mark.skipif(
+    not hasattr(modeling_mamba, "mamba_selective_scan"), reason="this release has the scan inline"
+)
+def test_training_scan_matches_the_stock_one() -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        use_cache=False,
+    )
+    model = MambaForCausalLM(config)
+    tokens = make_batch(3, generator(0), 5).inputs
+
+    def loss_and_gradients() -> list[torch.Tensor]:
+        loss = model(tokens).logits.square().mean()
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    stock = loss_and_gradients()
+    with fast_scan():
+        fast = loss_and_gradients()
+    for expected, actual in zip(stock, fast, strict=True):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", ["copying-mamba"])
+def test_saved_model_copies(name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODELS / name, local_files_only=True).eval()
+
+    def accuracy(batch: CopyBatch) -> float:
+        logits = model(batch.inputs, use_cache=False).logits[:, batch.length :]
+        return float((logits.argmax(-1) == batch.targets).double().mean())
+
+    with torch.no_grad():
+        for length in LENGTHS:
+            assert accuracy(held_out_batch(32, generator(99), length)) > 0.98
