@@ -7,6 +7,7 @@ from captum_ssm.mixers import lightning as lightning
 from captum_ssm.mixers import rwkv as rwkv
 from captum_ssm.mixers import s6 as s6
 from captum_ssm.mixers import ssd as ssd
+from captum_ssm.mixers import vision as vision
 from captum_ssm.mixers import xlstm as xlstm
 from captum_ssm.mixers._base import (
     COMPONENTS,

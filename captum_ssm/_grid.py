@@ -1,0 +1,157 @@
+"""From tokens to pixels: which token is which patch of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INTERPOLATIONS = ("bilinear", "nearest", "bicubic")
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """Which token of a sequence is which patch of an image.
+
+    A vision model says so by a method ``token_grid(height, width)`` that returns one for images
+    of that size. Tokens that are no patch (CLS, registers) do not appear in it.
+
+    Args:
+        index (Tensor): ``(H, W)`` int64, the token of each patch, top row first.
+        mode (str, optional): how relevance of patches is put on pixels, ``"bilinear"``,
+            ``"nearest"`` or ``"bicubic"``. Default: ``"bilinear"``
+
+    Example::
+
+        def token_grid(self, height, width):  # a CLS token in front
+            rows, columns = height // 16, width // 16
+            return TokenGrid(1 + torch.arange(rows * columns).view(rows, columns))
+    """
+
+    index: Tensor
+    mode: str = "bilinear"
+
+    def __post_init__(self) -> None:
+        if self.index.dim() != 2 or self.index.is_floating_point():
+            raise ValueError(
+                f"index has shape {tuple(self.index.shape)} and dtype {self.index.dtype}; "
+                "accepted is (H, W), int64: the token of each patch."
+            )
+        if self.mode not in INTERPOLATIONS:
+            raise ValueError(f"interpolate_mode is {self.mode!r}; accepted are {INTERPOLATIONS}.")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(H, W): rows and columns of patches."""
+        return self.index.shape[0], self.index.shape[1]
+
+    def patches(self, relevance: Tensor) -> Tensor:
+        """The relevance of patches ``(..., H, W)`` out of that of tokens ``(..., L)``."""
+        return relevance[..., self.index.to(relevance.device)]
+
+    def pixels(self, relevance: Tensor, size: tuple[int, int]) -> Tensor:
+        """Token relevance ``(B, L)`` interpolated to an image of ``size``: ``(B, *size)``."""
+        patches = self.patches(relevance)[:, None]
+        aligned = {} if self.mode == "nearest" else {"align_corners": False}
+        return nn.functional.interpolate(patches, size=size, mode=self.mode, **aligned)[:, 0]
+
+
+def find_token_grid(
+    model: nn.Module, arguments: Mapping[str, Any], images: Tensor, tokens: int
+) -> TokenGrid | None:
+    """The grid of a model's tokens, or None for no image, or where nothing in the model tells.
+
+    Asked in turn: a method ``token_grid(height, width)`` of the model or of a module in it; an
+    attribute ``patch_embed`` as in timm and in the published Vision Mamba, with its
+    ``grid_size`` or its convolution ``proj``, and the published flags for the CLS token.
+
+    Args:
+        model (nn.Module): the model that ran.
+        arguments (mapping): what its ``forward`` was called with; the images it saw may have
+            another size than those that were explained.
+        images (Tensor): the explained inputs; images are ``(B, C, H, W)``.
+        tokens (int): L, the length of the sequence its mixers saw.
+    """
+    if images.dim() != 4:
+        return None
+    seen = next((a for a in arguments.values() if torch.is_tensor(a) and a.dim() == 4), images)
+    height, width = int(seen.shape[-2]), int(seen.shape[-1])
+    for module in model.modules():
+        method = getattr(module, "token_grid", None)
+        if callable(method):
+            grid: TokenGrid = method(height, width)
+            if int(grid.index.max()) >= tokens:
+                raise ValueError(
+                    f"token_grid of {type(module).__name__} names token "
+                    f"{int(grid.index.max())} for images of {height} x {width}, but its mixers "
+                    f"saw {tokens} tokens."
+                )
+            return grid
+    for module in model.modules():
+        embed = getattr(module, "patch_embed", None)
+        if isinstance(embed, nn.Module):
+            return _published_grid(module, embed, seen, tokens)
+    return None
+
+
+def cls_positions(kind: str | None, patches: int) -> list[int]:
+    """Where the CLS tokens stand in a sequence with ``patches`` patches, as published.
+
+    Args:
+        kind (str, optional): ``"start"``, ``"middle"``, ``"end"``, ``"ends"`` or None.
+        patches (int): number of patches.
+    """
+    places = {
+        None: [],
+        "start": [0],
+        "middle": [patches // 2],
+        "end": [patches],
+        "ends": [0, patches + 1],
+    }
+    if kind not in places:
+        raise ValueError(f"cls is {kind!r}; accepted are {tuple(places)}.")
+    return places[kind]
+
+
+def patch_index(kind: str | None, shape: tuple[int, int]) -> Tensor:
+    """The token of each patch ``(H, W)`` around the CLS tokens of :func:`cls_positions`."""
+    patches = shape[0] * shape[1]
+    taken = cls_positions(kind, patches)
+    free = [t for t in range(patches + len(taken)) if t not in taken]
+    return torch.tensor(free).view(shape)
+
+
+def _published_grid(
+    model: nn.Module, embed: nn.Module, images: Tensor, tokens: int
+) -> TokenGrid | None:
+    shape = _patch_shape(embed, images)
+    if shape is None:
+        return None
+    extra = tokens - shape[0] * shape[1]
+    if extra == 0:
+        kind = None
+    elif extra == 2 and getattr(model, "use_double_cls_token", False):
+        kind = "ends"
+    elif extra == 1 and getattr(model, "use_middle_cls_token", False):
+        kind = "middle"
+    elif extra == 1 and (hasattr(model, "cls_token") or hasattr(model, "if_cls_token")):
+        kind = "start"
+    else:
+        return None
+    return TokenGrid(patch_index(kind, shape))
+
+
+def _patch_shape(embed: nn.Module, images: Tensor) -> tuple[int, int] | None:
+    proj = getattr(embed, "proj", None)
+    if isinstance(proj, nn.Conv2d) and not isinstance(proj.padding, str):
+        sides = zip(
+            images.shape[-2:], proj.kernel_size, proj.stride, proj.padding, proj.dilation,
+            strict=True,
+        )  # fmt: skip
+        rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
+        return int(rows), int(columns)
+    size = getattr(embed, "grid_size", None)
+    return None if size is None else (int(size[0]), int(size[1]))

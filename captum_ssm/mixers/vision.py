@@ -1,0 +1,287 @@
+r"""Mixers of images, which scan their tokens in several orders.
+
+Vision Mamba's bidirectional S6 (here, and the published fork of mamba-ssm whose ``Mamba`` has a
+``bimamba_type``) and VMamba's four-direction SS2D. Each scan is an ordinary frozen mixer over the
+tokens in its own order; what they put out is added up in the image's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm.mixers._base import (
+    FrozenMixer,
+    MixerCall,
+    activation_factor,
+    check_components,
+    register_mixer,
+    rms_factor,
+    short_conv,
+)
+from captum_ssm.mixers.s6 import freeze_s6
+from captum_ssm.models.ss2d import scan_orders
+from captum_ssm.operators import (
+    ConvolvedOperator,
+    DiagonalOperator,
+    PermutedOperator,
+    SumOperator,
+    TokenOperator,
+)
+from captum_ssm.operators.permuted import depthwise_conv
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenScans(FrozenMixer):
+    r"""A mixer that adds up scans of the same tokens, each in an order of its own.
+
+    .. math::
+        y = W_{out}\, \Big(c \sum_k P_k^\top y'_k + o\Big) + b_{out}
+
+    where :math:`y'_k` is the gated output of scan k, an ordinary frozen mixer over the permuted
+    tokens :math:`P_k u` with gate, norm and skip permuted likewise. ``"hidden"`` is the plain sum
+    of the scans' recurrences in image order; ``"unified"`` has the factor c in it, whichever
+    components are chosen. There is no one set of values: each scan has its own.
+
+    Args:
+        scans (tuple of FrozenMixer): the scans, over their own orders.
+        orders (tuple of Tensor): ``(L,)`` each: the t-th token of scan k is token
+            ``orders[k][t]`` of the image.
+        scale (float, optional): c. Default: 1.0
+        image_conv (Tensor, optional): taps ``(D, Kh, Kw)`` of a convolution over the image in
+            front of all scans; the scans' ``inputs`` lie behind it. Default: None
+        grid (tuple of int, optional): (H, W) for ``image_conv``. Default: None
+    """
+
+    scans: tuple[FrozenMixer, ...]
+    orders: tuple[Tensor, ...]
+    scale: float = 1.0
+    image_conv: Tensor | None = None
+    grid: tuple[int, int] | None = None
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        raise AttributeError("a mixer of several scans has values per scan; see FrozenScans.scans.")
+
+    def operator(
+        self, formulation: str = "hidden", components: Iterable[str] | None = None
+    ) -> TokenOperator:
+        chosen = check_components(formulation, components)
+        if formulation == "hidden":
+            return self.recurrence
+        parts = [scan.operator(formulation, chosen) for scan in self.scans]
+        total = _in_image_order(parts, self.orders)
+        if self.scale != 1:
+            total = total.compose(left=torch.full_like(self.inputs, self.scale))
+        if self.image_conv is not None and "conv" in chosen:
+            total = ConvolvedOperator(total, self.image_conv, self.grid)
+        return total
+
+    def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
+        """The scans, their orders and their common factor."""
+        return [(s, o, self.scale) for s, o in zip(self.scans, self.orders, strict=True)]
+
+    def gated_output(self) -> Tensor:
+        parts = [scan.gated_output() for scan in self.scans]
+        total = self.scale * _added_up(parts, self.orders)
+        return total if self.offset is None else total + self.offset
+
+    def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
+        return [(s, o, self.scale) for s, o in zip(self.scans, self.orders, strict=True)]
+
+
+def _added_up(parts: Sequence[Tensor], orders: tuple[Tensor, ...]) -> Tensor:
+    # Outputs (B, L, D) over the scans' own orders, summed in the image's.
+    return torch.stack(
+        [part[:, torch.argsort(order)] for part, order in zip(parts, orders, strict=True)]
+    ).sum(0)
+
+
+def _in_image_order(parts: list[TokenOperator], orders: tuple[Tensor, ...]) -> TokenOperator:
+    return SumOperator(
+        tuple(
+            part if bool((order.diff() == 1).all()) else PermutedOperator(part, order)
+            for part, order in zip(parts, orders, strict=True)
+        )
+    )
+
+
+def _diagonal(
+    call: MixerCall, values: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Tensor
+) -> DiagonalOperator:
+    # S6's coefficients from its values and its weights, in the order of the values.
+    state, rank = A_log.shape[-1], dt_proj.shape[-1]
+    found = F.linear(values, call.parameter(x_proj))
+    step, B, C = found.split([rank, state, state], -1)
+    dt = F.softplus(F.linear(step, call.parameter(dt_proj), call.parameter(dt_bias)))
+    A = -torch.exp(A_log.detach().to(torch.promote_types(A_log.dtype, torch.float32)))
+    return DiagonalOperator(dt, dt, A.to(call.dtype), B[:, :, None], C[:, :, None])
+
+
+def _direction(call: MixerCall, values: Tensor, suffix: str, rates: str) -> DiagonalOperator:
+    module = call.module
+    x_proj, dt_proj = getattr(module, f"x_proj{suffix}"), getattr(module, f"dt_proj{suffix}")
+    return _diagonal(
+        call, values, x_proj.weight, dt_proj.weight, dt_proj.bias, getattr(module, rates)
+    )
+
+
+def _projection(call: MixerCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The output projection with the learned scale of its channels, and its weight."""
+    module = call.module
+    weight = call.parameter(module.out_proj.weight)
+    gamma = getattr(module, "gamma", None)
+    if gamma is None:
+        return lambda y: call.linear(module.out_proj, y), weight
+    factor = call.parameter(gamma)
+    return lambda y: call.linear(module.out_proj, y) * factor, weight * factor[:, None]
+
+
+@register_mixer("captum_ssm.models.vision_mamba.BidirectionalMamba")
+def freeze_bidirectional(call: MixerCall) -> FrozenMixer:
+    """Vision Mamba's mixer: ``v2``, ``v1`` or one direction."""
+    return _freeze_kind(call, call.module.bimamba_type)
+
+
+@register_mixer("mamba_ssm.modules.mamba_simple.Mamba")
+def freeze_published(call: MixerCall) -> FrozenMixer:
+    """mamba-ssm's ``Mamba``, and its fork in Vision Mamba's repository with two directions.
+
+    Away from its fast path the fork runs one direction, whatever its ``bimamba_type``.
+    """
+    module = call.module
+    kind = getattr(module, "bimamba_type", "none") if module.use_fast_path else "none"
+    if kind == "none" and getattr(module, "gamma", None) is None:
+        return freeze_s6(call)
+    return _freeze_kind(call, kind)
+
+
+def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
+    module = call.module
+    u, z = call.linear(module.in_proj, call.tokens()).chunk(2, -1)
+    gate = F.silu(z)
+    out_proj, out_weight = _projection(call)
+
+    def scan(suffix: str, rates: str, back: bool) -> FrozenMixer:
+        conv = short_conv(call, getattr(module, f"conv1d{suffix}"), u.flip(1) if back else u)
+        activation = activation_factor(module.act, conv.output)
+        return FrozenMixer(
+            recurrence=_direction(call, activation * conv.output, suffix, rates),
+            inputs=conv.inputs,
+            out_proj=out_proj,
+            out_weight=out_weight,
+            skip=call.parameter(getattr(module, f"D{suffix}")),
+            conv=conv.taps,
+            conv_bias=conv.bias,
+            activation=activation,
+            gate=gate.flip(1) if back else gate,
+            gate_argument=z.flip(1) if back else z,
+        )
+
+    forward = scan("", "A_log", False)
+    if kind == "none":
+        return forward
+    places = torch.arange(u.shape[1], device=u.device)
+    if kind == "v2":
+        scans = (forward, scan("_b", "A_b_log", True))
+        orders = (places, places.flip(0))
+        halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
+        return FrozenScans(
+            recurrence=_in_image_order([s.recurrence for s in scans], orders),
+            inputs=u,
+            out_proj=out_proj,
+            out_weight=out_weight,
+            scans=scans,
+            orders=orders,
+            scale=0.5 if halved else 1.0,
+        )
+    # v1 scans the same values twice, with the same coefficients but the decay.
+    back = _direction(call, forward.values, "", "A_b_log")
+    back = DiagonalOperator(*(t.flip(1) for t in (back.dt, back.right)), back.A,
+                            *(t.flip(1) for t in (back.B, back.C)))  # fmt: skip
+    return FrozenMixer(
+        recurrence=SumOperator((forward.recurrence, PermutedOperator(back, places.flip(0)))),
+        inputs=u,
+        out_proj=out_proj,
+        out_weight=out_weight,
+        skip=None if forward.skip is None else 2 * forward.skip,
+        conv=forward.conv,
+        conv_bias=forward.conv_bias,
+        activation=forward.activation,
+        gate=gate,
+        gate_argument=z,
+    )
+
+
+@register_mixer("captum_ssm.models.ss2d.SS2D")
+def freeze_ss2d(call: MixerCall) -> FrozenMixer:
+    """VMamba's four-direction scan.
+
+    The mean that its layer norm takes away is frozen with the norm's scale: it belongs to the
+    offset, outside the operator.
+    """
+    module = call.module
+    u = call.linear(module.in_proj, call.tokens())
+    gate = None
+    if module.gated:
+        u, z = u.chunk(2, -1)
+        gate = F.silu(z)
+    taps = call.parameter(module.conv2d.weight)[:, 0]
+    psi = depthwise_conv(u, taps, module.grid)
+    if module.conv2d.bias is not None:
+        psi = psi + call.parameter(module.conv2d.bias)
+    activation = activation_factor(module.act, psi)
+    values, D = activation * psi, u.shape[-1]
+    orders = tuple(scan_orders(module.grid, u.device))
+    recurrences = [
+        _diagonal(
+            call,
+            values[:, order],
+            module.x_proj_weight[k],
+            module.dt_projs_weight[k],
+            module.dt_projs_bias[k],
+            module.A_logs.view(4, D, -1)[k],
+        )
+        for k, order in enumerate(orders)
+    ]
+    skips = call.parameter(module.Ds).view(4, D)
+    merged = _added_up(
+        [
+            recurrence.apply(values[:, order]) + skip * values[:, order]
+            for recurrence, skip, order in zip(recurrences, skips, orders, strict=True)
+        ],
+        orders,
+    )
+    mean = merged.mean(-1, keepdim=True)
+    weight = call.parameter(module.out_norm.weight)
+    norm = rms_factor(merged - mean, weight, module.out_norm.eps)
+    offset = call.parameter(module.out_norm.bias) - norm * mean
+    out_proj, out_weight = _projection(call)
+    scans = tuple(
+        FrozenMixer(
+            recurrence=recurrence,
+            inputs=psi[:, order],
+            out_proj=out_proj,
+            out_weight=out_weight,
+            skip=skip,
+            activation=activation[:, order],
+            gate=None if gate is None else gate[:, order],
+            norm=norm[:, order],
+        )
+        for recurrence, skip, order in zip(recurrences, skips, orders, strict=True)
+    )
+    return FrozenScans(
+        recurrence=_in_image_order(list(recurrences), orders),
+        inputs=u,
+        out_proj=out_proj,
+        out_weight=out_weight,
+        offset=offset if gate is None else offset * gate,
+        scans=scans,
+        orders=orders,
+        image_conv=taps,
+        grid=module.grid,
+    )
