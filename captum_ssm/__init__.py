@@ -10,6 +10,7 @@ from captum_ssm._hidden_attention import hidden_attention
 from captum_ssm.attr import (
     LaTIM,
     MambaAttribution,
+    MambaLRP,
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
@@ -23,6 +24,7 @@ __all__ = [
     "InputError",
     "LaTIM",
     "MambaAttribution",
+    "MambaLRP",
     "MambaRollout",
     "MixerCall",
     "RawAttention",

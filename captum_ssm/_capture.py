@@ -33,15 +33,15 @@ class Capture:
     Args:
         output (Any): what ``forward_func`` returned.
         calls (list of MixerCall): the mixers' calls, in forward order.
-        norms (list of MixerCall): calls of the norms outside the mixers, in forward order,
-            where they were asked for.
+        others (list of MixerCall): calls of further modules outside the mixers, in forward
+            order, where they were asked for.
         arguments (dict): the arguments the model's own ``forward`` was called with, by name
             (empty where ``forward_func`` runs only a part of the model).
     """
 
     output: Any
     calls: list[MixerCall]
-    norms: list[MixerCall]
+    others: list[MixerCall]
     arguments: dict[str, Any]
 
     def with_gradients(self, target: Tensor) -> Capture:
@@ -52,7 +52,7 @@ class Capture:
                 "detaches them or runs under torch.no_grad() itself. Let it return the model's "
                 "own output."
             )
-        calls = [*self.calls, *self.norms]
+        calls = [*self.calls, *self.others]
         outputs = [call.output for call in calls]
         wanted = [i for i, output in enumerate(outputs) if output.requires_grad]
         found = torch.autograd.grad(
@@ -64,14 +64,14 @@ class Capture:
             for i, call in enumerate(calls)
         ]
         count = len(self.calls)
-        return replace(self, calls=calls[:count], norms=calls[count:])
+        return replace(self, calls=calls[:count], others=calls[count:])
 
     def detached(self) -> Capture:
         """The same capture without its autograd graph."""
         return Capture(
             _detach(self.output),
             [_detached(call) for call in self.calls],
-            [_detached(call) for call in self.norms],
+            [_detached(call) for call in self.others],
             self.arguments,
         )
 
@@ -96,7 +96,8 @@ def capture(
     model: nn.Module | Envoy,
     *,
     gradients: bool = False,
-    norms: bool = False,
+    also: Callable[[nn.Module], bool] | None = None,
+    substitute: Callable[[MixerCall], Any] | None = None,
 ) -> Capture:
     """Run ``run`` once, with every known mixer of ``model`` recorded at each of its calls.
 
@@ -106,8 +107,11 @@ def capture(
             of the call where it is not yet.
         gradients (bool, optional): keep the autograd graph, so that
             :meth:`Capture.with_gradients` can be asked. Default: False
-        norms (bool, optional): also record the norms outside the mixers, at which the residual
-            stream can be read. Default: False
+        also (Callable, optional): says which modules outside the mixers to record too, such as
+            the norms at which the residual stream can be read. Default: None
+        substitute (Callable, optional): takes each recorded call, its tensors alive in the graph,
+            and returns what the model goes on with in place of the call's result.
+            Default: None
 
     Raises:
         UnsupportedModelError: the model holds no mixer that the registry knows, or the run
@@ -119,29 +123,42 @@ def capture(
         if not envoys:
             raise _unsupported(root._module)
         mixers = set(envoys)
-        if norms:
-            envoys = envoys + [e for e in _outermost(root) if _is_norm(e._module)]
-        output, visits, root_visits = _trace(root, envoys, run, gradients)
+        if also is not None:
+            envoys = envoys + [e for e in _outermost(root) if e not in mixers and also(e._module)]
+
+        def put(envoy: Envoy, inputs: Any, value: Any) -> Any:
+            if substitute is not None:
+                args, kwargs = inputs
+                return substitute(MixerCall(envoy.path, envoy._module, args, kwargs, value))
+            if gradients and not _first(value).requires_grad:
+                # A frozen model fed with ids has no graph: it starts here.
+                return _as_leaf(value)
+            return value
+
+        output, visits, root_visits = _trace(root, envoys, run, put)
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
         calls: list[MixerCall] = []
-        norm_calls: list[MixerCall] = []
+        others: list[MixerCall] = []
         for order, (envoy, (args, kwargs), result) in enumerate(visits):
             module = envoy._module
             call = MixerCall(names[module], module, args, kwargs, result, order=order)
-            (calls if envoy in mixers else norm_calls).append(call)
+            (calls if envoy in mixers else others).append(call)
         arguments = _bind(root._module, *root_visits[0]) if root_visits else {}
     if not calls:
         raise UnsupportedModelError(
             f"forward_func did not reach any of the {len(mixers)} mixers of model="
             f"{type(unwrap(model)).__name__}; pass the model that forward_func runs."
         )
-    captured = Capture(output, calls, norm_calls, arguments)
+    captured = Capture(output, calls, others, arguments)
     return captured if gradients else captured.detached()
 
 
 def _trace(
-    root: Envoy, envoys: list[Envoy], run: Callable[[], Any], gradients: bool
+    root: Envoy,
+    envoys: list[Envoy],
+    run: Callable[[], Any],
+    put: Callable[[Envoy, Any, Any], Any],
 ) -> tuple[Any, list[tuple[Envoy, Any, Any]], list[Any]]:
     from nnsight.intervention.interleaver import OutOfOrderError
 
@@ -163,10 +180,9 @@ def _trace(
                     # One turn a visit: a block that several layers share is visited by each.
                     for _ in tracer.iter[:]:
                         inputs = envoy.inputs
-                        value = envoy.output
-                        if gradients and not _first(value).requires_grad:
-                            # A frozen model fed with ids has no graph: it starts here.
-                            value = _as_leaf(value)
+                        found = envoy.output
+                        value = put(envoy, inputs, found)
+                        if value is not found:
                             envoy.output = value
                         visits.append((envoy, inputs, value))
         with tracer.invoke():
@@ -200,7 +216,8 @@ def _outermost(root: Envoy) -> Iterator[Envoy]:
             yield from _outermost(child)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by its class or its class's name."""
     return isinstance(module, nn.LayerNorm) or "norm" in type(module).__name__.lower()
 
 

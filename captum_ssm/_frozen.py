@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._captum import format_additional_forward_args, select_targets
-from captum_ssm._capture import Capture, capture, is_model, unwrap
+from captum_ssm._capture import Capture, capture, is_model, is_norm, unwrap
 from captum_ssm._errors import InputError, ReconstructionError, TargetError
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -62,7 +62,7 @@ class FrozenModel:
         score (Tensor, optional): ``(B,)``, the explained score, where gradients were asked.
             Default: None
         norms (list of MixerCall, optional): the norms outside the mixers, where asked for.
-            Default: None
+            Default: ()
         grid (TokenGrid, optional): which token is which patch, where the input is an image and
             the model tells. Default: None
     """
@@ -167,37 +167,27 @@ def freeze(
     """
     model = resolve_model(forward_func, model)
     check_inputs(inputs, model)
-    extra = _extra_arguments(additional_forward_args, inputs)
+    extra = extra_arguments(additional_forward_args, inputs)
 
     def run() -> Any:
-        return _call(forward_func, inputs, extra)
+        return call_forward(forward_func, inputs, extra)
 
-    captured = capture(run, model, gradients=gradients, norms=norms)
-    B, L = _token_shape(captured.calls, inputs)
-    mask = _padding_mask(captured, B, L)
-    _check_finite(captured.calls)
+    captured = capture(run, model, gradients=gradients, also=is_norm if norms else None)
+    B, L = token_shape(captured.calls, inputs)
+    mask = padding_mask(captured, B, L)
+    check_finite(captured.calls)
 
     weights = score = None
-    if query or gradients:
-        logits = extract_logits(captured.output)
-        if gradients:
-            target, position = _split_target(target, position, logits, L)
-        if position is None and not _is_per_token(logits, L):
-            probed = captured if gradients else capture(run, model, gradients=True)
-            with torch.inference_mode(False), torch.enable_grad():
-                weights = _probe_readout(probed)
-        else:
-            weights = _query(position, B, L, mask, captured.calls[0])
-        if gradients:
-            with torch.inference_mode(False), torch.enable_grad():
-                score = _score(logits, _for_autograd(target), weights)
-                if not bool(torch.isfinite(score).all()):
-                    raise InputError(
-                        f"the explained score is {score.tolist()}: look for NaN or Inf in the "
-                        "weights behind the last mixer, or choose another target."
-                    )
-                captured = captured.with_gradients(score).detached()
-            score = score.detach()
+    if gradients:
+        weights, score = read_score(captured, target, position, mask, (B, L))
+        with torch.inference_mode(False), torch.enable_grad():
+            captured = captured.with_gradients(score).detached()
+        score = score.detach()
+    elif query and position is None and not _is_per_token(extract_logits(captured.output), L):
+        with torch.inference_mode(False), torch.enable_grad():
+            weights = _probe_readout(capture(run, model, gradients=True))
+    elif query:
+        weights = _query(position, B, L, mask, captured.calls[0])
     with torch.no_grad():
         layers = _freeze_calls(captured.calls)
         if check:
@@ -210,9 +200,24 @@ def freeze(
         None if mask is None else mask.to(like.dtype),
         None if weights is None else weights.to(like.dtype),
         score,
-        captured.norms,
-        find_token_grid(unwrap(model), captured.arguments, inputs, L) if inputs.dim() == 4 else None,
+        captured.others,
+        find_token_grid(unwrap(model), captured.arguments, inputs, L),
     )
+
+
+def read_score(
+    captured: Capture, target: Any, position: Any, mask: Tensor | None, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The query's weights ``(B, L)`` and the explained score ``(B,)`` of a run with its graph."""
+    B, L = shape
+    logits = extract_logits(captured.output)
+    target, position = _split_target(target, position, logits, L)
+    with torch.inference_mode(False), torch.enable_grad():
+        if position is None and not _is_per_token(logits, L):
+            weights = _probe_readout(captured)
+        else:
+            weights = _query(position, B, L, mask, captured.calls[0])
+        return weights, _score(logits, _for_autograd(target), weights)
 
 
 def resolve_model(forward_func: Any, model: Any) -> Any:
@@ -325,7 +330,7 @@ def _side_by_side(first: MixerCall, second: MixerCall) -> bool:
     return bool(inner >= (1 - 1e-4) * x.square().sum() * y.square().sum())
 
 
-def _call(forward_func: Callable[..., Any], inputs: Tensor, extra: Any) -> Any:
+def call_forward(forward_func: Callable[..., Any], inputs: Tensor, extra: Any) -> Any:
     function = unwrap(forward_func) if is_model(forward_func) else forward_func
     inputs = _for_autograd(inputs)
     positional = tuple(_for_autograd(value) for value in extra[0])
@@ -345,7 +350,7 @@ def _for_autograd(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) and value.is_inference() else value
 
 
-def _extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(extra, tuple) and len(extra) == 1 and isinstance(extra[0], dict):
         extra = extra[0]  # as Captum's wrappers pass a dict on
     if isinstance(extra, dict):
@@ -382,7 +387,7 @@ def _check_ids(ids: Tensor, model: nn.Module) -> None:
         )
 
 
-def _token_shape(calls: list[MixerCall], inputs: Tensor) -> tuple[int, int]:
+def token_shape(calls: list[MixerCall], inputs: Tensor) -> tuple[int, int]:
     shapes = {tuple(call.output.shape[:2]) for call in calls}
     if len(shapes) > 1:
         raise InputError(
@@ -398,7 +403,7 @@ def _token_shape(calls: list[MixerCall], inputs: Tensor) -> tuple[int, int]:
     return B, L
 
 
-def _padding_mask(captured: Capture, B: int, L: int) -> Tensor | None:
+def padding_mask(captured: Capture, B: int, L: int) -> Tensor | None:
     mask = captured.arguments.get("attention_mask")
     if not torch.is_tensor(mask):
         masks = (call.token_mask() for call in captured.calls)
@@ -415,7 +420,7 @@ def _padding_mask(captured: Capture, B: int, L: int) -> Tensor | None:
     return (mask != 0).to(captured.calls[0].output.device)
 
 
-def _check_finite(calls: list[MixerCall]) -> None:
+def check_finite(calls: list[MixerCall]) -> None:
     for call in calls:
         if not bool(torch.isfinite(call.output).all()):
             raise InputError(

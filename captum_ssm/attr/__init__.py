@@ -4,6 +4,7 @@ from captum_ssm.attr._base import TokenAttribution
 from captum_ssm.attr._maps import MapChoices, MapOptions
 from captum_ssm.attr.latim import LaTIM
 from captum_ssm.attr.mamba_attribution import MambaAttribution
+from captum_ssm.attr.mamba_lrp import MambaLRP
 from captum_ssm.attr.raw_attention import RawAttention
 from captum_ssm.attr.rollout import MambaRollout
 from captum_ssm.attr.unified import UnifiedImplicitAttention
@@ -11,6 +12,7 @@ from captum_ssm.attr.unified import UnifiedImplicitAttention
 __all__ = [
     "LaTIM",
     "MambaAttribution",
+    "MambaLRP",
     "MambaRollout",
     "MapChoices",
     "MapOptions",

@@ -39,8 +39,7 @@ class TokenAttribution(Attribution):
         super().__init__(forward_func)
         if interpolate_mode not in (None, *INTERPOLATIONS):
             raise ValueError(
-                f"interpolate_mode is {interpolate_mode!r}; accepted are {INTERPOLATIONS} and "
-                "None."
+                f"interpolate_mode is {interpolate_mode!r}; accepted are {INTERPOLATIONS} and None."
             )
         self.model = model
         self.check = check

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._frozen import FrozenLayer, FrozenModel
+from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.mixers import MixerCall
 
 
@@ -73,7 +74,7 @@ class ResidualStream:
                 "aggregation for a map of one layer."
             )
         last = after[-1]
-        final = _input(last)
+        final = first_input(last)
         # A mixer that does not read the stream itself (Zamba's shared attention reads it beside
         # the embeddings) is no stage; what comes of it is local to the tokens.
         found = [(group, _stream_before(group[0].call, frozen.norms)) for group in groups]
@@ -85,12 +86,14 @@ class ResidualStream:
             mixed = torch.stack([layer.call.output.to(before.dtype) for layer in group]).sum(0)
             stages.append(Stage(group, before, mixed, following - before - mixed))
         assert last.gradient is not None
-        return cls(stages, final, _through_norm(last, last.gradient.to(final.dtype)))
-
-
-def _input(call: MixerCall) -> Tensor:
-    tensors = [a for a in (*call.args, *call.kwargs.values()) if torch.is_tensor(a)]
-    return tensors[0].to(call.dtype)
+        norm = FrozenNorm.of(last)
+        if norm is None:
+            raise ValueError(
+                f"the model's last norm, {last.path} ({type(last.module).__name__}), is neither "
+                "an RMS norm nor a layer norm; pass layer= and another aggregation for a map of "
+                "one layer."
+            )
+        return cls(stages, final, norm.pull_back(last.gradient.to(final.dtype)))
 
 
 def _stream_before(call: MixerCall, norms: Sequence[MixerCall]) -> Tensor:
@@ -103,31 +106,6 @@ def _stream_before(call: MixerCall, norms: Sequence[MixerCall]) -> Tensor:
             x = x * keep
             inner = (x * y).sum() ** 2
             if bool(inner >= (1 - 1e-3) * x.square().sum() * y.square().sum()):
-                return _input(norm)
+                return first_input(norm)
     # Without a norm in front, the mixer reads the stream itself.
     return tokens
-
-
-def _through_norm(call: MixerCall, gradient: Tensor) -> Tensor:
-    """A gradient behind a norm, ahead of it, with the norm's denominator frozen."""
-    norm, x, y = call.module, _input(call), call.output.to(gradient.dtype)
-    eps = next((getattr(norm, n) for n in ("variance_epsilon", "eps") if hasattr(norm, n)), 1e-6)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    weight = getattr(norm, "weight", None)
-    weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach().to(x.dtype)
-    bias = getattr(norm, "bias", None)
-    y = y if bias is None else y - bias.detach().to(x.dtype)
-    rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    centred = x - x.mean(-1, keepdim=True)
-    std = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    # An RMS norm, one whose weight is stored less one (Gemma), or a layer norm: the one that
-    # gives what the norm returned.
-    for scale, source in ((weight * rms, x), ((1 + weight) * rms, x), (weight * std, centred)):
-        error = (scale * source - y).abs().amax()
-        if bool(error <= 2e-2 * y.abs().amax()):
-            pulled = scale * gradient
-            return pulled - pulled.mean(-1, keepdim=True) if source is centred else pulled
-    raise ValueError(
-        f"the model's last norm, {call.path} ({type(norm).__name__}), is neither an RMS norm nor "
-        "a layer norm; pass layer= and another aggregation for a map of one layer."
-    )

@@ -69,7 +69,7 @@ class MixerCall:
         value = self.arguments.get(name)
         if value is None:
             value = next(a for a in (*self.args, *self.kwargs.values()) if torch.is_tensor(a))
-        return value.detach().to(self.dtype)
+        return value.to(self.dtype)
 
     def token_mask(self, name: str = "attention_mask") -> Tensor | None:
         """The ``(B, L)`` padding mask the mixer was given, in the working dtype, or None."""
@@ -113,6 +113,9 @@ class FrozenMixer:
         activation (Tensor, optional): :math:`\sigma`, ``(B, L, D)``: for SiLU the sigmoid of
             its argument, times the padding mask. Default: None
         gate (Tensor, optional): g, ``(B, L, D)``. Default: None
+        gate_argument (Tensor, optional): z, ``(B, L, D)``, where the gate is SiLU or GELU of
+            it, so that gate and signal carry relevance alike (MambaLRP's half rule).
+            Default: None
         norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
         offset (Tensor, optional): a bias behind the norm, added to the gated output; it lies
             outside the operator. Broadcasts to ``(B, L, D)``. Default: None
@@ -127,6 +130,7 @@ class FrozenMixer:
     conv_bias: Tensor | None = None
     activation: Tensor | None = None
     gate: Tensor | None = None
+    gate_argument: Tensor | None = None
     norm: Tensor | None = None
     offset: Tensor | None = None
 
@@ -164,6 +168,10 @@ class FrozenMixer:
             right=self.activation if "activation" in chosen else None,
             conv=self.conv if "conv" in chosen else None,
         )
+
+    def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
+        """The scans the mixer adds up: each with the order of its tokens and its weight."""
+        return [(self, None, 1.0)]
 
     def gated_output(self) -> Tensor:
         """The input of the output projection, ``(B, L, D)``, by way of the operator."""

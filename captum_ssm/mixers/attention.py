@@ -101,7 +101,8 @@ def _record(call: MixerCall) -> dict[str, Any]:
             kwargs[cache] = None
     ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, keep)
     try:
-        module.forward(*call.args, **kwargs)
+        # The class's forward: an instance's may be wrapped, to watch the module itself.
+        type(module).forward(module, *call.args, **kwargs)
     finally:
         ALL_ATTENTION_FUNCTIONS._local_mapping.pop(_INTERFACE, None)
     gate = seen["gate"].to(call.dtype)

@@ -72,6 +72,7 @@ def _freeze_delta(
         conv_bias=conv.bias,
         activation=factor[..., -D:],
         gate=act(gate),
+        gate_argument=gate if act is F.silu else None,
         norm=rms_factor(recurrence.apply(values), weight, eps, H),
     )
 

@@ -46,6 +46,7 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
         B=ones,
         C=ones,
     )
+    z = call.linear(module.linear_y, x)
     return FrozenMixer(
         recurrence=recurrence,
         inputs=u,
@@ -53,5 +54,6 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
         out_weight=call.parameter(module.linear_out.weight),
         conv=conv.taps,
         conv_bias=conv.bias,
-        gate=module.act_fn(call.linear(module.linear_y, x)),
+        gate=module.act_fn(z),
+        gate_argument=z,
     )

@@ -6,9 +6,16 @@ In transformers: MiniMax. ``q, k, v = act(qkv_proj(x))``, a norm over all heads,
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer, rms_factor
+from captum_ssm.mixers._base import (
+    FrozenMixer,
+    MixerCall,
+    activation_factor,
+    register_mixer,
+    rms_factor,
+)
 from captum_ssm.operators import LinearAttentionOperator
 
 
@@ -17,11 +24,16 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
     """MiniMax's lightning attention."""
     module = call.module
     x, mask = call.tokens(), call.token_mask()
-    qkv = module.act_fn(call.linear(module.qkv_proj, x))
+    psi = call.linear(module.qkv_proj, x)
+    factor = activation_factor(module.act_fn, psi)
     if mask is not None:
-        qkv = qkv * mask[..., None]
+        factor = factor * mask[..., None]
     H, P = module.num_attention_heads, module.head_dim
-    q, k, v = qkv.unflatten(-1, (H, 3 * P)).split(P, -1)
+
+    def heads(t: Tensor) -> tuple[Tensor, ...]:
+        return t.unflatten(-1, (H, 3 * P)).split(P, -1)
+
+    q, k, v = heads(factor * psi)
     log_decay = -call.parameter(module.slope_rate).reshape(1, 1, H, 1)
     recurrence = LinearAttentionOperator(
         query=q, key=k, log_decay=log_decay.expand(*x.shape[:2], H, 1), width=P
@@ -30,7 +42,8 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
     norm = module.norm
     return FrozenMixer(
         recurrence=recurrence,
-        inputs=values,
+        inputs=heads(psi)[2].flatten(2),
+        activation=heads(factor)[2].flatten(2),
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.parameter(module.out_proj.weight),
         gate=torch.sigmoid(F.linear(x, call.parameter(module.output_gate.weight))),

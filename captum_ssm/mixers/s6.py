@@ -52,6 +52,7 @@ def _freeze(
         conv_bias=conv.bias,
         activation=activation,
         gate=F.silu(z),
+        gate_argument=z,
     )
 
 

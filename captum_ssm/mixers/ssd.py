@@ -84,6 +84,7 @@ def _freeze_ssd(
         conv_bias=conv.bias,
         activation=activation,
         gate=gate,
+        gate_argument=z,
         norm=scale,
     )
 

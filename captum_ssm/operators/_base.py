@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +119,10 @@ class TokenOperator(ABC):
             TokenOperator: with one map per channel.
         """
 
+    def detach(self) -> TokenOperator:
+        """The operator with coefficients outside any autograd graph."""
+        return _detached(self)
+
     def row_tile(self, start: int, stop: int) -> Tensor:
         """Rows ``start .. stop - 1`` of the mean over channels: ``(B, stop - start, L)``."""
         index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
@@ -192,3 +198,14 @@ def check_vecmat(reduction: str | None) -> bool:
     if reduction not in (None, "mean"):
         raise ValueError(f"reduction is {reduction!r}; vecmat accepts 'mean' and None.")
     return reduction == "mean"
+
+
+def _detached(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return value.detach()
+    if isinstance(value, tuple):
+        return tuple(_detached(v) for v in value)
+    if isinstance(value, TokenOperator) and is_dataclass(value):
+        parts = {f.name: _detached(getattr(value, f.name)) for f in fields(value)}
+        return replace(value, **parts)
+    return value

@@ -1,0 +1,70 @@
+"""Norms with their denominators frozen: linear maps of one token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from captum_ssm.mixers import MixerCall
+
+
+@dataclass(frozen=True)
+class FrozenNorm:
+    """A recorded norm as ``scale * x + bias``, or ``scale * (x - mean(x)) + bias``.
+
+    Args:
+        scale (Tensor): weight over denominator, ``(B, L, E)``.
+        centred (bool): whether the mean over features is taken away first (layer norms).
+        bias (Tensor, optional): ``(E,)``. Default: None
+    """
+
+    scale: Tensor
+    centred: bool
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, call: MixerCall) -> FrozenNorm | None:
+        """Read an RMS or layer norm off its call; None where it is neither."""
+        norm = call.module
+        x = first_input(call).detach()
+        if not x.is_floating_point() or x.shape != call.output.shape:
+            return None
+        y = call.output.detach().to(x.dtype)
+        eps = next(
+            (getattr(norm, n) for n in ("variance_epsilon", "eps") if hasattr(norm, n)), 1e-6
+        )
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
+        weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach().to(x.dtype)
+        bias = None if bias is None else bias.detach().to(x.dtype)
+        if weight.shape != x.shape[-1:]:
+            return None
+        rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        middle = x - x.mean(-1, keepdim=True)
+        std = torch.rsqrt(middle.square().mean(-1, keepdim=True) + eps)
+        # An RMS norm, one whose weight is stored less one (Gemma), or a layer norm: the one that
+        # gives what the norm returned.
+        forms = ((weight * rms, False), ((1 + weight) * rms, False), (weight * std, True))
+        for scale, centred in forms:
+            found = cls(scale, centred, bias)
+            if bool((found(x) - y).abs().amax() <= 2e-2 * y.abs().amax()):
+                return found
+        return None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The frozen norm of ``x (B, L, E)``."""
+        y = self.scale * (x - x.mean(-1, keepdim=True) if self.centred else x)
+        return y if self.bias is None else y + self.bias
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """A gradient behind the norm, ahead of it: ``(B, L, E)``."""
+        pulled = self.scale * gradient
+        return pulled - pulled.mean(-1, keepdim=True) if self.centred else pulled
+
+
+def first_input(call: MixerCall) -> Tensor:
+    """The first tensor a module was called with, in the working dtype."""
+    tensors = [a for a in (*call.args, *call.kwargs.values()) if torch.is_tensor(a)]
+    return tensors[0].to(call.dtype)

@@ -1,0 +1,246 @@
+"""MambaLRP: layer-wise relevance propagation through frozen mixers (Jafari et al., 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._captum import TargetType, format_output, is_tuple, log_usage
+from captum_ssm._capture import capture, is_norm
+from captum_ssm._frozen import (
+    FrozenLayer,
+    call_forward,
+    check_finite,
+    check_inputs,
+    check_reconstruction,
+    extra_arguments,
+    padding_mask,
+    read_score,
+    resolve_model,
+    token_shape,
+)
+from captum_ssm.attr._base import TokenAttribution, single_input
+from captum_ssm.attr._norms import FrozenNorm, first_input
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._base import activation_factor
+from captum_ssm.operators.band import causal_conv
+
+
+class MambaLRP(TokenAttribution):
+    r"""Gradient times input through a network whose data-dependent parts are frozen.
+
+    Relevance propagation that conserves the explained score (Jafari, Montavon, Müller & Eberle,
+    `MambaLRP <https://arxiv.org/abs/2406.07592>`_). The model runs once with its mixers, norms
+    and MLPs replaced by frozen ones that return the same values:
+
+    - a recurrence's coefficients (:math:`\Delta, A, B, C`; decays, keys and queries; attention
+      probabilities) are constants;
+    - an activation is its argument times a constant, :math:`\mathrm{SiLU}(x) = \sigma(x)\,x`;
+    - a SiLU or GELU gate shares relevance with the signal half and half, a sigmoid gate is a
+      constant;
+    - a norm's denominator is a constant.
+
+    What is left is linear in the embeddings, so that :math:`R_j = \sum_e x_{je}\,\partial s /
+    \partial x_{je}` adds up to the score s less what the biases contribute. Mixture-of-experts
+    layers and MLPs of an unknown form keep their plain gradient; the convergence delta says what
+    that costs.
+
+    Args:
+        forward_func (nn.Module, nnsight model or Callable): what is explained.
+        model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
+            where it is a plain callable. Default: None
+        check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
+
+    Examples::
+
+        >>> relevance, delta = MambaLRP(model).attribute(
+        ...     input_ids, target=token, return_convergence_delta=True
+        ... )
+    """
+
+    def get_name(self) -> str:
+        """The method's name."""
+        return "MambaLRP"
+
+    def has_convergence_delta(self) -> bool:
+        """True: relevance claims to add up to the score."""
+        return True
+
+    @log_usage()
+    def attribute(
+        self,
+        inputs: Any,
+        target: TargetType = None,
+        additional_forward_args: Any = None,
+        *,
+        position: Any = None,
+        return_convergence_delta: bool = False,
+    ) -> Any:
+        r"""Relevance of each input token for the target.
+
+        Args:
+            inputs (Tensor or tuple of one Tensor): token ids ``(B, L)``, embeddings
+                ``(B, L, E)`` or images ``(B, C, H, W)``.
+            target (int, tuple, Tensor or list, optional): as for
+                :class:`~captum_ssm.MambaAttribution`. Default: None
+            additional_forward_args (Any, optional): further arguments of ``forward_func``, as
+                in Captum; a dict is passed by keyword. Default: None
+            position (int or Tensor, optional): the token whose output is explained, an int or
+                ``(B,)``; None for the one the model reads its output from. Default: None
+            return_convergence_delta (bool, optional): also return the score less the sum of
+                relevance, ``(B,)``: what the biases contribute, and what parts of the model
+                that could not be frozen fail to conserve. Default: False
+
+        Returns:
+            Tensor or tuple: relevance of the shape of ``inputs``, zero on padding; a token's
+            is spread evenly over its embedding, a pixel's over its colours. With
+            ``return_convergence_delta`` a pair of it and the delta.
+
+        Raises:
+            ValueError: for inputs, a target or a position that are not accepted, an unsupported
+                model, or a mixer whose frozen operator does not reproduce its output.
+            TypeError: for inputs of a wrong type or dtype.
+        """
+        tensor = single_input(inputs)
+        model = resolve_model(self.forward_func, self.model)
+        check_inputs(tensor, model)
+        extra = extra_arguments(additional_forward_args, tensor)
+        leaves: list[Tensor] = []
+        if tensor.is_floating_point():
+            tensor = tensor.detach().clone().requires_grad_(True)
+            leaves.append(tensor)
+
+        def run() -> Any:
+            return call_forward(self.forward_func, tensor, extra)
+
+        captured = capture(
+            run,
+            model,
+            gradients=True,
+            also=_is_frozen_by_lrp,
+            substitute=lambda call: _substitute(call, leaves, self.check),
+        )
+        shape = token_shape(captured.calls, tensor)
+        mask = padding_mask(captured, *shape)
+        check_finite(captured.calls)
+        _, score = read_score(captured, target, position, mask, shape)
+        if not leaves:
+            raise ValueError(
+                "the model embeds its ids by something other than a torch.nn.Embedding, so the "
+                "start of the propagation is not known; explain the embeddings instead."
+            )
+        (gradient,) = torch.autograd.grad(score.sum(), leaves[0])
+        leaf = leaves[0].detach()
+        working = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        relevance = leaf.to(working) * gradient.to(working)
+        features = 1 if relevance.dim() == 4 else -1
+        relevance = relevance.sum(features)
+        if mask is not None and relevance.dim() == 2:
+            relevance = relevance * mask
+        delta = score.detach().to(working) - relevance.flatten(1).sum(1)
+        if single_input(inputs).is_floating_point():
+            width = leaf.shape[features]
+            relevance = (relevance / width).unsqueeze(features).expand_as(leaf).contiguous()
+        result = format_output(is_tuple(inputs), (relevance,))
+        return (result, delta) if return_convergence_delta else result
+
+
+def frozen_output(mixer: FrozenMixer) -> Tensor:
+    """A mixer's output, ``(B, L, E)``, differentiable in its inputs by the rules above.
+
+    Args:
+        mixer (FrozenMixer): read from a call whose tensors are alive in a graph.
+    """
+    total = torch.zeros_like(mixer.inputs)
+    for scan, order, weight in mixer.scans_in_order():
+        y = weight * _gated(scan)
+        total = total + y if order is None else total.index_add(1, order, y)
+    if mixer.offset is not None:
+        total = total + mixer.offset.detach()
+    return mixer.out_proj(total)
+
+
+def _gated(mixer: FrozenMixer) -> Tensor:
+    v = mixer.inputs
+    if mixer.conv is not None:
+        v = causal_conv(v, mixer.conv)
+    if mixer.conv_bias is not None:
+        v = v + mixer.conv_bias
+    if mixer.activation is not None:
+        v = v * mixer.activation.detach()
+    y = mixer.recurrence.detach().apply(v)
+    if mixer.skip is not None:
+        y = y + mixer.skip * v
+    if mixer.norm is not None:
+        y = y * mixer.norm.detach()
+    if mixer.gate is None:
+        return y
+    if mixer.gate_argument is None:
+        return y * mixer.gate.detach()
+    z = mixer.gate_argument
+    tiny = torch.where(z.abs() < 1e-6, torch.full_like(z, 1e-6), z).detach()
+    return _halves(y, z * (mixer.gate.detach() / tiny))
+
+
+def _halves(a: Tensor, b: Tensor) -> Tensor:
+    # The product, with half of its relevance to each factor.
+    return 0.5 * (a * b.detach() + a.detach() * b)
+
+
+def _is_frozen_by_lrp(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or is_norm(module) or _is_mlp(module)
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    names = module._modules
+    return "up_proj" in names and "down_proj" in names
+
+
+def _substitute(call: MixerCall, leaves: list[Tensor], check: bool) -> Any:
+    if isinstance(call.module, nn.Embedding):
+        if leaves:
+            return call.result
+        leaves.append(call.result.detach().clone().requires_grad_(True))
+        return leaves[0]
+    frozen: Tensor | None
+    adapter = find_adapter(call.module)
+    if adapter is not None:
+        mixer = adapter(call)
+        if check:
+            with torch.no_grad():
+                check_reconstruction(FrozenLayer(call.path, call, mixer, 0), None)
+        frozen = frozen_output(mixer)
+    elif is_norm(call.module):
+        norm = FrozenNorm.of(call)
+        frozen = None if norm is None else norm(first_input(call))
+    else:
+        frozen = _mlp(call)
+    if frozen is None:
+        return call.result
+    # The model goes on with the very values it computed.
+    value = call.output
+    frozen = frozen.to(value.dtype)
+    frozen = frozen + (value - frozen).detach()
+    if isinstance(call.result, (tuple, list)):
+        return type(call.result)([frozen, *call.result[1:]])
+    return frozen
+
+
+def _mlp(call: MixerCall) -> Tensor | None:
+    """A gated or plain MLP with its activation frozen; None where it computes something else."""
+    module, x = call.module, first_input(call).to(call.output.dtype)
+    act: Callable[[Tensor], Tensor] | None = getattr(module, "act_fn", getattr(module, "act", None))
+    if act is None:
+        return None
+    up = module.up_proj(x)
+    if "gate_proj" in module._modules:
+        argument = module.gate_proj(x)
+        gate = argument * activation_factor(act, argument).detach()
+        y = module.down_proj(_halves(gate, up))
+    else:
+        y = module.down_proj(up * activation_factor(act, up).detach())
+    near = (y - call.output).abs().amax() <= 2e-2 * call.output.abs().amax()
+    return y if bool(near) else None
