@@ -90,9 +90,6 @@ class FrozenScans(FrozenMixer):
         total = self.scale * _added_up(parts, self.orders)
         return total if self.offset is None else total + self.offset
 
-    def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
-        return [(s, o, self.scale) for s, o in zip(self.scans, self.orders, strict=True)]
-
 
 def _added_up(parts: Sequence[Tensor], orders: tuple[Tensor, ...]) -> Tensor:
     # Outputs (B, L, D) over the scans' own orders, summed in the image's.
