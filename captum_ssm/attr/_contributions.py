@@ -50,7 +50,12 @@ class Contributions:
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; accepted are {ACTIVATIONS}.")
-        self.parts = [_Part.of(mixer, activation, mask) for mixer in mixers]
+        self.mixers = mixers
+        self.parts = [
+            _Part.of(scan, order, weight, activation, mask)
+            for mixer in mixers
+            for scan, order, weight in mixer.scans_in_order()
+        ]
         self.batch, self.length, _, _ = mixers[0].recurrence.sizes
         self.width = mixers[0].out_weight.shape[0]
         self.is_causal = all(mixer.recurrence.is_causal for mixer in mixers)
@@ -61,11 +66,15 @@ class Contributions:
 
     def total(self) -> Tensor:
         """The sum of all contributions at each token, ``(B, L, E)``, in linear time."""
-        return sum_of([part.total() for part in self.parts])
+        return sum_of([part.restore(part.total(), 1) for part in self.parts])
 
     def bias(self) -> Tensor:
-        """What the output holds that is no token's, broadcasts to ``(B, L, E)``."""
-        return sum_of([part.bias() for part in self.parts])
+        """What the output holds that is no token's, ``(B, L, E)``."""
+        found = []
+        for mixer in self.mixers:
+            zero = torch.zeros_like(mixer.inputs)
+            found.append(mixer.out_proj(zero if mixer.offset is None else zero + mixer.offset))
+        return sum_of(found)
 
     def dot_row(self, direction: Tensor) -> Tensor:
         """sum_i direction_i . T_i(x_j): ``(B, L)``, in linear time and without vectors.
@@ -73,22 +82,26 @@ class Contributions:
         Args:
             direction (Tensor): ``(B, L, E)``.
         """
-        out = direction.new_zeros(self.batch, self.length)
-        ones = torch.ones_like(out)
+        total = direction.new_zeros(self.batch, self.length)
+        ones = torch.ones_like(total)
         for part in self.parts:
+            out = torch.zeros_like(total)
             for lag, operator in part.scored(direction):
                 row = operator.vecmat(ones, "mean") * operator.channels
                 out[:, : self.length - lag] += row[:, lag:]
-        return out
+            total += part.restore(out, 1)
+        return total
 
     def dot_matrix(self, direction: Tensor) -> Tensor:
         """direction_i . T_i(x_j) for every pair: ``(B, L, L)``, without vectors."""
-        out = direction.new_zeros(self.batch, self.length, self.length)
+        total = direction.new_zeros(self.batch, self.length, self.length)
         for part in self.parts:
+            out = torch.zeros_like(total)
             for lag, operator in part.scored(direction):
                 matrix = operator.matrix("mean") * operator.channels
                 out[..., : self.length - lag] += matrix[..., lag:]
-        return out
+            total += part.restore(part.restore(out, 1), 2)
+        return total
 
     def reduced_tiles(
         self, reduce: Callable[[Tensor, slice], Tensor], entries: int = 1 << 22
@@ -117,19 +130,38 @@ class Contributions:
 
 @dataclass(frozen=True)
 class _Part:
-    # One mixer, with what its tokens put into the recurrence by lag, and its row factors.
+    # One scan of a mixer in its own order of the tokens, what its tokens put into the recurrence
+    # by lag, its row factors, and the place of each token in the scan.
     mixer: FrozenMixer
     lagged: list[Tensor]
     left: Tensor | None
+    order: Tensor | None
+    place: Tensor | None
 
     @classmethod
-    def of(cls, mixer: FrozenMixer, activation: str, mask: Tensor | None) -> _Part:
+    def of(
+        cls,
+        mixer: FrozenMixer,
+        order: Tensor | None,
+        weight: float,
+        activation: str,
+        mask: Tensor | None,
+    ) -> _Part:
+        if mask is not None and order is not None:
+            mask = mask[:, order]
         lagged = _lagged_values(mixer, activation, mask)
-        return cls(mixer, lagged, product(mixer.gate, mixer.norm))
+        if weight != 1.0:
+            lagged = [weight * values for values in lagged]
+        place = None if order is None else torch.argsort(order)
+        return cls(mixer, lagged, product(mixer.gate, mixer.norm), order, place)
 
     @property
     def weight(self) -> Tensor:
         return self.mixer.out_weight
+
+    def restore(self, values: Tensor, dim: int) -> Tensor:
+        # From the scan's order of the tokens to the model's.
+        return values if self.place is None else values.index_select(dim, self.place)
 
     def total(self) -> Tensor:
         values = sum_of(self.lagged)
@@ -140,12 +172,9 @@ class _Part:
             y = y * self.left
         return y @ self.weight.mT
 
-    def bias(self) -> Tensor:
-        zero = torch.zeros_like(self.mixer.values)
-        return self.mixer.out_proj(zero if self.mixer.offset is None else zero + self.mixer.offset)
-
     def scored(self, direction: Tensor) -> Iterator[tuple[int, TokenOperator]]:
         # The operators, one a tap, whose channel sum is the dot product with the direction.
+        direction = direction if self.order is None else direction[:, self.order]
         score = direction @ self.weight  # (B, L, D)
         if self.left is not None:
             score = score * self.left
@@ -160,6 +189,8 @@ class _Part:
         # channels at a time, small enough to stay in cache, then one matrix product.
         operator, weight = self.mixer.recurrence, self.weight
         B, L, D, M = operator.sizes
+        if self.place is not None:
+            index = self.place[index]
         P, R = D // M, index.shape[1]
         out = weight.new_zeros(B, weight.shape[0], R * columns)
         step = max(1, channels // P)
@@ -179,7 +210,7 @@ class _Part:
                 at = index[..., None].expand(-1, -1, z.shape[1])
                 z *= self.left[..., part].gather(1, at).mT[..., None]
             out.baddbmm_(weight[:, part].expand(B, -1, -1), z.flatten(2))
-        return out.unflatten(-1, (R, columns))
+        return self.restore(out.unflatten(-1, (R, columns)), 3)
 
     def _add_skip(self, z: Tensor, index: Tensor, lag: int, x: Tensor, part: slice) -> None:
         if self.mixer.skip is None:

@@ -207,6 +207,20 @@ class LaTIM(TokenAttribution):
             parts = _contributions(chosen, activation, frozen.mask)
             return parts.vectors(frozen.row_index(rows))
 
+    def layer_errors(
+        self, inputs: Any, *, activation: str = "silu", additional_forward_args: Any = None
+    ) -> list[Tensor]:
+        """The decomposition error of each layer, ``(B,)``, relative to the layer's output.
+
+        The arguments are those of :meth:`attribute`.
+        """
+        frozen = self._freeze_all(inputs, additional_forward_args, None, False)
+        with torch.no_grad():
+            return [
+                _layer_error([layer], _contributions([layer], activation, frozen.mask), frozen.mask)
+                for layer in frozen.layers
+            ]
+
     def _freeze_all(
         self, inputs: Any, additional_forward_args: Any, target: Tensor | None, to_logit: bool
     ) -> FrozenModel:
@@ -265,7 +279,7 @@ def _contributions(
 
 
 def _output(layers: Sequence[FrozenLayer]) -> Tensor:
-    return sum_of([layer.call.output.to(layer.mixer.values.dtype) for layer in layers])
+    return sum_of([layer.call.output.to(layer.mixer.inputs.dtype) for layer in layers])
 
 
 def _reduction(

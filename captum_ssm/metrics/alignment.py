@@ -1,0 +1,135 @@
+"""How well a token-to-token map agrees with a known alignment.
+
+The generic parts, area under the ROC curve and average precision, are scikit-learn's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Links = Iterable[tuple[int, int]]
+
+
+def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) -> dict[str, float]:
+    """AUC, average precision and recall at K of a map against a ground-truth matrix.
+
+    Per query row, as in the evaluation of word-level explanations by Fomicheva et al. (2021)
+    that Pitorro & Treviso (2025, section 4.1) use; averaged over rows that mark at least one
+    token and leave at least one unmarked.
+
+    Args:
+        scores (Tensor): ``(..., R, L)``, higher is more relevant.
+        truth (Tensor): of the same shape or broadcastable to it, nonzero where a token belongs
+            to a query.
+        mask (Tensor, optional): likewise, zero for tokens that are not candidates (the future,
+            padding). Default: None
+
+    Returns:
+        dict: ``"auc"``, ``"ap"`` and ``"recall_at_k"``, K being the number of tokens marked in
+        the row; ``"rows"``, how many rows they are averaged over.
+
+    Raises:
+        ValueError: where shapes do not fit, scores are not finite, or no row can be scored.
+    """
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    try:
+        truth = truth.expand_as(scores) if truth.shape != scores.shape else truth
+        mask = torch.ones_like(scores) if mask is None else mask.expand_as(scores)
+    except RuntimeError as error:
+        raise ValueError(
+            f"scores has shape {tuple(scores.shape)} and truth {tuple(truth.shape)}; truth and "
+            "mask have to broadcast to the scores."
+        ) from error
+    if not bool(torch.isfinite(scores).all()):
+        raise ValueError("scores holds NaN or Inf.")
+    length = scores.shape[-1]
+    totals = {"auc": 0.0, "ap": 0.0, "recall_at_k": 0.0}
+    rows = 0
+    for s, t, m in zip(
+        _rows(scores, length), _rows(truth, length), _rows(mask, length), strict=True
+    ):
+        keep = m != 0
+        s, t = s[keep], t[keep] != 0
+        k = int(t.sum())
+        if k == 0 or k == len(t):
+            continue
+        rows += 1
+        totals["auc"] += float(roc_auc_score(t, s))
+        totals["ap"] += float(average_precision_score(t, s))
+        best = np.argsort(-s, kind="stable")[:k]
+        totals["recall_at_k"] += float(t[best].mean())
+    if rows == 0:
+        raise ValueError("truth marks no token, or every one, in each row: nothing to score.")
+    return {**{name: total / rows for name, total in totals.items()}, "rows": rows}
+
+
+def hit_rate(scores: Tensor, source: Tensor, within: int = 1) -> float:
+    """How often a query's largest score is within some tokens of the right one.
+
+    Args:
+        scores (Tensor): ``(..., R, L)``.
+        source (Tensor): ``(..., R)`` int64, the right token of each query.
+        within (int, optional): accepted distance; 1 is the three diagonals of Pitorro & Treviso
+            (2025, section 4.1). Default: 1
+    """
+    distance = (scores.argmax(-1) - source).abs()
+    return float((distance <= within).double().mean())
+
+
+def alignment_error_rate(predicted: Links, sure: Links, possible: Links | None = None) -> float:
+    r"""Alignment error rate with sure and possible links (Och & Ney, 2003).
+
+    :math:`1 - (|A \cap S| + |A \cap P|) / (|A| + |S|)`, P including S.
+
+    Args:
+        predicted (iterable of pairs): A, links (source, target).
+        sure (iterable of pairs): S.
+        possible (iterable of pairs, optional): P; S is added to it. Default: None
+
+    Raises:
+        ValueError: where neither a predicted nor a sure link is given.
+    """
+    found, must = set(predicted), set(sure)
+    may = must | set(possible or ())
+    if not found and not must:
+        raise ValueError("neither predicted nor sure holds a link; the rate is not defined.")
+    return 1 - (len(found & must) + len(found & may)) / (len(found) + len(must))
+
+
+def links(scores: Tensor, rows: Iterable[int] | None = None) -> set[tuple[int, int]]:
+    """Each query's best token as a link ``(token, query)``, from a map ``(R, L)``."""
+    best = scores.argmax(-1).tolist()
+    return {(j, i) for i, j in enumerate(best) if rows is None or i in set(rows)}
+
+
+def decomposition_error(
+    latim: Any, inputs: Any, *, activation: str = "silu", additional_forward_args: Any = None
+) -> list[float]:
+    """LaTIM's decomposition error in each layer (Pitorro & Treviso, 2025, section 3.3, table 4).
+
+    Args:
+        latim (LaTIM): the method.
+        inputs (Tensor): as for :meth:`captum_ssm.LaTIM.attribute`.
+        activation (str, optional): its choice of f. Default: ``"silu"``
+        additional_forward_args (Any, optional): as for ``attribute``. Default: None
+
+    Returns:
+        list of float: per layer, the norm of what the contributions miss of its output relative
+        to the output's, averaged over examples. Zero for ``"gate"``, up to rounding.
+    """
+    return [
+        float(error.mean())
+        for error in latim.layer_errors(
+            inputs, activation=activation, additional_forward_args=additional_forward_args
+        )
+    ]
+
+
+def _rows(values: Tensor, length: int) -> np.ndarray:
+    return values.detach().reshape(-1, length).double().cpu().numpy()
