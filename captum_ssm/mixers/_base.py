@@ -137,8 +137,7 @@ class FrozenMixer:
     @cached_property
     def values(self) -> Tensor:
         """v, ``(B, L, D)``, what the recurrence acts on."""
-        v = self.inputs if self.conv is None else causal_conv(self.inputs, self.conv)
-        v = v if self.conv_bias is None else v + self.conv_bias
+        v = ShortConv(self.inputs, self.conv, self.conv_bias).output
         return v if self.activation is None else v * self.activation
 
     def operator(
@@ -242,28 +241,29 @@ def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) ->
 
 @dataclass(frozen=True)
 class ShortConv:
-    """A causal depthwise convolution at one input.
+    """A causal depthwise convolution at one input, or none at all.
 
     Args:
         inputs (Tensor): u, ``(B, L, D)``.
-        taps (Tensor): ``(D, K)``.
-        bias (Tensor, optional): ``(D,)``.
+        taps (Tensor, optional): ``(D, K)``. Default: None
+        bias (Tensor, optional): ``(D,)``. Default: None
     """
 
     inputs: Tensor
-    taps: Tensor
-    bias: Tensor | None
+    taps: Tensor | None = None
+    bias: Tensor | None = None
 
     @cached_property
     def output(self) -> Tensor:
         """conv(u) + bias, ``(B, L, D)``."""
-        psi = causal_conv(self.inputs, self.taps)
+        psi = self.inputs if self.taps is None else causal_conv(self.inputs, self.taps)
         return psi if self.bias is None else psi + self.bias
 
-    def channels(self, start: int, stop: int) -> ShortConv:
+    def channels(self, index: slice | Tensor) -> ShortConv:
         """The same convolution of some channels only."""
-        bias = None if self.bias is None else self.bias[start:stop]
-        return ShortConv(self.inputs[..., start:stop], self.taps[start:stop], bias)
+        taps = None if self.taps is None else self.taps[index]
+        bias = None if self.bias is None else self.bias[index]
+        return ShortConv(self.inputs[..., index], taps, bias)
 
 
 def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:

@@ -62,7 +62,7 @@ def _freeze_delta(
     )
     weight, eps = call.parameter(norm.weight), norm.variance_epsilon
     act = _ACTIVATIONS[norm.activation]
-    conv = conv.channels(2 * keys, 2 * keys + D)
+    conv = conv.channels(slice(2 * keys, None))
     return FrozenMixer(
         recurrence=recurrence,
         inputs=conv.inputs,

@@ -28,7 +28,7 @@ from captum_ssm.mixers._base import (
 from captum_ssm.operators import LinearAttentionOperator
 
 
-def _freeze_ssd(
+def freeze_scan(
     call: MixerCall,
     *,
     projected: tuple[Tensor, Tensor, Tensor],
@@ -39,6 +39,7 @@ def _freeze_ssd(
     out_proj: Callable[[Tensor], Tensor],
     out_weight: Tensor,
     mask: Tensor | None = None,
+    act: Callable[[Tensor], Tensor] | None = None,
 ) -> FrozenMixer:
     """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None is no norm."""
     module = call.module
@@ -47,7 +48,7 @@ def _freeze_ssd(
     D = H * width
     N = (mixed.shape[-1] - D) // (2 * groups)
     conv = short_conv(call, module.conv1d, mixed)
-    factor = activation_factor(module.act, conv.output)
+    factor = activation_factor(act or module.act, conv.output)
     if mask is not None:
         factor = factor * mask[..., None]
     activation = factor[..., :D]
@@ -73,7 +74,7 @@ def _freeze_ssd(
         scale = rms_factor(
             y if norm_before_gate else y * gate, call.parameter(norm.weight), eps, D // size
         )
-    conv = conv.channels(0, D)
+    conv = conv.channels(slice(0, D))
     return FrozenMixer(
         recurrence=recurrence,
         inputs=conv.inputs,
@@ -109,7 +110,7 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
     before: bool | None = getattr(module.norm, "norm_before_gate", False)
     if getattr(module, "mamba_rms_norm", True) is False:
         before = None
-    return _freeze_ssd(
+    return freeze_scan(
         call,
         projected=(z, mixed, step),
         width=module.head_dim,
@@ -141,7 +142,7 @@ def freeze_mamba_ssm(call: MixerCall) -> FrozenMixer:
             y = torch.cat([F.silu(gate) * up, y], -1)
         return call.linear(module.out_proj, y)
 
-    return _freeze_ssd(
+    return freeze_scan(
         call,
         projected=(z, u, step),
         width=module.headdim,

@@ -48,8 +48,9 @@ class LinearAttentionOperator(HeadOperator):
         width (int): P, the channels of a head.
         erase (Tensor, optional): e, ``(B, L, H, N)``. Default: None
         probe (Tensor, optional): r, ``(B, L, H, N)``, given with ``erase``. Default: None
-        strict (bool, optional): the output reads the state before the token's own write, so
-            that the diagonal is zero (RWKV). Default: False
+        bonus (Tensor, optional): ``(B, L, H)``. With it the output reads the state ahead of the
+            token's own decay and write, and the token's own value enters with this weight
+            (RWKV). Default: None
     """
 
     query: Tensor
@@ -58,7 +59,7 @@ class LinearAttentionOperator(HeadOperator):
     width: int
     erase: Tensor | None = None
     probe: Tensor | None = None
-    strict: bool = False
+    bonus: Tensor | None = None
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -126,11 +127,13 @@ class LinearAttentionOperator(HeadOperator):
         q, k = part(self.query), part(self.key)
         steps = part(self.log_decay).double().clamp(min=MIN_LOG_DECAY)
         total = steps.cumsum(2)  # from the boundary to the token
-        seen = total
-        if self.strict:
-            seen = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2)
+        seen, own = total, 0
+        if self.bonus is not None:
+            seen, own = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2), -1
+        qk = _scores(q, k, seen, total, own)
+        if self.bonus is not None:
+            qk = qk + torch.diag_embed(self.bonus[:, at, start:stop].mT)
         to_end = _exp(total[:, :, -1:] - total, q.dtype)
-        own = -1 if self.strict else 0
         delta = None
         if self.erase is not None and self.probe is not None:
             e, r = part(self.erase), part(self.probe)
@@ -144,7 +147,7 @@ class LinearAttentionOperator(HeadOperator):
         return _Chunk(
             q_in=q * _exp(seen, q.dtype),
             k_out=k * to_end,
-            qk=_scores(q, k, seen, total, own),
+            qk=qk,
             through=_exp(total[:, :, -1], q.dtype)[..., None],
             delta=delta,
         )
@@ -211,5 +214,7 @@ def naive_matrix(op: LinearAttentionOperator) -> Tensor:
                 state = state - op.erase[:, t].double() * found
             if t == j:
                 state = state + k[:, t]
-            out[:, :, t, j] = (q[:, t] * (before if op.strict else state)).sum(-1)
+            out[:, :, t, j] = (q[:, t] * (state if op.bonus is None else before)).sum(-1)
+        if op.bonus is not None:
+            out[:, :, j, j] += op.bonus[:, j].double()
     return out
