@@ -64,7 +64,7 @@ class FrozenScans(FrozenMixer):
     grid: tuple[int, int] | None = None
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         raise AttributeError("a mixer of several scans has values per scan; see FrozenScans.scans.")
 
     def operator(
@@ -198,8 +198,8 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
         )
     # v1 scans the same values twice, with the same coefficients but the decay.
     back = _direction(call, forward.values, "", "A_b_log")
-    back = DiagonalOperator(*(t.flip(1) for t in (back.dt, back.right)), back.A,
-                            *(t.flip(1) for t in (back.B, back.C)))  # fmt: skip
+    dt, B, C = (t.flip(1) for t in (back.dt, back.B, back.C))
+    back = DiagonalOperator(dt, dt, back.A, B, C)
     return FrozenMixer(
         recurrence=SumOperator((forward.recurrence, PermutedOperator(back, places.flip(0)))),
         inputs=u,

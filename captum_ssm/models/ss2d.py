@@ -80,9 +80,8 @@ class SS2D(nn.Module):
             u, z = u.chunk(2, -1)
         psi = depthwise_conv(u, self.conv2d.weight[:, 0], self.grid)
         v = self.act(psi if self.conv2d.bias is None else psi + self.conv2d.bias)
-        y: Tensor | int = 0
-        for k, order in enumerate(scan_orders(self.grid, v.device)):
-            y = y + self._scan(v[:, order], k)[:, torch.argsort(order)]
+        orders = enumerate(scan_orders(self.grid, v.device))
+        y = torch.stack([self._scan(v[:, o], k)[:, torch.argsort(o)] for k, o in orders]).sum(0)
         normed = self.out_norm(y.to(self.out_norm.weight.dtype))
         return self.out_proj(normed if z is None else normed * F.silu(z))
 
@@ -94,7 +93,8 @@ class SS2D(nn.Module):
         wide = torch.promote_types(v.dtype, torch.float32)
         A = -torch.exp(self.A_logs.view(4, inner, state)[k].to(wide))
         D = self.Ds.view(4, inner)[k].to(wide)
-        return selective_scan(*(t.to(wide) for t in (v, dt)), A, B.to(wide), C.to(wide), D)
+        v, dt, B, C = (t.to(wide) for t in (v, dt, B, C))
+        return selective_scan(v, dt, A, B, C, D)
 
 
 def scan_orders(grid: tuple[int, int], device: torch.device | None = None) -> list[Tensor]:

@@ -110,11 +110,9 @@ class BidirectionalMamba(nn.Module):
         step, B, C = found.split([found.shape[-1] - 2 * state, state, state], -1)
         dt = F.softplus(getattr(self, f"dt_proj{suffix}")(step))
         wide = torch.promote_types(v.dtype, torch.float32)
-        A = -torch.exp(getattr(self, rates).to(wide))
-        return selective_scan(
-            *(t.to(wide) for t in (v, dt)), A, *(t.to(wide) for t in (B, C)),
-            getattr(self, f"D{suffix}").to(wide),
-        )  # fmt: skip
+        A, D = (getattr(self, name).to(wide) for name in (rates, f"D{suffix}"))
+        v, dt, B, C = (t.to(wide) for t in (v, dt, B, C))
+        return selective_scan(v, dt, -torch.exp(A), B, C, D)
 
 
 class Block(nn.Module):
@@ -128,7 +126,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(B, L, E)`` to ``(B, L, E)``, the stream in float32 at least."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return x.to(wide) + self.mixer(self.norm(x.to(self.norm.weight.dtype))).to(wide)
+        weight: Tensor = self.norm.weight  # type: ignore[assignment]
+        return x.to(wide) + self.mixer(self.norm(x.to(weight.dtype))).to(wide)
 
 
 class PatchEmbed(nn.Module):
@@ -221,6 +220,7 @@ class VisionMamba(nn.Module):
     def from_state_dict(
         cls,
         state: Mapping[str, Any],
+        /,
         *,
         image_size: int | tuple[int, int] | None = None,
         stride: int | tuple[int, int] | None = None,
@@ -255,8 +255,8 @@ class VisionMamba(nn.Module):
         if tokens != 1:
             options["cls"] = "ends" if tokens == 2 else None
         elif "cls" not in options:
-            shape = tuple((n - p) // s + 1 for n, p, s in zip(size, patch, step, strict=True))
-            options["cls"] = "middle" if pos is None else find_cls(pos, shape)
+            rows, columns = ((n - p) // s + 1 for n, p, s in zip(size, patch, step, strict=True))
+            options["cls"] = "middle" if pos is None else find_cls(pos, (rows, columns))
         prefix = "layers.0.mixer."
         mixer = {name[len(prefix) :]: w for name, w in sd.items() if name.startswith(prefix)}
         kind = "v2" if "x_proj_b.weight" in mixer else "v1" if "A_b_log" in mixer else "none"
@@ -345,7 +345,7 @@ class VisionMamba(nn.Module):
                 nn.init.zeros_(p)
             elif name.endswith("out_proj.weight"):
                 with torch.no_grad():
-                    p /= math.sqrt(depth)
+                    p.div_(math.sqrt(depth))
 
 
 def find_cls(pos_embed: Tensor, shape: tuple[int, int], margin: float = 0.9) -> str:

@@ -1,0 +1,704 @@
+"""Vision Mamba and SS2D: the published numbers, their operators, and relevance on pixels."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from captum.attr import IntegratedGradients, LayerAttribution, NoiseTunnel, visualization
+from models import randomize
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm import (
+    MambaAttribution,
+    MambaRollout,
+    RawAttention,
+    ReconstructionError,
+    UnifiedImplicitAttention,
+    hidden_attention,
+)
+from captum_ssm._frozen import freeze
+from captum_ssm.models import SS2D, BidirectionalMamba, TokenGrid, VisionMamba, vision_mamba
+from captum_ssm.models.vision_mamba import find_cls
+from captum_ssm.operators import (
+    ConvolvedOperator,
+    DiagonalOperator,
+    PermutedOperator,
+    TokenOperator,
+)
+
+FILE = Path(__file__).parent / "golden" / "vim_tiny.npz"
+CLS = ("start", "middle", "end", "ends", None)
+
+
+@cache
+def golden() -> dict[str, Tensor]:
+    with np.load(FILE) as z:
+        names = [name for name in z.files if name != "config_json"]
+        return {name: torch.from_numpy(z[name]) for name in names}
+
+
+def golden_model() -> VisionMamba:
+    state = {name[3:]: value for name, value in golden().items() if name.startswith("sd/")}
+    return VisionMamba.from_state_dict(state)
+
+
+def small(size=(12, 20), **changes) -> VisionMamba:
+    """A random model of 15 patches, 3 x 5, in float64."""
+    torch.manual_seed(0)
+    options = {"classes": 5, "width": 8, "depth": 2, "state": 4, "dt_rank": 2} | changes
+    return randomize(VisionMamba(size, 4, **options)).double().eval()
+
+
+def images(count: int = 2, size=(12, 20), colours: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, colours, *size, generator=generator, dtype=torch.float64)
+
+
+# The published model
+
+
+def test_golden_logits_and_mixers():
+    g, model, seen = golden(), golden_model(), {}
+    for n, layer in enumerate(model.layers):
+        layer.mixer.register_forward_hook(lambda m, a, out, n=n: seen.update({n: (a[0], out)}))
+    with torch.no_grad():
+        logits = model(g["image"])
+    torch.testing.assert_close(logits, g["logits"], rtol=1e-5, atol=1e-5)
+    for n, (x, y) in seen.items():
+        torch.testing.assert_close(x, g[f"mixer{n}_in"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(y, g[f"mixer{n}_out"], rtol=1e-5, atol=1e-5)
+
+
+def test_golden_matrices_of_both_directions():
+    g, model = golden(), golden_model()
+    found = hidden_attention(model, g["image"])
+    frozen = freeze(model, None, g["image"])
+    assert list(found) == [f"layers.{n}.mixer" for n in range(4)]
+    for n, layer in enumerate(frozen.layers):
+        truth = [g[f"attn_matrix_{way}_fp32_L{n}"] for way in "ab"]
+        torch.testing.assert_close(found[layer.name], truth[0] + truth[1], atol=1e-4, rtol=0)
+        for part, expected in zip(layer.mixer.recurrence.parts, truth, strict=True):
+            torch.testing.assert_close(part.matrix(), expected, atol=1e-4, rtol=0)
+        assert truth[1].triu(1).abs().max() > 0.01
+        assert truth[1].tril(-1).abs().max() == 0
+
+
+def test_golden_configuration_is_read_off_the_weights():
+    model, config = golden_model(), json.loads(str(np.load(FILE)["config_json"]))
+    grid = model.token_grid(32, 32)
+    assert model.image_size == (config["img_size"],) * 2
+    assert model.cls_tokens() == [config["cls_pos"]] == [8]
+    assert grid.shape == (4, 4)
+    assert grid.index.flatten().tolist() == [t for t in range(17) if t != 8]
+    mixer = model.layers[0].mixer
+    assert (mixer.bimamba_type, mixer.if_divide_out) == ("v2", True)
+    assert mixer.A_log.shape == (48, config["ssm_cfg"]["d_state"])
+
+
+@pytest.mark.parametrize("wrapper", [None, "model", "module."])
+def test_a_published_checkpoint_at_224_pixels(wrapper):
+    """The sizes of the published tiny model, at a depth that a test can afford."""
+    torch.manual_seed(0)
+    source = VisionMamba(depth=3)
+    state = source.state_dict()
+    assert state["pos_embed"].shape == (1, 197, 192)
+    if wrapper == "model":
+        state = {"model": state, "epoch": 300}
+    elif wrapper == "module.":
+        state = {f"module.{name}": value for name, value in state.items()}
+    model = VisionMamba.from_state_dict(state)
+    assert (model.image_size, model.cls_tokens()) == ((224, 224), [98])
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert torch.equal(model(x), source.eval()(x))
+    relevance = MambaAttribution(model).attribute(x, target=7)
+    assert relevance.shape == x.shape
+    assert relevance.abs().max() > 0
+
+
+OPTIONS = {
+    "v1": {"bimamba_type": "v1"},
+    "one direction": {"bimamba_type": "none"},
+    "layer norm": {"norm": "layer"},
+    "biases": {"bias": True, "conv_bias": False},
+    "layer scale": {"layer_scale": 0.3},
+    "no positions": {"positions": False},
+    "features": {"classes": 0},
+    "two cls": {"cls": "ends"},
+    "no cls": {"cls": None},
+    "overlap": {"stride": 2},
+    "grey": {"channels": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_state_dicts_come_back(name):
+    model = small(**OPTIONS[name])
+    again = VisionMamba.from_state_dict(model.state_dict(), image_size=(12, 20))
+    x = images(colours=OPTIONS[name].get("channels", 3))
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "expected"),
+    [
+        ({"cls": "start"}, {"cls": "start"}, "start"),
+        ({"cls": None, "pool": "last"}, {"pool": "last"}, None),
+        ({"if_divide_out": False}, {"if_divide_out": False}, "middle"),
+    ],
+)
+def test_what_weights_do_not_tell_can_be_said(changes, options, expected):
+    model = small(**changes)
+    again = VisionMamba.from_state_dict(model.state_dict(), image_size=(12, 20), **options)
+    assert again.cls == expected
+    with torch.no_grad():
+        torch.testing.assert_close(again(images()), model(images()))
+
+
+@pytest.mark.parametrize("kind", ["start", "middle", "end"])
+@pytest.mark.parametrize("shape", [(14, 14), (5, 9)])
+def test_the_cls_position_is_found_from_smooth_positions(kind, shape):
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.meshgrid(*(torch.arange(n) / n for n in shape), indexing="ij")
+    waves = torch.randn(2, 16, generator=generator) * 4
+    grid = torch.sin(rows[..., None] * waves[0] + columns[..., None] * waves[1]).flatten(0, 1)
+    grid = grid + 0.05 * torch.randn(grid.shape, generator=generator)
+    at = {"start": 0, "middle": len(grid) // 2, "end": len(grid)}[kind]
+    token = torch.randn(1, 16, generator=generator)
+    assert find_cls(torch.cat([grid[:at], token, grid[at:]])[None], shape) == kind
+
+
+def test_errors_of_loading():
+    state = small().state_dict()
+    with pytest.raises(ValueError, match="15 patches, which form no square"):
+        VisionMamba.from_state_dict(state)
+    with pytest.raises(ValueError, match="do not give the 15 patches"):
+        VisionMamba.from_state_dict(state, image_size=16)
+    with pytest.raises(ValueError, match="no weights of a VisionMamba"):
+        VisionMamba.from_state_dict({"weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"not known \['rope"):
+        VisionMamba.from_state_dict(state | {"rope.freqs": torch.zeros(1)}, image_size=(12, 20))
+    with pytest.raises(ValueError, match=r"\(B, C, 12, 20\)"):
+        small()(images(size=(12, 16)))
+    for bad in ({"cls": "left"}, {"pool": "max"}, {"norm": "batch"}, {"bimamba_type": "v3"}):
+        with pytest.raises(ValueError, match="accepted are"):
+            small(**bad)
+
+
+# The operators
+
+
+def diagonal(L: int, D: int = 4) -> DiagonalOperator:
+    torch.manual_seed(L)
+    dt, right = torch.rand(2, 2, L, D, dtype=torch.float64)
+    B, C = torch.randn(2, 2, L, 1, 3, dtype=torch.float64)
+    return DiagonalOperator(dt, right, -torch.rand(D, 3, dtype=torch.float64), B, C)
+
+
+def dense(taps: Tensor, L: int, grid: tuple[int, int] | None = None) -> Tensor:
+    """The matrix of a convolution per channel, ``(D, L, L)``, one entry at a time."""
+    out = torch.zeros(len(taps), L, L, dtype=taps.dtype)
+    for i in range(L):
+        for j in range(L):
+            if grid is None:
+                lag = i - j
+                if 0 <= lag < taps.shape[1]:
+                    out[:, i, j] = taps[:, taps.shape[1] - 1 - lag]
+                continue
+            down, across = j // grid[1] - i // grid[1], j % grid[1] - i % grid[1]
+            half = (taps.shape[1] // 2, taps.shape[2] // 2)
+            if abs(down) <= half[0] and abs(across) <= half[1]:
+                out[:, i, j] = taps[:, down + half[0], across + half[1]]
+    return out
+
+
+def assert_is(op: TokenOperator, truth: Tensor) -> None:
+    """Everything an operator does, against its matrix ``(B, D, L, L)``."""
+    B, D, L, _ = truth.shape
+    generator = torch.Generator().manual_seed(0)
+    v, w = torch.randn(2, B, L, D, generator=generator, dtype=torch.float64)
+    index = torch.randint(L, (B, 3), generator=generator)
+    rows = truth.gather(2, index[:, None, :, None].expand(-1, D, -1, L))
+    pairs = {
+        "matrix": (op.matrix(), truth),
+        "mean": (op.matrix("mean"), truth.mean(1)),
+        "tile": (op.row_tile(L // 3, L // 3 + 1), truth.mean(1)[:, L // 3 : L // 3 + 1]),
+        "rows": (op.rows(index), rows),
+        "row means": (op.rows(index, "mean"), rows.mean(1)),
+        "row maxima": (op.rows(index, "max"), rows.amax(1)),
+        "apply": (op.apply(v), torch.einsum("bdij,bjd->bid", truth, v)),
+        "vecmat": (op.vecmat(w), torch.einsum("bid,bdij->bjd", w, truth)),
+        "vecmat mean": (op.vecmat(w, "mean"), torch.einsum("bid,bdij->bj", w, truth) / D),
+        "shared": (op.vecmat(w[..., 0], "mean"), torch.einsum("bi,bij->bj", w[..., 0],
+                                                              truth.mean(1))),
+        "sums": (op.row_sums(), truth.mean(1).sum(-1)),
+    }  # fmt: skip
+    for name, (found, expected) in pairs.items():
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=name)
+    assert not op.is_causal or truth.triu(1).abs().max() == 0
+
+
+ORDERS = {
+    "reversed": lambda L: torch.arange(L).flip(0),
+    "shuffled": lambda L: torch.randperm(L, generator=torch.Generator().manual_seed(L)),
+}
+
+
+@pytest.mark.parametrize("L", [1, 2, 3, 12, 65])
+@pytest.mark.parametrize("order", ORDERS)
+def test_permuted_operators(order, L):
+    inner, order = diagonal(L), ORDERS[order](L)
+    truth = torch.zeros(2, 4, L, L, dtype=torch.float64)
+    truth[:, :, order[:, None], order[None]] = inner.matrix()
+    op = PermutedOperator(inner, order)
+    assert_is(op, truth)
+    left, right, skip = torch.randn(3, 2, L, 4, dtype=torch.float64)
+    taps = torch.randn(4, 3, dtype=torch.float64)
+    composed = truth * left.mT[..., None] * right.mT[:, :, None]
+    composed = composed + torch.diag_embed((left * skip * right).mT)
+    assert_is(op.compose(left=left, skip=skip, right=right, conv=taps),
+              composed @ dense(taps, L))  # fmt: skip
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 4), (4, 3), (5, 7)])
+@pytest.mark.parametrize("side", [1, 3, 5])
+def test_operators_behind_a_convolution_over_an_image(grid, side):
+    L = grid[0] * grid[1]
+    inner, taps = diagonal(L), torch.randn(4, side, side, dtype=torch.float64)
+    op = ConvolvedOperator(inner, taps, grid)
+    truth = inner.matrix() @ dense(taps, L, grid)
+    assert_is(op, truth)
+    left = torch.randn(2, L, 4, dtype=torch.float64)
+    assert_is(op.compose(left=left), truth * left.mT[..., None])
+    torch.testing.assert_close(dense(taps, L, grid)[1] @ torch.ones(L, dtype=torch.float64),
+                               F.conv2d(torch.ones(1, 1, *grid, dtype=torch.float64),
+                                        taps[1:2, None], padding=side // 2).flatten())  # fmt: skip
+
+
+# The mixers
+
+
+class Isotropic(nn.Module):
+    """A vision model of SS2D mixers, pooled by mean."""
+
+    def __init__(self, grid=(3, 5), **options) -> None:
+        super().__init__()
+        self.patch_embed = vision_mamba.PatchEmbed(3, 8, (4, 4), (4, 4))
+        self.mixers = nn.ModuleList(SS2D(8, grid, state=4, **options) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch_embed(pixels)
+        for mixer, norm in zip(self.mixers, self.norms, strict=True):
+            x = x + mixer(norm(x))
+        return self.head(x.mean(1))
+
+
+def isotropic(**options) -> Isotropic:
+    torch.manual_seed(0)
+    return randomize(Isotropic(**options)).double().eval()
+
+
+MIXERS = {
+    "v2": small,
+    "v2 whole": lambda: small(if_divide_out=False),
+    "v1": lambda: small(bimamba_type="v1"),
+    "one direction": lambda: small(bimamba_type="none"),
+    "layer scale": lambda: small(layer_scale=0.3, bias=True),
+    "no conv bias": lambda: small(conv_bias=False),
+    "ss2d": isotropic,
+    "ss2d without gate": lambda: isotropic(gated=False, bias=True, conv=5),
+}
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_impulses_through_the_models_own_scan(kind, monkeypatch):
+    """Column j of a map is what the model's scan makes of a unit value at j."""
+    model, calls = MIXERS[kind](), []
+    name = "captum_ssm.models.ss2d" if "ss2d" in kind else "captum_ssm.models.vision_mamba"
+    scan = vision_mamba.selective_scan
+
+    def recorded(*args):
+        calls.append(args)
+        return scan(*args)
+
+    monkeypatch.setattr(f"{name}.selective_scan", recorded)
+    with torch.no_grad():
+        model(images())
+    monkeypatch.undo()
+    maps = list(hidden_attention(model, images()).values())
+    ways = len(calls) // len(maps)
+    orders = {
+        1: lambda L: [torch.arange(L)],
+        2: lambda L: [torch.arange(L), torch.arange(L).flip(0)],
+    }
+    for n, found in enumerate(maps):
+        B, D, L, _ = found.shape
+        if ways == 4:
+            columns = torch.arange(15).view(3, 5).mT.flatten()
+            scans = [torch.arange(15), columns, torch.arange(15).flip(0), columns.flip(0)]
+        else:
+            scans = orders[ways](L)
+        truth = torch.zeros_like(found)
+        for order, args in zip(scans, calls[n * ways : (n + 1) * ways], strict=True):
+            for t in range(L):
+                impulse = torch.zeros(B, L, D, dtype=torch.float64)
+                impulse[:, t] = 1
+                truth[:, :, order, order[t]] += scan(impulse, *args[1:5]).mT
+        torch.testing.assert_close(found, truth, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_the_unified_operator_is_the_mixer(kind):
+    """Without its constants (the convolution's bias, offsets) a mixer is its unified operator."""
+    model = MIXERS[kind]()
+    everything = ("conv", "activation", "gate", "norm", "skip")
+    for layer in freeze(model, None, images()).layers:
+        module = layer.call.module
+        operator = layer.mixer.operator("unified", everything)
+        u = layer.mixer.inputs
+        constant = layer.mixer.operator("unified", ("activation", "gate", "norm", "skip"))
+        conv = getattr(module, "conv2d", None) or module.conv1d
+        found = operator.apply(u)
+        if kind in ("v1", "one direction", "ss2d", "ss2d without gate") and conv.bias is not None:
+            found = found + constant.apply(conv.bias.expand_as(u))
+        elif conv.bias is not None:
+            for scan, order, weight in layer.mixer.scans_in_order():
+                bias = scan.operator("unified", everything[1:]).apply(scan.conv_bias.expand_as(u))
+                found = found + weight * bias[:, torch.argsort(order)]
+        if layer.mixer.offset is not None:
+            found = found + layer.mixer.offset
+        out = module.out_proj(found)
+        gamma = getattr(module, "gamma", None)
+        expected = out if gamma is None else out * gamma
+        torch.testing.assert_close(expected, layer.call.output, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(
+            operator.matrix("mean"), operator.matrix().mean(1), rtol=1e-9, atol=1e-10
+        )
+
+
+def test_unified_is_halved_where_the_model_halves():
+    x = images()
+    for components in (None, [], ["conv"], ["gate", "skip"]):
+        options = {"formulation": "unified", "components": components}
+        halved, whole = (
+            hidden_attention(m, x, layers=0, **options)["layers.0.mixer"]
+            for m in (small(), small(if_divide_out=False))
+        )
+        torch.testing.assert_close(2 * halved, whole)
+    hidden = [hidden_attention(m, x, layers=0) for m in (small(), small(if_divide_out=False))]
+    torch.testing.assert_close(hidden[0]["layers.0.mixer"], hidden[1]["layers.0.mixer"])
+
+
+class PublishedMamba(BidirectionalMamba):
+    """The published module as far as this library sees it: its class, flags and two paths."""
+
+    def __init__(self, *args, if_devide_out: bool, use_fast_path: bool = True, **kwargs) -> None:
+        super().__init__(*args, if_divide_out=if_devide_out, **kwargs)
+        del self.if_divide_out
+        self.if_devide_out, self.use_fast_path = if_devide_out, use_fast_path
+
+    def forward(self, hidden_states: Tensor, inference_params=None) -> Tensor:
+        u, z = self.in_proj(hidden_states).chunk(2, -1)
+        L = u.shape[1]
+
+        def run(u, z, conv, x_proj, dt_proj, A_log, D, behind=lambda t: t):
+            v = behind(F.silu(conv(u.mT)[..., :L].mT))
+            step, B, C = x_proj(v).split([dt_proj.in_features, *[A_log.shape[1]] * 2], -1)
+            dt, state, out = F.softplus(dt_proj(step)), 0, []
+            for t in range(L):
+                state = state * torch.exp(-dt[:, t, :, None] * A_log.exp())
+                state = state + (dt[:, t] * v[:, t])[..., None] * B[:, t, None]
+                out.append((state * C[:, t, None]).sum(-1) + D * v[:, t])
+            return torch.stack(out, 1) * F.silu(z)
+
+        own = (self.conv1d, self.x_proj, self.dt_proj)
+        y = run(u, z, *own, self.A_log, self.D)
+        if self.use_fast_path and self.bimamba_type == "v1":
+            y = y + run(u, z.flip(1), *own, self.A_b_log, self.D, lambda t: t.flip(1)).flip(1)
+        elif self.use_fast_path and self.bimamba_type == "v2":
+            back = (self.conv1d_b, self.x_proj_b, self.dt_proj_b, self.A_b_log, self.D_b)
+            y = y + run(u.flip(1), z.flip(1), *back).flip(1)
+            y = y / 2 if self.if_devide_out else y
+        out = self.out_proj(y)
+        return out if self.gamma is None else out * self.gamma
+
+
+PublishedMamba.__module__ = "mamba_ssm.modules.mamba_simple"
+PublishedMamba.__qualname__ = "Mamba"
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2", "none"])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("halved", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.4])
+def test_the_published_module_is_recognised(kind, fast, halved, scale):
+    theirs = PublishedMamba(
+        8, state=4, bimamba_type=kind, if_devide_out=halved, use_fast_path=fast, layer_scale=scale
+    )
+    ours = BidirectionalMamba(
+        8, state=4, bimamba_type=kind if fast else "none", if_divide_out=halved, layer_scale=scale
+    )
+    randomize(theirs)
+    ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if k in ours.state_dict()})
+    x = torch.randn(2, 9, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    for formulation in ("hidden", "unified"):
+        found, expected = (
+            next(iter(hidden_attention(nn.Sequential(m), x, formulation=formulation).values()))
+            for m in (theirs, ours)
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_mixer_that_computes_something_else_is_noticed():
+    model = small()
+    model.layers[1].mixer.bimamba_type = "v1"
+    model.layers[1].mixer.forward = lambda x: BidirectionalMamba.forward(small().layers[1].mixer, x)
+    with pytest.raises(ReconstructionError, match=r"layers\.1\.mixer"):
+        RawAttention(model).attribute(images())
+
+
+def explicit(model, x, target, formulation) -> dict[str, Tensor]:
+    """The three methods' relevance of tokens ``(B, L)``, from whole matrices and autograd."""
+    seen, hooks = [], []
+    for path in hidden_attention(model, x):
+        hooks.append(
+            model.get_submodule(path).out_proj.register_forward_pre_hook(
+                lambda module, args: seen.append(args[0])
+            )
+        )
+    gradients = torch.autograd.grad(model(x)[:, target].sum(), seen)
+    for hook in hooks:
+        hook.remove()
+    maps = hidden_attention(model, x, formulation=formulation, reduction="mean").values()
+    query = freeze(model, None, x).require_query()[:, None]
+    eye = torch.eye(query.shape[-1], dtype=torch.float64)
+    rollout = attribution = eye
+    for alpha, gradient in zip(maps, gradients, strict=True):
+        rollout = (eye + alpha) @ rollout
+        scaled = gradient.mean(-1)[..., None] * alpha
+        attribution = (eye + scaled.clamp(min=0)) @ attribution
+    raw = torch.stack(list(maps)).mean(0)
+    return {name: (query @ found)[:, 0] for name, found in
+            (("raw", raw), ("rollout", rollout), ("attribution", attribution))}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+@pytest.mark.parametrize("formulation", ["hidden", "unified"])
+def test_methods_are_their_formulas(kind, formulation):
+    """Both directions are added before anything else; the gradient is that of out_proj's input."""
+    model, x = MIXERS[kind](), images()
+    index = model.token_grid(12, 20).index if "ss2d" not in kind else torch.arange(15).view(3, 5)
+    for name, tokens in explicit(model, x, 2, formulation).items():
+        if formulation == "hidden":
+            methods = {
+                "raw": RawAttention,
+                "rollout": MambaRollout,
+                "attribution": MambaAttribution,
+            }
+            explain, options = methods[name](model, interpolate_mode="nearest"), {}
+        else:
+            explain = UnifiedImplicitAttention(model, interpolate_mode="nearest")
+            options = {"aggregation": name}
+        found = explain.attribute(x, target=2, **options).sum(1)[:, ::4, ::4]
+        torch.testing.assert_close(found, tokens[:, index], rtol=1e-7, atol=1e-10)
+
+
+def test_scan_learns_and_infers_alike():
+    model = small().float()
+    with torch.no_grad():
+        fast = model(images().float())
+    slow = model(images().float())
+    torch.testing.assert_close(fast, slow.detach(), rtol=1e-4, atol=1e-5)
+    slow.sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+# Images in Captum
+
+
+METHODS = [RawAttention, MambaRollout, MambaAttribution]
+
+
+def token_relevance(model, x, method=MambaAttribution, **options) -> Tensor:
+    """Relevance of tokens ``(B, L)``: the method on the embeddings behind the same blocks."""
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            for layer in self.model.layers:
+                x = layer(x)
+            x = self.model.norm_f(x)
+            places = self.model.cls_tokens() or slice(None)
+            return self.model.head(x[:, places].mean(1))
+
+    explain = method(Blocks().eval())
+    return explain.attribute(model.embed(x).detach(), target=2, **options).sum(-1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cls", CLS)
+def test_relevance_of_patches_on_pixels(method, cls):
+    model, x = small(cls=cls), images()
+    tokens = token_relevance(model, x, method)
+    patches = model.token_grid(12, 20).patches(tokens)  # (B, 3, 5)
+    assert patches.shape == (2, 3, 5)
+    nearest = method(model, interpolate_mode="nearest").attribute(x, target=2)
+    assert nearest.shape == x.shape
+    truth = patches.repeat_interleave(4, 1).repeat_interleave(4, 2)
+    torch.testing.assert_close(nearest.sum(1), truth)
+    torch.testing.assert_close(nearest[:, 0], nearest[:, 2])
+    bilinear = method(model).attribute(x, target=2)
+    truth = LayerAttribution.interpolate(patches[:, None], (12, 20), "bilinear")[:, 0]
+    torch.testing.assert_close(bilinear.sum(1), truth)
+
+
+@pytest.mark.parametrize("cls", CLS)
+@pytest.mark.parametrize("pool", ["mean", "last"])
+def test_the_readout_is_found(cls, pool):
+    model, x = small(cls=cls, pool=pool), images()
+    query = freeze(model, None, x).require_query()
+    expected = torch.zeros(16 + (cls == "ends") - (cls is None), dtype=torch.float64)
+    places = model.cls_tokens() or ([14] if pool == "last" else list(range(15)))
+    expected[places] = 1 / len(places)
+    torch.testing.assert_close(query, expected.expand(2, -1))
+    assert places == {"start": [0], "middle": [7], "end": [15], "ends": [0, 16]}.get(cls, places)
+
+
+def test_any_patch_or_cls_can_be_asked():
+    model, x = small(), images()
+    index = model.token_grid(12, 20).index
+    found = [RawAttention(model).attribute(x, position=p) for p in (None, 7, int(index[2, 1]))]
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+    maps = hidden_attention(model, x, reduction="mean")
+    row = torch.stack(list(maps.values())).mean(0)[:, index[2, 1]]
+    nearest = RawAttention(model, interpolate_mode="nearest").attribute(x, position=index[2, 1])
+    torch.testing.assert_close(nearest.sum(1)[:, ::4, ::4], row[:, index])
+    each = RawAttention(model).attribute(x, position=index[[0, 2], [3, 1]])
+    torch.testing.assert_close(each[1], found[2][1])
+
+
+def test_tuples_no_grad_dtypes_and_callables():
+    model, x = small(), images()
+    expected = MambaAttribution(model).attribute(x, target=2)
+    with torch.no_grad():
+        (found,) = MambaAttribution(model).attribute((x,), target=2)
+    torch.testing.assert_close(found, expected)
+    called = MambaAttribution(lambda pixels: model(pixels) * 1, model=model)
+    torch.testing.assert_close(called.attribute(x, target=2), expected)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.2)):
+        found = MambaAttribution(small().to(dtype)).attribute(x.to(dtype), target=2)
+        error = (found.double() - expected).abs().max() / expected.abs().max()
+        assert error < tolerance
+
+
+def test_images_the_model_resizes():
+    model, x = small(positions=False), images(size=(24, 40))
+    explain = MambaAttribution(lambda pixels: model(F.avg_pool2d(pixels, 2)), model=model)
+    found = explain.attribute(x, target=2)
+    assert found.shape == x.shape
+    small_map = MambaAttribution(model).attribute(F.avg_pool2d(x, 2), target=2)
+    torch.testing.assert_close(F.avg_pool2d(found, 2), small_map, atol=0.02, rtol=0.5)
+
+
+def test_models_without_positions_take_any_size():
+    model = small(positions=False)
+    for size in ((12, 20), (16, 8), (4, 4)):
+        x = images(size=size)
+        assert MambaRollout(model).attribute(x).shape == x.shape
+
+
+def test_captums_own_tools_work_as_they_are():
+    model, x = small().float(), images().float()
+    explain = MambaAttribution(model)
+    torch.manual_seed(0)
+    noisy = NoiseTunnel(explain).attribute(x, target=2, nt_samples=3, nt_samples_batch_size=1)
+    assert noisy.shape == x.shape
+    heat = explain.attribute(x, target=2)[0].permute(1, 2, 0).numpy()
+    original = x[0].permute(1, 2, 0).sigmoid().numpy()
+    figure, _ = visualization.visualize_image_attr(
+        heat, original, method="blended_heat_map", sign="all", use_pyplot=False
+    )
+    assert figure is not None
+    gradients = IntegratedGradients(model).attribute(x, target=2, n_steps=3)
+    assert gradients.shape == x.shape
+
+
+class Foreign(nn.Module):
+    """A vision model of another make around our blocks, with attributes as in timm."""
+
+    def __init__(self, token: int | None, flags: dict, grid_only: bool = False) -> None:
+        super().__init__()
+        model = small(cls=None, positions=False)
+        self.layers, self.norm_f, self.head = model.layers, model.norm_f, model.head
+        self.patch_embed = nn.Module()
+        convolution = model.patch_embed.proj
+        if grid_only:
+            self.patch_embed.grid_size = (3, 5)
+            self.patch_embed.tokens = convolution
+        else:
+            self.patch_embed.proj = convolution
+        self.convolve = [convolution]
+        self.token = token
+        for name, value in flags.items():
+            setattr(self, name, value)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.convolve[0](pixels).flatten(2).mT
+        if self.token is not None:
+            x = torch.cat([x[:, : self.token], torch.ones_like(x[:, :1]), x[:, self.token :]], 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm_f(x).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("token", "flags"),
+    [
+        (None, {}),
+        (0, {"cls_token": 1}),
+        (7, {"use_middle_cls_token": True}),
+        (0, {"if_cls_token": True}),
+    ],
+)
+@pytest.mark.parametrize("grid_only", [True, False])
+def test_grids_of_foreign_models(token, flags, grid_only):
+    model, x = Foreign(token, flags, grid_only).eval(), images()
+    found = RawAttention(model, interpolate_mode="nearest").attribute(x, position=4)
+    assert found.shape == x.shape
+    row = torch.stack(list(hidden_attention(model, x, reduction="mean").values())).mean(0)[:, 4]
+    kept = [t for t in range(row.shape[1]) if t != token]
+    torch.testing.assert_close(found.sum(1)[:, ::4, ::4].flatten(1), row[:, kept])
+
+
+def test_a_grid_that_is_not_known_is_asked_for():
+    model, x = Foreign(0, {}).eval(), images()
+    with pytest.raises(ValueError, match="token_grid"):
+        RawAttention(model).attribute(x)
+    assert len(hidden_attention(model, x)) == 2
+    model.token_grid = lambda height, width: TokenGrid(1 + torch.arange(15).view(3, 5), "nearest")
+    first = RawAttention(model).attribute(x)
+    assert torch.equal(first, RawAttention(model, interpolate_mode="nearest").attribute(x))
+    assert not torch.equal(first, RawAttention(model, interpolate_mode="bilinear").attribute(x))
+    model.token_grid = lambda height, width: TokenGrid(torch.arange(30).view(5, 6))
+    with pytest.raises(ValueError, match="names token 29"):
+        RawAttention(model).attribute(x)
+
+
+def test_interpolations_are_named():
+    with pytest.raises(ValueError, match="accepted are"):
+        RawAttention(small(), interpolate_mode="cubic")
+    with pytest.raises(ValueError, match=r"accepted is \(H, W\)"):
+        TokenGrid(torch.arange(4))
