@@ -38,10 +38,9 @@ struct TileScratch {
   T* B;       // (N, stride) of the positions of sources, for one group
   T* C;       // (N, stride) of the positions of rows, for one group
   T* x;       // (stride) exponents of one channel
-  T* line;    // (stride) one state of a panel before its taps are folded in
-  T* taps;    // (W + K - 1 + W) taps of one channel between zeros
+  T* lines;   // (N, line()) the states of a panel before their taps are folded in
+  T* square;  // (kBase, pitch) a triangle's maps of one channel before its taps are folded in
   T* decay;   // (N, kBase) each: the coefficients of a triangle
-  T* enter;
   T* leave;
   double* stretch;  // (channels, stretches()) sums of dt over stretches of kBase
   double* gap;      // (channels) sums of dt between a tile's sources and its rows
@@ -80,16 +79,19 @@ struct TileScratch {
     B = take(m.N * stride);
     C = take(m.N * stride);
     x = take(stride);
-    line = take(stride + 2 * round_up(m.reach(), W));
-    taps = take(m.reach() + 2 * W);
+    lines = take(m.conv ? m.N * line(m.reach()) : 0);
+    square = take(m.conv ? kBase * pitch(m.reach()) : 0);
     decay = take(m.N * kBase);
-    enter = take(m.N * kBase);
     leave = take(m.N * kBase);
     const int64_t per = sizeof(double) / sizeof(T);
     stretch = (double*)take(per * channels * stretches());
     gap = (double*)take(per * channels);
     total = used;
   }
+  int64_t pitch(int64_t reach) const {
+    return kBase + 2 * round_up(reach, lanes<T>);
+  }
+  int64_t line(int64_t reach) const { return stride + 2 * round_up(reach, kPanel<T>); }
   int64_t stretches() const { return stride / kBase + 1; }
 };
 
@@ -209,16 +211,35 @@ INLINE T* columns_at(TileScratch<T>& s, int64_t inner, int64_t narrow, int64_t x
   const int64_t y = x - narrow * W;
   return s.Q + (narrow * W + y / kPanel<T> * kPanel<T>) * inner + y % kPanel<T>;
 }
-template <class T>
-INLINE int64_t columns_width(int64_t narrow, int64_t x) {
-  return x < narrow * lanes<T> ? lanes<T> : kPanel<T>;
-}
+// The taps of one channel, applied to a line of sources: column j gathers those of j .. j + reach.
+// kReach is the reach of nearly every model's convolution, of width 4, or -1 for any other.
+template <int kReach, class T>
+struct Taps {
+  Vec<T> first[kReach + 2];
+  const T* last;
+  int64_t reach;
+
+  Taps(const Maps<T>& m, int64_t d) : last(m.conv + d * m.K + m.K - 1), reach(m.K - 1) {
+    for (int q = 0; q <= kReach; ++q) first[q] = splat(last[-q]);
+  }
+  INLINE Vec<T> gather(const T* line) const {
+    if constexpr (kReach >= 0) {
+      Vec<T> v = first[0] * load(line);
+#pragma GCC unroll 8
+      for (int q = 1; q <= kReach; ++q) v += first[q] * load(line + q);
+      return v;
+    }
+    Vec<T> v = splat(last[0]) * load(line);
+    for (int64_t q = 1; q <= reach; ++q) v += splat(last[-q]) * load(line + q);
+    return v;
+  }
+};
 
 // Columns of Q for channel k of the chunk: sources at positions [lo, hi) of the scratch, with the
 // boundary `gap` beyond hi. The columns are those of positions [lo - narrow * lanes, lo + width);
 // sources from lo + width on only bring their taps.
-template <class T>
-static void columns_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t inner,
+template <int kReach, class T>
+static void columns_panel_of(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t inner,
                           int64_t lo, int64_t hi, double gap, int64_t narrow, int64_t width) {
   constexpr int64_t W = lanes<T>;
   need_B(m, s, d);
@@ -231,32 +252,49 @@ static void columns_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_
     for (int64_t j = b; j < b + kBase; j += W) store(s.x + j, offset + load(after + j));
     beyond += s.stretch[k * s.stretches() + b / kBase];
   }
+  if (!m.conv) {
+    for (int64_t n = 0; n < m.N; ++n) {
+      const Vec<T> a = rate(m, d, n);
+      const T* b = s.B + n * s.stride + lo;
+      for (int64_t x = 0; x < round_up(width, kPanel<T>); x += W)
+        store(columns_at(s, inner, 0, x) + (k * m.N + n) * kPanel<T>,
+              lo + x < top ? exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + x)
+                           : Vec<T>{});
+    }
+    return;
+  }
+  const Taps<kReach, T> taps(m, d);
+  const int64_t pad = narrow * W, line = s.line(reach);
   for (int64_t n = 0; n < m.N; ++n) {
     const Vec<T> a = rate(m, d, n);
     const T* b = s.B + n * s.stride;
-    const int64_t row = k * m.N + n;
-    if (!m.conv) {
-      for (int64_t x = 0; x < round_up(width, kPanel<T>); x += W)
-        store(columns_at(s, inner, 0, x) + row * kPanel<T>,
-              lo + x < top
-                  ? exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + lo + x)
-                  : Vec<T>{});
-      continue;
-    }
     // Sources left of lo and from hi on are none of this block's.
-    const int64_t pad = narrow * W;
-    T* line = s.line + pad;
-    for (int64_t x = -pad; x < 0; x += W) store(line + x, Vec<T>{});
+    T* to = s.lines + n * line + pad;
+    for (int64_t x = -pad; x < 0; x += W) store(to + x, Vec<T>{});
     for (int64_t x = 0; x < top - lo; x += W)
-      store(line + x, exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + lo + x));
-    for (int64_t x = hi - lo; x < round_up(width, kPanel<T>) + reach; ++x) line[x] = 0;
-    const T* taps = m.conv + d * m.K + reach;
-    for (int64_t x = -pad; x < round_up(width, kPanel<T>); x += W) {
-      Vec<T> v = splat(taps[0]) * load(line + x);
-      for (int64_t q = 1; q <= reach; ++q) v += splat(taps[-q]) * load(line + x + q);
-      store(columns_at(s, inner, narrow, x + pad) + row * columns_width<T>(narrow, x + pad), v);
-    }
+      store(to + x, exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + lo + x));
+    for (int64_t x = hi - lo; x < round_up(width, kPanel<T>) + reach; ++x) to[x] = 0;
   }
+  // Apart from the first loop: a load across two stores that are still under way stalls.
+  for (int64_t n = 0; n < m.N; ++n) {
+    const T* from = s.lines + n * line + pad;
+    const int64_t row = k * m.N + n;
+    for (int64_t x = -pad; x < 0; x += W)
+      store(s.Q + (x + pad) * inner + row * W, taps.gather(from + x));
+    for (int64_t x = 0; x < round_up(width, kPanel<T>); x += W)
+      store(columns_at(s, inner, narrow, x + pad) + row * kPanel<T>, taps.gather(from + x));
+  }
+}
+
+template <class T>
+static void columns_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t inner,
+                          int64_t lo, int64_t hi, double gap, int64_t narrow, int64_t width) {
+  if (!m.conv)
+    columns_panel_of<0>(m, s, d, k, inner, lo, hi, gap, narrow, width);
+  else if (m.K == 4)
+    columns_panel_of<3>(m, s, d, k, inner, lo, hi, gap, narrow, width);
+  else
+    columns_panel_of<-1>(m, s, d, k, inner, lo, hi, gap, narrow, width);
 }
 
 // out[r][c] += sum over k of P[k][r] Q[k][c], for kRows rows and NV vectors of columns.
@@ -309,66 +347,65 @@ NOINLINE void product(TileScratch<T>& s, int64_t inner, int64_t r, int64_t rows,
                             sum_at(s, r + i, x + narrow * W + c));
 }
 
-// The recurrence over the kBase rows of a triangle at position p of the scratch, NB states of it,
-// for the lanes of columns from position p + x on.
-template <int NB, bool taps, class T>
-INLINE void triangle_states(const TileScratch<T>& s, const T* right, int64_t p, int64_t x,
-                            int64_t reach, int64_t n0) {
+// The recurrence over the kBase rows of a triangle, NB states of it, for the lanes of columns from
+// x on. Row i is added to out + i * pitch, or with `own` written to it: the maps of one channel
+// before its taps are folded in, zero above the diagonal.
+template <int NB, bool own, class T>
+INLINE void triangle_states(const TileScratch<T>& s, const T* right, const T* B, int64_t x,
+                            int64_t n0, T* out, int64_t pitch) {
   constexpr int64_t W = lanes<T>;
-  T* const out = sum_at(s, p, s.extra + p + x);
   const T* const decay = s.decay + n0 * kBase;
   const T* const leave = s.leave + n0 * kBase;
-  Vec<T> h[NB];
-  auto read_out = [&](int64_t i) INLINE_LAMBDA {
+  auto read_out = [&](const Vec<T>* h, int64_t i) INLINE_LAMBDA {
     Vec<T> sum[4] = {};
 #pragma GCC unroll 16
     for (int n = 0; n < NB; ++n) sum[n & 3] += h[n] * splat(leave[n * kBase + i]);
-    T* o = out + i * kPanel<T>;
-    store(o, load(o) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
+    Vec<T> v = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    T* o = out + i * pitch;
+    if (own && i < x + W) v = keep_first<T>(v, i - x + 1);
+    store(o, own && n0 == 0 ? v : load(o) + v);
   };
-  int64_t i = larger(x, 0);
-  if constexpr (taps) {
-    // Row i's source enters column j with tap K - 1 - (i - j).
-    const T* const enter = s.enter + n0 * kBase;
+  // Every source is there from the start and decays once its row is past; what stands above the
+  // diagonal meanwhile is masked here or never read later.
+  Vec<T> h[NB];
 #pragma GCC unroll 16
-    for (int n = 0; n < NB; ++n) h[n] = Vec<T>{};
-    for (; i < smaller(kBase, x + W + reach); ++i) {
-      const Vec<T> e = load(s.taps + W + reach - (i - x));
-#pragma GCC unroll 16
-      for (int n = 0; n < NB; ++n) {
-        h[n] += h[n] * splat(decay[n * kBase + i]);
-        h[n] += e * splat(enter[n * kBase + i]);
-      }
-      read_out(i);
-    }
-  } else {
-    // Every source is there from the start and decays once its row is past. What this writes
-    // above the diagonal is never read.
+  for (int n = 0; n < NB; ++n) h[n] = load(right + x) * load(B + (n0 + n) * s.stride + x);
+  int64_t i = x;
+  for (; i < x + W; ++i) {
 #pragma GCC unroll 16
     for (int n = 0; n < NB; ++n)
-      h[n] = load(right + x) * load(s.B + (n0 + n) * s.stride + p + x);
-    for (; i < smaller(kBase, x + W); ++i) {
-#pragma GCC unroll 16
-      for (int n = 0; n < NB; ++n)
-        h[n] = decay_first<T>(h[n], splat(decay[n * kBase + i]), i - x);
-      read_out(i);
-    }
+      h[n] = decay_first<T>(h[n], splat(decay[n * kBase + i]), i - x);
+    read_out(h, i);
   }
   for (; i < kBase; ++i) {
 #pragma GCC unroll 16
     for (int n = 0; n < NB; ++n) h[n] += h[n] * splat(decay[n * kBase + i]);
-    read_out(i);
+    read_out(h, i);
   }
 }
 
-template <bool taps, class T>
-NOINLINE void triangle_columns(const TileScratch<T>& s, const T* right, int64_t p, int64_t x,
-                               int64_t reach, int64_t states) {
+template <bool own, class T>
+NOINLINE void triangle_columns(const TileScratch<T>& s, const T* right, const T* B, int64_t x,
+                               int64_t states, T* out, int64_t pitch) {
   int64_t n = 0;
   for (; n + kStateBlock <= states; n += kStateBlock)
-    triangle_states<kStateBlock, taps>(s, right, p, x, reach, n);
-  for (; n + 4 <= states; n += 4) triangle_states<4, taps>(s, right, p, x, reach, n);
-  for (; n < states; ++n) triangle_states<1, taps>(s, right, p, x, reach, n);
+    triangle_states<kStateBlock, own>(s, right, B, x, n, out, pitch);
+  for (; n + 4 <= states; n += 4) triangle_states<4, own>(s, right, B, x, n, out, pitch);
+  for (; n < states; ++n) triangle_states<1, own>(s, right, B, x, n, out, pitch);
+}
+
+// Folds the taps into a triangle's maps of one channel and adds them to the sum.
+template <int kReach, class T>
+static void fold_triangle(const Maps<T>& m, const TileScratch<T>& s, int64_t d, int64_t p) {
+  constexpr int64_t W = lanes<T>;
+  const Taps<kReach, T> taps(m, d);
+  const int64_t pitch = s.pitch(m.reach()), pad = round_up(m.reach(), W);
+  for (int64_t x = -pad; x < kBase; x += W) {
+    T* out = sum_at(s, p, s.extra + p + x);
+    for (int64_t i = larger(x, 0); i < kBase; ++i)
+      store(out + i * kPanel<T>,
+            load(out + i * kPanel<T>) + taps.gather(s.square + i * pitch + pad + x));
+  }
 }
 
 // The triangle of the kBase positions from p on, channel k of the chunk.
@@ -377,7 +414,6 @@ static void triangle(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, 
   constexpr int64_t W = lanes<T>;
   need_B(m, s, d);
   need_C(m, s, d);
-  const int64_t reach = m.reach();
   const T* dt = s.dt + k * s.stride + p;
   const T* right = s.right + k * s.stride + p;
   const T* left = s.left + k * s.stride + p;
@@ -385,20 +421,24 @@ static void triangle(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, 
     const Vec<T> a = rate(m, d, n);
     for (int64_t i = 0; i < kBase; i += W) {
       store(s.decay + n * kBase + i, exp2m1v<T>(a * load(dt + i)));
-      if (m.conv)
-        store(s.enter + n * kBase + i, load(right + i) * load(s.B + n * s.stride + p + i));
       Vec<T> c = load(s.C + n * s.stride + p + i);
       if (m.left) c *= load(left + i);
       store(s.leave + n * kBase + i, c);
     }
   }
   if (!m.conv) {
-    for (int64_t x = 0; x < kBase; x += W) triangle_columns<false>(s, right, p, x, 0, m.N);
+    for (int64_t x = 0; x < kBase; x += W)
+      triangle_columns<false>(s, right, s.B + p, x, m.N, sum_at(s, p, s.extra + p + x), kPanel<T>);
     return;
   }
-  for (int64_t q = 0; q <= reach; ++q) s.taps[W + q] = m.conv[d * m.K + q];
-  for (int64_t x = -round_up(reach, W); x < kBase; x += W)
-    triangle_columns<true>(s, right, p, x, reach, m.N);
+  // Sources beyond the triangle's end and before its start are zero in the square.
+  const int64_t pitch = s.pitch(m.reach()), pad = round_up(m.reach(), W);
+  for (int64_t x = 0; x < kBase; x += W)
+    triangle_columns<true>(s, right, s.B + p, x, m.N, s.square + pad + x, pitch);
+  if (m.K == 4)
+    fold_triangle<3>(m, s, d, p);
+  else
+    fold_triangle<-1>(m, s, d, p);
 }
 
 // Positions [lo, hi) of a diagonal tile, both multiples of kBase, halved.
@@ -446,7 +486,8 @@ static void begin_tile(const Maps<T>& m, TileScratch<T>& s, const Tile& t) {
   s.sources_from = t.c0;
   s.sources_to = t.diagonal() ? t.c1 : smaller(t.c1 + m.reach(), t.r0);
   s.group_B = s.group_C = -1;
-  for (int64_t k = 0; k < m.reach() + 2 * lanes<T>; ++k) s.taps[k] = 0;
+  if (m.conv)
+    for (int64_t k = 0; k < kBase * s.pitch(m.reach()); ++k) s.square[k] = 0;
 }
 
 template <class T>

@@ -145,3 +145,11 @@ INLINE Vec<T> decay_first(Vec<T> h, Vec<T> m, int64_t count) {
   return h + h * (lane < splat(T(count)) ? m : Vec<T>{});
 #endif
 }
+
+// v in the first `count` lanes, zero in the others.
+template <class T>
+INLINE Vec<T> keep_first(Vec<T> v, int64_t count) {
+  Vec<T> lane;
+  for (int64_t k = 0; k < lanes<T>; ++k) lane[k] = T(k);
+  return lane < splat(T(count)) ? v : Vec<T>{};
+}

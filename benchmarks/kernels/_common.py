@@ -1,0 +1,110 @@
+"""What the kernel benchmarks share: inputs shaped like a layer, timing, the record of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from captum_ssm import ops
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def layer(length: int, channels: int = 1536, states: int = 16, seed: int = 0) -> dict[str, Tensor]:
+    """Coefficients with the shape of one layer of a 130m-sized Mamba, and typical decays."""
+    g = torch.Generator().manual_seed(seed)
+    dt = torch.nn.functional.softplus(torch.randn(1, length, channels, generator=g) - 3)
+    return {
+        "dt": dt,
+        "right": dt,
+        "A": -torch.arange(1, states + 1.0).repeat(channels, 1),
+        "Bm": torch.randn(1, length, 1, states, generator=g),
+        "Cm": torch.randn(1, length, 1, states, generator=g),
+    }
+
+
+def mixer(coefficients: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
+    """The same layer with its activation, gate and convolution of width 4 folded in."""
+    g = torch.Generator().manual_seed(seed)
+    dt = coefficients["dt"]
+    return {
+        **coefficients,
+        "right": dt * torch.rand(dt.shape, generator=g),
+        "left": torch.randn(dt.shape, generator=g),
+        "conv": torch.randn(dt.shape[2], 4, generator=g) / 2,
+    }
+
+
+def seconds(*functions: Callable[[], object], repeats: int = 5) -> list[float]:
+    """The best time of each function. They take turns, so that what else the machine does
+    disturbs all of them alike; ratios are more reliable than times.
+    """
+    best = [float("inf")] * len(functions)
+    for _ in range(repeats):
+        for k, f in enumerate(functions):
+            start = time.perf_counter()
+            f()
+            best[k] = min(best[k], time.perf_counter() - start)
+    return best
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest error relative to the largest entry."""
+    return float((actual.double() - expected.double()).abs().max() / expected.abs().max())
+
+
+def check(name: str, actual: Tensor, expected: Tensor, tolerance: float = 3e-6) -> float:
+    """Stop unless both sides of a comparison agree."""
+    error = relative_error(actual, expected)
+    if not error <= tolerance:
+        raise SystemExit(f"{name}: the sides differ by {error:.1e}")
+    return error
+
+
+def processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if not ops.extension_loaded():
+        raise SystemExit("the compiled kernels are not loaded: there is nothing to measure")
+    return args
+
+
+def save(name: str, args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
+    """Write the rows with the machine and versions they belong to."""
+    if args.no_save:
+        return
+    RESULTS.mkdir(exist_ok=True)
+    record = {
+        "benchmark": name,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "processor": processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,77 @@
+"""How close is the channel-mean matrix to this machine's matrix products, and how far from PyTorch?
+
+One layer of a 130m-sized Mamba (1536 channels, 16 states). Useful work is L^2 D N flops: half
+the square, two flops a term. The ceiling is torch.mm at 2048 cubed in the same run.
+"""
+
+from __future__ import annotations
+
+import torch
+from _common import arguments, check, layer, mixer, save, seconds
+from _opponents import published_loop, recursive_halving, row_recurrence
+
+from captum_ssm import ops
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    a, b = torch.randn(2, 2048, 2048)
+    out = torch.empty_like(a)
+    rows = []
+    for length in args.lengths or (256, 512, 1024, 2048):
+        plain = layer(length)
+        whole = mixer(plain)
+        channels, states = plain["A"].shape
+        expected = ops.diagonal_mean(**plain)
+        error = check("recursive halving", recursive_halving(**plain), expected)
+        check("the PyTorch form", ops.diagonal_mean_torch(**plain), expected)
+        check("the whole mixer", ops.diagonal_mean_torch(**whole), ops.diagonal_mean(**whole))
+
+        kernel, unified, mm, halving, form = seconds(
+            lambda p=plain: ops.diagonal_mean(**p),
+            lambda w=whole: ops.diagonal_mean(**w),
+            lambda: torch.mm(a, b, out=out),
+            lambda p=plain: recursive_halving(**p),
+            lambda p=plain: ops.diagonal_mean_torch(**p),
+            repeats=args.repeats,
+        )
+        row: dict[str, object] = {
+            "length": length,
+            "kernel_ms": kernel * 1e3,
+            "kernel_gflops": length**2 * channels * states / kernel / 1e9,
+            "mm_gflops": 2 * 2048**3 / mm / 1e9,
+            "unified_over_kernel": unified / kernel,
+            "halving_over_kernel": halving / kernel,
+            "torch_form_over_kernel": form / kernel,
+            "difference": error,
+        }
+        row["share_of_mm"] = row["kernel_gflops"] / row["mm_gflops"]  # type: ignore[operator]
+        if length <= 1024:
+            check("row recurrence", row_recurrence(**plain), expected)
+            slow, again = seconds(
+                lambda p=plain: row_recurrence(**p),
+                lambda p=plain: ops.diagonal_mean(**p),
+                repeats=1,
+            )
+            row["row_recurrence_over_kernel"] = slow / again
+        rows.append(row)
+        print(
+            f"L={length:5}: {kernel * 1e3:7.1f} ms, {row['kernel_gflops']:4.0f} GF/s, "
+            f"{row['share_of_mm']:.0%} of torch.mm; whole mixer {unified / kernel:.2f} times that; "
+            f"halving {halving / kernel:.1f}, PyTorch form {form / kernel:.1f}"
+            + (f", row recurrence {slow / again:.0f} times" if length <= 1024 else "")
+        )
+
+    # The triple loop is cubic in Python: a short sequence has to do.
+    short = layer(64)
+    check("published loop", published_loop(**short), ops.diagonal_mean(**short))
+    loop, kernel = seconds(
+        lambda: published_loop(**short), lambda: ops.diagonal_mean(**short), repeats=1
+    )
+    [kernel] = seconds(lambda: ops.diagonal_mean(**short), repeats=args.repeats)
+    rows.append({"length": 64, "kernel_ms": kernel * 1e3, "loop_over_kernel": loop / kernel})
+    print(f"L=   64: published loop {loop:.1f} s, {loop / kernel:.0f} times the kernel's time")
+    save("channel_mean", args, rows)
+
+
+main()

@@ -1,0 +1,58 @@
+"""Does a row of a rollout cost linear time, and how does it compare with the matrix?
+
+v^T E_d[alpha] of one layer of a 130m-sized Mamba by the backward scan, against the same through
+the channel-mean matrix and through the PyTorch form of the scan.
+"""
+
+from __future__ import annotations
+
+import torch
+from _common import arguments, check, layer, mixer, save, seconds
+
+from captum_ssm import ops
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    rows = []
+    last = None
+    for length in args.lengths or (1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        plain = layer(length)
+        w = torch.rand(1, length)
+        row: dict[str, object] = {"length": length}
+
+        def scan(p=plain, w=w):
+            return ops.diagonal_vecmat(w, **p, mean=True)
+
+        text = ""
+        if length <= 4096:
+            whole = mixer(plain)
+            check("matrix", w @ ops.diagonal_mean(**plain)[0], scan())
+            check("PyTorch form", ops.diagonal_vecmat_torch(w, **plain, mean=True), scan())
+            kernel, unified, matrix, form = seconds(
+                scan,
+                lambda w=w, p=whole: ops.diagonal_vecmat(w, **p, mean=True),
+                lambda w=w, p=plain: w @ ops.diagonal_mean(**p)[0],
+                lambda w=w, p=plain: ops.diagonal_vecmat_torch(w, **p, mean=True),
+                repeats=args.repeats,
+            )
+            row |= {
+                "unified_over_kernel": unified / kernel,
+                "matrix_over_kernel": matrix / kernel,
+                "torch_form_over_kernel": form / kernel,
+            }
+            text = (
+                f"; whole mixer {unified / kernel:.2f}, through the matrix {matrix / kernel:.0f}, "
+                f"PyTorch form {form / kernel:.0f} times that"
+            )
+        else:
+            [kernel] = seconds(scan, repeats=args.repeats)
+        row["kernel_ms"] = kernel * 1e3
+        row["over_half_the_length"] = last and kernel / last
+        last = kernel
+        rows.append(row)
+        print(f"L={length:6}: {kernel * 1e3:7.2f} ms{text}")
+    save("linear_row", args, rows)
+
+
+main()
