@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,10 @@ from captum_ssm.mixers import MixerCall, find_adapter, registered
 
 if TYPE_CHECKING:
     from nnsight import Envoy
+
+
+# A traced model carries the trace in its modules: one run at a time, whichever the thread.
+_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,14 @@ def capture(
         UnsupportedModelError: the model holds no mixer that the registry knows, or the run
             reached none.
     """
+    if gradients and any(p.is_inference() for p in unwrap(model).parameters()):
+        raise ValueError(
+            f"the parameters of model={type(unwrap(model)).__name__} were made under "
+            "torch.inference_mode(), so no gradient can be taken through it; make or load the "
+            "model outside of it."
+        )
     grad_mode = torch.enable_grad if gradients else torch.no_grad
-    with torch.inference_mode(False), grad_mode(), _instrumented(model) as root:
+    with _LOCK, torch.inference_mode(False), grad_mode(), _instrumented(model) as root:
         envoys = [e for e in _outermost(root) if find_adapter(e._module) is not None]
         if not envoys:
             raise _unsupported(root._module)

@@ -8,7 +8,8 @@ reconstruction check.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,7 +189,7 @@ def freeze(
             weights = _probe_readout(capture(run, model, gradients=True))
     elif query:
         weights = _query(position, B, L, mask, captured.calls[0])
-    with torch.no_grad():
+    with exact_arithmetic():
         layers = _freeze_calls(captured.calls)
         if check:
             for layer in layers:
@@ -217,7 +218,23 @@ def read_score(
             weights = _probe_readout(captured)
         else:
             weights = _query(position, B, L, mask, captured.calls[0])
-        return weights, _score(logits, _for_autograd(target), weights)
+        score = _score(logits, _for_autograd(target), weights)
+    if not bool(torch.isfinite(score).all()):
+        raise InputError(
+            f"the explained score is {score.tolist()}: look for NaN or Inf in the weights behind "
+            "the last mixer, or choose another target."
+        )
+    return weights, score
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Without gradients, and in the operators' own dtype wherever the caller's autocast is on."""
+    devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    with torch.no_grad(), ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def resolve_model(forward_func: Any, model: Any) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from captum_ssm._frozen import FrozenModel, freeze
+from captum_ssm._frozen import FrozenModel, exact_arithmetic, freeze
 from captum_ssm.attr._base import single_input
 from captum_ssm.mixers import check_components
 from captum_ssm.operators import REDUCTIONS
@@ -74,7 +73,7 @@ def hidden_attention(
         model, None, single_input(inputs), additional_forward_args, query=False, check=check
     )
     maps = {}
-    with torch.no_grad():
+    with exact_arithmetic():
         for layer in frozen.select(layers):
             operator = layer.mixer.operator(formulation, components)
             if rows is None:

@@ -1,5 +1,7 @@
 """Captum's contract: what goes in, what comes out, and what the model may look like."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from captum.attr import NoiseTunnel
@@ -103,6 +105,9 @@ def test_further_arguments(method):
         ),
         truth,
     )
+    for extra in ({"logits_to_keep": 1}, {"labels": tokens}):
+        found = method(model).attribute(tokens, target=4, additional_forward_args=extra)
+        assert_close(found, truth)
     for extra in (2.0, (2.0,), (2.0, None)):
         scaled = method(lambda t, a, b=None: a * model(t).logits, model)
         found = scaled.attribute(tokens, target=4, additional_forward_args=extra)
@@ -466,6 +471,41 @@ def test_a_classifier_in_every_grad_mode(method, mode):
     with mode():
         found = method(model).attribute(tokens.clone(), target=torch.tensor([3, 3]))
     assert_close(found.clone(), truth)
+
+
+@each_method
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(method, dtype):
+    # The model computes as it is told to; the explanation of it is exact all the same.
+    model, tokens = tiny(), ids(2, 7)
+    truth = method(model).attribute(tokens, target=4)
+    (plain,) = hidden_attention(model, tokens, layers=0).values()
+    with torch.autocast("cpu", dtype):
+        found = method(model).attribute(tokens, target=4)
+        (maps,) = hidden_attention(model, tokens, layers=0).values()
+        assert torch.is_autocast_enabled("cpu")
+    assert found.dtype == torch.float32
+    assert_close(found, truth, {torch.bfloat16: 0.1, torch.float16: 0.02}[dtype])
+    assert_close(maps, plain)
+
+
+@each_method
+def test_from_several_threads(method):
+    model, tokens = tiny(), ids(2, 7)
+    truth = method(model).attribute(tokens, target=4)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: method(model).attribute(tokens, target=4), range(12)))
+    for one in found:
+        assert torch.equal(one, truth)
+
+
+def test_a_model_loaded_in_inference_mode():
+    with torch.inference_mode():
+        model = tiny()
+    tokens = ids(2, 7)
+    assert_close(RawAttention(model).attribute(tokens), RawAttention(tiny()).attribute(tokens))
+    with pytest.raises(ValueError, match="made under"):
+        MambaAttribution(model).attribute(tokens, target=4)
 
 
 @each_method

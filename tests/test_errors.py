@@ -84,6 +84,11 @@ CASES = {
     "a callable that drops a token": Case(
         InputError, ["(2, 7)", "(2, 6)"], wrap=lambda m: (lambda t: m(t[:, 1:]), m)
     ),
+    "a callable that generates": Case(
+        InputError,
+        ["different numbers of tokens", "(2, 1)", "(2, 7)"],
+        wrap=lambda m: (lambda t: m.generate(t, max_new_tokens=2, do_sample=False), m),
+    ),
     "a callable that returns no tensor": Case(
         TypeError, ["returned a str", "ModelOutput"], wrap=lambda m: (lambda t: str(m(t)), m)
     ),

@@ -28,7 +28,9 @@ from captum_ssm.operators import DiagonalOperator
 NAMES = [
     "FrozenMixer",
     "InputError",
+    "LaTIM",
     "MambaAttribution",
+    "MambaLRP",
     "MambaRollout",
     "MixerCall",
     "RawAttention",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType, log_usage
+from captum_ssm._frozen import exact_arithmetic
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import (
     MapChoices,
@@ -91,7 +91,7 @@ class MambaAttribution(TokenAttribution):
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=True
         )
-        with torch.no_grad():
+        with exact_arithmetic():
             maps = layer_maps(
                 frozen.from_layer(start_layer),
                 MapOptions(**(_PAPER | options)),
@@ -117,7 +117,7 @@ class MambaAttribution(TokenAttribution):
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=True
         )
-        with torch.no_grad():
+        with exact_arithmetic():
             maps = layer_maps(
                 frozen.from_layer(start_layer),
                 MapOptions(**(_PAPER | options)),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType, log_usage
+from captum_ssm._frozen import exact_arithmetic
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import MapChoices, MapOptions, layer_maps, raw_row
 
@@ -71,6 +71,6 @@ class RawAttention(TokenAttribution):
         """
         self._no_delta(return_convergence_delta)
         frozen = self._freeze(inputs, additional_forward_args, position)
-        with torch.no_grad():
+        with exact_arithmetic():
             maps = layer_maps(frozen.select(layers), MapOptions(**options), frozen.mask)
             return format_attributions(raw_row(maps, frozen.require_query()), frozen, inputs)

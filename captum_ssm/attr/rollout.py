@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType, log_usage
+from captum_ssm._frozen import exact_arithmetic
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import (
     MapChoices,
@@ -79,7 +79,7 @@ class MambaRollout(TokenAttribution):
         """
         self._no_delta(return_convergence_delta)
         frozen = self._freeze(inputs, additional_forward_args, position)
-        with torch.no_grad():
+        with exact_arithmetic():
             maps = layer_maps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
             return format_attributions(rollout_row(maps, frozen.require_query()), frozen, inputs)
 
@@ -96,6 +96,6 @@ class MambaRollout(TokenAttribution):
         The arguments are those of :meth:`attribute`.
         """
         frozen = self._freeze(inputs, additional_forward_args, None, query=False)
-        with torch.no_grad():
+        with exact_arithmetic():
             maps = layer_maps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
             return frozen.mask_matrix(rollout_matrix(maps))

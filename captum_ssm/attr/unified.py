@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._frozen import FrozenModel
+from captum_ssm._frozen import FrozenModel, exact_arithmetic
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import (
     LayerMap,
@@ -116,7 +115,7 @@ class UnifiedImplicitAttention(TokenAttribution):
             options,
         )
         read = raw_row if aggregation == "raw" else rollout_row
-        with torch.no_grad():
+        with exact_arithmetic():
             return format_attributions(read(maps, frozen.require_query()), frozen, inputs)
 
     def rollout(
@@ -150,7 +149,7 @@ class UnifiedImplicitAttention(TokenAttribution):
             start_layer,
             options,
         )
-        with torch.no_grad():
+        with exact_arithmetic():
             return frozen.mask_matrix(rollout_matrix(maps))
 
     def _maps(
@@ -173,6 +172,6 @@ class UnifiedImplicitAttention(TokenAttribution):
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=gradients
         )
-        with torch.no_grad():
+        with exact_arithmetic():
             layers = frozen.from_layer(start_layer)
             return frozen, layer_maps(layers, options, frozen.mask, gradients=gradients)
