@@ -1,5 +1,6 @@
 """Metrics: which explanation to trust."""
 
+from captum_ssm.metrics._estimate import Estimate, bootstrap
 from captum_ssm.metrics.alignment import (
     alignment_error_rate,
     alignment_scores,
@@ -7,11 +8,43 @@ from captum_ssm.metrics.alignment import (
     hit_rate,
     links,
 )
+from captum_ssm.metrics.layers import (
+    cls_influence,
+    layer_knockout,
+    oversmoothing,
+    position_bias,
+    token_similarity,
+)
+from captum_ssm.metrics.perturbation import (
+    Curve,
+    activation,
+    delta_af,
+    flipping,
+    perturbation,
+    pruning,
+)
+from captum_ssm.metrics.segmentation import SegmentationScores, average_precision, segmentation
 
 __all__ = [
+    "Curve",
+    "Estimate",
+    "SegmentationScores",
+    "activation",
     "alignment_error_rate",
     "alignment_scores",
+    "average_precision",
+    "bootstrap",
+    "cls_influence",
     "decomposition_error",
+    "delta_af",
+    "flipping",
     "hit_rate",
+    "layer_knockout",
     "links",
+    "oversmoothing",
+    "perturbation",
+    "position_bias",
+    "pruning",
+    "segmentation",
+    "token_similarity",
 ]

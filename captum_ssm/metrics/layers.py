@@ -1,0 +1,188 @@
+"""What a model's layers do: knocked out one at a time, and how alike they make its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._capture import unwrap
+from captum_ssm._hidden_attention import hidden_attention
+from captum_ssm.metrics.perturbation import _logits
+from captum_ssm.mixers import find_mixers
+
+
+def layer_knockout(
+    forward_func: Callable[..., Any],
+    inputs: Tensor,
+    target: Tensor,
+    *,
+    model: Any = None,
+    layers: Sequence[str] | None = None,
+    replacement: str = "zero",
+    batch_size: int | None = None,
+) -> dict[str, Tensor]:
+    """How much of the target's score goes when a mixer is silenced: a causal check.
+
+    Explanations say which layers carry what a prediction rests on; silencing a layer says it
+    without any (Meng et al., 2022; Sharma et al., 2024, for Mamba). The residual stream passes
+    by the silenced mixer.
+
+    Args:
+        forward_func (Callable): inputs to logits ``(B, V)``.
+        inputs (Tensor): of any form the model takes.
+        target (Tensor): ``(B,)``, the class whose logit is followed.
+        model (nn.Module, optional): the model that ``forward_func`` runs, where it is not one.
+            Default: None
+        layers (sequence of str, optional): paths of mixers; None for every known one, one at a
+            time. Default: None
+        replacement (str, optional): what a silenced mixer returns, ``"zero"`` or the ``"mean"``
+            of its output over the batch and its tokens. Default: ``"zero"``
+        batch_size (int, optional): examples run at once; None for all. Default: None
+
+    Returns:
+        dict: by path, ``(B,)``: the score of the whole model less that without the layer.
+    """
+    if replacement not in ("zero", "mean"):
+        raise ValueError(f"replacement is {replacement!r}; accepted are 'zero' and 'mean'.")
+    root = unwrap(forward_func if model is None else model)
+    mixers = dict(find_mixers(root))
+    chosen = list(mixers) if layers is None else list(layers)
+    unknown = [path for path in chosen if path not in mixers]
+    if unknown or not chosen:
+        raise ValueError(f"layers holds {unknown}; this model has the mixers {list(mixers)}.")
+
+    def score() -> Tensor:
+        with torch.no_grad():
+            parts = inputs.split(len(inputs) if batch_size is None else batch_size)
+            logits = torch.cat([_logits(forward_func(part)) for part in parts])
+        return logits.gather(1, target.to(logits.device)[:, None])[:, 0]
+
+    whole, drops = score(), {}
+    for path in chosen:
+        with _silenced(mixers[path], replacement):
+            drops[path] = whole - score()
+    return drops
+
+
+@contextmanager
+def _silenced(mixer: nn.Module, replacement: str) -> Iterator[None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        silent = torch.zeros_like(first)
+        if replacement == "mean":
+            silent = first.flatten(0, -2).mean(0).expand_as(first)
+        if isinstance(output, (tuple, list)):
+            return type(output)([silent, *output[1:]])
+        return silent
+
+    handle = mixer.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def token_similarity(tokens: Tensor) -> Tensor:
+    r"""How alike the tokens of a layer are (Ali et al., appendix: oversmoothing).
+
+    .. math::
+        M = \frac{2}{L (L - 1)} \sum_{i < j} \frac{h_i^\top h_j}{\|h_i\| \|h_j\|}
+
+    Args:
+        tokens (Tensor): h, ``(B, L, E)``, L at least 2.
+
+    Returns:
+        Tensor: ``(B,)``, in [-1, 1]; 1 where all tokens point the same way.
+    """
+    L = tokens.shape[1]
+    if tokens.dim() != 3 or L < 2:
+        raise ValueError(f"tokens have shape {tuple(tokens.shape)}; accepted is (B, L, E), L > 1.")
+    unit = nn.functional.normalize(tokens.double(), dim=-1)
+    # The sum over all pairs is the square of the sum; zero vectors are alike to nothing.
+    total = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
+    return total / (L * (L - 1))
+
+
+def oversmoothing(
+    forward_func: Callable[..., Any], inputs: Tensor, *, model: Any = None
+) -> dict[str, Tensor]:
+    """:func:`token_similarity` behind every block, in forward order: ``{path: (B,)}``.
+
+    A block is the module that holds a known mixer; its output, or the first tensor of it, is
+    what the similarity is of. The arguments are those of :func:`layer_knockout`.
+    """
+    root = unwrap(forward_func if model is None else model)
+    found: dict[str, Tensor] = {}
+    handles = []
+    try:
+        for path, _ in find_mixers(root):
+            block = path.rpartition(".")[0]
+
+            def hook(module: nn.Module, args: Any, output: Any, block: str = block) -> None:
+                first = output[0] if isinstance(output, (tuple, list)) else output
+                found[block] = token_similarity(first.detach())
+
+            handles.append(root.get_submodule(block).register_forward_hook(hook))
+        with torch.no_grad():
+            forward_func(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def cls_influence(
+    model: Any, inputs: Tensor, position: int, *, batch_size: int | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """The influence of tokens on one token, averaged over inputs (Ali et al., figure 2).
+
+    Args:
+        model (nn.Module): the model.
+        inputs (Tensor): of any form the model takes.
+        position (int): the token influenced, the CLS token of a vision model.
+        batch_size (int, optional): examples run at once; None for all. Default: None
+        **options: of :func:`captum_ssm.hidden_attention`, such as ``formulation``.
+
+    Returns:
+        dict: by path of a mixer, ``(L,)``: the mean magnitude of its row at ``position``.
+    """
+    total: dict[str, Tensor] = {}
+    for part in inputs.split(len(inputs) if batch_size is None else batch_size):
+        maps = hidden_attention(model, part, reduction="mean", rows=position, **options)
+        for path, row in maps.items():
+            total[path] = total.get(path, torch.zeros(())) + row[:, 0].abs().sum(0)
+    return {path: row / len(inputs) for path, row in total.items()}
+
+
+def position_bias(influence: Tensor, position: int) -> Tensor:
+    """Rank correlation between influence and nearness along the sequence (Spearman's rho).
+
+    Args:
+        influence (Tensor): ``(..., L)``, of each token on the one at ``position``, which is
+            left out itself.
+        position (int): the token influenced.
+
+    Returns:
+        Tensor: ``(...)``; 1 where nearer tokens always have more, 0 for no bias.
+    """
+    L = influence.shape[-1]
+    if not -L <= position < L:
+        raise ValueError(f"position is {position}; there are {L} tokens.")
+    places = torch.arange(L, device=influence.device)
+    others = places[places != position % L]
+    nearness = -(others - position % L).abs().double()
+    x, y = _ranks(nearness), _ranks(influence[..., others].double())
+    x, y = x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True)
+    scale = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+    return torch.where(scale > 0, (x * y).sum(-1) / scale.clamp(min=1e-30), 0)
+
+
+def _ranks(x: Tensor) -> Tensor:
+    # Ranks along the last axis; equal values share the mean of theirs.
+    below = (x[..., None, :] < x[..., None]).sum(-1)
+    equal = (x[..., None, :] == x[..., None]).sum(-1)
+    return below + (equal - 1) / 2

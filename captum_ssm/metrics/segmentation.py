@@ -1,0 +1,116 @@
+"""Segmentation by an explanation: pixel accuracy, mIoU and mAP against object masks.
+
+As in Chefer et al. (2021), whose numbers Ali et al. (table 2) and Zimerman et al. (table 3)
+compare with: a map is rescaled to [0, 1] and is foreground where it exceeds its own mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.metrics._estimate import Estimate, bootstrap
+
+
+@dataclass(frozen=True)
+class SegmentationScores:
+    """How well explanations find the objects of images, with what it was counted from.
+
+    Args:
+        correct (Tensor): ``(B,)``, the pixels on the right side of the threshold.
+        labelled (Tensor): ``(B,)``, the pixels that were labelled.
+        intersection (Tensor): ``(B, 2)``, for background and foreground.
+        union (Tensor): ``(B, 2)``.
+        ap (Tensor): ``(B,)``, average precision of each image.
+    """
+
+    correct: Tensor
+    labelled: Tensor
+    intersection: Tensor
+    union: Tensor
+    ap: Tensor
+
+    def pixel_accuracy(self, **options: Any) -> Estimate:
+        """Share of all images' pixels that are right; the options are those of a bootstrap."""
+        return bootstrap(
+            self.correct, self.labelled, statistic=lambda c, n: c.sum() / n.sum(), **options
+        )
+
+    def miou(self, **options: Any) -> Estimate:
+        """Intersection over union, over all images, mean of background and foreground."""
+
+        def ratio(intersection: Tensor, union: Tensor) -> Tensor:
+            return (intersection.sum(0) / union.sum(0).clamp(min=1)).mean()
+
+        return bootstrap(self.intersection, self.union, statistic=ratio, **options)
+
+    def map(self, **options: Any) -> Estimate:
+        """Mean average precision over images."""
+        return bootstrap(self.ap, **options)
+
+
+def segmentation(
+    attributions: Tensor, masks: Tensor, *, threshold: str | float = "mean"
+) -> SegmentationScores:
+    """Pixel accuracy, mIoU and mAP of relevance maps (Chefer et al., 2021).
+
+    Args:
+        attributions (Tensor): ``(B, C, H, W)``, or ``(B, H, W)``, of any scale and sign.
+        masks (Tensor): ``(B, H, W)``, 1 on the object, 0 beside it, -1 where not labelled.
+        threshold (str or float, optional): ``"mean"`` of each rescaled map, or a number in
+            [0, 1]. Default: ``"mean"``
+
+    Returns:
+        SegmentationScores: as defined there: accuracy and IoU are counted over all pixels of the
+        data set; average precision is of background and foreground together, an image at a time.
+    """
+    maps = attributions.sum(1) if attributions.dim() == 4 else attributions
+    if maps.shape != masks.shape:
+        raise ValueError(
+            f"attributions have shape {tuple(attributions.shape)} and masks "
+            f"{tuple(masks.shape)}; accepted are (B, C, H, W) or (B, H, W), and (B, H, W)."
+        )
+    if not bool(torch.isfinite(maps).all()):
+        raise ValueError("attributions hold NaN or Inf.")
+    maps = maps.detach().double().flatten(1).cpu()
+    truth = masks.long().flatten(1).cpu()
+    low, high = maps.amin(1, keepdim=True), maps.amax(1, keepdim=True)
+    maps = (maps - low) / (high - low).clamp(min=1e-30)
+    cut = maps.mean(1, keepdim=True) if threshold == "mean" else float(threshold)
+    found, known = maps > cut, truth >= 0
+    sides = [(~found, truth == 0), (found, truth == 1)]
+    return SegmentationScores(
+        correct=((found == (truth == 1)) & known).sum(1),
+        labelled=known.sum(1),
+        intersection=torch.stack([(f & t).sum(1) for f, t in sides], 1),
+        union=torch.stack([((f & known) | t).sum(1) for f, t in sides], 1),
+        ap=torch.stack(
+            [
+                average_precision(torch.cat([1 - m[k], m[k]]), torch.cat([t[k] == 0, t[k] == 1]))
+                for m, t, k in zip(maps, truth, known, strict=True)
+            ]
+        ),
+    )
+
+
+def average_precision(scores: Tensor, truth: Tensor) -> Tensor:
+    """The mean over thresholds of precision, weighted by the recall each adds.
+
+    Args:
+        scores (Tensor): ``(n,)``.
+        truth (Tensor): ``(n,)``, true where positive.
+
+    Returns:
+        Tensor: a scalar in [0, 1]; 0 where nothing is positive.
+    """
+    order = scores.argsort(descending=True)
+    ranked, hits = scores[order], truth[order].double().cumsum(0)
+    if hits[-1] == 0:
+        return hits[-1]
+    # Equal scores share one threshold: the end of their run.
+    end = torch.searchsorted(-ranked, -ranked, right=True) - 1
+    precision = hits[end] / (end + 1)
+    return (precision * truth[order]).sum() / hits[-1]
