@@ -1,0 +1,212 @@
+// Runs the CUDA kernels on the host, block by block with one thread for each of theirs, and
+// compares with the equations in float64. Built and run by csrc/check_cuda.sh; needs no CUDA.
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+// ---- as much of CUDA as the kernels use -------------------------------------------------------
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static  // blocks run one after the other
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+using cudaStream_t = void*;
+using cudaError_t = int;
+static cudaError_t cudaGetLastError() { return 0; }
+
+static thread_local dim3 blockIdx, threadIdx;
+static std::barrier<>* block_barrier;
+static double exchanged[1024];
+
+static void __syncthreads() { block_barrier->arrive_and_wait(); }
+
+template <class T>
+T __shfl_down_sync(unsigned, T value, int by) {
+  const unsigned t = threadIdx.x;
+  exchanged[t] = double(value);
+  __syncthreads();
+  const T got = T(exchanged[t % 32 + by < 32 ? t + by : t]);
+  __syncthreads();
+  return got;
+}
+
+template <class T>
+void atomicAdd(T* to, T value) {
+  *to += value;  // no two threads of a block add to one place
+}
+
+template <class Kernel, class... Arguments>
+void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... arguments) {
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; ++x) {
+        std::barrier<> barrier(threads);
+        block_barrier = &barrier;
+        std::vector<std::thread> block;
+        for (unsigned t = 0; t < threads; ++t)
+          block.emplace_back([&, t] {
+            blockIdx = dim3(x, y, z);
+            threadIdx = dim3(t);
+            kernel(arguments...);
+            barrier.arrive_and_drop();  // a thread that is done holds no other up
+          });
+        for (std::thread& thread : block) thread.join();
+      }
+}
+#define CAPTUM_SSM_LAUNCH(kernel, grid, threads, stream, ...) \
+  launch(kernel, grid, threads, __VA_ARGS__)
+#define CAPTUM_SSM_EMULATED
+
+#include "matrix.cuh"
+#include "recurrence.cuh"
+
+// ---- the check --------------------------------------------------------------------------------
+
+using namespace captum_ssm::gpu;
+
+template <class T>
+struct Case {
+  int64_t batch, L, D, N, G, K;
+  bool left;
+  std::vector<T> dt, right, A, B, C, gate, conv, input;
+
+  Case(int64_t batch_, int64_t L_, int64_t D_, int64_t N_, int64_t G_, int64_t K_, bool left_)
+      : batch(batch_), L(L_), D(D_), N(N_), G(G_), K(K_), left(left_) {
+    std::mt19937 g(0);
+    std::uniform_real_distribution<double> uniform(0, 1);
+    std::normal_distribution<double> normal;
+    auto fill = [&](std::vector<T>& v, int64_t count, auto&& f) {
+      v.resize(count);
+      for (T& x : v) x = T(f());
+    };
+    fill(dt, batch * L * D, [&] { return 0.3 * uniform(g); });
+    for (int64_t i = 70; i < L; i += 71) dt[i * D] = T(INFINITY);  // resets of channel 0
+    fill(right, batch * L * D, [&] { return normal(g); });
+    fill(A, D * N, [&] { return -3 * uniform(g); });
+    fill(B, batch * L * G * N, [&] { return normal(g); });
+    fill(C, batch * L * G * N, [&] { return normal(g); });
+    fill(gate, batch * L * D, [&] { return left ? normal(g) : 1; });
+    fill(conv, D * std::max<int64_t>(K, 1), [&] { return K ? normal(g) : 1; });
+    fill(input, batch * L * D, [&] { return normal(g); });
+  }
+
+  Maps<T> maps() const {
+    return {dt.data(), right.data(), A.data(), B.data(), C.data(), left ? gate.data() : nullptr,
+            K ? conv.data() : nullptr, batch, L, D, N, G, std::max<int64_t>(K, 1)};
+  }
+
+  // (L, L) of one channel, with the convolution or without.
+  std::vector<double> matrix(int64_t b, int64_t d, bool taps) const {
+    std::vector<double> plain(L * L, 0), out(L * L, 0);
+    for (int64_t j = 0; j < L; ++j)
+      for (int64_t n = 0; n < N; ++n) {
+        const int64_t g = d / (D / G);
+        double h = double(B[((b * L + j) * G + g) * N + n]) * right[(b * L + j) * D + d];
+        for (int64_t i = j; i < L; ++i) {
+          if (i > j) h *= std::exp(A[d * N + n] * std::min(1e30, double(dt[(b * L + i) * D + d])));
+          plain[i * L + j] += C[((b * L + i) * G + g) * N + n] * h * gate[(b * L + i) * D + d];
+        }
+      }
+    if (!taps || !K) return plain;
+    for (int64_t i = 0; i < L; ++i)
+      for (int64_t s = 0; s <= i; ++s)
+        for (int64_t j = std::max<int64_t>(0, s - K + 1); j <= s; ++j)
+          out[i * L + j] += plain[i * L + s] * conv[d * K + K - 1 - (s - j)];
+    return out;
+  }
+};
+
+static int failures = 0;
+
+template <class T>
+void compare(const char* name, const Case<T>& c, const std::vector<T>& actual,
+             const std::vector<double>& expected) {
+  double error = 0, largest = 0;
+  for (size_t k = 0; k < expected.size(); ++k) {
+    error = std::max(error, std::isfinite(actual[k]) ? std::abs(actual[k] - expected[k]) : 1e300);
+    largest = std::max(largest, std::abs(expected[k]));
+  }
+  const bool good = error <= (sizeof(T) == 4 ? 3e-6 : 1e-12) * largest;
+  failures += !good;
+  std::printf("%-8s %s L=%lld D=%lld N=%lld G=%lld K=%lld: %.1e%s\n", name,
+              sizeof(T) == 4 ? "f32" : "f64", (long long)c.L, (long long)c.D, (long long)c.N,
+              (long long)c.G, (long long)c.K, error / largest, good ? "" : "  WRONG");
+}
+
+template <class T>
+void check(const Case<T>& c) {
+  const int64_t batch = c.batch, L = c.L, D = c.D;
+  std::vector<std::vector<double>> plain, full;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t d = 0; d < D; ++d)
+      plain.push_back(c.matrix(b, d, false)), full.push_back(c.matrix(b, d, true));
+
+  for (bool backward : {false, true})
+    for (bool mean : {false, true}) {
+      if (mean && !backward) continue;
+      Run<T> r{c.maps(), backward, false, c.input.data()};
+      if (!backward) r.maps.conv = nullptr;
+      std::vector<T> out(batch * L * D), sums(channel_blocks(D) * batch * L), row(batch * L);
+      std::vector<T> state(batch * r.maps.chunks() * c.N * D), elapsed(batch * r.maps.chunks() * D);
+      r.output = mean ? nullptr : out.data();
+      r.partial = mean ? sums.data() : nullptr;
+      r.state = state.data();
+      r.elapsed = elapsed.data();
+      run(r, mean ? row.data() : nullptr, nullptr);
+
+      std::vector<double> expected(batch * L * D, 0), expected_row(batch * L, 0);
+      for (int64_t b = 0; b < batch; ++b)
+        for (int64_t d = 0; d < D; ++d) {
+          const auto& m = (backward ? full : plain)[b * D + d];
+          for (int64_t i = 0; i < L; ++i)
+            for (int64_t j = 0; j <= i; ++j) {
+              const int64_t to = backward ? j : i, from = backward ? i : j;
+              const double v = m[i * L + j] * c.input[(b * L + from) * D + d];
+              expected[(b * L + to) * D + d] += v;
+              expected_row[b * L + to] += v / D;
+            }
+        }
+      if (mean)
+        compare("row mean", c, row, expected_row);
+      else
+        compare(backward ? "vecmat" : "scan", c, out, expected);
+    }
+
+  for (const auto& [start, stop] : {std::pair<int64_t, int64_t>{0, L}, {L / 3, (2 * L + 2) / 3}}) {
+    const int64_t sums = batch * ((stop + kTile - 1) / kTile + 1) * D;
+    std::vector<T> before(batch * L * D), after(batch * L * D), out(batch * (stop - start) * L);
+    std::vector<double> sum(sums), expected(out.size(), 0);
+    std::vector<int> resets(sums);
+    mean(Mean<T>{c.maps(), {before.data(), after.data(), sum.data(), resets.data()}, out.data(),
+                 start, stop},
+         nullptr);
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t d = 0; d < D; ++d)
+        for (int64_t i = start; i < stop; ++i)
+          for (int64_t j = 0; j < L; ++j)
+            expected[(b * (stop - start) + i - start) * L + j] += full[b * D + d][i * L + j] / D;
+    compare("mean", c, out, expected);
+  }
+}
+
+int main() {
+  check(Case<float>(1, 1, 1, 1, 1, 0, false));
+  check(Case<float>(1, 200, 3, 5, 1, 4, true));
+  check(Case<double>(2, 65, 4, 18, 2, 3, true));
+  check(Case<double>(1, 300, 2, 2, 1, 40, false));
+  check(Case<float>(1, 520, 2, 1, 2, 1, true));
+  std::printf(failures ? "%d comparisons failed\n" : "all agree\n", failures);
+  return failures != 0;
+}
