@@ -2,6 +2,7 @@
 
 from captum_ssm.mixers import attention as attention
 from captum_ssm.mixers import delta as delta
+from captum_ssm.mixers import fla as fla
 from captum_ssm.mixers import griffin as griffin
 from captum_ssm.mixers import lightning as lightning
 from captum_ssm.mixers import rwkv as rwkv

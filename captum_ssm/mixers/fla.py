@@ -1,0 +1,469 @@
+r"""Layers of flash-linear-attention, which is never imported here: they are known by name.
+
+RetNet (Sun et al., 2023; Zimerman et al., eq. 22-24), HGRN (Qin et al., 2023; eq. 25-29), HGRN2,
+GLA, RWKV-6 and RWKV-7, DeltaNet, Gated DeltaNet, and Mamba-2. All are
+
+    y = out_proj(norm(alpha v) gate),
+
+v being the projected tokens, behind a short convolution where the layer has one. The layers
+drop padding and pack what is left; a recurrence that starts from zero behind padding on the left
+and never sees padding on the right is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm.mixers._base import (
+    FrozenMixer,
+    MixerCall,
+    ShortConv,
+    masked_tokens,
+    register_mixer,
+    rms_factor,
+    short_conv,
+)
+from captum_ssm.mixers.ssd import freeze_scan
+from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
+
+_SILU = ("silu", "swish")
+
+
+class _Gate(NamedTuple):
+    factor: Tensor | None = None
+    argument: Tensor | None = None  # where the factor is SiLU of it
+
+
+_NO_GATE = _Gate()
+
+
+def _silu_gate(z: Tensor) -> _Gate:
+    return _Gate(F.silu(z), z)
+
+
+def _project(call: MixerCall, name: str, x: Tensor) -> tuple[ShortConv, bool]:
+    """A projection with the short convolution behind it, and whether that ends in SiLU."""
+    u = call.linear(getattr(call.module, f"{name}_proj"), x)
+    conv = getattr(call.module, f"{name}_conv1d", None)
+    if conv is None:
+        return ShortConv(u), False
+    return short_conv(call, conv, u), conv.activation in _SILU
+
+
+def _projected(call: MixerCall, name: str, x: Tensor, always_silu: bool = False) -> Tensor:
+    """A projection behind its convolution and activation, ``(B, L, D)``."""
+    conv, silu = _project(call, name, x)
+    return F.silu(conv.output) if silu or always_silu else conv.output
+
+
+def _values(
+    call: MixerCall, x: Tensor, mask: Tensor | None, name: str = "v", always_silu: bool = False
+) -> tuple[ShortConv, Tensor | None]:
+    """The values' convolution and their activation factor."""
+    conv, silu = _project(call, name, x)
+    factor = torch.sigmoid(conv.output) if silu or always_silu else None
+    if mask is not None and conv.taps is not None:
+        # Behind a convolution padding is no longer zero.
+        ones = torch.ones_like(conv.output)
+        factor = (ones if factor is None else factor) * mask[..., None]
+    return conv, factor
+
+
+def _frozen(
+    call: MixerCall,
+    recurrence: TokenOperator,
+    conv: ShortConv,
+    activation: Tensor | None,
+    *,
+    norm: Any,
+    groups: int,
+    eps: float | None = None,
+    gate: _Gate = _NO_GATE,
+    bonus: Tensor | None = None,
+) -> FrozenMixer:
+    """The mixer around a recurrence.
+
+    Args:
+        call (MixerCall): the recorded call.
+        recurrence (TokenOperator): alpha.
+        conv (ShortConv): what makes the values' argument.
+        activation (Tensor, optional): the values' factor, ``(B, L, D)``.
+        norm (nn.Module): an RMS or layer norm of groups of channels.
+        groups (int): their number.
+        eps (float, optional): the norm's epsilon; None reads it there. Default: None
+        gate (_Gate, optional): ``(B, L, D)`` each. Default: none
+        bonus (Tensor, optional): ``(B, L, H)``, the weight with which a token's own values enter
+            behind the norm (RWKV-7). Default: None
+    """
+    out_proj = call.module.o_proj
+    weight = None if norm.weight is None else call.parameter(norm.weight)
+    bias = None if getattr(norm, "bias", None) is None else call.parameter(norm.bias)
+    mean = None
+    if _takes_mean(norm):
+        # All channels of a head share one map, so the map may act on the centred values.
+        heads = conv.output.unflatten(-1, (groups, -1))
+        mean = heads.mean(-1, keepdim=True).expand_as(heads).flatten(-2)
+        conv = ShortConv(conv.output - mean)
+    values = conv.output if activation is None else conv.output * activation
+    scale = rms_factor(recurrence.apply(values), weight, eps or norm.eps, groups)
+    skip, offset = None, bias
+    if bonus is not None:
+        weights = bonus.repeat_interleave(values.shape[-1] // bonus.shape[-1], -1)
+        # Divided by the norm's scale, which the skip is in front of and the bonus is not. What
+        # the centring took from the values is no part of the map.
+        skip = weights / scale
+        rest = weights * mean if mean is not None else torch.zeros_like(weights)
+        offset = rest if offset is None else offset + rest
+    if offset is not None and gate.factor is not None:
+        offset = offset * gate.factor
+    return FrozenMixer(
+        recurrence=recurrence,
+        inputs=conv.inputs,
+        out_proj=lambda y: call.linear(out_proj, y),
+        out_weight=call.parameter(out_proj.weight),
+        skip=skip,
+        conv=conv.taps,
+        conv_bias=conv.bias,
+        activation=activation,
+        gate=gate.factor,
+        gate_argument=gate.argument,
+        norm=scale,
+        offset=offset,
+    )
+
+
+def _takes_mean(norm: nn.Module) -> bool:
+    return type(norm).__name__ == "GroupNorm" and not getattr(norm, "is_rms_norm", False)
+
+
+def _heads(x: Tensor, width: int, repeat: int = 1) -> Tensor:
+    """``(B, L, H N)`` to ``(B, L, H repeat, N)``, each head repeated in place."""
+    heads = x.unflatten(-1, (-1, width))
+    return heads.repeat_interleave(repeat, 2) if repeat > 1 else heads
+
+
+def _repeat_channels(
+    conv: ShortConv, factor: Tensor | None, width: int, repeat: int
+) -> tuple[ShortConv, Tensor | None]:
+    if repeat == 1:
+        return conv, factor
+    channels = torch.arange(conv.inputs.shape[-1], device=conv.inputs.device)
+    index = channels.view(-1, width).repeat_interleave(repeat, 0).flatten()
+    return conv.channels(index), None if factor is None else factor[..., index]
+
+
+def _gate(call: MixerCall, x: Tensor) -> tuple[Any, _Gate]:
+    """The norm of RetNet and GLA, with the gate fused into it or not, and the gate."""
+    module = call.module
+    if not module.use_output_gate:
+        return module.g_norm, _Gate()
+    z = call.linear(module.g_proj, x)
+    if module.fuse_norm_and_gate:
+        return module.g_norm_swish_gate, _silu_gate(z)
+    return module.g_norm, _Gate(module.gate_fn(z))
+
+
+@register_mixer("fla.layers.multiscale_retention.MultiScaleRetention")
+def freeze_retention(call: MixerCall) -> FrozenMixer:
+    """RetNet: a fixed decay per head, and rotated queries and keys."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    H, N, repeat = module.num_heads, module.head_k_dim, module.num_kv_groups
+    q, k = (_heads(_projected(call, name, x), N) for name in "qk")
+    if module.feature_map_fn is not None:
+        q, k = module.feature_map_fn(q), module.feature_map_fn(k)
+    q, k = (_rotate(module.rotary, t, mask) for t in (q, k))
+    decay = torch.log1p(-(2.0 ** (-5.0 - torch.arange(H, dtype=torch.float64, device=x.device))))
+    recurrence = LinearAttentionOperator(
+        query=q * N**-0.5,
+        key=k.repeat_interleave(repeat, 2),
+        log_decay=decay.to(call.dtype)[:, None].expand(*x.shape[:2], H, 1),
+        width=module.head_v_dim,
+    )
+    values = _repeat_channels(*_values(call, x, mask), module.head_v_dim, repeat)
+    norm, gate = _gate(call, x)
+    return _frozen(call, recurrence, *values, norm=norm, groups=H, gate=gate)
+
+
+@register_mixer("fla.layers.gla.GatedLinearAttention")
+def freeze_gla(call: MixerCall) -> FrozenMixer:
+    """Gated linear attention: a decay per key dimension, from a low-rank projection."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    H, N, repeat = module.num_heads, module.head_k_dim, module.num_kv_groups
+    q, k = _heads(_projected(call, "q", x), N), _heads(_projected(call, "k", x), N, repeat)
+    if module.feature_map_fn is not None:
+        q, k = module.feature_map_fn(q), module.feature_map_fn(k)
+    step = call.linear(module.gk_proj[1], call.linear(module.gk_proj[0], x))
+    log_decay = F.logsigmoid(_heads(step, N, repeat)) / module.gate_logit_normalizer
+    if module.clamp_min is not None:
+        log_decay = log_decay.clamp(min=module.clamp_min)
+    recurrence = LinearAttentionOperator(q * N**-0.5, k, log_decay, module.head_v_dim)
+    values = _repeat_channels(*_values(call, x, mask), module.head_v_dim, repeat)
+    norm, gate = _gate(call, x)
+    return _frozen(call, recurrence, *values, norm=norm, groups=H, gate=gate)
+
+
+def _forget_gate(call: MixerCall, f: Tensor) -> Tensor:
+    # log f, held above a bound that the model gives to all layers but the first.
+    log_f = F.logsigmoid(f)
+    bound = call.arguments.get("lower_bound")
+    if bound is None or call.module.layer_idx == 0:
+        return log_f
+    bound = call.parameter(bound)
+    return torch.logaddexp(bound.log(), torch.log1p(-bound) + log_f)
+
+
+@register_mixer("fla.layers.hgrn.HGRNAttention")
+def freeze_hgrn(call: MixerCall) -> FrozenMixer:
+    """HGRN: one state a channel, written with what the forget gate leaves."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    log_f = _forget_gate(call, _projected(call, "f", x))
+    conv, activation = _values(call, x, mask, "i", always_silu=True)
+    ones = torch.ones(*x.shape[:2], 1, 1, dtype=call.dtype, device=x.device)
+    recurrence = DiagonalOperator(
+        dt=-log_f,
+        right=-torch.expm1(log_f),
+        A=-torch.ones(log_f.shape[-1], 1, dtype=call.dtype, device=x.device),
+        B=ones,
+        C=ones,
+    )
+    gate = _silu_gate(call.linear(module.g_proj, x))
+    return _frozen(call, recurrence, conv, activation, norm=module.g_norm, groups=1, gate=gate)
+
+
+@register_mixer("fla.layers.hgrn2.HGRN2Attention")
+def freeze_hgrn2(call: MixerCall) -> FrozenMixer:
+    """HGRN2: the forget gate becomes a decay and a key per key dimension."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    N = module.head_f_dim
+    q = F.silu(_projected(call, "q", x))
+    log_f = _forget_gate(call, _projected(call, "f", x))
+    recurrence = LinearAttentionOperator(
+        query=_heads(q, N) * N**-0.5,
+        key=_heads(-torch.expm1(log_f), N),
+        log_decay=_heads(log_f, N),
+        width=module.head_i_dim,
+    )
+    # The norm is fused into the projection, whose function has an epsilon of its own.
+    return _frozen(
+        call, recurrence, *_values(call, x, mask, "i"), norm=module.g_norm, groups=1, eps=1e-5
+    )
+
+
+@register_mixer("fla.layers.rwkv6.RWKV6Attention")
+def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
+    """RWKV-6: a decay per key dimension, read ahead of the write, and a bonus for the token."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    delta = _shift(x) - x
+    first, act, last = module.x_proj
+    low = call.linear(first.linear, x + delta * call.parameter(first.mu))
+    low = act(low).unflatten(-1, (5, -1))  # (B, L, 5, rank)
+    weight = call.parameter(last.weight).unflatten(-1, (5, -1))  # (E, 5, rank)
+    mixes = torch.einsum("blnr,enr->blne", low, weight) + call.parameter(module.x_bias)
+    layers = (module.r_proj, module.w_proj, module.k_proj, module.v_proj, module.g_proj)
+    r, w, k, v, z = (
+        _low_rank(call, layer.linear, x + delta * mix)
+        for layer, mix in zip(layers, mixes.unbind(-2), strict=True)
+    )
+    if mask is not None:
+        v = v * mask[..., None]
+    r, w, k = (_heads(t, module.head_k_dim) for t in (r, w, k))
+    recurrence = LinearAttentionOperator(
+        query=r,
+        key=k,
+        log_decay=-torch.exp(w),
+        width=module.head_v_dim,
+        bonus=(r * k * call.parameter(module.bonus)).sum(-1),
+    )
+    return _frozen(
+        call,
+        recurrence,
+        ShortConv(v),
+        None,
+        norm=module.g_norm,
+        groups=module.num_heads,
+        gate=_Gate(module.gate_fn(z)),
+    )
+
+
+@register_mixer("fla.layers.rwkv7.RWKV7Attention")
+def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
+    """RWKV-7: a delta rule with a decay per key dimension, and the bonus behind the norm."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    delta = _shift(x) - x
+    mixed = {n: x + delta * call.parameter(getattr(module, f"x_{n}")) for n in "rwkvag"}
+    # The bound that the layer, too, has as a number: exp(-1/2).
+    log_decay = -0.6065306597126334 * torch.sigmoid(_low_rank(call, module.w_lora, mixed["w"]))
+    r, k, v = (call.linear(getattr(module, f"{n}_proj"), mixed[n]) for n in "rkv")
+    if module.layer_idx != 0:
+        share = torch.sigmoid(_low_rank(call, module.v_lora, mixed["v"]))
+        v = torch.lerp(v, call.arguments["v_first"].to(call.dtype), share)
+    if mask is not None:
+        v = v * mask[..., None]
+    a = torch.sigmoid(_low_rank(call, module.a_lora, mixed["a"]))
+    removed = _heads(k * call.parameter(module.k_k), module.head_dim)
+    if module.fuse_norm:
+        removed = removed * torch.rsqrt(removed.square().sum(-1, keepdim=True) + 1e-6)
+    else:
+        removed = F.normalize(removed, dim=-1)
+    k = k + k * (a - 1) * call.parameter(module.k_a)
+    r, k, a, log_decay = (_heads(t, module.head_dim) for t in (r, k, a, log_decay))
+    recurrence = LinearAttentionOperator(
+        query=r,
+        key=k,
+        log_decay=log_decay,
+        width=module.head_v_dim,
+        erase=removed * a,
+        # Read ahead of the decay, which is never below exp(-0.61).
+        probe=removed * torch.exp(-log_decay),
+    )
+    return _frozen(
+        call,
+        recurrence,
+        ShortConv(v),
+        None,
+        norm=module.g_norm,
+        groups=module.num_heads,
+        gate=_Gate(_low_rank(call, module.g_lora, mixed["g"])),
+        bonus=(r * k * call.parameter(module.r_k)).sum(-1),
+    )
+
+
+@register_mixer("fla.layers.delta_net.DeltaNet")
+def freeze_delta_net(call: MixerCall) -> FrozenMixer:
+    """DeltaNet: the delta rule without decay."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    H, N = module.num_heads, module.head_k_dim
+    bare = not module.use_short_conv
+    q, k = (
+        _projected(call, name, x, always_silu=bare and module.qk_activation == "silu")
+        for name in "qk"
+    )
+    q, k = _heads(q, N), _heads(k, N)
+    if module.qk_activation == "relu":
+        q, k = q.relu(), k.relu()
+    elif module.qk_activation == "elu":
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    if module.qk_norm == "sum":
+        q, k = (F.normalize(t, p=1, dim=-1, eps=1e-6) for t in (q, k))
+    else:
+        q, k = _unit(q), _unit(k)
+    if module.use_beta:
+        beta = torch.sigmoid(call.linear(module.b_proj, x))
+    else:
+        beta = torch.ones(*x.shape[:2], H, dtype=call.dtype, device=x.device)
+    if module.allow_neg_eigval:
+        beta = 2 * beta
+    return _freeze_delta(call, x, mask, q, k, beta, torch.zeros_like(beta))
+
+
+@register_mixer("fla.layers.gated_deltanet.GatedDeltaNet")
+def freeze_gated_delta_net(call: MixerCall) -> FrozenMixer:
+    """Gated DeltaNet: the delta rule with a decay per head."""
+    module = call.module
+    x, mask = masked_tokens(call)
+    N, repeat = module.head_k_dim, module.num_v_heads // module.num_heads
+    bare = not module.use_short_conv
+    q, k = (_unit(_heads(_projected(call, name, x, always_silu=bare), N, repeat)) for name in "qk")
+    beta = torch.sigmoid(call.linear(module.b_proj, x))
+    if module.allow_neg_eigval:
+        beta = 2 * beta
+    rate = torch.exp(module.A_log.detach().float()).to(call.dtype)
+    step = call.linear(module.a_proj, x) + call.parameter(module.dt_bias)
+    return _freeze_delta(call, x, mask, q, k, beta, -rate * F.softplus(step))
+
+
+def _freeze_delta(
+    call: MixerCall,
+    x: Tensor,
+    mask: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+) -> FrozenMixer:
+    module = call.module
+    write = k * beta[..., None]
+    recurrence = LinearAttentionOperator(
+        query=q * q.shape[-1] ** -0.5,
+        key=write,
+        log_decay=log_decay[..., None],
+        width=module.head_v_dim,
+        erase=write,
+        probe=k,
+    )
+    gate = _Gate()
+    if module.use_gate:
+        z = call.linear(module.g_proj, x)
+        silu = module.o_norm.activation in _SILU
+        gate = _silu_gate(z) if silu else _Gate(torch.sigmoid(z))
+    values = _values(call, x, mask, always_silu=not module.use_short_conv)
+    return _frozen(call, recurrence, *values, norm=module.o_norm, groups=q.shape[2], gate=gate)
+
+
+@register_mixer("fla.layers.mamba2.Mamba2")
+def freeze_mamba2(call: MixerCall) -> FrozenMixer:
+    """Mamba-2, whose padding is zeroed behind the input projection."""
+    module = call.module
+    x, mask = call.tokens(), call.token_mask()
+    D, H = module.intermediate_size, module.num_heads
+    projected = call.linear(module.in_proj, x)
+    z, mixed, step = projected[..., -(D + module.conv_dim + H) :].split([D, module.conv_dim, H], -1)
+    if mask is not None:
+        mixed = mixed * mask[..., None]
+    return freeze_scan(
+        call,
+        projected=(z, mixed, step),
+        width=module.head_dim,
+        groups=module.n_groups,
+        limit=tuple(module.dt_limit),
+        norm_before_gate=module.norm.norm_before_gate if module.rmsnorm else None,
+        out_proj=lambda y: call.linear(module.out_proj, y),
+        out_weight=call.parameter(module.out_proj.weight),
+        mask=mask,
+        act=F.silu if module.activation in _SILU else None,
+    )
+
+
+def _shift(x: Tensor) -> Tensor:
+    # Each token's predecessor, nothing for the first.
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+def _low_rank(call: MixerCall, layer: Any, x: Tensor) -> Tensor:
+    """A linear layer, or one through a low rank with an activation between."""
+    if isinstance(layer, nn.Linear):
+        return call.linear(layer, x)
+    down, act, up = layer.lora
+    return call.linear(up, act(call.linear(down, x)))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _rotate(rotary: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+    """Rotary positions of ``x (B, L, H, N)``, counted from the first token that is no padding."""
+    places = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)[None]
+    if mask is not None:
+        places = (mask.double().cumsum(1) - 1).clamp(min=0)
+    rates = rotary.base ** -(
+        torch.arange(0, rotary.dim, 2, dtype=torch.float64, device=x.device) / rotary.dim
+    )
+    angle = (places[..., None] * rates)[:, :, None]  # (B or 1, L, 1, N / 2)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    if rotary.interleaved:
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

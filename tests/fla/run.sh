@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Tests of flash-linear-attention's layers, on a CPU and in an environment of their own: where fla
+# can be imported, transformers' Qwen3-Next and its relatives call its kernels, which need a GPU.
+#
+#   bash tests/fla/run.sh [pytest arguments, files relative to tests/fla]
+#
+# PYTHON is the interpreter of an environment that holds this package's requirements, whose
+# packages are shared; FLA_VENV is where the environment is made.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+root="$(cd "$here/../.." && pwd)"
+python="${PYTHON:-$root/.venv/bin/python}"
+venv="${FLA_VENV:-$root/.venv-fla}"
+
+if [ ! -f "$venv/.installed.stamp" ]; then
+    "$python" -m venv "$venv"
+    site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/shared.pth"
+    "$venv/bin/python" -m pip install --quiet --no-deps "triton==3.9.0"
+    "$venv/bin/python" -m pip install --quiet --no-deps \
+        "fla-core==0.6.0" "flash-linear-attention==0.6.0"
+    touch "$venv/.installed.stamp"
+fi
+
+cd "$here"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "$venv/bin/python" -m pytest "$@"

@@ -1,0 +1,31 @@
+"""Runs the tests of flash-linear-attention's layers in their own environment (fla/run.sh)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "fla"
+
+
+def run(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(HERE / "run.sh"), *arguments],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def test_layers_of_flash_linear_attention():
+    made = run("--version", seconds=600)
+    if made.returncode:
+        pytest.skip(f"the environment could not be made: {made.stderr.strip()[-300:]}")
+    result = run("-p", "no:cacheprovider", seconds=900)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
