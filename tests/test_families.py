@@ -290,6 +290,22 @@ def test_rwkv_with_large_keys_stays_finite_and_right(factor):
         torch.testing.assert_close(matrix.sum(-1), torch.ones_like(matrix[..., 0]))
 
 
+def test_rwkv_token_shift_is_a_convolution_where_features_share_one_mix():
+    model, tokens = build("rwkv"), ids(2, 9)
+    with torch.no_grad():
+        for _, module in find_mixers(model):
+            module.time_mix_value.fill_(0.3)
+    shifted = ("conv", "gate")
+    for layer in frozen_layers(model, tokens, check=True):
+        mixer = layer.mixer
+        assert mixer.conv_bias.abs().max() <= 1e-6 * mixer.values.abs().max()
+        plain = mixer.operator("unified", ("gate",)).matrix()  # as the paper has it
+        expected = 0.3 * plain
+        expected[..., :-1] += 0.7 * plain[..., 1:]
+        found = mixer.operator("unified", shifted).matrix()
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_the_matrix_row(family):
     model, tokens = build(family), ids(2, 9)

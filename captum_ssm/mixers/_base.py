@@ -108,8 +108,8 @@ class FrozenMixer:
         out_weight (Tensor): ``(E, D)``, the weight of ``out_proj``.
         skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. Default: None
         conv (Tensor, optional): taps ``(D, K)`` as in :class:`torch.nn.Conv1d`. Default: None
-        conv_bias (Tensor, optional): its bias, ``(D,)``; it lies outside the operator.
-            Default: None
+        conv_bias (Tensor, optional): its bias, ``(D,)``, or ``(B, L, D)`` for what else is
+            added behind the convolution; it lies outside the operator. Default: None
         activation (Tensor, optional): :math:`\sigma`, ``(B, L, D)``: for SiLU the sigmoid of
             its argument, times the padding mask. Default: None
         gate (Tensor, optional): g, ``(B, L, D)``. Default: None
@@ -246,7 +246,7 @@ class ShortConv:
     Args:
         inputs (Tensor): u, ``(B, L, D)``.
         taps (Tensor, optional): ``(D, K)``. Default: None
-        bias (Tensor, optional): ``(D,)``. Default: None
+        bias (Tensor, optional): ``(D,)``, or ``(B, L, D)``. Default: None
     """
 
     inputs: Tensor
@@ -262,7 +262,7 @@ class ShortConv:
     def channels(self, index: slice | Tensor) -> ShortConv:
         """The same convolution of some channels only."""
         taps = None if self.taps is None else self.taps[index]
-        bias = None if self.bias is None else self.bias[index]
+        bias = None if self.bias is None else self.bias[..., index]
         return ShortConv(self.inputs[..., index], taps, bias)
 
 

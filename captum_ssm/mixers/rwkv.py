@@ -7,7 +7,14 @@ the current token:
     \alpha_{ij} = e^{k_j - (i - 1 - j) w} / d_i \ (j < i), \qquad \alpha_{ii} = e^{u + k_i} / d_i
 
 with :math:`d_i` the sum of the numerators. The running maximum of the exponents is taken out, so
-that large keys do not overflow. The value's token shift is a convolution of width two.
+that large keys do not overflow.
+
+The values mix each token with the one before, :math:`v_t = W (\mu \odot x_t + (1 - \mu) \odot
+x_{t-1})`, ahead of their projection and so with a share for each feature of the model's width,
+not for each channel. Per channel d it is a convolution of :math:`u = W x` with the taps
+:math:`(1 - \bar\mu_d, \bar\mu_d)`, the mean of :math:`\mu` weighted by :math:`W_{de}^2`, which
+leave the least for features of equal variance. What they leave is added behind the convolution,
+like a bias, and is nothing where all features share one mix.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from torch import Tensor
 
 from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer
 from captum_ssm.operators import BandOperator, DiagonalOperator, SumOperator
+from captum_ssm.operators.band import causal_conv
 
 
 def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
@@ -73,6 +81,10 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
         return call.linear(layer, x * share + shifted * (1 - share))
 
     key = project(module.key, module.time_mix_key)
+    inputs = call.linear(module.value, x)
+    weight = call.parameter(module.value.weight).square()
+    share = weight @ call.parameter(module.time_mix_value).flatten() / weight.sum(1).clamp(min=1e-30)
+    taps = torch.stack([1 - share, share], -1)
     values = project(module.value, module.time_mix_value)
     gate = torch.sigmoid(project(module.receptance, module.time_mix_receptance))
     recurrence = wkv_operator(
@@ -80,8 +92,10 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
     )
     return FrozenMixer(
         recurrence=recurrence,
-        inputs=values,
+        inputs=inputs,
         out_proj=lambda y: call.linear(module.output, y),
         out_weight=call.parameter(module.output.weight),
+        conv=taps,
+        conv_bias=values - causal_conv(inputs, taps),
         gate=gate,
     )
