@@ -42,6 +42,7 @@ def extension():
 
     cxx = [
         "-O3",
+        "-g0",
         "-std=c++17",
         "-fvisibility=hidden",
         "-ffp-contract=fast",
@@ -49,7 +50,12 @@ def extension():
         f"-DTORCH_TARGET_VERSION={TORCH_ABI}",
     ]
     cxx += os.environ.get("CAPTUM_SSM_CXXFLAGS", "").split()
-    headers = sorted(str(p.relative_to(HERE)) for p in (HERE / "csrc").rglob("*.h"))
+    # What the sources include, so that a change of it builds them anew.
+    headers = [
+        str(p.relative_to(HERE))
+        for pattern in ("*.h", "*.inc", "*.cuh")
+        for p in sorted((HERE / "csrc").rglob(pattern))
+    ]
     modules = [
         cpp_extension.CppExtension(
             "captum_ssm._C",
@@ -69,6 +75,7 @@ def extension():
             cpp_extension.CUDAExtension(
                 "captum_ssm._C_cuda",
                 cuda,
+                depends=headers,
                 extra_compile_args={"cxx": [*common, "-fvisibility=hidden"], "nvcc": common},
                 py_limited_api=True,
             )

@@ -40,7 +40,7 @@ def main() -> None:
     rows = []
     for name in SETS:
         result = subprocess.run(
-            [sys.executable, __file__, f"--threads={args.threads}", f"--repeats={args.repeats}"],
+            [sys.executable, __file__, *sys.argv[1:]],
             env={**os.environ, "CAPTUM_SSM_ISA": name},
             capture_output=True,
             text=True,
