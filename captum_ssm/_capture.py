@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -51,12 +52,7 @@ class Capture:
 
     def with_gradients(self, target: Tensor) -> Capture:
         """The same capture with each call's gradient of ``target`` (summed over the batch)."""
-        if not target.requires_grad:
-            raise ValueError(
-                "the target does not depend differentiably on the mixers' outputs: forward_func "
-                "detaches them or runs under torch.no_grad() itself. Let it return the model's "
-                "own output."
-            )
+        require_graph(target)
         calls = [*self.calls, *self.others]
         outputs = [call.output for call in calls]
         wanted = [i for i, output in enumerate(outputs) if output.requires_grad]
@@ -78,6 +74,16 @@ class Capture:
             [_detached(call) for call in self.calls],
             [_detached(call) for call in self.others],
             self.arguments,
+        )
+
+
+def require_graph(score: Tensor) -> None:
+    """Raise unless a gradient of ``score`` can be taken."""
+    if not score.requires_grad:
+        raise ValueError(
+            "the target does not depend differentiably on the mixers' outputs: forward_func "
+            "detaches them or runs under torch.no_grad() itself. Let it return the model's "
+            "own output."
         )
 
 
@@ -212,7 +218,11 @@ def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
         else:
             from nnsight import NNsight
 
-            yield NNsight(model)
+            with warnings.catch_warnings():
+                # Where it mounts a submodule named "output" concerns those who navigate its tree.
+                warnings.filterwarnings("ignore", message=".*nnsight already serves")
+                root = NNsight(model)
+            yield root
     finally:
         for module, attributes in before:
             module.__dict__.clear()

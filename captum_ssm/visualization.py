@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from captum.attr import visualization as captum_visualization
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -146,12 +147,10 @@ def text_record(
     Raises:
         ValueError: where tokens and relevance differ in number.
     """
-    from captum.attr.visualization import VisualizationDataRecord
-
     values = _array(relevance)
     _check_shape("relevance", values, (len(tokens),))
     scaled = values / max(float(np.abs(values).max()), 1e-30)
-    return VisualizationDataRecord(
+    return captum_visualization.VisualizationDataRecord(
         torch.as_tensor(scaled),
         probability,
         predicted,
@@ -173,10 +172,8 @@ def text_html(records: Sequence[Any], title: str | None = None) -> str:
     Returns:
         str: HTML, to be written to a file.
     """
-    from captum.attr.visualization import visualize_text
-
     with contextlib.redirect_stdout(io.StringIO()):  # it displays what it returns
-        table = visualize_text(records).data
+        table = captum_visualization.visualize_text(records).data
     heading = f"<h2>{html.escape(title)}</h2>" if title else ""
     return (
         '<!doctype html><html><head><meta charset="utf-8">'

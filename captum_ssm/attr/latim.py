@@ -303,7 +303,9 @@ def _reduction(
         y = output[:, rows].mT  # (B, E, R)
         size = y.abs().sum(1)
         distance = vectors.sub_(y[..., None]).abs_().sum(1)
-        near = (size[..., None] - distance).clamp(min=0)
+        near = size[..., None] - distance
+        # A vector of zeros changes nothing, but two sums of the same numbers differ by rounding.
+        near = torch.where(near > 8 * torch.finfo(y.dtype).eps * size[..., None], near, 0)
         total = near.sum(-1, keepdim=True)
         # Where no vector alone leads nearer to the output, the row is the token's own.
         own = torch.zeros_like(near)

@@ -1,0 +1,242 @@
+"""Which method points at the token that was copied: the table of LaTIM's section 4.1, measured.
+
+A model that copies well draws every copied token from one source token, so the true explanation
+of each prediction is known. Each method's map of predictions to source tokens is compared with
+it: area under the ROC curve, average precision and recall at K against the three diagonals
+around the answer (the paper's ground truth), and how often the largest source-token score lies
+within one token of the answer. Methods that explain one layer are read at the layer that does
+best on other examples.
+
+    python benchmarks/copying/evaluate.py --model tutorials/models/copying-mamba
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from task import CopyBatch, alignment, decode, held_out_batch, predicting_positions
+from torch import Tensor
+from tqdm import tqdm
+
+import captum_ssm
+from captum_ssm import (
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    UnifiedImplicitAttention,
+    hidden_attention,
+)
+from captum_ssm.metrics import alignment_scores, hit_rate
+from captum_ssm.visualization import interaction_map
+
+HERE = Path(__file__).resolve().parent
+LENGTH = 20
+
+# Pitorro & Treviso (2025), table 2: AUC, AP, R@K, on 13M-parameter models and 50-token strings.
+PAPER = {
+    "mamba": {
+        "Mamba-Attention": (0.84, 0.36, 0.22),
+        "Mamba-Attribution": (0.83, 0.31, 0.19),
+        "MambaLRP": (0.40, 0.22, 0.20),
+        "LaTIM (l2, silu)": (0.88, 0.41, 0.27),
+        "LaTIM (ALTI, silu)": (0.86, 0.47, 0.36),
+        "LaTIM (ALTI-Logit, silu)": (0.85, 0.44, 0.31),
+    },
+    "mamba2": {
+        "Mamba-Attention": (0.79, 0.49, 0.39),
+        "Mamba-Attribution": (0.79, 0.47, 0.39),
+        "LaTIM (l2, silu)": (0.98, 0.86, 0.74),
+        "LaTIM (ALTI, silu)": (0.85, 0.71, 0.63),
+        "LaTIM (ALTI-Logit, silu)": (0.87, 0.70, 0.61),
+    },
+}
+
+Maps = Callable[[CopyBatch], Tensor]
+
+
+def by_position(method: Any, **options: Any) -> Maps:
+    """A method's rows at every prediction, ``(examples, length, length)`` over source tokens."""
+
+    def rows(batch: CopyBatch) -> Tensor:
+        count, n = batch.source.shape
+        ids = batch.inputs.repeat_interleave(n, 0)
+        position = predicting_positions(n).repeat(count)
+        found = method.attribute(
+            ids, target=batch.targets.reshape(-1), position=position, **options
+        )
+        return found.reshape(count, n, -1)[..., :n]
+
+    return rows
+
+
+def by_matrix(rollout: Callable[..., Tensor], **options: Any) -> Maps:
+    """A whole map of a class-agnostic method, cut to predictions and source tokens."""
+
+    def rows(batch: CopyBatch) -> Tensor:
+        return rollout(batch.inputs, **options)[:, batch.length :, : batch.length]
+
+    return rows
+
+
+def layer_map(model: Any, layer: int | None, formulation: str, absolute: bool = False) -> Maps:
+    """The channel-mean implicit attention of one layer, or the mean over layers."""
+
+    def rows(batch: CopyBatch) -> Tensor:
+        n = batch.length
+        maps = hidden_attention(
+            model,
+            batch.inputs,
+            layers=layer,
+            formulation=formulation,
+            reduction="mean",
+            rows=predicting_positions(n),
+        )
+        found = torch.stack(list(maps.values())).mean(0)[..., :n]
+        return found.abs() if absolute else found
+
+    return rows
+
+
+def by_map(latim: LaTIM, layer: int | None, aggregation: str, activation: str) -> Maps:
+    """LaTIM's map, cut to predictions and source tokens."""
+
+    def rows(batch: CopyBatch) -> Tensor:
+        n = batch.length
+        target = batch.tokens[:, 1:] if aggregation == "alti_logit" else None
+        found = latim.interactions(
+            batch.inputs, layer, aggregation, target=target, activation=activation
+        )
+        return found[:, n:, :n]
+
+    return rows
+
+
+def methods(model: Any, layers: int) -> Iterator[tuple[str, list[Maps]]]:
+    """Each method by name, with one map for each layer it can be read at."""
+    unified, latim = UnifiedImplicitAttention(model), LaTIM(model)
+    for name, formulation in (("Mamba-Attention", "hidden"), ("Unified (raw)", "unified")):
+        yield f"{name}, all layers", [layer_map(model, None, formulation)]
+        yield name, [layer_map(model, k, formulation) for k in range(layers)]
+        yield (
+            f"{name}, absolute",
+            [layer_map(model, k, formulation, absolute=True) for k in range(layers)],
+        )
+    yield "Rollout", [by_matrix(MambaRollout(model).rollout)]
+    yield "Unified (rollout)", [by_matrix(unified.rollout, aggregation="rollout")]
+    yield "Mamba-Attribution", [by_position(MambaAttribution(model))]
+    yield "Unified (attribution)", [by_position(unified)]
+    yield "MambaLRP", [by_position(MambaLRP(model))]
+    for activation in ("silu", "gate", "taylor1", "taylor2"):
+        for name, aggregation in (("l2", "l2"), ("ALTI", "alti")):
+            yield (
+                f"LaTIM ({name}, {activation})",
+                [by_map(latim, k, aggregation, activation) for k in range(layers)],
+            )
+        yield (
+            f"LaTIM (ALTI-Logit, {activation})",
+            [by_map(latim, None, "alti_logit", activation)],
+        )
+
+
+def score(maps: Maps, batches: list[CopyBatch]) -> dict[str, float]:
+    """The scores of one map over some batches of one length."""
+    found = torch.cat([maps(batch) for batch in batches])
+    n = batches[0].length
+    truth = alignment(n, (-1, 0, 1))[:, :n]
+    scores = alignment_scores(found, truth)
+    return {
+        "auc": scores["auc"],
+        "ap": scores["ap"],
+        "recall_at_k": scores["recall_at_k"],
+        "hit": hit_rate(found, torch.arange(n).expand(found.shape[0], n)),
+    }
+
+
+def accuracy(model: Any, batches: list[CopyBatch]) -> float:
+    """Share of the explained predictions that are right."""
+    right = [
+        (model(b.inputs).logits[:, predicting_positions(b.length)].argmax(-1) == b.targets)
+        for b in batches
+    ]
+    return float(torch.cat(right).double().mean())
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as markdown, the paper's numbers beside ours."""
+    paper = PAPER.get(results["model_type"], {})
+    lines = [
+        "| method | layer | AUC | AP | R@K | within one | paper: AUC / AP / R@K |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in results["methods"].items():
+        theirs = " / ".join(f"{x:.2f}" for x in paper[name]) if name in paper else ""
+        layer = "all" if row["layer"] is None else row["layer"]
+        lines.append(
+            f"| {name} | {layer} | {row['auc']:.3f} | {row['ap']:.3f} | "
+            f"{row['recall_at_k']:.3f} | {100 * row['hit']:.1f}% | {theirs} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(HERE.parents[1] / "tutorials/models/copying-mamba"))
+    parser.add_argument("--examples", type=int, default=100, help="held-out strings scored")
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--figures", type=Path, help="also write each method's heatmap here")
+    args = parser.parse_args()
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model).eval()
+    generator = torch.Generator().manual_seed(1)
+    chosen_on = [held_out_batch(10, generator, LENGTH)]
+    scored_on = [held_out_batch(10, generator, LENGTH) for _ in range(max(1, args.examples // 10))]
+    results: dict[str, Any] = {
+        "model": Path(args.model).name,
+        "model_type": model.config.model_type,
+        "examples": 10 * len(scored_on),
+        "length": LENGTH,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "captum_ssm": captum_ssm.__version__,
+        "methods": {},
+    }
+    with torch.no_grad():
+        results["accuracy"] = accuracy(model, scored_on)
+    layers = model.config.num_hidden_layers
+    for name, readings in tqdm(list(methods(model, layers)), desc="methods"):
+        layer = None
+        if len(readings) > 1:
+            layer = max(range(layers), key=lambda k: score(readings[k], chosen_on)["ap"])
+        maps = readings[layer or 0]
+        results["methods"][name] = {"layer": layer, **score(maps, scored_on)}
+        if args.figures:
+            args.figures.mkdir(parents=True, exist_ok=True)
+            batch = scored_on[0]
+            symbols = decode(batch.source[0])
+            figure = interaction_map(
+                maps(batch)[0], symbols, row_tokens=symbols, title=f"{name}: prediction i, source j"
+            )
+            slug = "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+            figure.savefig(args.figures / f"{slug}.png", dpi=100)
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / f"{results['model']}.json").write_text(json.dumps(results, indent=1) + "\n")
+    text = (
+        f"# {results['model']}\n\n{results['examples']} held-out strings of {LENGTH} symbols; the "
+        f"model predicts {100 * results['accuracy']:.2f}% of the copied tokens.\n\n"
+        f"{table(results)}\n"
+    )
+    (args.output / f"{results['model']}.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

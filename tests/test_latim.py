@@ -1,0 +1,171 @@
+"""LaTIM: contributions that add up, the scores made of them, and logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build
+
+from captum_ssm import LaTIM, hidden_attention
+from captum_ssm.attr._contributions import ACTIVATIONS
+from captum_ssm.metrics import decomposition_error
+
+EXACT = (
+    "mamba",
+    "falcon_mamba",
+    "jamba",
+    "mamba2",
+    "bamba",
+    "falcon_h1",
+    "qwen3_next",
+    "kimi_linear",
+)
+L = 9
+
+
+def ids_for(count: int = 2, length: int = L) -> torch.Tensor:
+    return torch.randint(1, 30, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_gate_is_exact_on_every_layer(family: str) -> None:
+    model, ids = build(family), ids_for()
+    assert max(decomposition_error(LaTIM(model), ids, activation="gate")) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_silu_is_not_exact_and_says_so(family: str) -> None:
+    errors = decomposition_error(LaTIM(build(family)), ids_for(), activation="silu")
+    assert all(1e-2 < error < 2 for error in errors)
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_contributions_sum_to_the_layers_output(family: str) -> None:
+    model, ids = build(family), ids_for()
+    mixer = model.get_submodule(next(iter(hidden_attention(model, ids, layers=0))))
+    seen = []
+    handle = mixer.register_forward_hook(lambda m, a, out: seen.append(out))
+    with torch.no_grad():
+        model(ids)
+    handle.remove()
+    output = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+    vectors = LaTIM(model).contributions(ids, 0, list(range(L)), activation="gate")
+    assert vectors.shape == (2, L, L, output.shape[-1])
+    out_proj = next(
+        p for n, p in mixer.named_children() if n in ("out_proj", "o_proj", "linear_out")
+    )
+    bias = 0 if out_proj.bias is None else out_proj.bias.detach()
+    error = (vectors.sum(2) + bias - output).abs().max() / output.abs().max()
+    assert float(error) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "falcon_h1"])
+@pytest.mark.parametrize("activation", ["silu", "gate"])
+def test_interactions_are_the_aggregated_contributions(family: str, activation: str) -> None:
+    model, ids = build(family), ids_for()
+    latim = LaTIM(model)
+    vectors = latim.contributions(ids, 1, list(range(L)), activation=activation)
+    for aggregation, p in (("l1", 1), ("l2", 2), (3, 3)):
+        found = latim.interactions(ids, 1, aggregation, activation=activation)
+        expected = torch.linalg.vector_norm(vectors, ord=p, dim=-1)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        row = latim.attribute(ids, layer=1, aggregation=aggregation, activation=activation)
+        torch.testing.assert_close(row, expected[:, -1], rtol=1e-4, atol=1e-6)
+
+
+def test_alti_is_eq_6() -> None:
+    model, ids = build("mamba"), ids_for()
+    latim = LaTIM(model)
+    vectors = latim.contributions(ids, 0, list(range(L)), activation="gate")
+    y = vectors.sum(2)
+    near = y.abs().sum(-1)[..., None] - (y[:, :, None] - vectors).abs().sum(-1)
+    near = near.clamp(min=0)
+    expected = near / near.sum(-1, keepdim=True)
+    found = latim.interactions(ids, 0, "alti", activation="gate")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found.sum(-1), torch.ones(2, L))
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba", "recurrent_gemma", "rwkv", "zamba"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_alti_rows_sum_to_one(family: str, activation: str) -> None:
+    found = LaTIM(build(family)).interactions(ids_for(), 0, "alti", activation=activation)
+    torch.testing.assert_close(found.sum(-1), torch.ones(2, L))
+    assert not bool(found.triu(1).any())
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_alti_logit_sums_to_the_logit(family: str) -> None:
+    model, ids = build(family), ids_for()
+    target = torch.tensor([3, 7])
+    relevance, delta = LaTIM(model).attribute(
+        ids, target=target, activation="gate", return_convergence_delta=True
+    )
+    with torch.no_grad():
+        logit = model(ids).logits[torch.arange(2), -1, target]
+    assert float(delta.abs().max()) < 1e-5 * max(1.0, float(logit.abs().max()))
+    # None of these models has a bias behind its mixers or in its head.
+    torch.testing.assert_close(relevance.sum(1), logit, rtol=1e-4, atol=1e-5)
+
+
+def test_alti_logit_is_eq_8_with_explicit_matrices() -> None:
+    model, ids = build("mamba"), ids_for(1)
+    latim, target = LaTIM(model), 5
+    norms = [layer.norm for layer in model.backbone.layers] + [model.backbone.norm_f]
+    streams: list[torch.Tensor] = []
+    handles = [n.register_forward_hook(lambda m, a, out: streams.append(a[0])) for n in norms]
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    last = streams[-1][0, -1]
+    scale = torch.rsqrt(last.square().mean() + model.backbone.norm_f.variance_epsilon)
+    unembed = (model.lm_head.weight[target] * model.backbone.norm_f.weight * scale).detach()
+    rows = list(range(L))
+    mixing, expected = torch.eye(L), torch.zeros(L)
+    expected[-1] += unembed @ streams[0][0, -1]
+    for k in range(len(streams) - 1):
+        vectors = latim.contributions(ids, k, rows, activation="silu")[0]  # (L, L, E)
+        expected += (vectors[-1] @ unembed) @ mixing
+        # What the layer adds beyond its contributions stays with the token: nothing in Mamba.
+        after = streams[k + 1][0]
+        own = vectors.clone()
+        own[rows, rows] += streams[k][0]
+        near = after.abs().sum(-1)[:, None] - (after[:, None] - own).abs().sum(-1)
+        near = near.clamp(min=0)
+        mixing = near / near.sum(-1, keepdim=True) @ mixing
+    found = latim.attribute(ids, target=target)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    whole = latim.interactions(ids, None, "alti_logit", target=torch.full((1, L), target))
+    torch.testing.assert_close(whole[0, -1], found, rtol=1e-3, atol=1e-5)
+
+
+def test_a_padded_row_equals_the_row_alone() -> None:
+    model, ids = build("mamba2"), ids_for(1, 6)
+    mask = torch.ones(2, L, dtype=torch.long)
+    mask[0, :3] = 0
+    batch = ids_for(2)
+    batch[0, 3:] = ids[0]
+    for options in ({"target": 4}, {"layer": 0, "aggregation": "l2"}):
+        alone = LaTIM(model).attribute(ids, **options)
+        both = LaTIM(model).attribute(
+            batch, additional_forward_args={"attention_mask": mask}, **options
+        )
+        torch.testing.assert_close(both[0, 3:], alone[0], rtol=1e-4, atol=1e-6)
+        assert not bool(both[0, :3].any())
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        ({"aggregation": "l2"}, "pass layer="),
+        ({"aggregation": "linf", "layer": 0}, "aggregation is 'linf'"),
+        ({"aggregation": -1, "layer": 0}, "a number p > 0"),
+        ({"activation": "tanh", "target": 1}, "activation is 'tanh'"),
+        ({"layer": 99, "aggregation": "l1"}, "this model has 2 mixers"),
+        ({}, "no target was given"),
+    ],
+)
+def test_bad_calls_say_what_is_accepted(call: dict, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        LaTIM(build("mamba")).attribute(ids_for(), **call)

@@ -1,0 +1,113 @@
+"""The demo: one copied token, explained by every method.
+
+The model is a small Mamba trained to copy strings (tutorials/models/copying-mamba), so the right
+explanation is known: the source token that is copied. The script prints the source token each
+method points to, and writes two pictures, `copying.png` and `copying.html`.
+
+    python tutorials/copying_demo.py --output out
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import captum_ssm
+from captum_ssm.visualization import interaction_map, layer_overview, text_html, text_record
+
+HERE = Path(__file__).resolve().parent
+SYMBOLS = [*string.ascii_lowercase, "<SEP>"]
+
+
+def methods(model: Any) -> dict[str, Any]:
+    """Every method, with the options used here."""
+    return {
+        "RawAttention": (captum_ssm.RawAttention(model), {}),
+        "MambaRollout": (captum_ssm.MambaRollout(model), {}),
+        "MambaAttribution": (captum_ssm.MambaAttribution(model), {}),
+        "UnifiedImplicitAttention": (captum_ssm.UnifiedImplicitAttention(model), {}),
+        "LaTIM": (captum_ssm.LaTIM(model), {"activation": "gate"}),
+        "MambaLRP": (captum_ssm.MambaLRP(model), {}),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(HERE / "models" / "copying-mamba"))
+    parser.add_argument("--string", default="qwertyuiopasdfghjklz", help="16 to 24 letters, copied")
+    parser.add_argument("--copied", type=int, default=12, help="which copied token is explained")
+    parser.add_argument("--output", type=Path, default=Path("out"))
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=captum_ssm.ops.ExtensionWarning)
+
+    source = [SYMBOLS.index(letter) for letter in args.string]
+    n = len(source)
+    if not 0 <= args.copied < n:
+        parser.error(f"--copied is {args.copied}; the string has letters 0 to {n - 1}")
+    # The model has read the source, the separator and the copy so far.
+    ids = torch.tensor([[*source, SYMBOLS.index("<SEP>"), *source[: args.copied]]])
+    tokens = [SYMBOLS[i] for i in ids[0].tolist()]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model).eval()
+    with torch.no_grad():
+        probabilities = model(ids).logits[0, -1].softmax(-1)
+    target = int(probabilities.argmax())
+    print(f"kernels: {'compiled' if captum_ssm.ops.extension_loaded() else 'PyTorch'}")
+    print(f"reads    {' '.join(tokens)}")
+    print(
+        f"predicts {SYMBOLS[target]!r} with probability {float(probabilities[target]):.4f}; "
+        f"right is {args.string[args.copied]!r}, source token {args.copied}\n"
+    )
+
+    rows: dict[str, Tensor] = {}
+    records = []
+    for name, (method, options) in methods(model).items():
+        relevance = method.attribute(ids, target=target, **options)[0]
+        rows[name] = relevance
+        best = int(relevance[:n].argmax())
+        print(f"{name:26s} points to source token {best:2d} {tokens[best]!r}")
+        records.append(
+            text_record(
+                relevance,
+                tokens,
+                predicted=SYMBOLS[target],
+                probability=float(probabilities[target]),
+                true=args.string[args.copied],
+                target=name,
+            )
+        )
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    # Every step of the copy, one row each: the step's own position and the token it predicts.
+    whole = torch.tensor([[*source, SYMBOLS.index("<SEP>"), *source[:-1]]])
+    steps = [(n + k, source[k]) for k in range(n)]
+    relevance = captum_ssm.MambaLRP(model).attribute(whole.expand(n, -1), target=steps)
+    interaction_map(
+        relevance[:, :n],
+        list(args.string),
+        row_tokens=["<SEP>", *args.string[:-1]],
+        title="MambaLRP: the source token each step copies",
+    ).savefig(args.output / "copying.png", dpi=130)
+    overview = {name: row[:n] for name, row in rows.items()}
+    layer_overview(
+        overview, tokens[:n], title=f"Why {SYMBOLS[target]!r}? The source string, by every method"
+    ).savefig(args.output / "methods.png", dpi=130)
+    (args.output / "copying.html").write_text(
+        text_html(records, title=f"Why {SYMBOLS[target]!r}?"), encoding="utf-8"
+    )
+    print(
+        f"\nwrote {args.output}/copying.png, {args.output}/methods.png, {args.output}/copying.html"
+    )
+
+
+if __name__ == "__main__":
+    main()
