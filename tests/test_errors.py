@@ -12,7 +12,9 @@ from torch import nn
 import captum_ssm
 from captum_ssm import (
     InputError,
+    LaTIM,
     MambaAttribution,
+    MambaLRP,
     MambaRollout,
     RawAttention,
     ReconstructionError,
@@ -22,7 +24,8 @@ from captum_ssm import (
     hidden_attention,
 )
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
+MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
+METHODS = [*MAPS, LaTIM, MambaLRP]
 TOKENS = ids(2, 7)
 
 
@@ -61,7 +64,7 @@ class Case:
     target: object = 4
 
 
-GRADIENT = [MambaAttribution, UnifiedImplicitAttention]
+GRADIENT = [MambaAttribution, UnifiedImplicitAttention, LaTIM, MambaLRP]
 AGNOSTIC = [RawAttention, MambaRollout]
 CASES = {
     # the model
@@ -86,7 +89,8 @@ CASES = {
     ),
     "a callable that generates": Case(
         InputError,
-        ["different numbers of tokens", "(2, 1)", "(2, 7)"],
+        methods=[*MAPS, LaTIM],  # MambaLRP meets the filled cache first
+        says=["different numbers of tokens", "(2, 1)", "(2, 7)"],
         wrap=lambda m: (lambda t: m.generate(t, max_new_tokens=2, do_sample=False), m),
     ),
     "a callable that returns no tensor": Case(
@@ -245,14 +249,19 @@ CASES = {
     # the options
     "an unknown option": Case(TypeError, ["colour"], options={"colour": "red"}),
     "an unknown reduction": Case(
-        ValueError, ["'median'", "'mean', 'max'"], options={"reduction": "median"}
+        ValueError, ["'median'", "'mean', 'max'"], methods=MAPS, options={"reduction": "median"}
     ),
-    "an unknown sign": Case(ValueError, ["'plus'", "'clamp'"], options={"sign": "plus"}),
+    "an unknown sign": Case(
+        ValueError, ["'plus'", "'clamp'"], methods=MAPS, options={"sign": "plus"}
+    ),
     "a ratio of one": Case(
-        ValueError, ["discard_ratio is 1.0", "0 <= r < 1"], options={"discard_ratio": 1.0}
+        ValueError,
+        ["discard_ratio is 1.0", "0 <= r < 1"],
+        methods=MAPS,
+        options={"discard_ratio": 1.0},
     ),
     "a convergence delta": Case(
-        ValueError, ["convergence delta"], options={"return_convergence_delta": True}
+        ValueError, ["convergence delta"], methods=MAPS, options={"return_convergence_delta": True}
     ),
     "a layer that is not there": Case(
         ValueError,

@@ -12,7 +12,9 @@ from torch import nn
 
 import captum_ssm
 from captum_ssm import (
+    LaTIM,
     MambaAttribution,
+    MambaLRP,
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
@@ -20,7 +22,8 @@ from captum_ssm import (
 )
 from captum_ssm.mixers import _base as registry
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
+MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
+METHODS = [*MAPS, LaTIM, MambaLRP]
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 HOOKS = [
     name

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Self
 
 from captum_ssm._captum import Attribution, format_output, format_tensor_into_tuples, is_tuple
 from captum_ssm._capture import is_model
@@ -45,6 +47,27 @@ class TokenAttribution(Attribution):
         self.check = check
         self.interpolate_mode = interpolate_mode
         self._constructed_with = forward_func
+        self._frozen: FrozenModel | None = None
+
+    def freeze_once(self, inputs: Any, additional_forward_args: Any = None) -> Self:
+        """A copy that has run the model once, at ``inputs``, and reads every row off that run.
+
+        Its ``attribute`` has to be called with the same inputs and with a ``position``. Calls that
+        take gradients run the model all the same.
+
+        Args:
+            inputs (Tensor or tuple of one Tensor): as for ``attribute``.
+            additional_forward_args (Any, optional): as for ``attribute``. Default: None
+        """
+        shared = copy(self)
+        shared._frozen = self._freeze(inputs, additional_forward_args, None, query=False)
+        return shared
+
+    def _model(self) -> Any:
+        if self.model is None and not is_model(self.forward_func):
+            # Captum's wrappers put a function of theirs in the place of the model it runs.
+            return self._constructed_with if is_model(self._constructed_with) else None
+        return self.model
 
     def _freeze(
         self,
@@ -57,13 +80,11 @@ class TokenAttribution(Attribution):
         gradients: bool = False,
         norms: bool = False,
     ) -> FrozenModel:
-        model = self.model
-        if model is None and not is_model(self.forward_func) and is_model(self._constructed_with):
-            # Captum's wrappers put a function of theirs in the place of the model it runs.
-            model = self._constructed_with
+        if self._frozen is not None and position is not None and not gradients:
+            return self._frozen.at(position)
         frozen = freeze(
             self.forward_func,
-            model,
+            self._model(),
             single_input(inputs),
             additional_forward_args,
             position=position,

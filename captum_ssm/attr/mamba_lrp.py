@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._captum import TargetType, format_output, is_tuple, log_usage
-from captum_ssm._capture import capture, is_norm
+from captum_ssm._capture import capture, is_norm, require_graph
 from captum_ssm._frozen import (
-    FrozenLayer,
     call_forward,
     check_finite,
     check_inputs,
@@ -105,12 +104,13 @@ class MambaLRP(TokenAttribution):
             TypeError: for inputs of a wrong type or dtype.
         """
         tensor = single_input(inputs)
-        model = resolve_model(self.forward_func, self.model)
+        model = resolve_model(self.forward_func, self._model())
         check_inputs(tensor, model)
         extra = extra_arguments(additional_forward_args, tensor)
         leaves: list[Tensor] = []
         if tensor.is_floating_point():
-            tensor = tensor.detach().clone().requires_grad_(True)
+            with torch.inference_mode(False):
+                tensor = tensor.detach().clone().requires_grad_(True)
             leaves.append(tensor)
 
         def run() -> Any:
@@ -132,7 +132,9 @@ class MambaLRP(TokenAttribution):
                 "the model embeds its ids by something other than a torch.nn.Embedding, so the "
                 "start of the propagation is not known; explain the embeddings instead."
             )
-        (gradient,) = torch.autograd.grad(score.sum(), leaves[0])
+        require_graph(score)
+        with torch.inference_mode(False), torch.enable_grad():
+            (gradient,) = torch.autograd.grad(score.sum(), leaves[0])
         leaf = leaves[0].detach()
         working = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         relevance = leaf.to(working) * gradient.to(working)
@@ -208,10 +210,11 @@ def _substitute(call: MixerCall, leaves: list[Tensor], check: bool) -> Any:
     frozen: Tensor | None
     adapter = find_adapter(call.module)
     if adapter is not None:
+        check_finite([call])
         mixer = adapter(call)
         if check:
             with torch.no_grad():
-                check_reconstruction(FrozenLayer(call.path, call, mixer, 0), None)
+                check_reconstruction(call.path, call, mixer, None)
         frozen = frozen_output(mixer)
     elif is_norm(call.module):
         norm = FrozenNorm.of(call)
