@@ -12,7 +12,9 @@ from models import ids
 from torch import Tensor, nn
 
 from captum_ssm import (
+    LaTIM,
     MambaAttribution,
+    MambaLRP,
     MambaRollout,
     ReconstructionError,
     UnifiedImplicitAttention,
@@ -161,6 +163,19 @@ def test_unified_implicit_attention_in_its_three_aggregations(family):
     torch.testing.assert_close(results[0], rows, atol=1e-5 * float(rows.abs().max()), rtol=1e-4)
     whole = method.rollout(tokens, target=3)[:, -1]
     torch.testing.assert_close(results[2], whole, atol=1e-5 * float(whole.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_latim_adds_up_and_mamba_lrp_runs(family):
+    model, tokens = build(family), ids(2, 9)
+    relevance, delta = LaTIM(model).attribute(
+        tokens, target=3, activation="gate", return_convergence_delta=True
+    )
+    assert float(delta.abs().max()) <= 1e-5 * float(relevance.abs().sum(1).min())
+    relevance = MambaLRP(model).attribute(tokens, target=3)
+    assert relevance.shape == tokens.shape
+    assert bool(torch.isfinite(relevance).all())
+    assert float(relevance.abs().max()) > 0
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

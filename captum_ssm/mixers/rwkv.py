@@ -82,8 +82,9 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
 
     key = project(module.key, module.time_mix_key)
     inputs = call.linear(module.value, x)
-    weight = call.parameter(module.value.weight).square()
-    share = weight @ call.parameter(module.time_mix_value).flatten() / weight.sum(1).clamp(min=1e-30)
+    squares = call.parameter(module.value.weight).square()
+    total = squares.sum(1).clamp(min=1e-30)
+    share = squares @ call.parameter(module.time_mix_value).flatten() / total
     taps = torch.stack([1 - share, share], -1)
     values = project(module.value, module.time_mix_value)
     gate = torch.sigmoid(project(module.receptance, module.time_mix_receptance))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from captum_ssm import (
     LaTIM,
     MambaAttribution,
+    MambaLRP,
     MambaRollout,
     ReconstructionError,
     UnifiedImplicitAttention,
@@ -157,6 +158,7 @@ def test_every_method_runs(name):
         (UnifiedImplicitAttention(model), {"target": 3}),
         (UnifiedImplicitAttention(model), {"aggregation": "raw"}),
         (LaTIM(model), {"target": 3}),
+        (MambaLRP(model), {"target": 3}),
     ):
         relevance = method.attribute(tokens, **options)
         assert relevance.shape == tokens.shape
