@@ -15,6 +15,7 @@ from captum_ssm.attr import (
     RawAttention,
     UnifiedImplicitAttention,
 )
+from captum_ssm.generation import SSMLLMAttribution
 from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "MixerCall",
     "RawAttention",
     "ReconstructionError",
+    "SSMLLMAttribution",
     "TargetError",
     "UnifiedImplicitAttention",
     "UnsupportedModelError",

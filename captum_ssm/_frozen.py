@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,12 @@ class FrozenModel:
         """The query's weights, ``(B, L)``, of a model frozen with one."""
         assert self.query is not None
         return self.query
+
+    def at(self, position: int | Tensor) -> FrozenModel:
+        """The same frozen model, asked for the row of another token."""
+        mask = None if self.mask is None else self.mask != 0
+        query = _query(position, *self.shape, mask, self.layers[0].call)
+        return replace(self, query=query.to(self.layers[0].call.dtype))
 
     def row_index(self, rows: int | Sequence[int] | Tensor) -> Tensor:
         """Asked rows, an int, ``(R,)`` or ``(B, R)``, as positions ``(B, R)`` from the start."""

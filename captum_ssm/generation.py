@@ -1,0 +1,240 @@
+"""Prompt and continuation: the methods under Captum's interface for language models."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import torch
+from captum.attr import InterpretableInput, LLMAttributionResult, LLMGradientAttribution
+from torch import Tensor, nn
+
+from captum_ssm._capture import is_model, unwrap
+from captum_ssm._errors import InputError
+from captum_ssm._frozen import extract_logits
+from captum_ssm.attr import (
+    LaTIM,
+    MambaRollout,
+    RawAttention,
+    TokenAttribution,
+    UnifiedImplicitAttention,
+)
+
+ATTR_TARGETS = ("logit", "log_prob")
+
+
+class SSMLLMAttribution(LLMGradientAttribution):
+    r"""Captum's :class:`~captum.attr.LLMGradientAttribution` for the methods of this library.
+
+    It explains every token of a continuation by the tokens of its prompt and returns Captum's
+    ``LLMAttributionResult``, whose plots and dictionaries work as they are. Prompt and
+    continuation go through the model together: methods that ignore the target read all rows off
+    one frozen model, the others explain a batch of (position, token) pairs. Captum's own
+    gradient methods are accepted too, and run as they do there.
+
+    Args:
+        attr_method (TokenAttribution): a method of this library, made with the language model.
+        tokenizer (TokenizerLike): with ``encode``, ``decode`` and ``convert_ids_to_tokens``, as
+            Captum asks of it.
+        attr_target (str, optional): the explained score of a token: ``"logit"``, as in the
+            papers, or ``"log_prob"``, as in Captum. Methods that ignore the target ignore it;
+            Captum's own methods always explain the log probability. Default: ``"logit"``
+
+    Raises:
+        AssertionError: for an ``attr_method`` that is neither of this library nor supported by
+            Captum (Captum's own check).
+        ValueError: for an unknown ``attr_target``, or a method made with a plain function in
+            place of a model.
+
+    Examples::
+
+        >>> llm = SSMLLMAttribution(MambaLRP(model), tokenizer)
+        >>> result = llm.attribute(TextTokenInput("a b c", tokenizer), target="d e")
+        >>> result.token_attr.shape  # (tokens of the continuation, tokens of the prompt)
+        torch.Size([2, 3])
+        >>> figure, axes = result.plot_token_attr()
+    """
+
+    SUPPORTED_METHODS = (*LLMGradientAttribution.SUPPORTED_METHODS, TokenAttribution)
+
+    def __init__(self, attr_method: Any, tokenizer: Any, attr_target: str = "logit") -> None:
+        _check_attr_target(attr_target)
+        ours = isinstance(attr_method, TokenAttribution)
+        if ours and not is_model(attr_method.forward_func):
+            raise ValueError(
+                f"{type(attr_method).__name__} was made with forward_func="
+                f"{type(attr_method.forward_func).__name__}; generation needs the language model "
+                "itself there, so that it can be asked for a continuation."
+            )
+        super().__init__(attr_method, tokenizer)
+        self.attr_target = attr_target
+        if ours:
+            # Captum has put in a function that scores one token by the text before it; ours
+            # explain all positions of one run.
+            self.attr_method = copy(attr_method)
+            self.model = unwrap(attr_method.forward_func)
+
+    def attribute(
+        self,
+        inp: InterpretableInput,
+        target: str | Tensor | None = None,
+        gen_args: dict[str, Any] | None = None,
+        *,
+        internal_batch_size: int = 8,
+        **kwargs: Any,
+    ) -> LLMAttributionResult:
+        r"""Relevance of each prompt token for each token of the continuation.
+
+        Args:
+            inp (InterpretableInput): the prompt, a :class:`~captum.attr.TextTokenInput`; its
+                ``skip_tokens`` are left out of the result.
+            target (str or Tensor, optional): the continuation, as text or as token ids
+                ``(T,)``; None lets the model generate it. Default: None
+            gen_args (dict, optional): arguments of ``generate``, where the model generates the
+                continuation. Default: None
+            internal_batch_size (int, optional): how many tokens of the continuation are
+                explained at a time, by methods that need gradients. Default: 8
+            **kwargs: the method's own options (``aggregation``, ``start_layer``, ...).
+
+        Returns:
+            LLMAttributionResult: with ``token_attr (T, P)`` and ``seq_attr (P,)``, its sum over
+            the continuation. What falls on earlier tokens of the continuation is left out, as
+            Captum does; :func:`continuation_relevance` returns it.
+
+        Raises:
+            ValueError: for an empty continuation, ``target`` or ``position`` among the method's
+                options, and whatever the method itself raises.
+            TypeError: for a ``target`` that is neither text nor ids.
+        """
+        if not isinstance(self.attr_method, TokenAttribution):
+            return super().attribute(inp, target, gen_args, **kwargs)
+        tokens = self._get_target_tokens(inp, target, gen_args=gen_args)
+        prompt = self._format_model_input(inp.to_model_input())["input_ids"]
+        relevance = continuation_relevance(
+            self.attr_method,
+            prompt,
+            tokens.to(prompt.device),
+            attr_target=self.attr_target,
+            internal_batch_size=internal_batch_size,
+            **kwargs,
+        )[:, : prompt.shape[1]]
+        keep = getattr(inp, "itp_mask", None)
+        if keep is not None:
+            relevance = relevance[:, keep[0].to(relevance.device)]
+        return LLMAttributionResult(
+            seq_attr=relevance.sum(0),
+            token_attr=relevance,
+            input_tokens=inp.values,
+            output_tokens=[self.tokenizer.decode(token) for token in tokens[:, None]],
+            inp=inp,
+        )
+
+
+def continuation_relevance(
+    method: TokenAttribution,
+    prompt: Tensor,
+    continuation: Tensor,
+    *,
+    attr_target: str = "logit",
+    internal_batch_size: int = 8,
+    **options: Any,
+) -> Tensor:
+    r"""Relevance of all earlier tokens for each token of a continuation; needs no tokenizer.
+
+    Args:
+        method (TokenAttribution): a method of this library.
+        prompt (Tensor): token ids ``(1, P)`` or ``(P,)``.
+        continuation (Tensor): token ids ``(T,)``.
+        attr_target (str, optional): as for :class:`SSMLLMAttribution`. Default: ``"logit"``
+        internal_batch_size (int, optional): as for :meth:`SSMLLMAttribution.attribute`.
+            Default: 8
+        **options: the method's own.
+
+    Returns:
+        Tensor: ``(T, P + T - 1)``. Row k explains continuation token k, predicted at position
+        P - 1 + k; it is zero for the tokens behind that position.
+
+    Raises:
+        ValueError: for an empty prompt or continuation, ids of another shape, or options that
+            the position sets.
+
+    Examples::
+
+        >>> rows = continuation_relevance(RawAttention(model), input_ids, torch.tensor([4, 5]))
+        >>> rows.shape
+        torch.Size([2, 8])
+    """
+    _check_attr_target(attr_target)
+    _check_options(options)
+    prompt = prompt[None] if prompt.dim() == 1 else prompt
+    if prompt.dim() != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
+        raise InputError(
+            f"the prompt has shape {tuple(prompt.shape)}; accepted are the ids of one text, "
+            "(1, P) or (P,)."
+        )
+    if continuation.dim() != 1 or continuation.numel() == 0:
+        raise InputError(
+            f"the continuation has shape {tuple(continuation.shape)}; accepted are token ids "
+            "(T,), at least one. A text may be tokenized to nothing: give the ids then."
+        )
+    if internal_batch_size < 1:
+        raise ValueError(f"internal_batch_size is {internal_batch_size}; at least 1 is needed.")
+    if attr_target == "log_prob":
+        method = _of_log_probabilities(method)
+    P, T = prompt.shape[1], continuation.numel()
+    ids = torch.cat([prompt, continuation[None, :-1].to(prompt)], 1)
+    if options.get("discard_ratio") or options.get("min_max"):
+        # What these do to a row depends on all others, so a row must not see later tokens.
+        rows = []
+        for k, token in enumerate(continuation.tolist()):
+            row = method.attribute(ids[:, : P + k], target=token, **options)
+            rows.append(nn.functional.pad(row, (0, T - 1 - k)))
+        return torch.cat(rows)
+    if _ignores_target(method, options):
+        frozen = method.freeze_once(ids)
+        return torch.cat([frozen.attribute(ids, position=P - 1 + k, **options) for k in range(T)])
+    pairs = [(P - 1 + k, token) for k, token in enumerate(continuation.tolist())]
+    rows = []
+    for start in range(0, T, internal_batch_size):
+        part = pairs[start : start + internal_batch_size]
+        rows.append(method.attribute(ids.expand(len(part), -1), target=part, **options))
+    return torch.cat(rows)
+
+
+def _of_log_probabilities(method: TokenAttribution) -> TokenAttribution:
+    model = method.forward_func
+
+    def log_probabilities(*args: Any, **kwargs: Any) -> Tensor:
+        return extract_logits(model(*args, **kwargs)).log_softmax(-1)
+
+    if not is_model(model) and method.model is None:
+        return method
+    found = copy(method)
+    found.model = model if method.model is None else method.model
+    found.forward_func = log_probabilities
+    return found
+
+
+def _ignores_target(method: TokenAttribution, options: dict[str, Any]) -> bool:
+    if isinstance(method, UnifiedImplicitAttention):
+        return options.get("aggregation", "attribution") != "attribution"
+    if isinstance(method, LaTIM):
+        return options.get("aggregation", "alti_logit") != "alti_logit"
+    return isinstance(method, (RawAttention, MambaRollout))
+
+
+def _check_attr_target(attr_target: str) -> None:
+    if attr_target not in ATTR_TARGETS:
+        raise ValueError(f"attr_target is {attr_target!r}; accepted are {ATTR_TARGETS}.")
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    taken = {
+        "target": "the continuation is the target",
+        "position": "each token is explained at the position that predicts it",
+        "return_convergence_delta": "the result has no place for a delta",
+        "additional_forward_args": "one text needs no mask",
+    }
+    for name, why in taken.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{name} was given, but {why}; leave it out.")

@@ -1,0 +1,250 @@
+"""Prompt and continuation under Captum's interface, against the methods position by position."""
+
+import matplotlib
+import pytest
+import torch
+from captum.attr import LayerIntegratedGradients, Saliency, TextTokenInput
+from families import build
+from models import VOCABULARY, ids, tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from captum_ssm import (
+    InputError,
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    SSMLLMAttribution,
+    UnifiedImplicitAttention,
+)
+from captum_ssm.generation import continuation_relevance
+
+matplotlib.use("Agg")
+
+METHODS = {
+    "raw": (RawAttention, {}),
+    "rollout": (MambaRollout, {"normalize_rows": True}),
+    "rollout, whole maps": (MambaRollout, {"min_max": True, "discard_ratio": 0.3}),
+    "attribution": (MambaAttribution, {}),
+    "attribution, whole maps": (MambaAttribution, {"discard_ratio": 0.3}),
+    "unified rollout": (UnifiedImplicitAttention, {"aggregation": "rollout"}),
+    "unified attribution": (UnifiedImplicitAttention, {}),
+    "latim": (LaTIM, {"activation": "gate"}),
+    "latim of a layer": (LaTIM, {"layer": 1, "aggregation": "alti"}),
+    "lrp": (MambaLRP, {}),
+}
+PROMPT, CONTINUATION = 6, 4
+
+
+class Words:
+    """The smallest tokenizer Captum's interface takes: words ``w3 w4 ...``, by their number."""
+
+    def encode(self, text, add_special_tokens=True, return_tensors=None):
+        found = [int(word[1:]) for word in text.split()]
+        return torch.tensor([found]) if return_tensors == "pt" else found
+
+    def decode(self, token_ids):
+        return " ".join(f"w{int(i)}" for i in token_ids)
+
+    def convert_ids_to_tokens(self, token_ids):
+        return [f"w{i}" for i in token_ids]
+
+    def convert_tokens_to_ids(self, tokens):
+        return [int(token[1:]) for token in tokens]
+
+
+WORDS = Words()
+
+
+def sample(length: int = PROMPT + CONTINUATION) -> tuple[Tensor, str, str]:
+    tokens = ids(1, length)
+    words = [f"w{i}" for i in tokens[0].tolist()]
+    return tokens, " ".join(words[:PROMPT]), " ".join(words[PROMPT:])
+
+
+def one_by_one(method, tokens: Tensor, **options) -> Tensor:
+    """The method called on each prefix by itself: ``(T, P + T - 1)``."""
+    rows = torch.zeros(CONTINUATION, PROMPT + CONTINUATION - 1)
+    for k in range(CONTINUATION):
+        stop = PROMPT + k
+        target = int(tokens[0, stop])
+        rows[k, :stop] = method.attribute(tokens[:, :stop], target=target, **options)[0]
+    return rows
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_token_is_explained_as_by_itself(name):
+    kind, options = METHODS[name]
+    model = tiny()
+    tokens, prompt, continuation = sample()
+    expected = one_by_one(kind(model), tokens, **options)
+    rows = continuation_relevance(
+        kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:], internal_batch_size=3, **options
+    )
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+
+    inp = TextTokenInput(prompt, WORDS)
+    result = SSMLLMAttribution(kind(model), WORDS).attribute(inp, continuation, **options)
+    torch.testing.assert_close(result.token_attr, expected[:, :PROMPT], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(result.seq_attr, result.token_attr.sum(0))
+    assert result.input_tokens == prompt.split()
+    assert result.output_tokens == continuation.split()
+
+
+@pytest.mark.parametrize("family", ["mamba2", "recurrent_gemma", "qwen3_next"])
+@pytest.mark.parametrize("kind", [MambaRollout, MambaLRP])
+def test_other_families(family, kind):
+    model = build(family)
+    tokens, _, _ = sample()
+    rows = continuation_relevance(kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:])
+    expected = one_by_one(kind(model), tokens)
+    torch.testing.assert_close(rows, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_methods_without_a_target_run_the_model_once():
+    model = tiny()
+    runs = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    tokens, _, _ = sample()
+    for kind in (RawAttention, MambaRollout):
+        runs.clear()
+        continuation_relevance(kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:])
+        assert len(runs) == 1
+    for kind in (MambaAttribution, MambaLRP, LaTIM):
+        runs.clear()
+        continuation_relevance(kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:])
+        assert len(runs) == 1
+        runs.clear()
+        continuation_relevance(
+            kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:], internal_batch_size=2
+        )
+        assert len(runs) == 2
+
+
+def test_log_probabilities():
+    model = tiny()
+    tokens, prompt, continuation = sample()
+
+    def log_probabilities(x):
+        return model(x).logits.log_softmax(-1)
+
+    expected = one_by_one(MambaAttribution(log_probabilities, model=model), tokens)
+    llm = SSMLLMAttribution(MambaAttribution(model), WORDS, attr_target="log_prob")
+    result = llm.attribute(TextTokenInput(prompt, WORDS), continuation)
+    torch.testing.assert_close(result.token_attr, expected[:, :PROMPT], rtol=1e-4, atol=1e-6)
+    logits = SSMLLMAttribution(MambaAttribution(model), WORDS)
+    other = logits.attribute(TextTokenInput(prompt, WORDS), continuation)
+    assert not torch.allclose(result.token_attr, other.token_attr)
+
+
+def test_the_model_generates_the_continuation():
+    model = tiny()
+    _, prompt, _ = sample()
+    method = MambaLRP(model)
+    llm = SSMLLMAttribution(method, WORDS)
+    arguments = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    result = llm.attribute(TextTokenInput(prompt, WORDS), gen_args=arguments)
+    assert result.token_attr.shape == (3, PROMPT)
+    given = WORDS.encode(" ".join([prompt, *result.output_tokens]), return_tensors="pt")
+    with torch.no_grad():
+        predicted = model(given[:, :-1]).logits[0, PROMPT - 1 :].argmax(-1)
+    assert predicted.tolist() == given[0, PROMPT:].tolist()
+    assert method.forward_func is model  # the given method is as it was
+
+
+def test_the_plots_of_captum_work():
+    _, prompt, continuation = sample()
+    llm = SSMLLMAttribution(LaTIM(tiny()), WORDS)
+    result = llm.attribute(TextTokenInput(prompt, WORDS), continuation)
+    for plot in (result.plot_token_attr, result.plot_seq_attr):
+        figure, axes = plot(show=False)
+        assert [t.get_text() for t in axes.get_xticklabels()] == prompt.split()
+        matplotlib.pyplot.close(figure)
+    assert set(result.seq_attr_dict) == set(prompt.split())
+
+
+def test_skipped_tokens_are_left_out():
+    tokens, prompt, continuation = sample()
+    skipped = int(tokens[0, 2])
+    llm = SSMLLMAttribution(MambaRollout(tiny()), WORDS)
+    whole = llm.attribute(TextTokenInput(prompt, WORDS), continuation)
+    part = llm.attribute(TextTokenInput(prompt, WORDS, skip_tokens=[skipped]), continuation)
+    keep = [i for i, t in enumerate(tokens[0, :PROMPT].tolist()) if t != skipped]
+    torch.testing.assert_close(part.token_attr, whole.token_attr[:, keep])
+
+
+def test_a_continuation_given_as_ids_and_an_nnsight_model():
+    from nnsight import NNsight
+
+    tokens, prompt, continuation = sample()
+    inp = TextTokenInput(prompt, WORDS)
+    expected = SSMLLMAttribution(MambaLRP(tiny()), WORDS).attribute(inp, continuation)
+    llm = SSMLLMAttribution(MambaLRP(NNsight(tiny())), WORDS)
+    result = llm.attribute(inp, tokens[0, PROMPT:])
+    torch.testing.assert_close(result.token_attr, expected.token_attr)
+
+
+def test_captums_own_methods_still_work():
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    model = tiny()
+    method = LayerIntegratedGradients(model, model.get_input_embeddings())
+    _, prompt, continuation = sample()
+    inp = TextTokenInput(prompt, tokenizer)
+    result = SSMLLMAttribution(method, tokenizer).attribute(inp, continuation, n_steps=2)
+    assert result.token_attr.shape == (CONTINUATION, PROMPT)
+    ours = SSMLLMAttribution(MambaLRP(model), tokenizer).attribute(inp, continuation)
+    assert ours.output_tokens == result.output_tokens
+    assert ours.input_tokens == result.input_tokens
+
+
+def _attribute(kind=MambaRollout, target="w3 w4", llm=None, **options):
+    _, prompt, _ = sample()
+    return SSMLLMAttribution(kind(tiny()), WORDS, **(llm or {})).attribute(
+        TextTokenInput(prompt, WORDS), target, **options
+    )
+
+
+BAD_CALLS = {
+    "an empty text": (lambda: _attribute(target=""), InputError, "continuation has shape"),
+    "a batch of ids": (lambda: _attribute(target=ids(2, 3)), InputError, "continuation has shape"),
+    "a list": (lambda: _attribute(target=[3]), TypeError, "str or Tensor"),
+    "a position": (lambda: _attribute(position=2), ValueError, "position was given, but"),
+    "a delta": (
+        lambda: _attribute(MambaLRP, return_convergence_delta=True),
+        ValueError,
+        "return_convergence_delta was given",
+    ),
+    "an unknown score": (
+        lambda: _attribute(llm={"attr_target": "prob"}),
+        ValueError,
+        "attr_target is 'prob'; accepted",
+    ),
+    "no batch": (lambda: _attribute(internal_batch_size=0), ValueError, "at least 1"),
+    "another method": (
+        lambda: SSMLLMAttribution(Saliency(tiny()), WORDS),
+        AssertionError,
+        "does not support",
+    ),
+    "a function for a model": (
+        lambda: SSMLLMAttribution(RawAttention(lambda x: x, model=nn.Linear(2, 2)), WORDS),
+        ValueError,
+        "forward_func=function",
+    ),
+    "a prompt of two texts": (
+        lambda: continuation_relevance(RawAttention(tiny()), ids(2, 4), ids(1, 3)[0]),
+        InputError,
+        "the prompt has shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_says_what_is_wrong(name):
+    call, error, message = BAD_CALLS[name]
+    with pytest.raises(error, match=message):
+        call()
