@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._frozen import FrozenLayer, freeze
-from captum_ssm.mixers import COMPONENTS, FrozenMixer, find_mixers
+from captum_ssm.mixers import COMPONENTS, FrozenMixer, find_mixers, registered
+from captum_ssm.mixers import _base as registry
 from captum_ssm.operators import SoftmaxOperator
 
 # RWKV's blocks have a submodule called "output"; nnsight says that it serves it elsewhere.
@@ -330,3 +333,22 @@ def test_a_row_is_the_matrix_row(family):
         for path, matrix in maps.items():
             scale = float(matrix.abs().max())
             torch.testing.assert_close(rows[path], matrix[:, :, [5, -1]], atol=1e-5 * scale, rtol=0)
+
+
+def test_the_page_on_adding_a_family_runs(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    page = (Path(__file__).parents[1] / "docs" / "add_a_family.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 4
+    space: dict[str, object] = {"__name__": "add_a_family"}
+    for block in blocks:
+        exec(block, space)
+    model, tokens, mask = space["model"], space["tokens"], padded("left")
+    for layer in frozen_layers(model, tokens, mask, check=True):
+        assert_reconstructs(layer, mask)
+
+
+def test_the_page_of_families_names_every_mixer():
+    page = (Path(__file__).parents[1] / "docs" / "families.md").read_text()
+    missing = [name for name in registered() if f"`{name.rpartition('.')[2]}`" not in page]
+    assert not missing

@@ -15,11 +15,16 @@ from captum_ssm.mixers._base import (
     FORMULATIONS,
     FrozenMixer,
     MixerCall,
+    ShortConv,
+    activation_factor,
     check_components,
     find_adapter,
     find_mixers,
+    masked_tokens,
     register_mixer,
     registered,
+    rms_factor,
+    short_conv,
 )
 
 __all__ = [
@@ -27,9 +32,14 @@ __all__ = [
     "FORMULATIONS",
     "FrozenMixer",
     "MixerCall",
+    "ShortConv",
+    "activation_factor",
     "check_components",
     "find_adapter",
     "find_mixers",
+    "masked_tokens",
     "register_mixer",
     "registered",
+    "rms_factor",
+    "short_conv",
 ]
