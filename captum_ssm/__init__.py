@@ -7,6 +7,7 @@ from captum_ssm._errors import (
     UnsupportedModelError,
 )
 from captum_ssm._hidden_attention import hidden_attention
+from captum_ssm._memory import Estimate, MemoryLimitError, estimate
 from captum_ssm.attr import (
     LaTIM,
     MambaAttribution,
@@ -21,12 +22,14 @@ from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
 __version__ = "0.1.0"
 
 __all__ = [
+    "Estimate",
     "FrozenMixer",
     "InputError",
     "LaTIM",
     "MambaAttribution",
     "MambaLRP",
     "MambaRollout",
+    "MemoryLimitError",
     "MixerCall",
     "RawAttention",
     "ReconstructionError",
@@ -34,6 +37,7 @@ __all__ = [
     "TargetError",
     "UnifiedImplicitAttention",
     "UnsupportedModelError",
+    "estimate",
     "hidden_attention",
     "register_mixer",
 ]

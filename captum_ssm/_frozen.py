@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,15 +39,20 @@ class FrozenLayer:
     Args:
         name (str): the module's path; a module's later visits carry ``":1"``, ``":2"``, ...
         call (MixerCall): what was recorded.
-        mixer (FrozenMixer): the operator read from it.
         stage (int): its step through the residual stream; mixers that a block runs side by
             side, on the same tokens, share one.
+        freeze (Callable): reads the operator off the call, and checks it.
     """
 
     name: str
     call: MixerCall
-    mixer: FrozenMixer
     stage: int
+    freeze: Callable[[], FrozenMixer] = field(repr=False)
+
+    @property
+    def mixer(self) -> FrozenMixer:
+        """The operator, made anew at each access: of a deep model only one needs to exist."""
+        return self.freeze()
 
 
 @dataclass(frozen=True)
@@ -195,17 +200,12 @@ def freeze(
             weights = _probe_readout(capture(run, model, gradients=True))
     elif query:
         weights = _query(position, B, L, mask, captured.calls[0])
-    with exact_arithmetic():
-        layers = _freeze_calls(captured.calls)
-        if check:
-            for layer in layers:
-                check_reconstruction(layer, mask)
-    like = layers[0].mixer.inputs
+    dtype = captured.calls[0].dtype
     return FrozenModel(
-        layers,
+        _freeze_calls(captured.calls, mask, check),
         (B, L),
-        None if mask is None else mask.to(like.dtype),
-        None if weights is None else weights.to(like.dtype),
+        None if mask is None else mask.to(dtype),
+        None if weights is None else weights.to(dtype),
         score,
         captured.others,
         find_token_grid(unwrap(model), captured.arguments, inputs, L),
@@ -302,10 +302,12 @@ def extract_logits(output: Any) -> Tensor:
     )
 
 
-def check_reconstruction(layer: FrozenLayer, mask: Tensor | None) -> None:
+def check_reconstruction(
+    name: str, call: MixerCall, mixer: FrozenMixer, mask: Tensor | None
+) -> None:
     """Raise `ReconstructionError` unless the frozen mixer reproduces the mixer's output."""
-    expected = layer.call.output
-    rebuilt = layer.mixer.output()
+    expected = call.output
+    rebuilt = mixer.output()
     error = (rebuilt - expected.to(rebuilt.dtype)).abs().amax(-1)
     size = expected.to(rebuilt.dtype).abs().amax(-1)
     if mask is not None:
@@ -314,7 +316,7 @@ def check_reconstruction(layer: FrozenLayer, mask: Tensor | None) -> None:
     tolerance = TOLERANCE[expected.dtype]
     if not relative <= tolerance:
         raise ReconstructionError(
-            f"the frozen operator of {layer.name} ({type(layer.call.module).__name__}) does not "
+            f"the frozen operator of {name} ({type(call.module).__name__}) does not "
             f"reproduce its output: largest error {relative:.2e} of the largest entry, accepted "
             f"is {tolerance:.0e} for {expected.dtype}. The mixer computes something this library "
             "does not know (a variant, a patched kernel, a generation cache that is not empty); "
@@ -323,7 +325,7 @@ def check_reconstruction(layer: FrozenLayer, mask: Tensor | None) -> None:
         )
 
 
-def _freeze_calls(calls: list[MixerCall]) -> list[FrozenLayer]:
+def _freeze_calls(calls: list[MixerCall], mask: Tensor | None, check: bool) -> list[FrozenLayer]:
     layers: list[FrozenLayer] = []
     visits: dict[str, int] = {}
     for call in calls:
@@ -336,8 +338,25 @@ def _freeze_calls(calls: list[MixerCall]) -> list[FrozenLayer]:
         if layers:
             beside = _side_by_side(layers[-1].call, call)
             stage = layers[-1].stage + (0 if beside else 1)
-        layers.append(FrozenLayer(name, call, adapter(call), stage))
+        layers.append(FrozenLayer(name, call, stage, _Freeze(name, call, adapter, mask, check)))
     return layers
+
+
+class _Freeze:
+    # Reads a mixer off its call each time it is asked, and checks what it read the first time.
+    def __init__(
+        self, name: str, call: MixerCall, adapter: Any, mask: Tensor | None, check: bool
+    ) -> None:
+        self.name, self.call, self.adapter, self.mask = name, call, adapter, mask
+        self.check = check
+
+    def __call__(self) -> FrozenMixer:
+        with exact_arithmetic():
+            mixer = self.adapter(self.call)
+            if self.check:
+                check_reconstruction(self.name, self.call, mixer, self.mask)
+                self.check = False
+        return mixer
 
 
 def _side_by_side(first: MixerCall, second: MixerCall) -> bool:

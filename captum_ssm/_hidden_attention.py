@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from captum_ssm._frozen import FrozenModel, exact_arithmetic, freeze
+from captum_ssm._frozen import FrozenLayer, FrozenModel, exact_arithmetic, freeze
+from captum_ssm._memory import memory_limit as limit_memory
+from captum_ssm._memory import require
 from captum_ssm.attr._base import single_input
 from captum_ssm.mixers import check_components
 from captum_ssm.operators import REDUCTIONS
@@ -24,6 +26,7 @@ def hidden_attention(
     rows: int | Sequence[int] | Tensor | None = None,
     additional_forward_args: Any = None,
     check: bool = True,
+    memory_limit: int | None = None,
 ) -> dict[str, Tensor]:
     r"""The implicit attention matrices of a model's mixers at one input.
 
@@ -48,6 +51,8 @@ def hidden_attention(
             a dict is passed by keyword. Default: None
         check (bool, optional): compare each frozen mixer with what it really returned.
             Default: True
+        memory_limit (int, optional): bytes for the result and the work on it; a request that
+            needs more raises, and says what would fit. Default: None
 
     Returns:
         dict of str to Tensor: by module path, in forward order, ``(B, M, R, L)`` with one map
@@ -73,8 +78,11 @@ def hidden_attention(
         model, None, single_input(inputs), additional_forward_args, query=False, check=check
     )
     maps = {}
-    with exact_arithmetic():
-        for layer in frozen.select(layers):
+    chosen = frozen.select(layers)
+    with limit_memory(memory_limit), exact_arithmetic():
+        if memory_limit is not None:
+            _require_memory(frozen, chosen, formulation, components, reduction, rows)
+        for layer in chosen:
             operator = layer.mixer.operator(formulation, components)
             if rows is None:
                 maps[layer.name] = frozen.mask_matrix(operator.matrix(reduction))
@@ -83,6 +91,38 @@ def hidden_attention(
                 found = operator.rows(index, reduction)
                 maps[layer.name] = _mask_rows(found, index, frozen)
     return maps
+
+
+def _require_memory(
+    frozen: FrozenModel,
+    layers: list[FrozenLayer],
+    formulation: str,
+    components: Iterable[str] | None,
+    reduction: str | None,
+    rows: int | Sequence[int] | Tensor | None,
+) -> None:
+    (B, L), size, largest = frozen.shape, layers[0].call.dtype.itemsize, 0
+    R = L if rows is None else frozen.row_index(rows).shape[1]
+    maps = []
+    for layer in layers:
+        count = 1 if reduction else layer.mixer.operator(formulation, components).maps
+        maps.append(count)
+        largest = max(largest, count)
+
+    def needs(maps: int, rows: int) -> int:
+        return B * maps * rows * L * size
+
+    one_row = needs(sum(maps), 1)
+    require(
+        needs(sum(maps), R),
+        f"hidden_attention of {len(layers)} layers, {sum(maps)} maps and {R} rows",
+        [
+            ("reduction='mean'", needs(len(layers), R)),
+            ("one layer", needs(largest, R)),
+            ("rows=-1, one row", one_row),
+            ("reduction='mean', rows=-1", needs(len(layers), 1)),
+        ],
+    )
 
 
 def _mask_rows(found: Tensor, index: Tensor, frozen: FrozenModel) -> Tensor:

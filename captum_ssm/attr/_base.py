@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,9 @@ from typing_extensions import Self
 
 from captum_ssm._captum import Attribution, format_output, format_tensor_into_tuples, is_tuple
 from captum_ssm._capture import is_model
-from captum_ssm._frozen import FrozenModel, freeze
+from captum_ssm._frozen import FrozenModel, exact_arithmetic, freeze
 from captum_ssm._grid import INTERPOLATIONS
+from captum_ssm._memory import memory_limit
 
 
 class TokenAttribution(Attribution):
@@ -28,6 +30,8 @@ class TokenAttribution(Attribution):
         interpolate_mode (str, optional): how relevance of patches is put on an image's pixels,
             ``"bilinear"``, ``"nearest"`` or ``"bicubic"``; None leaves it to the model's
             ``token_grid``, bilinear unless it says otherwise. Default: None
+        memory_limit (int, optional): bytes the method may work in, beside the model and what it
+            returns; picks the size of tiles. Default: None
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class TokenAttribution(Attribution):
         *,
         check: bool = True,
         interpolate_mode: str | None = None,
+        memory_limit: int | None = None,
     ) -> None:
         super().__init__(forward_func)
         if interpolate_mode not in (None, *INTERPOLATIONS):
@@ -46,6 +51,7 @@ class TokenAttribution(Attribution):
         self.model = model
         self.check = check
         self.interpolate_mode = interpolate_mode
+        self.memory_limit = memory_limit
         self._constructed_with = forward_func
         self._frozen: FrozenModel | None = None
 
@@ -62,6 +68,12 @@ class TokenAttribution(Attribution):
         shared = copy(self)
         shared._frozen = self._freeze(inputs, additional_forward_args, None, query=False)
         return shared
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        # Around everything behind the run of the model.
+        with memory_limit(self.memory_limit), exact_arithmetic():
+            yield
 
     def _model(self) -> Any:
         if self.model is None and not is_model(self.forward_func):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.band import product
@@ -104,16 +105,15 @@ class Contributions:
         return total
 
     def reduced_tiles(
-        self, reduce: Callable[[Tensor, slice], Tensor], entries: int = 1 << 22
+        self, reduce: Callable[[Tensor, slice], Tensor]
     ) -> Iterator[tuple[slice, Tensor]]:
         """Tiles of rows of a reduction of the vectors, ``(rows, (B, R, L))``.
 
         Args:
             reduce (Callable): takes the vectors ``(B, E, R, C)`` of the first C columns and
                 their rows, returns ``(B, R, C)``.
-            entries (int, optional): size of a tile of vectors, in numbers. Default: 4 million
         """
-        start, L = 0, self.length
+        start, L, entries = 0, self.length, tile_entries(1 << 22)
         while start < L:
             width = min(L, start + 64) if self.is_causal else L
             step = max(1, min(64, entries // (self.batch * self.width * width)))

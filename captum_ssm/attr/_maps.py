@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from captum_ssm._frozen import FrozenLayer
+from captum_ssm._memory import require, tile_entries
 from captum_ssm.operators import REDUCTIONS, TokenOperator
 
 SIGNS = (None, "clamp", "absolute")
@@ -92,7 +94,6 @@ class MixerMap:
     options: MapOptions
     row_scale: Tensor | None = None
     mask: Tensor | None = None
-    tile: int = 256
 
     def matrix(self) -> Tensor:
         """M, ``(B, L, L)``, before row normalisation."""
@@ -114,10 +115,10 @@ class MixerMap:
             index = asked.expand(w.shape[0], -1)
             rows = self._transform(operator.rows(index, options.reduction), asked)
             return torch.einsum("bi,bij->bj", w[:, asked], rows)
-        out = torch.zeros_like(w)
+        out, step = torch.zeros_like(w), self._tile_rows()
         end = int(asked[-1]) + 1
-        for start in range(int(asked[0]), end, self.tile):
-            at = slice(start, min(end, start + self.tile))
+        for start in range(int(asked[0]), end, step):
+            at = slice(start, min(end, start + step))
             rows = self._transform(self._reduced_rows(at.start, at.stop), at)
             out += torch.einsum("bi,bij->bj", w[:, at], rows)
         return out
@@ -129,11 +130,17 @@ class MixerMap:
             return sums if self.row_scale is None else sums * self.row_scale
         if self.options.is_global:
             return self.matrix().sum(-1)
-        L, parts = self.operator.length, []
-        for start in range(0, L, self.tile):
-            at = slice(start, min(L, start + self.tile))
+        L, step, parts = self.operator.length, self._tile_rows(), []
+        for start in range(0, L, step):
+            at = slice(start, min(L, start + step))
             parts.append(self._transform(self._reduced_rows(at.start, at.stop), at).sum(-1))
         return torch.cat(parts, 1)
+
+    def _tile_rows(self) -> int:
+        # Enough rows that what a tile costs once, its columns' coefficients, does not count.
+        return max(
+            1, min(256, tile_entries(1 << 28) // (self.operator.batch * self.operator.length))
+        )
 
     def _reduced_rows(self, start: int, stop: int) -> Tensor:
         if self.options.reduction == "mean":
@@ -183,24 +190,47 @@ class LayerMap:
         return torch.stack([part.row_sums() for part in self.parts]).sum(0)
 
 
-def layer_maps(
-    layers: Sequence[FrozenLayer],
-    options: MapOptions,
-    mask: Tensor | None = None,
-    *,
-    gradients: bool = False,
-) -> list[LayerMap]:
-    """The maps of some layers; with ``gradients``, rows scaled by the mean gradient (eq. 24)."""
-    by_stage: dict[int, list[MixerMap]] = {}
-    for layer in layers:
-        operator = layer.mixer.operator(options.formulation, options.components)
+class LayerMaps(Sequence[LayerMap]):
+    """The maps of some layers, each made when it is asked for and kept by nobody here.
+
+    Args:
+        layers (sequence of FrozenLayer): in forward order.
+        options (MapOptions): how maps are made.
+        mask (Tensor, optional): ``(B, L)``, zero for the columns of padding. Default: None
+        gradients (bool, optional): scale rows by the mean gradient (Ali et al., eq. 24).
+            Default: False
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[FrozenLayer],
+        options: MapOptions,
+        mask: Tensor | None = None,
+        *,
+        gradients: bool = False,
+    ) -> None:
+        stages: dict[int, list[FrozenLayer]] = {}
+        for layer in layers:
+            stages.setdefault(layer.stage, []).append(layer)
+        self.stages = list(stages.values())
+        self.options, self.mask, self.gradients = options, mask, gradients
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return LayerMap([self._part(layer) for layer in self.stages[index]], self.options)
+
+    def _part(self, layer: FrozenLayer) -> MixerMap:
+        mixer = layer.mixer
+        operator = mixer.operator(self.options.formulation, self.options.components)
         scale = None
-        if gradients:
+        if self.gradients:
             assert layer.call.gradient is not None
-            scale = layer.mixer.mean_gated_gradient(layer.call.gradient)
-        part = MixerMap(operator, options, scale, mask)
-        by_stage.setdefault(layer.stage, []).append(part)
-    return [LayerMap(parts, options) for parts in by_stage.values()]
+            scale = mixer.mean_gated_gradient(layer.call.gradient)
+        return MixerMap(operator, self.options, scale, self.mask)
 
 
 def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
@@ -230,6 +260,9 @@ def rollout_matrix(maps: Sequence[LayerMap]) -> Tensor:
     r""":math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L, L)``."""
     rho: Tensor | None = None
     for m in maps:
+        operator = m.parts[0].operator
+        size = operator.batch * operator.length**2 * operator.dtype.itemsize
+        require(3 * size, "a rollout of every token", [("attribute(), one row", size // 64)])
         beta = m.matrix()
         beta.diagonal(dim1=-2, dim2=-1).add_(1)
         if m.options.normalize_rows:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._frozen import FrozenLayer, FrozenModel, exact_arithmetic, extract_logits, freeze
+from captum_ssm._frozen import FrozenLayer, FrozenModel, extract_logits, freeze
 from captum_ssm.attr._base import TokenAttribution, format_attributions, single_input
 from captum_ssm.attr._contributions import Contributions, sum_of
 from captum_ssm.attr._residual import ResidualStream, Stage
@@ -124,7 +124,7 @@ class LaTIM(TokenAttribution):
             gradients=to_logit,
             norms=to_logit,
         )
-        with exact_arithmetic():
+        with self._computing():
             if layer is None:
                 row, delta = _logit_row(frozen, ResidualStream.of(frozen), activation)
             else:
@@ -169,7 +169,7 @@ class LaTIM(TokenAttribution):
                 "None; pass layer=, an index or a module path."
             )
         frozen = self._freeze_all(inputs, additional_forward_args, target, to_logit)
-        with exact_arithmetic():
+        with self._computing():
             if to_logit:
                 stream = ResidualStream.of(frozen)
                 if layer is None:
@@ -202,7 +202,7 @@ class LaTIM(TokenAttribution):
             additional_forward_args (Any, optional): as for :meth:`attribute`. Default: None
         """
         frozen = self._freeze_all(inputs, additional_forward_args, None, False)
-        with exact_arithmetic():
+        with self._computing():
             chosen = frozen.select(layer)
             parts = _contributions(chosen, activation, frozen.mask)
             return parts.vectors(frozen.row_index(rows))
@@ -215,7 +215,7 @@ class LaTIM(TokenAttribution):
         The arguments are those of :meth:`attribute`.
         """
         frozen = self._freeze_all(inputs, additional_forward_args, None, False)
-        with exact_arithmetic():
+        with self._computing():
             return [
                 _layer_error([layer], _contributions([layer], activation, frozen.mask), frozen.mask)
                 for layer in frozen.layers
@@ -279,7 +279,7 @@ def _contributions(
 
 
 def _output(layers: Sequence[FrozenLayer]) -> Tensor:
-    return sum_of([layer.call.output.to(layer.mixer.inputs.dtype) for layer in layers])
+    return sum_of([layer.call.output.to(layer.call.dtype) for layer in layers])
 
 
 def _reduction(

@@ -8,12 +8,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._frozen import exact_arithmetic
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import (
+    LayerMaps,
     MapChoices,
     MapOptions,
-    layer_maps,
     rollout_matrix,
     rollout_row,
 )
@@ -91,8 +90,8 @@ class MambaAttribution(TokenAttribution):
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=True
         )
-        with exact_arithmetic():
-            maps = layer_maps(
+        with self._computing():
+            maps = LayerMaps(
                 frozen.from_layer(start_layer),
                 MapOptions(**(_PAPER | options)),
                 frozen.mask,
@@ -117,8 +116,8 @@ class MambaAttribution(TokenAttribution):
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=True
         )
-        with exact_arithmetic():
-            maps = layer_maps(
+        with self._computing():
+            maps = LayerMaps(
                 frozen.from_layer(start_layer),
                 MapOptions(**(_PAPER | options)),
                 frozen.mask,

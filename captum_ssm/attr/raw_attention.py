@@ -8,9 +8,8 @@ from typing import Any
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._frozen import exact_arithmetic
 from captum_ssm.attr._base import TokenAttribution, format_attributions
-from captum_ssm.attr._maps import MapChoices, MapOptions, layer_maps, raw_row
+from captum_ssm.attr._maps import LayerMaps, MapChoices, MapOptions, raw_row
 
 
 class RawAttention(TokenAttribution):
@@ -71,6 +70,6 @@ class RawAttention(TokenAttribution):
         """
         self._no_delta(return_convergence_delta)
         frozen = self._freeze(inputs, additional_forward_args, position)
-        with exact_arithmetic():
-            maps = layer_maps(frozen.select(layers), MapOptions(**options), frozen.mask)
+        with self._computing():
+            maps = LayerMaps(frozen.select(layers), MapOptions(**options), frozen.mask)
             return format_attributions(raw_row(maps, frozen.require_query()), frozen, inputs)

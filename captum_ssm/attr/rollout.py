@@ -8,12 +8,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._frozen import exact_arithmetic
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import (
+    LayerMaps,
     MapChoices,
     MapOptions,
-    layer_maps,
     rollout_matrix,
     rollout_row,
 )
@@ -79,8 +78,8 @@ class MambaRollout(TokenAttribution):
         """
         self._no_delta(return_convergence_delta)
         frozen = self._freeze(inputs, additional_forward_args, position)
-        with exact_arithmetic():
-            maps = layer_maps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
+        with self._computing():
+            maps = LayerMaps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
             return format_attributions(rollout_row(maps, frozen.require_query()), frozen, inputs)
 
     def rollout(
@@ -96,6 +95,6 @@ class MambaRollout(TokenAttribution):
         The arguments are those of :meth:`attribute`.
         """
         frozen = self._freeze(inputs, additional_forward_args, None, query=False)
-        with exact_arithmetic():
-            maps = layer_maps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
+        with self._computing():
+            maps = LayerMaps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
             return frozen.mask_matrix(rollout_matrix(maps))

@@ -9,13 +9,12 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._frozen import FrozenModel, exact_arithmetic
+from captum_ssm._frozen import FrozenModel
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import (
-    LayerMap,
+    LayerMaps,
     MapChoices,
     MapOptions,
-    layer_maps,
     raw_row,
     rollout_matrix,
     rollout_row,
@@ -115,7 +114,7 @@ class UnifiedImplicitAttention(TokenAttribution):
             options,
         )
         read = raw_row if aggregation == "raw" else rollout_row
-        with exact_arithmetic():
+        with self._computing():
             return format_attributions(read(maps, frozen.require_query()), frozen, inputs)
 
     def rollout(
@@ -149,7 +148,7 @@ class UnifiedImplicitAttention(TokenAttribution):
             start_layer,
             options,
         )
-        with exact_arithmetic():
+        with self._computing():
             return frozen.mask_matrix(rollout_matrix(maps))
 
     def _maps(
@@ -162,7 +161,7 @@ class UnifiedImplicitAttention(TokenAttribution):
         components: Iterable[str] | None,
         start_layer: int,
         choices: MapChoices,
-    ) -> tuple[FrozenModel, list[LayerMap]]:
+    ) -> tuple[FrozenModel, LayerMaps]:
         if aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation is {aggregation!r}; accepted are {AGGREGATIONS}.")
         gradients = aggregation == "attribution"
@@ -172,6 +171,6 @@ class UnifiedImplicitAttention(TokenAttribution):
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=gradients
         )
-        with exact_arithmetic():
+        with self._computing():
             layers = frozen.from_layer(start_layer)
-            return frozen, layer_maps(layers, options, frozen.mask, gradients=gradients)
+            return frozen, LayerMaps(layers, options, frozen.mask, gradients=gradients)

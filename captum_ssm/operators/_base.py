@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from captum_ssm._memory import tile_entries
+
 REDUCTIONS = ("mean", "max", "min", "prod")
 FEW_ROWS = 4
 
@@ -186,8 +188,9 @@ class TokenOperator(ABC):
             ones = columns.to(self.dtype)[..., None].expand(shape)
         return self.apply(ones).mean(-1)
 
-    def _map_tiles(self, rows: int, entries: int = 1 << 24) -> Iterator[tuple[int, int]]:
+    def _map_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
         # Tiles of maps whose rows take a bounded amount of memory (64 MiB in float32).
+        entries = tile_entries(1 << 24)
         step = max(1, entries // max(1, self.batch * rows * self.length))
         for start in range(0, self.maps, step):
             yield start, min(self.maps, start + step)

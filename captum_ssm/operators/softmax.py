@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from captum_ssm._memory import tile_entries
 from captum_ssm.operators.heads import HeadOperator
 
 
@@ -66,9 +67,9 @@ class SoftmaxOperator(HeadOperator):
         query = self.query[:, start:stop].gather(2, at)
         return self._probabilities(query, index, start, stop)
 
-    def _tiles(self, heads: int, entries: int = 1 << 24) -> Iterator[slice]:
+    def _tiles(self, heads: int) -> Iterator[slice]:
         B, L, _ = self.heads
-        step = max(1, entries // (B * heads * L))
+        step = max(1, tile_entries(1 << 24) // (B * heads * L))
         for start in range(0, L, step):
             yield slice(start, min(L, start + step))
 
