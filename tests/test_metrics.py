@@ -402,6 +402,10 @@ def test_oversmoothing_behind_every_block(kind):
     for value, tokens in zip(found.values(), seen, strict=True):
         tokens = tokens[0] if isinstance(tokens, tuple) else tokens
         torch.testing.assert_close(value, token_similarity(tokens))
+    without = oversmoothing(model, inputs, leave_out=[0, -2])
+    last = seen[-1][0] if isinstance(seen[-1], tuple) else seen[-1]
+    kept = torch.cat([last[:, 1:-2], last[:, -1:]], 1)
+    torch.testing.assert_close(list(without.values())[-1], token_similarity(kept))
     assert all(len(m._forward_hooks) == 0 for m in model.modules())
 
 

@@ -108,12 +108,24 @@ def token_similarity(tokens: Tensor) -> Tensor:
 
 
 def oversmoothing(
-    forward_func: Callable[..., Any], inputs: Tensor, *, model: Any = None
+    forward_func: Callable[..., Any],
+    inputs: Tensor,
+    *,
+    model: Any = None,
+    leave_out: Sequence[int] = (),
 ) -> dict[str, Tensor]:
     """:func:`token_similarity` behind every block, in forward order: ``{path: (B,)}``.
 
     A block is the module that holds a known mixer; its output, or the first tensor of it, is
-    what the similarity is of. The arguments are those of :func:`layer_knockout`.
+    what the similarity is of.
+
+    Args:
+        forward_func (Callable): runs the model on the inputs.
+        inputs (Tensor): of any form the model takes.
+        model (nn.Module, optional): the model that ``forward_func`` runs, where it is not one.
+            Default: None
+        leave_out (sequence of int, optional): tokens that are not compared; the paper leaves
+            out the CLS token. Default: none
     """
     root = unwrap(forward_func if model is None else model)
     found: dict[str, Tensor] = {}
@@ -124,7 +136,9 @@ def oversmoothing(
 
             def hook(module: nn.Module, args: Any, output: Any, block: str = block) -> None:
                 first = output[0] if isinstance(output, (tuple, list)) else output
-                found[block] = token_similarity(first.detach())
+                left_out = {t % first.shape[1] for t in leave_out}
+                kept = [t for t in range(first.shape[1]) if t not in left_out]
+                found[block] = token_similarity(first.detach()[:, kept])
 
             handles.append(root.get_submodule(block).register_forward_hook(hook))
         with torch.no_grad():
