@@ -113,7 +113,7 @@ def test_training_scan_matches_the_stock_one() -> None:
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("name", ["copying-mamba"])
+@pytest.mark.parametrize("name", ["copying-mamba", "copying-mamba2"])
 def test_saved_model_copies(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODELS / name, local_files_only=True).eval()
 

@@ -3,7 +3,7 @@
 Run from the repository root::
 
     python benchmarks/copying/train.py
-    python benchmarks/copying/train.py --model mamba2
+    python benchmarks/copying/train.py --model mamba2 --state 64
 
 The result is a plain transformers checkpoint with a model card.  Nothing from this directory is
 needed to run it.  Training is reproducible from ``--seed`` with a
@@ -303,7 +303,7 @@ def save(model: PreTrainedModel, directory: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The settings; the defaults are those of the published Mamba."""
+    """The settings; the defaults are those of ``tutorials/models/copying-mamba``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=("mamba", "mamba2"), default="mamba")
     parser.add_argument("--output", type=Path, help="default: tutorials/models/copying-MODEL")
