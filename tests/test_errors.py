@@ -413,7 +413,8 @@ def test_a_patched_scan(monkeypatch):
 
     monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", slower)
     for call in explainers(model):
-        assert_raises_reconstruction("backbone.layers.0.mixer", call)
+        # Each method reads the layers in the order it needs them, and stops at the first.
+        assert_raises_reconstruction("backbone.layers.", call)
 
 
 def test_a_generation_cache_that_is_not_empty():
