@@ -120,6 +120,15 @@ def test_a_published_checkpoint_at_224_pixels(wrapper):
     assert relevance.abs().max() > 0
 
 
+def test_a_published_checkpoint_with_overlapping_patches():
+    state = VisionMamba(224, 16, 8, width=8, depth=1).state_dict()
+    assert state["pos_embed"].shape[1] == 27 * 27 + 1
+    model = VisionMamba.from_state_dict(state)
+    assert (model.image_size, model.patch_embed.proj.stride) == ((224, 224), (8, 8))
+    assert VisionMamba.from_state_dict(state, image_size=432).patch_embed.proj.stride == (16, 16)
+    assert VisionMamba.from_state_dict(state, stride=16).image_size == (432, 432)
+
+
 OPTIONS = {
     "v1": {"bimamba_type": "v1"},
     "one direction": {"bimamba_type": "none"},

@@ -16,6 +16,7 @@ from captum_ssm.operators.band import causal_conv
 
 DIRECTIONS = ("none", "v1", "v2")
 POOLS = ("mean", "last")
+PUBLISHED_SIZE = 224
 
 
 class BidirectionalMamba(nn.Module):
@@ -237,7 +238,8 @@ class VisionMamba(nn.Module):
             state (mapping): a state dict in the published names; a checkpoint that holds it
                 under ``"model"``, and names that start with ``"module."``, are accepted.
             image_size (int or (int, int), optional): height and width; None for square images
-                of patches side by side. Default: None
+                of patches side by side, or of the published models' 224 pixels where patches
+                at half their distance fit it. Default: None
             stride (int or (int, int), optional): between patches; None where ``image_size``
                 says it, or for patches side by side. Default: None
             **options: arguments of the constructor that the weights leave open: ``cls``,
@@ -404,6 +406,8 @@ def _image_size(
             raise ValueError(
                 f"pos_embed has {patches} patches, which form no square; pass image_size."
             )
+        if stride is None and _is_published_half_stride(side, patch):
+            return (PUBLISHED_SIZE, PUBLISHED_SIZE), (patch[0] // 2, patch[1] // 2)
         size = ((side - 1) * step[0] + patch[0], (side - 1) * step[1] + patch[1])
         return size, step
     size = _pair(image_size)
@@ -414,6 +418,13 @@ def _image_size(
     raise ValueError(
         f"images of {size} in patches of {patch} do not give the {patches} patches of pos_embed; "
         "pass the image_size and stride the weights were trained with."
+    )
+
+
+def _is_published_half_stride(side: int, patch: tuple[int, int]) -> bool:
+    # The published models with overlapping patches: as many as fit at half a patch's distance.
+    return all(
+        side * p != PUBLISHED_SIZE and (side - 1) * (p // 2) + p == PUBLISHED_SIZE for p in patch
     )
 
 
