@@ -11,10 +11,12 @@ from torch import Tensor
 
 from captum_ssm.operators import (
     BandOperator,
+    ChainOperator,
     ComposedOperator,
+    ConvolvedOperator,
     DiagonalOperator,
-    HeadOperator,
     LinearAttentionOperator,
+    PermutedOperator,
     SoftmaxOperator,
     SumOperator,
     TokenOperator,
@@ -69,6 +71,10 @@ def make_softmax(L: int, **changes: object) -> SoftmaxOperator:
     return SoftmaxOperator(normal(B, H, L, N), normal(B, H, L, N), 0.6, WIDTH, **changes)
 
 
+def arange_back(L: int) -> Tensor:
+    return torch.arange(L).flip(0)
+
+
 def window_bias(L: int, window: int = 5, padding: int = 0) -> Tensor:
     """A causal window, the first tokens of the last row being padding."""
     distance = torch.arange(L)[:, None] - torch.arange(L)
@@ -103,6 +109,13 @@ KINDS = {
     "softmax, bias per head": lambda L: make_softmax(L, bias=normal(1, H, L, L)),
     "softmax, softcap": lambda L: make_softmax(L, softcap=1.5),
     "softmax, sinks": lambda L: make_softmax(L, sinks=normal(H)),
+    "permuted": lambda L: PermutedOperator(make_diagonal(L), torch.randperm(L)),
+    "reversed heads": lambda L: PermutedOperator(make_linear(L, delta=True), arange_back(L)),
+    "convolved": lambda L: ConvolvedOperator(BandOperator(normal(B, L, D)), normal(D, 3)),
+    "chained": lambda L: ChainOperator(make_diagonal(L), BandOperator(normal(B, L, D))),
+    "chained, conv": lambda L: ChainOperator(
+        make_diagonal(L), BandOperator(normal(B, L, D), normal(D, 3))
+    ),
     "composed": lambda L: ComposedOperator(
         make_linear(L), normal(B, L, D), normal(B, L, D), normal(D, 4)
     ),
@@ -145,6 +158,13 @@ def naive_maps(op: TokenOperator) -> Tensor:
         return sum(naive_maps(part) for part in op.parts)
     if isinstance(op, BandOperator):
         return dense(torch.diag_embed(op.diagonal.mT), conv=op.conv)
+    if isinstance(op, PermutedOperator):
+        place = torch.argsort(op.order)
+        return naive_maps(op.inner)[:, :, place][..., place]
+    if isinstance(op, ChainOperator):
+        return naive_maps(op.first) @ naive_maps(op.second)
+    if isinstance(op, ConvolvedOperator):
+        return dense(naive_maps(op.inner), conv=op.taps)
     if isinstance(op, ComposedOperator):
         maps = naive_maps(op.inner).repeat_interleave(WIDTH, 1)
         return dense(maps, left=op.left, right=op.right, conv=op.conv)
@@ -165,7 +185,7 @@ def recast(op: TokenOperator, dtype: torch.dtype) -> TokenOperator:
 
     def cast(value: object) -> object:
         if torch.is_tensor(value):
-            return value.to(dtype)
+            return value.to(dtype) if value.is_floating_point() else value
         if isinstance(value, TokenOperator):
             return recast(value, dtype)
         return tuple(map(cast, value)) if isinstance(value, tuple) else value
@@ -328,4 +348,3 @@ def test_unknown_reductions_are_refused(kind):
 def test_a_row_vector_of_zeros(kind):
     op = KINDS[kind](17)
     assert float(op.vecmat(torch.zeros(B, 17).double(), "mean").abs().max()) == 0
-    assert isinstance(op, HeadOperator) == (op.maps == H and not isinstance(op, SumOperator))

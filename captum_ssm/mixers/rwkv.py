@@ -39,18 +39,14 @@ def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
         SumOperator: the past, a recurrence behind a shift by one token, plus the current token.
     """
     B, L, D = key.shape
-    # m_j, the largest exponent in the state behind token j.
-    peak = torch.empty_like(key)
-    running = key[:, 0]
-    peak[:, 0] = running
-    for j in range(1, L):
-        running = torch.maximum(running - decay, key[:, j])
-        peak[:, j] = running
+    # The largest exponent in the state behind token j, max over i <= j of k_i - (j - i) w.
+    faded = torch.arange(L, dtype=torch.float64, device=key.device)[:, None] * decay.double()
+    peak = ((key.double() + faded).cummax(1).values - faded).to(key.dtype)
     # Everything below is seen one token later, where the state is read.
     before = torch.cat([torch.full_like(peak[:, :1], -torch.inf), peak[:, :-1]], 1)
     top = torch.maximum(before, key + bonus)
     dt = torch.zeros_like(key)
-    dt[:, 2:] = before[:, 2:] - before[:, 1:-1] + decay
+    dt[:, 2:] = (before[:, 2:] - before[:, 1:-1] + decay).clamp(min=0)
     right = torch.zeros_like(key)
     right[:, 1:] = torch.exp(key[:, :-1] - before[:, 1:])
     ones = torch.ones(B, L, 1, 1, dtype=key.dtype, device=key.device)

@@ -42,12 +42,10 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
         )
     q, k = (t.unflatten(-1, (H, -1)) for t in (q, k))  # (B, L, H, N)
     log_f = F.logsigmoid(f)
-    peak, before = torch.empty_like(i), torch.empty_like(i)
-    running = torch.zeros_like(i[:, 0])
-    for t in range(x.shape[1]):
-        before[:, t] = running
-        running = torch.maximum(log_f[:, t] + running, i[:, t])
-        peak[:, t] = running
+    # m_t = max(log f_t + m_{t-1}, i_t) from m = 0.
+    total_f = log_f.double().cumsum(1)
+    peak = ((i - total_f).cummax(1).values.clamp(min=0) + total_f).to(call.dtype)
+    before = F.pad(peak, (0, 0, 1, 0))[:, :-1]
     width = v.shape[-1] // H
     cell = LinearAttentionOperator(
         query=q * q.shape[-1] ** -0.5,

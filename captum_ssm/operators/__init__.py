@@ -1,7 +1,7 @@
 """Frozen token mixers as linear operators over tokens, one kind of recurrence a file."""
 
 from captum_ssm.operators._base import REDUCTIONS, TokenOperator
-from captum_ssm.operators.band import BandOperator, SumOperator
+from captum_ssm.operators.band import BandOperator, ChainOperator, SumOperator
 from captum_ssm.operators.diagonal import DiagonalOperator
 from captum_ssm.operators.heads import ComposedOperator, HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
@@ -11,6 +11,7 @@ from captum_ssm.operators.softmax import SoftmaxOperator
 __all__ = [
     "REDUCTIONS",
     "BandOperator",
+    "ChainOperator",
     "ComposedOperator",
     "ConvolvedOperator",
     "DiagonalOperator",

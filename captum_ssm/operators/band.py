@@ -183,9 +183,12 @@ class ChainOperator(TokenOperator):
         right: Tensor | None = None,
         conv: Tensor | None = None,
     ) -> TokenOperator:
+        first = self.first if left is None else self.first.compose(left=left)
+        if self.second.conv is not None and right is not None:
+            return behind_conv(ChainOperator(first, self.second), left, skip, right, conv)
         second = self.second.compose(right=right, conv=conv)
         assert isinstance(second, BandOperator)
-        composed = ChainOperator(self.first.compose(left=left), second)
+        composed = ChainOperator(first, second)
         return with_skip(composed, left, skip, right, conv)
 
 

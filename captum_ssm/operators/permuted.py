@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.operators._base import TokenOperator, check_vecmat
-from captum_ssm.operators.band import causal_conv, causal_conv_transpose, with_skip
+from captum_ssm.operators.band import (
+    behind_conv,
+    causal_conv,
+    causal_conv_transpose,
+    with_skip,
+)
 
 
 @dataclass(frozen=True)
@@ -145,10 +150,10 @@ class ConvolvedOperator(TokenOperator):
         right: Tensor | None = None,
         conv: Tensor | None = None,
     ) -> TokenOperator:
-        if right is not None:
-            raise ValueError("the operator ends in a convolution; no factor can follow it.")
         inner = self.inner if left is None else self.inner.compose(left=left)
         composed: TokenOperator = ConvolvedOperator(inner, self.taps, self.grid)
+        if right is not None:
+            return behind_conv(composed, left, skip, right, conv)
         if conv is not None:
             composed = ConvolvedOperator(composed, conv)
         return with_skip(composed, left, skip, right, conv)
