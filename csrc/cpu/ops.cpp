@@ -382,6 +382,7 @@ STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
 
 // The module itself is empty: importing it loads the library, which registers the kernels.
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C(void) {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1,      nullptr,
+                               nullptr,               nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }
