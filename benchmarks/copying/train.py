@@ -6,8 +6,8 @@ Run from the repository root::
     python benchmarks/copying/train.py --model mamba2 --state 64
 
 The result is a plain transformers checkpoint with a model card.  Nothing from this directory is
-needed to run it.  Training is reproducible from ``--seed`` with a
-fixed ``--threads`` on one machine; other machines round differently and end elsewhere.
+needed to run it.  Training is reproducible from ``--seed`` with a fixed ``--threads`` on one
+machine; other machines round differently and end elsewhere.
 """
 
 from __future__ import annotations
