@@ -1,0 +1,203 @@
+"""The command line, on the committed model and on tiny ones saved to disk."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import build
+from models import VOCABULARY, ids, tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from captum_ssm import LaTIM, MambaLRP, MambaRollout
+from captum_ssm._cli import METHODS, main
+
+ROOT = Path(__file__).parents[1]
+COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
+# q w e r t y u i o p a s d f g h <SEP> q w e
+READ = "16,22,4,17,19,24,20,8,14,15,0,18,3,5,6,7,26,16,22,4"
+
+
+def explain(*arguments: str, model: str = COPYING) -> int:
+    return main(["explain", "--model", model, *arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A tiny model and a tokenizer of words for it."""
+    path = str(tmp_path_factory.mktemp("model"))
+    tiny().save_pretrained(path)
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method(method, capsys):
+    assert explain("--ids", READ, "--method", method) == 0
+    said = capsys.readouterr().out
+    assert "'17', probability 1.0000; the model predicts '17'" in said
+
+
+def test_the_numbers_are_those_of_the_method(capsys):
+    assert explain("--ids", READ, "--method", "mamba-lrp", "--target", "17") == 0
+    said = capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(COPYING).eval()
+    read = torch.tensor([[int(i) for i in READ.split(",")]])
+    relevance = MambaLRP(model).attribute(read, target=17)[0]
+    assert f"{float(relevance[3]):+.4g}" in said  # the source token that is copied
+    best = max(said.splitlines(), key=lambda line: line.count("#"))
+    assert best.split()[:2] == ["3", "17"]
+
+
+def test_a_page_and_a_picture(tmp_path, folder, capsys):
+    page, picture = tmp_path / "new" / "a.html", tmp_path / "a.png"
+    given = ("--text", "w3 w4 w5 w6", "--target", "w7 w8", "--method", "latim")
+    assert explain(*given, "--output", str(page), model=folder) == 0
+    assert explain(*given, "--output", str(picture), model=folder) == 0
+    html = page.read_text(encoding="utf-8")
+    for word in ("w3", "w6", "w7", "w8"):
+        assert word in html
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"wrote {page}" in capsys.readouterr().out
+
+
+def test_a_position_and_options(folder, capsys):
+    given = ("--text", "w3 w4 w5 w6 w7", "--position", "2")
+    assert explain(*given, "--method", "rollout", "--start-layer", "1", model=folder) == 0
+    said = capsys.readouterr().out
+    model = tiny()
+    tokens = torch.tensor([[3, 4, 5, 6, 7]])
+    row = MambaRollout(model).attribute(tokens, position=2, start_layer=1)[0]
+    best = int(model(tokens).logits[0, 2].argmax())
+    assert f"the model predicts 'w{best}'" in said
+    assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
+    assert (
+        explain(*given, "--layer", "-1", "--aggregation", "l2", "--target", "w9", model=folder) == 0
+    )
+    said = capsys.readouterr().out
+    row = LaTIM(model).attribute(tokens, position=2, layer=-1, aggregation="l2")[0]
+    assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
+    layer = "backbone.layers.0.mixer"
+    assert explain(*given, "--method", "raw-attention", "--layer", layer, model=folder) == 0
+
+
+BAD_CALLS = {
+    "no tokenizer": (("--text", "hello"), "no tokenizer could be loaded from"),
+    "ids that are none": (("--ids", "a,b"), "has to be token ids such as '3,1,4'"),
+    "no ids": (("--ids", " "), "which holds no token"),
+    "an id outside": (("--ids", "3,99"), "the model's vocabulary has ids 0 .. 26"),
+    "a target outside": (("--ids", "3,4", "--target", "99"), "--target is [99]"),
+    "a position outside": (("--ids", "3,4", "--position", "2"), "the text has 2 tokens"),
+    "two targets at a position": (
+        ("--ids", "3,4", "--position", "0", "--target", "1,2"),
+        "--target has 2 tokens",
+    ),
+    "another method's option": (
+        ("--ids", "3,4", "--method", "rollout", "--layer", "1"),
+        "--layer is for raw-attention and latim; the method is rollout",
+    ),
+    "an aggregation": (("--ids", "3,4", "--aggregation", "mean"), "aggregation is 'mean'"),
+    "a layer outside": (
+        ("--ids", "3,4", "--layer", "7", "--aggregation", "l1"),
+        "layers holds 7; this model has 3 mixers",
+    ),
+    "a suffix": (("--ids", "3,4", "--output", "a.txt"), "accepted are names that end in .html"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_says_what_is_wrong(name, capsys):
+    arguments, message = BAD_CALLS[name]
+    assert explain(*arguments) == 1
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.startswith("captum_ssm: error: ")
+    assert "Traceback" not in said.err
+
+
+def test_a_model_that_is_not_there(tmp_path, capsys):
+    assert explain("--ids", "1", model=str(tmp_path)) == 1
+    assert "no language model could be loaded from" in capsys.readouterr().err
+
+
+def test_an_unknown_method_and_no_command(capsys):
+    for arguments in (["explain", "--model", COPYING, "--ids", "1", "--method", "magic"], []):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+    assert "invalid choice: 'magic'" in capsys.readouterr().err
+
+
+def test_supported(capsys):
+    assert main(["supported", COPYING, "--length", "100"]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "3 token mixers",
+        "3 x MambaMixer",
+        "The S6 mixer",
+        "backbone.layers.0.mixer .. backbone.layers.2.mixer",
+        " 128 ",
+        "for one text of 100 tokens",
+        "exact with activation='gate'",
+        "hidden_attention, all maps",
+    ):
+        assert part in said
+    assert "NOT reproduced" not in said
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba2", "qwen3_next"])
+def test_supported_families(family, tmp_path, capsys):
+    build(family).save_pretrained(tmp_path)
+    assert main(["supported", str(tmp_path), "--length", "50"]) == 0
+    said = capsys.readouterr().out
+    assert "NOT reproduced" not in said
+    assert ("Attention" in said) == (family != "mamba2")
+
+
+def test_supported_by_its_configuration(tmp_path, capsys):
+    tiny().config.save_pretrained(tmp_path)  # no weights at all
+    assert main(["supported", str(tmp_path), "--config-only"]) == 0
+    said = capsys.readouterr().out
+    assert "2 x MambaMixer" in said
+    assert "nothing was run" in said
+
+
+def test_supported_says_no(tmp_path, capsys):
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=VOCABULARY,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert main(["supported", str(tmp_path)]) == 1
+    assert "LlamaForCausalLM holds no token mixer" in capsys.readouterr().err
+    assert main(["supported", str(tmp_path), "--length", "0"]) == 1
+    tokens = ",".join(map(str, ids(1, 4)[0].tolist()))
+    assert explain("--ids", tokens, model=str(tmp_path)) == 1
+    assert "Supported: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_as_a_module():
+    run = subprocess.run(
+        [sys.executable, "-m", "captum_ssm", "explain", "--model", COPYING, "--ids", READ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "'17', probability 1.0000" in run.stdout
+    assert "Loading" not in run.stderr
