@@ -26,12 +26,14 @@ from captum_ssm.mixers import find_adapter, registered
 from captum_ssm.operators import DiagonalOperator
 
 NAMES = [
+    "Estimate",
     "FrozenMixer",
     "InputError",
     "LaTIM",
     "MambaAttribution",
     "MambaLRP",
     "MambaRollout",
+    "MemoryLimitError",
     "MixerCall",
     "RawAttention",
     "ReconstructionError",
@@ -39,6 +41,7 @@ NAMES = [
     "TargetError",
     "UnifiedImplicitAttention",
     "UnsupportedModelError",
+    "estimate",
     "hidden_attention",
     "register_mixer",
 ]
