@@ -33,6 +33,9 @@ $(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/nul
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	# mamba-ssm's modules without their kernels: its reference code is tested against on a CPU.
+	-MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(BIN)/python -m pip install --quiet \
+	    --no-build-isolation --no-deps mamba-ssm==2.3.2.post1
 	touch $(STAMP)
 
 clean:

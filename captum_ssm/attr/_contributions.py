@@ -184,33 +184,44 @@ class _Part:
                 self.mixer.recurrence.compose(left=score, skip=self.mixer.skip, right=values),
             )
 
-    def tile(self, index: Tensor, columns: int, channels: int = 256) -> Tensor:
-        # Vectors of the rows index (B, R) and the first columns: (B, E, R, C). A block of
-        # channels at a time, small enough to stay in cache, then one matrix product.
+    def tile(self, index: Tensor, columns: int, channels: int = 512) -> Tensor:
+        # Vectors of the rows index (B, R) and the first columns: (B, E, R, C). One matrix product
+        # for a block of channels, filled piece by piece, a piece small enough to stay in cache.
         operator, weight = self.mixer.recurrence, self.weight
-        B, L, D, M = operator.sizes
+        B, _, D, M = operator.sizes
         if self.place is not None:
             index = self.place[index]
         P, R = D // M, index.shape[1]
         out = weight.new_zeros(B, weight.shape[0], R * columns)
-        step = max(1, channels // P)
-        for first in range(0, M, step):
-            last = min(M, first + step)
-            part = slice(first * P, last * P)
-            rows = operator.map_rows(index, first, last)  # (B, m, R, L)
-            if P > 1:
-                rows = rows.repeat_interleave(P, 1)
-            z = weight.new_zeros(B, (last - first) * P, R, columns)
-            for lag, values in enumerate(self.lagged):
-                x = values[..., part].mT  # (B, c, L)
-                stop = min(columns, L - lag)
-                z[..., :stop].addcmul_(rows[..., lag : lag + stop], x[:, :, None, lag : lag + stop])
-                self._add_skip(z, index, lag, x, part)
-            if self.left is not None:
-                at = index[..., None].expand(-1, -1, z.shape[1])
-                z *= self.left[..., part].gather(1, at).mT[..., None]
-            out.baddbmm_(weight[:, part].expand(B, -1, -1), z.flatten(2))
+        size = B * R * columns
+        maps = max(1, channels // P)
+        piece = max(1, min(maps, (1 << 17) // (size * P)))
+        for block in range(0, M, maps):
+            end = min(M, block + maps)
+            z = weight.new_zeros(B, (end - block) * P, R, columns)
+            for first in range(block, end, piece):
+                last = min(end, first + piece)
+                part = slice(first * P, last * P)
+                self._fill(z[:, (first - block) * P : (last - block) * P], index, first, last, part)
+            out.baddbmm_(weight[:, block * P : end * P].expand(B, -1, -1), z.flatten(2))
         return self.restore(out.unflatten(-1, (R, columns)), 3)
+
+    def _fill(self, z: Tensor, index: Tensor, first: int, last: int, part: slice) -> None:
+        # z (B, c, R, C): what each token puts into each row of some channels, row factors applied.
+        columns = z.shape[-1]
+        rows = self.mixer.recurrence.map_rows(index, first, last)  # (B, m, R, L)
+        width = (part.stop - part.start) // (last - first)
+        if width > 1:
+            rows = rows.repeat_interleave(width, 1)
+        length = rows.shape[-1]
+        for lag, values in enumerate(self.lagged):
+            x = values[..., part].mT  # (B, c, L)
+            stop = min(columns, length - lag)
+            z[..., :stop].addcmul_(rows[..., lag : lag + stop], x[:, :, None, lag : lag + stop])
+            self._add_skip(z, index, lag, x, part)
+        if self.left is not None:
+            at = index[..., None].expand(-1, -1, z.shape[1])
+            z *= self.left[..., part].gather(1, at).mT[..., None]
 
     def _add_skip(self, z: Tensor, index: Tensor, lag: int, x: Tensor, part: slice) -> None:
         if self.mixer.skip is None:
