@@ -12,7 +12,6 @@ from captum_ssm._frozen import freeze
 pytestmark = [
     pytest.mark.filterwarnings("ignore:According to Bo"),
     pytest.mark.filterwarnings("ignore:ShortConvolution is crucial"),
-    pytest.mark.filterwarnings("ignore:.*nnsight already serves"),
 ]
 
 

@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.usefixtures("naive"),
     pytest.mark.filterwarnings("ignore:According to Bo"),
     pytest.mark.filterwarnings("ignore:ShortConvolution is crucial"),
-    pytest.mark.filterwarnings("ignore:.*nnsight already serves"),
 ]
 
 
