@@ -356,7 +356,8 @@ def _supported(args: argparse.Namespace) -> None:
         print("\nno weights were loaded, so nothing was run: leave out --config-only for the rest")
         return
 
-    vocabulary = model.get_input_embeddings().num_embeddings
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    vocabulary = embeddings.num_embeddings
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, PROBE_LENGTH), generator=generator).to(args.device)
     frozen = freeze(model, None, ids, query=False, check=False)

@@ -4,7 +4,16 @@ __all__ = ["InputError", "ReconstructionError", "TargetError", "UnsupportedModel
 
 
 class UnsupportedModelError(ValueError):
-    """The model holds no token mixer that this library knows."""
+    """The model holds no token mixer that this library knows, or the run reached none.
+
+    Examples::
+
+        >>> try:
+        ...     RawAttention(nn.Linear(2, 2)).attribute(input_ids)
+        ... except UnsupportedModelError as error:
+        ...     print(str(error).split(".")[0])
+        Linear holds no token mixer that captum_ssm knows
+    """
 
 
 class ReconstructionError(ValueError):
@@ -12,13 +21,44 @@ class ReconstructionError(ValueError):
 
     Raised instead of returning a map that would describe another computation than the model's:
     an unknown variant of a mixer, a patched kernel, a generation cache that was already filled.
+    ``check=False`` on a method looks at the operator all the same.
+
+    Examples::
+
+        >>> freeze = captum_ssm.mixers.find_adapter(model.backbone.layers[0].mixer)
+        >>> @register_mixer("MambaMixer")
+        ... def forgets_the_gate(call):
+        ...     return dataclasses.replace(freeze(call), gate=None)
+        >>> try:
+        ...     RawAttention(model).attribute(input_ids)
+        ... except ReconstructionError as error:
+        ...     print(str(error).split(" does")[0])
+        the frozen operator of backbone.layers.0.mixer (MambaMixer)
     """
 
 
 class InputError(ValueError):
-    """The inputs cannot be explained: empty, not finite, all padding, of unequal batch sizes."""
+    """The inputs cannot be explained: empty, not finite, all padding, of unequal batch sizes.
+
+    Examples::
+
+        >>> try:
+        ...     RawAttention(model).attribute(input_ids[:, :0])
+        ... except InputError as error:
+        ...     print(error)
+        inputs is empty, of shape (1, 0); give at least one token.
+    """
 
 
 # Captum reports a bad target by `assert`; code and tests written for Captum catch that.
 class TargetError(ValueError, AssertionError):
-    """The target does not select one value per example of the model's output."""
+    """The target does not select one value per example of the model's output.
+
+    Examples::
+
+        >>> try:
+        ...     MambaAttribution(model).attribute(input_ids, target=10**6)
+        ... except TargetError as error:
+        ...     print(str(error).split(":")[0])
+        target is [1000000], outside the vocabulary
+    """

@@ -69,7 +69,8 @@ def hidden_attention(
     Examples::
 
         >>> maps = hidden_attention(model, input_ids, layers=-1, reduction="mean")
-        >>> [(path, m.shape) for path, m in maps.items()]
+        >>> {path: m.shape for path, m in maps.items()}
+        {'backbone.layers.1.mixer': torch.Size([1, 7, 7])}
     """
     check_components(formulation, components)
     if reduction is not None and reduction not in REDUCTIONS:

@@ -15,7 +15,16 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class MemoryLimitError(ValueError):
-    """A request does not fit ``memory_limit``; the message says what would."""
+    """A request does not fit ``memory_limit``; the message says what would.
+
+    Examples::
+
+        >>> try:
+        ...     hidden_attention(model, input_ids, memory_limit=100)
+        ... except MemoryLimitError as error:
+        ...     print("more than memory_limit=100 B" in str(error))
+        True
+    """
 
 
 @contextmanager
@@ -78,6 +87,11 @@ class Estimate:
             mixers, one mixer's coefficients, a tile.
         flops (int): floating point operations of the request, leading order.
         layers (int): mixers involved.
+
+    Examples::
+
+        >>> estimate(model, input_ids).layers
+        2
     """
 
     result_bytes: int
@@ -137,6 +151,7 @@ def estimate(
     Examples::
 
         >>> print(estimate(model, input_ids, request="hidden_attention"))
+        2 mixers: returns ... KiB, works in ... KiB, 0.0 GFLOP
     """
     from captum_ssm._frozen import exact_arithmetic, freeze
     from captum_ssm.attr._base import single_input

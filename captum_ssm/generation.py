@@ -49,7 +49,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
     Examples::
 
         >>> llm = SSMLLMAttribution(MambaLRP(model), tokenizer)
-        >>> result = llm.attribute(TextTokenInput("a b c", tokenizer), target="d e")
+        >>> result = llm.attribute(TextTokenInput("w3 w4 w5", tokenizer), target="w6 w7")
         >>> result.token_attr.shape  # (tokens of the continuation, tokens of the prompt)
         torch.Size([2, 3])
         >>> figure, axes = result.plot_token_attr()

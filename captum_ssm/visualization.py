@@ -65,6 +65,12 @@ def interaction_map(
 
     Raises:
         ValueError: where the labels do not fit the matrix.
+
+    Examples::
+
+        >>> matrix = LaTIM(model).interactions(input_ids, layer=0)[0]
+        >>> figure = interaction_map(matrix, tokens, title="layer 0")
+        >>> figure.savefig(folder / "map.png")
     """
     rows = tokens if row_tokens is None else row_tokens
     values = _array(matrix)
@@ -105,6 +111,11 @@ def layer_overview(
 
     Raises:
         ValueError: where the labels do not fit the rows.
+
+    Examples::
+
+        >>> maps = hidden_attention(model, input_ids, reduction="mean", rows=-1)
+        >>> figure = layer_overview({path: m[0, 0] for path, m in maps.items()}, tokens)
     """
     if isinstance(rows, Mapping):
         names = list(rows)
@@ -146,6 +157,11 @@ def text_record(
 
     Raises:
         ValueError: where tokens and relevance differ in number.
+
+    Examples::
+
+        >>> relevance = MambaLRP(model).attribute(input_ids, target=token)[0]
+        >>> record = text_record(relevance, tokens, target="w5")
     """
     values = _array(relevance)
     _check_shape("relevance", values, (len(tokens),))
@@ -171,6 +187,12 @@ def text_html(records: Sequence[Any], title: str | None = None) -> str:
 
     Returns:
         str: HTML, to be written to a file.
+
+    Examples::
+
+        >>> record = text_record(torch.tensor([0.5, -1.0]), ["The", "Ġcat"])
+        >>> page = text_html([record], title="Why?")
+        >>> _ = (folder / "why.html").write_text(page, encoding="utf-8")
     """
     with contextlib.redirect_stdout(io.StringIO()):  # it displays what it returns
         table = captum_visualization.visualize_text(records).data

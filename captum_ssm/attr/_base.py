@@ -32,6 +32,12 @@ class TokenAttribution(Attribution):
             ``token_grid``, bilinear unless it says otherwise. Default: None
         memory_limit (int, optional): bytes the method may work in, beside the model and what it
             returns; picks the size of tiles. Default: None
+
+    Examples::
+
+        >>> method = MambaRollout(lambda ids: model(ids).logits, model=model)
+        >>> method.attribute(input_ids).shape
+        torch.Size([1, 7])
     """
 
     def __init__(

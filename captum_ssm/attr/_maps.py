@@ -50,6 +50,11 @@ class MapOptions:
             Default: False
         normalize_rows (bool, optional): divide each row, with the residual's identity where
             there is one, by its sum. Default: False
+
+    Examples::
+
+        >>> MambaRollout(model).attribute(input_ids, sign="absolute", normalize_rows=True).shape
+        torch.Size([1, 7])
     """
 
     formulation: str = "hidden"

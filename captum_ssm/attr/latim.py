@@ -45,6 +45,8 @@ class LaTIM(TokenAttribution):
         model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
             where it is a plain callable. Default: None
         check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
+        interpolate_mode, memory_limit (optional): see
+            :class:`~captum_ssm.attr.TokenAttribution`. Default: None
 
     Examples::
 
@@ -52,7 +54,7 @@ class LaTIM(TokenAttribution):
         >>> relevance, delta = latim.attribute(
         ...     input_ids, target=token, activation="gate", return_convergence_delta=True
         ... )
-        >>> heatmap = latim.interactions(input_ids, layer=3, aggregation="l2")  # (B, L, L)
+        >>> heatmap = latim.interactions(input_ids, layer=-1, aggregation="l2")  # (B, L, L)
     """
 
     def get_name(self) -> str:

@@ -18,6 +18,11 @@ class Estimate:
         low (float): lower end of the interval.
         high (float): upper end of the interval.
         samples (int): how many samples it is taken over.
+
+    Examples::
+
+        >>> captum_ssm.metrics.Estimate(0.5, 0.4, 0.6, samples=100).low
+        0.4
     """
 
     value: float
@@ -50,6 +55,12 @@ def bootstrap(
 
     Returns:
         Estimate: NaN where there is no sample.
+
+    Examples::
+
+        >>> found = bootstrap(torch.arange(100.0))
+        >>> found.value, found.low < found.value < found.high
+        (49.5, True)
     """
     B = values[0].shape[0]
     if any(v.shape[0] != B for v in values):

@@ -45,6 +45,14 @@ def layer_knockout(
 
     Returns:
         dict: by path, ``(B,)``: the score of the whole model less that without the layer.
+
+    Examples::
+
+        >>> def last(ids):
+        ...     return model(ids).logits[:, -1]
+        >>> found = layer_knockout(last, input_ids, torch.tensor([token]), model=model)
+        >>> list(found)
+        ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
     if replacement not in ("zero", "mean"):
         raise ValueError(f"replacement is {replacement!r}; accepted are 'zero' and 'mean'.")
@@ -97,6 +105,11 @@ def token_similarity(tokens: Tensor) -> Tensor:
 
     Returns:
         Tensor: ``(B,)``, in [-1, 1]; 1 where all tokens point the same way.
+
+    Examples::
+
+        >>> [round(float(m), 3) for m in token_similarity(torch.ones(2, 5, 3))]
+        [1.0, 1.0]
     """
     L = tokens.shape[1]
     if tokens.dim() != 3 or L < 2:
@@ -126,6 +139,11 @@ def oversmoothing(
             Default: None
         leave_out (sequence of int, optional): tokens that are not compared; the paper leaves
             out the CLS token. Default: none
+
+    Examples::
+
+        >>> list(oversmoothing(model, input_ids))
+        ['backbone.layers.0', 'backbone.layers.1']
     """
     root = unwrap(forward_func if model is None else model)
     found: dict[str, Tensor] = {}
@@ -163,6 +181,12 @@ def cls_influence(
 
     Returns:
         dict: by path of a mixer, ``(L,)``: the mean magnitude of its row at ``position``.
+
+    Examples::
+
+        >>> found = cls_influence(model, input_ids, 3)
+        >>> found["backbone.layers.0.mixer"].shape
+        torch.Size([7])
     """
     total: dict[str, Tensor] = {}
     for part in inputs.split(len(inputs) if batch_size is None else batch_size):
@@ -182,6 +206,11 @@ def position_bias(influence: Tensor, position: int) -> Tensor:
 
     Returns:
         Tensor: ``(...)``; 1 where nearer tokens always have more, 0 for no bias.
+
+    Examples::
+
+        >>> position_bias(torch.tensor([0.1, 0.2, 0.3, 9.0]), 3)
+        tensor(1.)
     """
     L = influence.shape[-1]
     if not -L <= position < L:

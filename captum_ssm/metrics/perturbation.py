@@ -30,6 +30,12 @@ class Curve:
     Args:
         shares (Tensor): ``(S,)``, ascending.
         values (Tensor): ``(B, S)``.
+
+    Examples::
+
+        >>> curve = Curve(torch.tensor([0.0, 0.5, 1.0]), torch.tensor([[1.0, 1.0, 0.0]]))
+        >>> curve.areas
+        tensor([0.7500])
     """
 
     shares: Tensor
@@ -92,6 +98,20 @@ def perturbation(
 
     Returns:
         Curve: of 0 and 1.
+
+    Raises:
+        ValueError: for an order, shares or a removal that are not accepted, relevance that is
+            not finite or does not fit, or a ``forward_func`` that returns something else.
+
+    Examples::
+
+        >>> def last(ids):
+        ...     return model(ids).logits[:, -1]
+        >>> predicted = last(input_ids).argmax(-1)
+        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
+        >>> curve = perturbation(last, input_ids, relevance, predicted, removal=0)
+        >>> curve.values.shape
+        torch.Size([1, 9])
     """
     runs = _runs(
         forward_func, inputs, attributions, order, removal, shares, patch, mask, batch_size, seed
@@ -122,6 +142,15 @@ def flipping(
         probability (bool, optional): its probability instead. Default: False
 
     The other arguments, and the order's names, are those of :func:`perturbation`.
+
+    Examples::
+
+        >>> def last(ids):
+        ...     return model(ids).logits[:, -1]
+        >>> predicted = last(input_ids).argmax(-1)
+        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
+        >>> flipping(last, input_ids, relevance, predicted, removal=0).values.shape
+        torch.Size([1, 11])
     """
     runs = _runs(
         forward_func, inputs, attributions, order, removal, shares, patch, mask, batch_size, seed
@@ -143,6 +172,16 @@ def delta_af(
     The target's logit while the least relevant tokens are removed first, less that while the
     most relevant are: the higher the area the better, and zero on average for relevance that
     means nothing. The arguments are those of :func:`flipping`.
+
+    Examples::
+
+        >>> def last(ids):
+        ...     return model(ids).logits[:, -1]
+        >>> predicted = last(input_ids).argmax(-1)
+        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
+        >>> curve = delta_af(last, input_ids, relevance, predicted, removal=0)
+        >>> curve.areas.shape
+        torch.Size([1])
     """
     least = flipping(forward_func, inputs, attributions, target, order="negative", **options)
     most = flipping(forward_func, inputs, attributions, target, order="positive", **options)
@@ -167,6 +206,15 @@ def activation(
     From an input that is removed altogether, for text a sentence of UNK, tokens come back from
     the most relevant on. The area under the curve is the AUAC: the higher the better. The
     arguments are those of :func:`perturbation`; ``shares`` are of tokens given back.
+
+    Examples::
+
+        >>> def last(ids):
+        ...     return model(ids).logits[:, -1]
+        >>> predicted = last(input_ids).argmax(-1)
+        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
+        >>> activation(last, input_ids, relevance, predicted, removal=0).mean().shape
+        torch.Size([11])
     """
     # Giving back the most relevant share s is removing the least relevant share 1 - s.
     removed = [1 - s for s in shares]
@@ -194,6 +242,15 @@ def pruning(
     The mean squared difference to the logits of the whole input; the lower the area the better
     (Ali et al., 2022; Ali et al., 2025, appendix A). Relevance is ordered by magnitude, as in
     the paper's pruning task. The arguments are those of :func:`perturbation`.
+
+    Examples::
+
+        >>> def last(ids):
+        ...     return model(ids).logits[:, -1]
+        >>> predicted = last(input_ids).argmax(-1)
+        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
+        >>> bool((pruning(last, input_ids, relevance, removal=0).values >= 0).all())
+        True
     """
     relevance = _unit_relevance(attributions, inputs, _side(patch)).abs()
     runs = _runs(

@@ -33,6 +33,14 @@ class MixerCall:
         gradient (Tensor, optional): gradient of the target with respect to ``output``,
             ``(B, L, E)``. Default: None
         order (int, optional): its place among the calls recorded in one run. Default: 0
+
+    Examples::
+
+        >>> module = model.backbone.layers[0].mixer
+        >>> x = torch.randn(1, 7, 16)
+        >>> call = MixerCall("mixer", module, (x,), {}, module(x))
+        >>> call.tokens().shape, call.output.shape
+        (torch.Size([1, 7, 16]), torch.Size([1, 7, 16]))
     """
 
     path: str
@@ -119,6 +127,17 @@ class FrozenMixer:
         norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
         offset (Tensor, optional): a bias behind the norm, added to the gated output; it lies
             outside the operator. Broadcasts to ``(B, L, D)``. Default: None
+
+    Examples::
+
+        >>> module = model.backbone.layers[0].mixer
+        >>> x = torch.randn(1, 7, 16)
+        >>> frozen = captum_ssm.mixers.find_adapter(module)(
+        ...     MixerCall("mixer", module, (x,), {}, module(x))
+        ... )
+        >>> torch.testing.assert_close(frozen.output(), module(x), rtol=1e-4, atol=1e-5)
+        >>> frozen.operator("unified").matrix("mean").shape
+        torch.Size([1, 7, 7])
     """
 
     recurrence: TokenOperator
@@ -295,12 +314,13 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
     Returns:
         The ``freeze`` function.
 
-    Example::
+    Examples::
 
-        @register_mixer(MyMixer)
-        def freeze_my_mixer(call):
-            ...
-            return FrozenMixer(recurrence=..., inputs=..., out_proj=..., out_weight=...)
+        >>> class MyMixer(nn.Module):
+        ...     pass
+        >>> @register_mixer(MyMixer)
+        ... def freeze_my_mixer(call):
+        ...     ...  # and returns FrozenMixer(recurrence=..., inputs=..., out_proj=..., ...)
 
     What ``freeze`` returns is checked against the module's own output at every use, so an
     adapter that reads the module wrongly raises ``ReconstructionError`` instead of explaining

@@ -169,10 +169,14 @@ class VisionMamba(nn.Module):
         eps (float, optional): of the norms. Default: 1e-5
         **mixer: see :class:`BidirectionalMamba`.
 
-    Example::
+    Examples::
 
-        >>> model = VisionMamba.from_state_dict(torch.load("vim_t_midclstok.pth")).eval()
-        >>> relevance = MambaAttribution(model).attribute(images, target=classes)
+        >>> model = VisionMamba(image_size=32, patch_size=8, classes=5, width=16, depth=2).eval()
+        >>> images = torch.randn(2, 3, 32, 32)
+        >>> MambaAttribution(model).attribute(images, target=4).shape
+        torch.Size([2, 3, 32, 32])
+
+    Published weights: ``VisionMamba.from_state_dict(torch.load("vim_t_midclstok.pth"))``.
     """
 
     def __init__(

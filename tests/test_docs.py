@@ -1,0 +1,134 @@
+"""The documentation: every public name says what it takes, and its examples run."""
+
+import dataclasses
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import captum
+import matplotlib
+import pytest
+import torch
+from models import ids, tiny
+from test_generation import WORDS
+
+import captum_ssm
+import captum_ssm.visualization
+from captum_ssm.generation import continuation_relevance
+
+matplotlib.use("Agg")
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+MODULES = (
+    "captum_ssm",
+    "captum_ssm.attr",
+    "captum_ssm.generation",
+    "captum_ssm.metrics",
+    "captum_ssm.mixers",
+    "captum_ssm.models",
+    "captum_ssm.operators",
+    "captum_ssm.ops",
+    "captum_ssm.visualization",
+)
+
+
+def documented():
+    """The public objects, by the name a reader would import them by."""
+    found = {}
+    for name in MODULES:
+        module = importlib.import_module(name)
+        public = getattr(module, "__all__", None)
+        if public is None:
+            own = vars(module).items()
+            public = [
+                key
+                for key, value in own
+                if key[0] != "_" and getattr(value, "__module__", None) == name
+            ]
+        for key in public:
+            value = getattr(module, key)
+            if callable(value) and value not in found.values():
+                found[f"{name}.{key}"] = value
+    return found
+
+
+PUBLIC = documented()
+
+
+def examples():
+    finder = doctest.DocTestFinder(recurse=True)
+    found = []
+    for name, value in PUBLIC.items():
+        for test in finder.find(value, name, module=False, globs={}):
+            if test.examples:
+                found.append(pytest.param(test, id=test.name))
+    return found
+
+
+def namespace(folder: Path):
+    """What the examples take for granted: the library, a model, its input."""
+    names = {key: getattr(captum_ssm, key) for key in captum_ssm.__all__}
+    for module in (captum_ssm.metrics, captum_ssm.models, captum_ssm.visualization):
+        public = getattr(module, "__all__", [k for k in vars(module) if k[0] != "_"])
+        names |= {key: getattr(module, key) for key in public}
+    names["Estimate"] = captum_ssm.Estimate
+    return names | {
+        "TextTokenInput": captum.attr.TextTokenInput,
+        "captum": captum,
+        "captum_ssm": captum_ssm,
+        "continuation_relevance": continuation_relevance,
+        "dataclasses": dataclasses,
+        "folder": folder,
+        "input_ids": ids(1, 7),
+        "model": tiny(),
+        "nn": torch.nn,
+        "token": 5,
+        "tokenizer": WORDS,
+        "tokens": [f"w{i}" for i in ids(1, 7)[0].tolist()],
+        "torch": torch,
+    }
+
+
+@pytest.mark.parametrize("test", examples())
+def test_an_example_of_a_docstring_runs(test, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        captum_ssm.mixers._base, "_REGISTRY", dict(captum_ssm.mixers._base._REGISTRY)
+    )
+    test.globs = namespace(tmp_path)
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    report = []
+    doctest.DocTestRunner(optionflags=options).run(test, out=report.append)
+    assert not report, "".join(report)
+
+
+WITH_EXAMPLES = [
+    name
+    for name in PUBLIC
+    if name.count(".") == 1 or name.split(".")[1] in ("generation", "metrics", "visualization")
+]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_a_public_name_has_an_example_and_says_what_it_takes(name):
+    value = PUBLIC[name]
+    told = inspect.getdoc(value) or ""
+    assert ">>> " in told
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return
+    takes = [p for p in inspect.signature(value).parameters if p not in ("args", "kwargs", "self")]
+    unnamed = [p for p in takes if not re.search(rf"\b{p}\b", told)]
+    refers = re.search(r"are those of|as for", told)
+    assert not unnamed or refers, unnamed
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_and_its_methods_are_documented(name):
+    value = PUBLIC[name]
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        for key, method in vars(value).items():
+            if inspect.isfunction(method) and key[0] != "_":
+                assert inspect.getdoc(getattr(value, key)), f"{name}.{key}"
