@@ -1,0 +1,126 @@
+"""What an explanation costs beside the model's own work, on a 130m-shaped Mamba.
+
+Random weights in the shape of mamba-130m (width 768, 1536 channels, 16 states), few layers: every
+cost here is a layer's times their number. For each length, in one run and on the same tokens: the
+model's forward (transformers' CPU path), forward and backward, and what each method adds to the
+forward it runs. The row of a rollout is first checked against the product of matrices.
+
+    python benchmarks/end_to_end.py --layers 2 --lengths 1024 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from captum_ssm import (
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    UnifiedImplicitAttention,
+    ops,
+)
+
+HERE = Path(__file__).resolve().parent
+
+
+def model_of(layers: int) -> Any:
+    """A model of mamba-130m's layer shape with random weights."""
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=1000, hidden_size=768, num_hidden_layers=layers, state_size=16, use_cache=False
+    )
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def seconds(run: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
+    """The least time of some repeats."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = clock()
+        run()
+        best = min(best, clock() - start)
+    return best
+
+
+def check(model: Any) -> float:
+    """Largest difference of a rollout's row from the product of matrices, of its largest entry."""
+    ids = torch.randint(1000, (1, 65), generator=torch.Generator().manual_seed(0))
+    rollout = MambaRollout(model)
+    row, expected = rollout.attribute(ids), rollout.rollout(ids)[:, -1]
+    difference = (row - expected).abs().max() / expected.abs().max()
+    if not float(difference) < 1e-5:
+        raise SystemExit(f"the row differs from the product of matrices by {float(difference):.1e}")
+    return float(difference)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--quadratic", type=int, default=4096, help="longest for MambaAttribution")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "end_to_end.json")
+    args = parser.parse_args()
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    if args.cpu_time:
+        torch.set_num_threads(1)
+    model = model_of(args.layers)
+    results: dict[str, Any] = {
+        "benchmark": "end_to_end",
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "clock": "processor time" if args.cpu_time else "wall",
+        "kernels": ops.extension_loaded(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "layers": args.layers,
+        "difference": check(model),
+        "rows": [],
+    }
+    for length in args.lengths:
+        ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
+
+        def forward(ids: torch.Tensor = ids) -> None:
+            with torch.no_grad():
+                model(ids)
+
+        base = seconds(forward, args.repeats, clock)
+        row: dict[str, Any] = {"length": length, "forward_s": base}
+        runs: dict[str, Callable[[], Any]] = {
+            "rollout": lambda ids=ids: MambaRollout(model).attribute(ids),
+            "unified_rollout": lambda ids=ids: UnifiedImplicitAttention(model).attribute(
+                ids, aggregation="rollout"
+            ),
+        }
+        if length <= args.quadratic:
+            runs["lrp"] = lambda ids=ids: MambaLRP(model).attribute(ids, target=3)
+            runs["attribution"] = lambda ids=ids: MambaAttribution(model).attribute(ids, target=3)
+            runs["latim_row"] = lambda ids=ids: LaTIM(model).attribute(
+                ids, layer=-1, aggregation="l2", activation="gate"
+            )
+        for name, run in runs.items():
+            total = seconds(run, args.repeats, clock)
+            row[f"{name}_s"] = total
+            # What the method adds, in forwards: it runs the model itself.
+            row[f"{name}_extra_in_forwards"] = (total - base) / base
+        row["peak_MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        results["rows"].append(row)
+        print(json.dumps(row, indent=1), flush=True)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
