@@ -10,6 +10,7 @@ from torch import Tensor
 from captum_ssm._frozen import FrozenLayer, FrozenModel, exact_arithmetic, freeze
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
+from captum_ssm._progress import progress
 from captum_ssm.attr._base import single_input
 from captum_ssm.mixers import check_components
 from captum_ssm.operators import REDUCTIONS
@@ -83,7 +84,7 @@ def hidden_attention(
     with limit_memory(memory_limit), exact_arithmetic():
         if memory_limit is not None:
             _require_memory(frozen, chosen, formulation, components, reduction, rows)
-        for layer in chosen:
+        for layer in progress(chosen, "layers"):
             operator = layer.mixer.operator(formulation, components)
             if rows is None:
                 maps[layer.name] = frozen.mask_matrix(operator.matrix(reduction))

@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from captum_ssm._frozen import FrozenLayer
 from captum_ssm._memory import require, tile_entries
+from captum_ssm._progress import progress
 from captum_ssm.operators import REDUCTIONS, TokenOperator
 
 SIGNS = (None, "clamp", "absolute")
@@ -241,7 +242,7 @@ class LayerMaps(Sequence[LayerMap]):
 def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
     """The query's row, averaged over layers: ``(B, L)``."""
     total = torch.zeros_like(query)
-    for m in maps:
+    for m in progress(maps, "layers", len(maps)):
         w = query
         if m.options.normalize_rows:
             sums = m.row_sums()
@@ -254,7 +255,7 @@ def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
 def rollout_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
     r"""The query's row of :math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L)``."""
     w = query
-    for m in reversed(maps):
+    for m in progress(reversed(maps), "rollout", len(maps)):
         if m.options.normalize_rows:
             w = w / (1 + m.row_sums())
         w = w + m.vecmat(w)
@@ -264,7 +265,7 @@ def rollout_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
 def rollout_matrix(maps: Sequence[LayerMap]) -> Tensor:
     r""":math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L, L)``."""
     rho: Tensor | None = None
-    for m in maps:
+    for m in progress(maps, "rollout", len(maps)):
         operator = m.parts[0].operator
         size = operator.batch * operator.length**2 * operator.dtype.itemsize
         require(3 * size, "a rollout of every token", [("attribute(), one row", size // 64)])

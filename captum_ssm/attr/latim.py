@@ -10,6 +10,7 @@ from torch import Tensor
 
 from captum_ssm._captum import TargetType, log_usage
 from captum_ssm._frozen import FrozenLayer, FrozenModel, extract_logits, freeze
+from captum_ssm._progress import progress
 from captum_ssm.attr._base import TokenAttribution, format_attributions, single_input
 from captum_ssm.attr._contributions import Contributions, sum_of
 from captum_ssm.attr._residual import ResidualStream, Stage
@@ -359,7 +360,7 @@ def _logit_row(
     direction = stream.direction
     v = torch.zeros_like(direction[..., 0])
     nobody = torch.zeros_like(v[:, 0])
-    for stage in reversed(stream.stages):
+    for stage in progress(reversed(stream.stages), "layers", len(stream.stages)):
         parts = _contributions(stage.layers, activation, frozen.mask)
         v = v + (direction * stage.local).sum(-1)
         if bool((v != 0).any()):
@@ -382,7 +383,7 @@ def _logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) 
     # R: how much of each token's stream is which input token's.
     mixing = torch.eye(first.shape[1], dtype=first.dtype, device=first.device)
     mixing = mixing.expand(first.shape[0], -1, -1)
-    for stage in stream.stages:
+    for stage in progress(stream.stages, "layers"):
         parts = _contributions(stage.layers, activation, frozen.mask)
         total = total + parts.dot_matrix(direction) @ mixing
         rows = [tile for _, tile in _mixing(stage, parts)()]

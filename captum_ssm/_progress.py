@@ -1,0 +1,15 @@
+"""A progress bar for work that takes long, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from tqdm.auto import tqdm
+
+T = TypeVar("T")
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+    """``items``, with a bar that appears after three seconds, on a terminal or in a notebook."""
+    return tqdm(items, desc=what, total=total, delay=3.0, leave=False, disable=None)
