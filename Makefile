@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed.stamp
 
-.PHONY: demo test lint types notebooks check-cuda clean
+.PHONY: demo test lint types notebooks docs check-cuda clean
 
 demo: $(STAMP)
 	$(BIN)/python tutorials/copying_demo.py --output out
@@ -23,6 +23,10 @@ types: $(STAMP)
 notebooks: $(STAMP)
 	mkdir -p out/notebooks
 	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir out/notebooks tutorials/*.ipynb
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]"
+	$(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
 
 check-cuda:
 	bash csrc/check_cuda.sh

@@ -5,6 +5,10 @@ import doctest
 import importlib
 import inspect
 import re
+import shutil
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import captum
@@ -132,3 +136,47 @@ def test_a_public_name_and_its_methods_are_documented(name):
         for key, method in vars(value).items():
             if inspect.isfunction(method) and key[0] != "_":
                 assert inspect.getdoc(getattr(value, key)), f"{name}.{key}"
+
+
+def test_getting_started_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
+    text = (DOCS / "getting_started.md").read_text(encoding="utf-8")
+    names = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", captum_ssm.ops.ExtensionWarning)
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(compile(block, "getting_started.md", "exec"), names)
+    assert names["text"][names["relevance"][0].argmax()] == "t"
+    assert abs(float(names["delta"])) < 1e-3
+    assert (tmp_path / "layer.png").exists()
+
+
+def test_every_page_is_linked_and_every_link_leads_somewhere():
+    pages = {p.relative_to(DOCS) for p in DOCS.rglob("*.md") if "_build" not in p.parts}
+    listed = re.findall(r"^[a-z_/]+$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert {str(p.with_suffix("")) for p in pages} == {*listed, "index"}
+    for page in pages:
+        text = (DOCS / page).read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#]+)\)", text):
+            if not link.startswith("http"):
+                assert (DOCS / page.parent / link).exists(), f"{page}: {link}"
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    docs = tmp_path / "docs"
+    shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("_build"))
+    for name in ("benchmarks", "captum_ssm"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    run = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(docs), "html"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "MambaLRP" in (tmp_path / "html" / "choosing.html").read_text(encoding="utf-8")

@@ -1,0 +1,28 @@
+"""Sphinx configuration. Build with ``sphinx-build -W docs docs/_build/html``."""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
+
+import tables  # noqa: E402
+
+import captum_ssm  # noqa: E402
+
+project = "captum_ssm"
+author = "the captum_ssm authors"
+release = version = captum_ssm.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say them, with shapes
+napoleon_use_rtype = False
+html_theme = "furo"
+html_title = f"captum_ssm {version}"
+
+# The measured tables are read from the benchmarks' results at every build.
+tables.write(DOCS / "_build" / "tables")
