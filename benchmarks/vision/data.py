@@ -52,7 +52,7 @@ def digits(split: str) -> tuple[Tensor, Tensor]:
 
 
 def compose(
-    glyphs: Tensor, labels: Tensor, generator: torch.Generator, pieces: int = 5, noise: float = 0.05
+    glyphs: Tensor, labels: Tensor, generator: torch.Generator, pieces: int = 3, noise: float = 0.05
 ) -> Samples:
     """Each of ``glyphs (B, 8, 8)`` on a canvas of its own, among pieces of the others."""
     B = len(glyphs)
