@@ -28,8 +28,8 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]"
 	$(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
 
-check-cuda:
-	bash csrc/check_cuda.sh
+check-cuda: $(STAMP)
+	PYTHON=$(BIN)/python bash csrc/check_cuda.sh
 
 # torch first: a build that finds no torch would fetch another one, with gigabytes of CUDA.
 $(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
@@ -43,4 +43,4 @@ $(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/nul
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist out captum_ssm/*.so *.egg-info
+	rm -rf $(VENV) .venv-fla build dist out captum_ssm/*.so *.egg-info

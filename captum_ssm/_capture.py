@@ -146,7 +146,7 @@ def capture(
         def put(envoy: Envoy, inputs: Any, value: Any) -> Any:
             if substitute is not None:
                 args, kwargs = inputs
-                return substitute(MixerCall(envoy.path, envoy._module, args, kwargs, value))
+                value = substitute(MixerCall(envoy.path, envoy._module, args, kwargs, value))
             if gradients and not _first(value).requires_grad:
                 # A frozen model fed with ids has no graph: it starts here.
                 return _as_leaf(value)

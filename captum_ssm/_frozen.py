@@ -21,6 +21,7 @@ from captum_ssm._capture import Capture, capture, is_model, is_norm, unwrap
 from captum_ssm._errors import InputError, ReconstructionError, TargetError
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.operators import DiagonalOperator
 
 # Largest error of a reconstruction, relative to the largest entry of the mixer's output. A
 # model in half precision rounds at every step; the frozen operator does not.
@@ -184,7 +185,14 @@ def freeze(
     def run() -> Any:
         return call_forward(forward_func, inputs, extra)
 
-    captured = capture(run, model, gradients=gradients, also=is_norm if norms else None)
+    captured = capture(
+        run,
+        model,
+        gradients=gradients,
+        also=is_norm if norms else None,
+        # What replaces a mixer has to be checked against it.
+        substitute=_with_quick_gradient if gradients and check else None,
+    )
     B, L = token_shape(captured.calls, inputs)
     mask = padding_mask(captured, B, L)
     check_finite(captured.calls)
@@ -210,6 +218,26 @@ def freeze(
         captured.others,
         find_token_grid(unwrap(model), captured.arguments, inputs, L),
     )
+
+
+def _with_quick_gradient(call: MixerCall) -> Any:
+    """The call's result, with a graph of our own where the model's would be slow.
+
+    Without compiled kernels a diagonal recurrence runs in Python, one token at a time, and its
+    backward pass costs quadratic time. The adapter computes the same from the same tokens by the
+    chunked scan. The values stay the model's own.
+    """
+    adapter, value = find_adapter(call.module), call.output
+    if adapter is None or value.device.type != "cpu" or not call.tokens().requires_grad:
+        return call.result
+    mixer = adapter(call)
+    if not isinstance(mixer.recurrence, DiagonalOperator):
+        return call.result
+    quick = mixer.output().to(value.dtype)
+    quick = quick + (value - quick).detach()
+    if isinstance(call.result, (tuple, list)):
+        return type(call.result)([quick, *call.result[1:]])
+    return quick
 
 
 def read_score(

@@ -1,0 +1,41 @@
+"""The graph of our own that stands in for slow scans has the model's gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build
+
+from captum_ssm import MambaAttribution
+from captum_ssm._frozen import freeze
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_are_the_models_own(family: str, frozen: bool) -> None:
+    model = build(family).requires_grad_(not frozen)
+    ids = torch.randint(1, 30, (2, 13), generator=torch.Generator().manual_seed(0))
+    # Without the check nothing replaces the model's own graph.
+    quick, own = (
+        freeze(model, None, ids, target=5, gradients=True, check=check) for check in (True, False)
+    )
+    torch.testing.assert_close(quick.score, own.score)
+    for a, b in zip(quick.layers, own.layers, strict=True):
+        assert a.call.gradient is not None
+        torch.testing.assert_close(a.call.gradient, b.call.gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mamba import modeling_mamba
+
+    model = build("mamba")
+    ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
+    expected = MambaAttribution(model).attribute(ids, target=5)
+    scan = modeling_mamba.mamba_selective_scan
+
+    def without_graph(*args: object, **kwargs: object) -> torch.Tensor:
+        with torch.no_grad():
+            return scan(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", without_graph)
+    torch.testing.assert_close(MambaAttribution(model).attribute(ids, target=5), expected)
