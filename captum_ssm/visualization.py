@@ -7,9 +7,7 @@ image's shape, and ``captum.attr.visualization.visualize_image_attr`` takes it a
 
 from __future__ import annotations
 
-import contextlib
 import html
-import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,27 +15,54 @@ from typing import Any
 import numpy as np
 import torch
 from captum.attr import visualization as captum_visualization
+from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-# What byte-level tokenizers print for bytes that have no letter.
-_BYTE_LEVEL = {"Ġ": "␣", "Ċ": "⏎", "ĉ": "⇥", "▁": "␣", "\n": "⏎", "\t": "⇥"}
+_VISIBLE = {" ": "␣", "▁": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    # Byte-level vocabularies write bytes that print as themselves and shift the others up.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(shifted)}
+
+
+_BYTES = _byte_alphabet()
 
 
 def readable_tokens(tokens: Sequence[str]) -> list[str]:
     """Tokens as a reader wants them: spaces, line breaks and tabs made visible.
 
     Args:
-        tokens (sequence of str): as a tokenizer's ``convert_ids_to_tokens`` gives them; the
-            markers of byte-level (``Ġ``, ``Ċ``) and sentencepiece (``▁``) vocabularies are known.
+        tokens (sequence of str): as a tokenizer's ``convert_ids_to_tokens`` gives them.
+            Byte-level vocabularies (``Ġ`` for a space; told by such letters in any of the tokens)
+            are decoded, bytes that are no whole letter shown as ``\\xe2``; so are the markers
+            (``▁``) and byte tokens (``<0x0A>``) of sentencepiece.
+
+    Returns:
+        list of str: one a token, none of them empty.
 
     Examples::
 
         >>> readable_tokens(["The", "Ġcat", "Ċ"])
         ['The', '␣cat', '⏎']
+        >>> readable_tokens(["ĠvoilÃł"])
+        ['␣voilà']
     """
-    return ["".join(_BYTE_LEVEL.get(c, c) for c in token) or "∅" for token in tokens]
+    tokens = [str(token) for token in tokens]
+    byte_level = any(256 <= ord(c) < 324 and c in _BYTES for token in tokens for c in token)
+    return [_readable(token, byte_level) for token in tokens]
+
+
+def _readable(token: str, byte_level: bool) -> str:
+    if byte_level and all(c in _BYTES for c in token):
+        token = bytes(_BYTES[c] for c in token).decode("utf-8", "backslashreplace")
+    elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        token = bytes([int(token[3:5], 16)]).decode("utf-8", "backslashreplace")
+    return "".join(_VISIBLE.get(c, c) for c in token) or "∅"
 
 
 def interaction_map(
@@ -119,10 +144,13 @@ def layer_overview(
     """
     if isinstance(rows, Mapping):
         names = list(rows)
-        values = np.stack([_array(row) for row in rows.values()])
+        arrays = [_array(row) for row in rows.values()]
+        for name, row in zip(names, arrays, strict=True):
+            _check_shape(f"rows[{name!r}]", row, (len(tokens),))
+        values = np.stack(arrays) if arrays else np.empty((0, len(tokens)))
     else:
         values = _array(rows)
-        names = [f"layer {i}" for i in range(values.shape[0])]
+        names = [f"layer {i}" for i in range(values.shape[0] if values.ndim else 0)]
     _check_shape("rows", values, (len(names), len(tokens)))
     values = values / np.maximum(np.abs(values).max(1, keepdims=True), 1e-30)
     size = (min(16.0, 3.0 + 0.24 * len(tokens)), 1.2 + 0.35 * len(names))
@@ -145,7 +173,9 @@ def text_record(
     target: str = "",
     delta: float = math.nan,
 ) -> Any:
-    """One line of Captum's ``visualize_text``: relevance scaled to its largest magnitude.
+    """One line of Captum's text table: relevance scaled to its largest magnitude.
+
+    A record is also what Captum's own ``visualize_text`` takes.
 
     Args:
         relevance (Tensor): ``(L,)``.
@@ -166,6 +196,9 @@ def text_record(
     values = _array(relevance)
     _check_shape("relevance", values, (len(tokens),))
     scaled = values / max(float(np.abs(values).max()), 1e-30)
+    # Escaped, since Captum's functions put them into a page as they are.
+    shown = [html.escape(token) for token in readable_tokens(tokens)]
+    predicted, true, target = (html.escape(str(label)) for label in (predicted, true, target))
     return captum_visualization.VisualizationDataRecord(
         torch.as_tensor(scaled),
         probability,
@@ -173,13 +206,13 @@ def text_record(
         true,
         target,
         float(values.sum()),
-        [html.escape(t) if not _is_special(t) else t for t in readable_tokens(tokens)],
+        shown,
         delta,
     )
 
 
 def text_html(records: Sequence[Any], title: str | None = None) -> str:
-    """A page with Captum's ``visualize_text`` table of some records.
+    """A page with the table of Captum's ``visualize_text``, made without IPython.
 
     Args:
         records (sequence): from :func:`text_record`.
@@ -194,14 +227,39 @@ def text_html(records: Sequence[Any], title: str | None = None) -> str:
         >>> page = text_html([record], title="Why?")
         >>> _ = (folder / "why.html").write_text(page, encoding="utf-8")
     """
-    with contextlib.redirect_stdout(io.StringIO()):  # it displays what it returns
-        table = captum_visualization.visualize_text(records).data
+    rows = "".join(_table_row(record) for record in records)
+    legend = captum_visualization.format_word_importances(
+        ["Negative", "Neutral", "Positive"], np.array([-1.0, 0.0, 1.0])
+    )
     heading = f"<h2>{html.escape(title)}</h2>" if title else ""
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (
         '<!doctype html><html><head><meta charset="utf-8">'
         "<style>body{font-family:sans-serif} td,th{padding:4px 8px;text-align:left}</style>"
-        f"</head><body>{heading}{table}</body></html>"
+        f"</head><body>{heading}<table><tr>{legend}</tr></table>"
+        f"<table><tr>{head}</tr>{rows}</table></body></html>"
     )
+
+
+_COLUMNS = (
+    "True Label",
+    "Predicted Label",
+    "Attribution Label",
+    "Attribution Score",
+    "Word Importance",
+)
+
+
+def _table_row(record: Any) -> str:
+    predicted = record.pred_class
+    if not math.isnan(record.pred_prob):
+        predicted = f"{predicted} ({record.pred_prob:.2f})"
+    labels = (record.true_class, predicted, record.attr_class, f"{record.attr_score:.2f}")
+    cells = [captum_visualization.format_classname(label) for label in labels]
+    words = captum_visualization.format_word_importances(
+        record.raw_input_ids, record.word_attributions
+    )
+    return f"<tr>{''.join(cells)}{words}</tr>"
 
 
 def _figure(columns: int, size: tuple[float, float]) -> tuple[Figure, list[Any]]:
@@ -212,7 +270,7 @@ def _figure(columns: int, size: tuple[float, float]) -> tuple[Figure, list[Any]]
 
 
 def _image(axes: Any, values: np.ndarray, cmap: str | None) -> Any:
-    largest = float(np.nanmax(np.abs(values))) or 1.0
+    largest = float(np.abs(values).max()) or 1.0
     signed = bool((values < 0).any())
     return axes.imshow(
         values,
@@ -227,13 +285,22 @@ def _image(axes: Any, values: np.ndarray, cmap: str | None) -> Any:
 def _labels(axes: Any, axis: str, tokens: Sequence[str], max_labels: int) -> None:
     step = max(1, math.ceil(len(tokens) / max_labels))
     places = range(0, len(tokens), step)
+    readable = readable_tokens(tokens)
     # A dollar would start a formula.
-    shown = [readable_tokens([tokens[i]])[0].replace("$", r"\$") for i in places]
+    shown = [_drawable(readable[i]).replace("$", r"\$") for i in places]
     if axis == "x":
         upright = all(len(t) <= 2 for t in shown)
         axes.set_xticks(places, shown, rotation=0 if upright else 90, fontsize=8)
     else:
         axes.set_yticks(places, shown, fontsize=8)
+
+
+def _drawable(text: str) -> str:
+    # Letters that the font lacks would all be drawn as the same empty box.
+    font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
+    return "".join(
+        c if font.get_char_index(ord(c)) else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def _array(values: Tensor | np.ndarray) -> np.ndarray:
@@ -248,7 +315,7 @@ def _check_shape(name: str, values: np.ndarray, expected: tuple[int, ...]) -> No
             f"{name} has shape {values.shape}, but the labels are for {expected}; give one token "
             "a column and one query a row, without a batch axis."
         )
-
-
-def _is_special(token: str) -> bool:
-    return token.startswith("<") and token.endswith(">")
+    if values.size == 0:
+        raise ValueError(f"{name} is empty, of shape {values.shape}; there is nothing to show.")
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} holds NaN or Inf.")
