@@ -46,9 +46,10 @@ def test_the_committed_model_is_as_its_card_says():
 
 def test_the_trained_positions_tell_where_the_cls_token_stands():
     pos = load_file(evaluate.MODEL / "model.safetensors")["pos_embed"]
-    assert find_cls(pos, (10, 10)) == "middle"
-    moved = torch.cat([pos[:, 50:51], pos[:, :50], pos[:, 51:]], 1)
-    assert find_cls(moved, (10, 10)) == "start"
+    token, patches = pos[:, 50:51], torch.cat([pos[:, :50], pos[:, 51:]], 1)
+    for at, kind in ((0, "start"), (50, "middle"), (100, "end")):
+        moved = torch.cat([patches[:, :at], token, patches[:, at:]], 1)
+        assert find_cls(moved, (10, 10)) == kind
 
 
 def test_a_step_of_training_and_a_line_of_the_table(tmp_path, monkeypatch):

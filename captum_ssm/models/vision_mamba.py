@@ -234,9 +234,9 @@ class VisionMamba(nn.Module):
         """The model whose weights these are, in eval mode; sizes are read off the weights.
 
         Where the CLS token stands and whether the output is halved are not among the weights.
-        The position comes from the position embeddings: taken out at the right place they leave
-        a grid whose neighbours agree (:func:`find_cls`); where no place is clearly better, and
-        for the halving, the published rule holds (in the middle; ``v2`` halves).
+        The position comes from the position embeddings: taken out at the right place it leaves
+        a grid whose columns agree (:func:`find_cls`); where no place is clearly better, and for
+        the halving, the published rule holds (in the middle; ``v2`` halves).
 
         Args:
             state (mapping): a state dict in the published names; a checkpoint that holds it
@@ -354,28 +354,28 @@ class VisionMamba(nn.Module):
                     p.div_(math.sqrt(depth))
 
 
-def find_cls(pos_embed: Tensor, shape: tuple[int, int], margin: float = 0.9) -> str:
+def find_cls(pos_embed: Tensor, shape: tuple[int, int]) -> str:
     """Where a CLS token stands, from trained position embeddings.
 
-    Without the CLS token's own embedding, and only then, the embeddings form a grid in which
-    neighbours agree.
+    Training makes the embeddings of patches above one another alike. Without the CLS token's own
+    embedding, and only then, the embeddings fall into such columns.
 
     Args:
         pos_embed (Tensor): ``(1, L, E)``.
         shape (tuple of int): (H, W), rows and columns of patches; L = H W + 1.
-        margin (float, optional): how much smaller the squared differences of neighbours have to
-            be than with the token in the middle. Default: 0.9
 
     Returns:
         str: ``"start"``, ``"middle"`` or ``"end"``; the published ``"middle"`` where no other
         place is clearly better, as with weights that were not trained.
     """
-    roughness = {}
+    apart = {}
     for kind in ("start", "middle", "end"):
         grid = pos_embed.detach()[0].double()[patch_index(kind, shape)]  # (H, W, E)
-        roughness[kind] = float(grid.diff(dim=0).square().sum() + grid.diff(dim=1).square().sum())
-    best = min(roughness, key=roughness.__getitem__)
-    return best if roughness[best] < margin * roughness["middle"] else "middle"
+        unit = F.normalize(grid - grid.mean((0, 1)), dim=-1)
+        apart[kind] = 1 - float((unit[1:] * unit[:-1]).sum(-1).mean())
+    best = min(apart, key=apart.__getitem__)
+    is_trained, is_better = apart[best] < 0.8, apart[best] < 0.99 * apart["middle"]
+    return best if is_trained and is_better else "middle"
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Tensor]:
