@@ -1,0 +1,123 @@
+"""Source distribution and wheels, with and without a compiler, in an environment of their own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+SKIPPED = shutil.ignore_patterns(
+    ".*", "build", "dist", "out", "_build", "*.so", "*.egg-info", "__pycache__"
+)
+
+
+def run(*command: object, cwd: Path, **variables: str) -> str:
+    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"} | variables
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """The source distribution, made from a copy of the tree where nothing can be compiled."""
+    folder = tmp_path_factory.mktemp("sdist")
+    tree = folder / "tree"
+    shutil.copytree(ROOT, tree, ignore=SKIPPED)
+    code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    run(sys.executable, "-c", code, cwd=tree, CAPTUM_SSM_BUILD="0")
+    (found,) = (tree / "dist").glob("*.tar.gz")
+    return found
+
+
+def wheel(sdist: Path, folder: Path, **variables: str) -> tuple[Path, str]:
+    said = run(
+        *(sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-index"),
+        *("--no-build-isolation", "--wheel-dir", folder, sdist),
+        cwd=folder,
+        **variables,
+    )
+    (found,) = folder.glob("*.whl")
+    return found, said
+
+
+def installed(built: Path, folder: Path) -> Path:
+    """The interpreter of a fresh environment that holds the wheel, and sees this one's packages."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    run(
+        *(sys.executable, "-m", "pip", "--python", python, "install"),
+        *("--no-deps", "--no-index", built),
+        cwd=folder,
+    )
+    # As a path only: this environment's own .pth files (an editable install) are not followed.
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (site / "rest.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return python
+
+
+def try_readme(python: Path, folder: Path) -> str:
+    """Runs the first lines of code of the README, as a reader would."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    match = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert match
+    script = match[1] + (
+        "print(tuple(relevance.shape), int(relevance[0].argmax()))\n"
+        "import captum_ssm\n"
+        "print(captum_ssm.__file__, captum_ssm.ops.extension_loaded(), captum_ssm.__version__)\n"
+    )
+    (folder / "tutorials").symlink_to(ROOT / "tutorials")
+    (folder / "five_lines.py").write_text(script, encoding="utf-8")
+    return run(python, "five_lines.py", cwd=folder)
+
+
+def test_the_source_distribution_is_whole(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    csrc = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    package = {str(p.relative_to(ROOT)) for p in (ROOT / "captum_ssm").rglob("*.py")}
+    assert csrc | package <= names
+    assert {"captum_ssm/py.typed", "LICENSE", "README.md", "setup.py", "pyproject.toml"} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_without_a_compiler(sdist, tmp_path):
+    built, said = wheel(sdist, tmp_path, CAPTUM_SSM_BUILD="0")
+    assert built.name.endswith("-py3-none-any.whl")
+    assert "WITHOUT compiled kernels: CAPTUM_SSM_BUILD=0" in said
+    names = zipfile.ZipFile(built).namelist()
+    assert not [name for name in names if name.startswith(("tests", "csrc", "docs"))]
+    said = try_readme(installed(built, tmp_path), tmp_path)
+    assert "(1, 17) 0" in said
+    assert f"{tmp_path}/venv" in said
+    assert " False 0." in said
+    assert "ExtensionWarning" in said  # and it says what is slow
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
+def test_with_a_compiler(sdist, tmp_path):
+    # Unoptimised, which compiles in a fraction of the time.
+    built, _ = wheel(sdist, tmp_path, CAPTUM_SSM_CXXFLAGS="-O0")
+    assert re.search(r"-cp310-abi3-\w+\.whl$", built.name)  # one wheel for every Python
+    assert "captum_ssm/_C.abi3.so" in zipfile.ZipFile(built).namelist()
+    said = try_readme(installed(built, tmp_path), tmp_path)
+    assert "(1, 17) 0" in said
+    assert " True 0." in said
+    assert "ExtensionWarning" not in said
