@@ -9,7 +9,11 @@ import torch
 import transformers
 from models import S6_FAMILIES, VOCABULARY, randomize, tiny
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
+
+try:
+    from transformers.initialization import no_init_weights
+except ImportError:  # transformers 4
+    from transformers.modeling_utils import no_init_weights
 
 SHARED = {
     "vocab_size": VOCABULARY,
@@ -190,6 +194,8 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Those that the installed transformers has.
+SPECS = {k: spec for k, spec in SPECS.items() if hasattr(transformers, f"{spec[0]}ForCausalLM")}
 FAMILIES = (*S6_FAMILIES, *SPECS)
 HYBRIDS = (
     "jamba",
@@ -206,6 +212,7 @@ HYBRIDS = (
     "olmo_hybrid",
     "kimi_linear",
 )
+HYBRIDS = tuple(family for family in HYBRIDS if family in FAMILIES)
 
 
 def build(family: str, *, seed: int = 0, **changes: object) -> nn.Module:
