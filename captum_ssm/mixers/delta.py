@@ -61,7 +61,7 @@ def _freeze_delta(
         probe=k,
     )
     weight, eps = call.parameter(norm.weight), norm.variance_epsilon
-    act = _ACTIVATIONS[norm.activation]
+    act = _ACTIVATIONS[getattr(norm, "activation", "silu")]
     conv = conv.channels(slice(2 * keys, None))
     return FrozenMixer(
         recurrence=recurrence,

@@ -70,7 +70,8 @@ def freeze_scan(
         y = recurrence.apply(values) + skip * values
         norm = module.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
-        size = getattr(norm, "group_size", None) or D // groups
+        # One group where the norm knows of none (transformers 4, whatever the mixer's groups).
+        size = getattr(norm, "group_size", None) or D // getattr(norm, "n_groups", 1)
         scale = rms_factor(
             y if norm_before_gate else y * gate, call.parameter(norm.weight), eps, D // size
         )
