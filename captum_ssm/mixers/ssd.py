@@ -108,9 +108,9 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
         projected = projected * call.parameter(module.mup_vector)
     D, H = module.intermediate_size, module.num_heads
     z, mixed, step = projected.split([D, projected.shape[-1] - D - H, H], -1)
-    before: bool | None = getattr(module.norm, "norm_before_gate", False)
-    if getattr(module, "mamba_rms_norm", True) is False:
-        before = None
+    before: bool | None = None
+    if getattr(module, "mamba_rms_norm", True):
+        before = getattr(module.norm, "norm_before_gate", False)
     return freeze_scan(
         call,
         projected=(z, mixed, step),
