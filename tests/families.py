@@ -142,6 +142,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "lru_width": 16,
             "attention_window_size": 5,
+            "use_cache": False,  # which the attention of transformers 4 would read
             "head_dim": 4,
         },
     ),

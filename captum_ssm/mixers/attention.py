@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer
 from captum_ssm.operators import SoftmaxOperator
@@ -60,6 +62,7 @@ for _name in (
     "Qwen3_5Attention",
     "Qwen3_5MoeAttention",
     "RecurrentGemmaAttention",
+    "RecurrentGemmaSdpaAttention",
     "Zamba2Attention",
     "ZambaAttention",
 ):
@@ -85,6 +88,18 @@ def _record(call: MixerCall) -> dict[str, Any]:
         B, H, L, _ = query.shape
         return query.new_ones(B, L, H, value.shape[-1]), None
 
+    class KeepDirect(TorchFunctionMode):
+        # transformers 4 has attention that calls the kernel itself, past the interface.
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            named = kwargs or {}
+            if func is not F.scaled_dot_product_attention:
+                return func(*args, **named)
+            query, key, value = args
+            keep(module, query, key, value, named.get("attn_mask"), named.get("scale"))
+            return query.new_ones(*query.shape[:-1], value.shape[-1])
+
     class Keep(nn.Module):
         def forward(self, y: Tensor) -> Tensor:
             seen["gate"] = y
@@ -102,9 +117,16 @@ def _record(call: MixerCall) -> dict[str, Any]:
     ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, keep)
     try:
         # The class's forward: an instance's may be wrapped, to watch the module itself.
-        type(module).forward(module, *call.args, **kwargs)
+        with KeepDirect():
+            type(module).forward(module, *call.args, **kwargs)
     finally:
         ALL_ATTENTION_FUNCTIONS._local_mapping.pop(_INTERFACE, None)
+    if "query" not in seen:
+        raise ValueError(
+            f"{call.path} ({type(call.module).__name__}) computes attention by itself, past "
+            "transformers' interface and PyTorch's kernel, so its probabilities are not known; "
+            "load the model with attn_implementation='sdpa'."
+        )
     gate = seen["gate"].to(call.dtype)
     seen["gate"] = None if bool((gate == 1).all()) else gate
     return seen
