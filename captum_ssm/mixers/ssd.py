@@ -116,7 +116,8 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
         projected=(z, mixed, step),
         width=module.head_dim,
         groups=module.n_groups,
-        limit=tuple(module.time_step_limit),
+        # None where Zamba2 in transformers 4 has a lower bound only.
+        limit=tuple(module.time_step_limit or (module.time_step_min, torch.inf)),
         norm_before_gate=before,
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.parameter(module.out_proj.weight),
