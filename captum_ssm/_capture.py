@@ -56,15 +56,16 @@ class Capture:
         calls = [*self.calls, *self.others]
         outputs = [call.output for call in calls]
         wanted = [i for i, output in enumerate(outputs) if output.requires_grad]
-        found = torch.autograd.grad(
-            target.sum(), [outputs[i] for i in wanted], allow_unused=True, materialize_grads=True
-        )
-        gradients = {i: grad for i, grad in zip(wanted, found, strict=True)}
+        found = torch.autograd.grad(target.sum(), [outputs[i] for i in wanted], allow_unused=True)
+        gradients = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
+        count = len(self.calls)
+        if not any(i < count for i in gradients):
+            # A score may have a graph of its own: that of a head behind a detached backbone.
+            raise _no_graph()
         calls = [
             replace(call, gradient=gradients.get(i, torch.zeros_like(call.output)))
             for i, call in enumerate(calls)
         ]
-        count = len(self.calls)
         return replace(self, calls=calls[:count], others=calls[count:])
 
     def detached(self) -> Capture:
@@ -80,16 +81,34 @@ class Capture:
 def require_graph(score: Tensor) -> None:
     """Raise unless a gradient of ``score`` can be taken."""
     if not score.requires_grad:
-        raise ValueError(
-            "the target does not depend differentiably on the mixers' outputs: forward_func "
-            "detaches them or runs under torch.no_grad() itself. Let it return the model's "
-            "own output."
-        )
+        raise _no_graph()
+
+
+def gradient_at(leaf: Tensor, score: Tensor) -> Tensor:
+    """The gradient of ``score`` (summed over the batch) at ``leaf``."""
+    require_graph(score)
+    with torch.inference_mode(False), torch.enable_grad():
+        (gradient,) = torch.autograd.grad(score.sum(), leaf, allow_unused=True)
+    if gradient is None:
+        raise _no_graph()
+    return gradient
+
+
+def _no_graph() -> ValueError:
+    return ValueError(
+        "the target does not depend differentiably on the mixers' outputs: forward_func "
+        "detaches them or runs under torch.no_grad() itself. Let it return the model's "
+        "own output."
+    )
 
 
 def unwrap(model: nn.Module | Envoy) -> nn.Module:
-    """The torch module behind a model that may be wrapped by nnsight."""
-    return model._module if _is_wrapped(model) else model
+    """The torch module behind a model that may be wrapped by nnsight or by torch.compile."""
+    if _is_wrapped(model):
+        return model._module
+    # What torch.compile would trace is the recording, anew for every run.
+    compiled = type(model).__name__ == "OptimizedModule"
+    return model._modules.get("_orig_mod") or model if compiled else model
 
 
 def is_model(value: Any) -> bool:
@@ -212,6 +231,13 @@ def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
     # nnsight replaces the forward of every module it wraps, for good, and some models keep
     # recurrent states in plain attributes. A model leaves with the attributes it came with.
     before = [(module, dict(module.__dict__)) for module in unwrap(model).modules()]
+    for module, attributes in before:
+        # A checkpointed block has no graph, or one that is not of what was recorded; a compiled
+        # one would be compiled anew around the recording.
+        if attributes.get("gradient_checkpointing"):
+            module.__dict__["gradient_checkpointing"] = False
+        if attributes.get("_compiled_call_impl") is not None:
+            module.__dict__["_compiled_call_impl"] = None
     try:
         if _is_wrapped(model):
             yield model
@@ -221,7 +247,7 @@ def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
             with warnings.catch_warnings():
                 # Where it mounts a submodule named "output" concerns those who navigate its tree.
                 warnings.filterwarnings("ignore", message=".*nnsight already serves")
-                root = NNsight(model)
+                root = NNsight(unwrap(model))
             yield root
     finally:
         for module, attributes in before:

@@ -8,6 +8,7 @@ reconstruction check.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -112,13 +113,13 @@ class FrozenModel:
 
     def from_layer(self, start: int) -> list[FrozenLayer]:
         """The layers from stage ``start`` (negative from the end) on."""
-        count = self.layers[-1].stage + 1
-        if not -count <= start < count:
+        count, index = self.layers[-1].stage + 1, _as_index(start)
+        if index is None or not -count <= index < count:
             raise ValueError(
-                f"start_layer is {start}; this model has {count} layers of mixers, so 0 .. "
+                f"start_layer is {start!r}; this model has {count} layers of mixers, so 0 .. "
                 f"{count - 1} is accepted."
             )
-        return [layer for layer in self.layers if layer.stage >= start % count]
+        return [layer for layer in self.layers if layer.stage >= index % count]
 
     def mask_matrix(self, matrix: Tensor) -> Tensor:
         """``matrix (B, ..., L, L)`` with the rows and columns of padding set to zero."""
@@ -131,14 +132,17 @@ class FrozenModel:
         """The layers named by index (negative from the end) or path; None for all."""
         if layers is None:
             return self.layers
-        wanted = [layers] if isinstance(layers, (int, str)) else list(layers)
+        try:
+            wanted = [layers] if isinstance(layers, (int, str)) else list(layers)
+        except TypeError:  # one number, of numpy or torch
+            wanted = [layers]  # type: ignore[list-item]
         if not wanted:
             raise ValueError("layers is empty; name at least one, or pass None for all.")
         by_name = {layer.name: i for i, layer in enumerate(self.layers)}
         count = len(self.layers)
         chosen = []
         for item in wanted:
-            index = by_name.get(item) if isinstance(item, str) else item
+            index = by_name.get(item) if isinstance(item, str) else _as_index(item)
             if index is None or not -count <= index < count:
                 raise ValueError(
                     f"layers holds {item!r}; this model has {count} mixers, to be named by "
@@ -228,7 +232,10 @@ def _with_quick_gradient(call: MixerCall) -> Any:
     chunked scan. The values stay the model's own.
     """
     adapter, value = find_adapter(call.module), call.output
-    if adapter is None or value.device.type != "cpu" or not call.tokens().requires_grad:
+    # Registered by others, an adapter may well read its coefficients without a graph.
+    if adapter is None or not adapter.__module__.startswith("captum_ssm."):
+        return call.result
+    if value.device.type != "cpu" or not call.tokens().requires_grad:
         return call.result
     mixer = adapter(call)
     if not isinstance(mixer.recurrence, DiagonalOperator):
@@ -432,7 +439,8 @@ def extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[s
         if is_mask and value.shape[0] not in (1, inputs.shape[0]):
             raise InputError(
                 f"inputs has a batch of {inputs.shape[0]}, but additional_forward_args holds "
-                f"a tensor of shape {tuple(value.shape)}; give one row an example."
+                f"a tensor of shape {tuple(value.shape)}; give one row an example (in a tuple, "
+                "where a Captum method repeats the examples: it does not repeat a dict)."
             )
     mask = named.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1:] != inputs.shape[1:2]:
@@ -584,6 +592,14 @@ def _split_target(target: Any, position: Any, logits: Tensor, L: int) -> tuple[A
             "given too; give one of them."
         )
     return [int(t) for _, t in pairs], torch.tensor([int(p) for p, _ in pairs])
+
+
+def _as_index(value: Any) -> int | None:
+    # An integer of Python, numpy or torch; None for anything else.
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _check_count(given: int, batch: int) -> None:

@@ -139,30 +139,41 @@ def estimate(
             :func:`~captum_ssm.hidden_attention`.
         rows (int, optional): how many rows of each map are asked for; None for all.
             Default: None
-        additional_forward_args (Any, optional): as in Captum, fit for the first few tokens.
-            Default: None
+        additional_forward_args (Any, optional): as in Captum; tensors of one entry a token, such
+            as a mask, are cut like the inputs. Default: None
 
     Returns:
         Estimate: bytes and floating point operations.
 
     Raises:
-        ValueError: for a request that is not accepted, or an unsupported model.
+        ValueError: for inputs or a request that are not accepted, or an unsupported model.
+        TypeError: for inputs of a wrong type or dtype.
 
     Examples::
 
         >>> print(estimate(model, input_ids, request="hidden_attention"))
         2 mixers: returns ... KiB, works in ... KiB, 0.0 GFLOP
     """
-    from captum_ssm._frozen import exact_arithmetic, freeze
+    from captum_ssm._errors import InputError
+    from captum_ssm._frozen import check_inputs, exact_arithmetic, freeze, resolve_model
     from captum_ssm.attr._base import single_input
 
     requests = ("row", "streamed", "rollout", "hidden_attention")
     if request not in requests:
         raise ValueError(f"request is {request!r}; accepted are {requests}.")
+    if rows is not None and (not isinstance(rows, int) or rows < 1):
+        raise ValueError(f"rows is {rows!r}; accepted are how many rows, at least 1, and None.")
     tensor = single_input(inputs)
+    check_inputs(tensor, resolve_model(model, None))
+    if tensor.dim() == 4:
+        raise InputError(
+            f"inputs has shape {tuple(tensor.shape)}; estimate takes token ids (B, L) and "
+            "embeddings (B, L, E). The methods take images."
+        )
     B, L = tensor.shape[:2]
     sample = tensor[:1, : min(L, 8)]
-    frozen = freeze(model, None, sample, additional_forward_args, query=False, check=False)
+    extra = _cut(additional_forward_args, (B, L), sample.shape[1])
+    frozen = freeze(model, None, sample, extra, query=False, check=False)
     chosen = frozen.select(layers)
     R = L if rows is None else rows
     entry = torch.finfo(chosen[0].call.dtype).bits // 8
@@ -193,6 +204,21 @@ def estimate(
     elif request != "hidden_attention":
         result = tensor.numel() * entry
     return Estimate(result, recorded + coefficients + tile, int(flops), len(chosen))
+
+
+def _cut(value: Any, shape: tuple[int, int], tokens: int) -> Any:
+    # Arguments of one entry a token, for the first tokens of the first example.
+    if isinstance(value, dict):
+        return {name: _cut(item, shape, tokens) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_cut(item, shape, tokens) for item in value)
+    if not torch.is_tensor(value) or value.dim() < 2 or value.shape[1] != shape[1]:
+        return value
+    if value.shape[0] not in (1, shape[0]):
+        return value
+    first = value[:1, :tokens]
+    # A mask that begins with padding would leave nothing to run.
+    return first if bool(first.any()) else torch.ones_like(first)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -733,7 +733,14 @@ def _register(
                 for k in wanted:
                     replay[k] = args[k].detach().requires_grad_()
                 result = torch_form(*replay)
-                found = torch.autograd.grad(result, [replay[k] for k in wanted], grad)
+                # One token alone does not depend on the rates: nothing came before it.
+                found = torch.autograd.grad(
+                    result,
+                    [replay[k] for k in wanted],
+                    grad,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
             for k, g in zip(wanted, found, strict=True):
                 grads[k] = g
         return tuple(grads)

@@ -261,5 +261,7 @@ def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> 
             value = mixer.activation * shifted
         else:
             value = _FUNCTIONS[activation](shifted)
-        out.append(value if mask is None else value * mask[..., None])
+            if mask is not None:  # which a frozen factor holds, where the model has it
+                value = value * mask[..., None]
+        out.append(value)
     return out

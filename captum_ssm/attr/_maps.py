@@ -74,6 +74,22 @@ class MapOptions:
         if not 0 <= self.discard_ratio < 1:
             raise ValueError(f"discard_ratio is {self.discard_ratio}; accepted is 0 <= r < 1.")
 
+    @classmethod
+    def of(cls, choices: MapChoices, **fixed: Any) -> MapOptions:
+        """The options of a method called with ``choices``.
+
+        Raises:
+            TypeError: for a name that is no option.
+        """
+        accepted = tuple(MapChoices.__annotations__)
+        unknown = [name for name in choices if name not in accepted]
+        if unknown:
+            raise TypeError(
+                f"the method has no option {unknown[0]!r}; beside its own arguments it accepts "
+                f"{accepted}."
+            )
+        return cls(**fixed, **choices)
+
     @property
     def is_linear(self) -> bool:
         """Whether a map is linear in its operator, so that a row costs linear time."""

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._frozen import FrozenLayer, FrozenModel, extract_logits, freeze
+from captum_ssm._errors import TargetError
+from captum_ssm._frozen import (
+    FrozenLayer,
+    FrozenModel,
+    call_forward,
+    extract_logits,
+    freeze,
+    resolve_model,
+)
 from captum_ssm._progress import progress
 from captum_ssm.attr._base import TokenAttribution, format_attributions, single_input
 from captum_ssm.attr._contributions import Contributions, sum_of
@@ -231,16 +239,17 @@ class LaTIM(TokenAttribution):
         if not to_logit:
             return self._freeze(inputs, additional_forward_args, None, query=False)
 
-        def summed(*args: Any, **kwargs: Any) -> Tensor:
-            logits = extract_logits(self.forward_func(*args, **kwargs))
+        tensor = single_input(inputs)
+
+        def summed(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            logits = extract_logits(call_forward(self.forward_func, tensor, (args, kwargs)))
             return _chosen_logits(logits, target).sum(1)
 
         return freeze(
             summed,
-            self.forward_func if self.model is None else self.model,
-            single_input(inputs),
+            resolve_model(self.forward_func, self._model()),
+            tensor,
             additional_forward_args,
-            position=0,
             gradients=True,
             norms=True,
             check=self.check,
@@ -258,6 +267,12 @@ def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
         raise ValueError(
             f"target has shape {tuple(token.shape)} and dtype {token.dtype}; accepted is one "
             f"token id a position, of shape {tuple(logits.shape[:2])}."
+        )
+    vocabulary = logits.shape[-1]
+    if bool(((token < 0) | (token >= vocabulary)).any()):
+        raise TargetError(
+            f"target holds ids from {int(token.min())} to {int(token.max())}; the model's "
+            f"vocabulary has ids 0 .. {vocabulary - 1}."
         )
     return logits.gather(-1, token[..., None])[..., 0]
 

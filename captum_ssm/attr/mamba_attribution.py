@@ -89,13 +89,14 @@ class MambaAttribution(TokenAttribution):
             TypeError: for inputs of a wrong type or dtype.
         """
         self._no_delta(return_convergence_delta)
+        chosen = MapOptions.of(_PAPER | options)
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=True
         )
         with self._computing():
             maps = LayerMaps(
                 frozen.from_layer(start_layer),
-                MapOptions(**(_PAPER | options)),
+                chosen,
                 frozen.mask,
                 gradients=True,
             )
@@ -115,13 +116,14 @@ class MambaAttribution(TokenAttribution):
 
         The arguments are those of :meth:`attribute`.
         """
+        chosen = MapOptions.of(_PAPER | options)
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=True
         )
         with self._computing():
             maps = LayerMaps(
                 frozen.from_layer(start_layer),
-                MapOptions(**(_PAPER | options)),
+                chosen,
                 frozen.mask,
                 gradients=True,
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._captum import TargetType, format_output, is_tuple, log_usage
-from captum_ssm._capture import capture, is_norm, require_graph
+from captum_ssm._capture import capture, gradient_at, is_norm
 from captum_ssm._frozen import (
     call_forward,
     check_finite,
@@ -134,9 +134,7 @@ class MambaLRP(TokenAttribution):
                 "the model embeds its ids by something other than a torch.nn.Embedding, so the "
                 "start of the propagation is not known; explain the embeddings instead."
             )
-        require_graph(score)
-        with torch.inference_mode(False), torch.enable_grad():
-            (gradient,) = torch.autograd.grad(score.sum(), leaves[0])
+        gradient = gradient_at(leaves[0], score)
         leaf = leaves[0].detach()
         working = torch.float64 if leaf.dtype == torch.float64 else torch.float32
         relevance = leaf.to(working) * gradient.to(working)

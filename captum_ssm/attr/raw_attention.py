@@ -71,7 +71,8 @@ class RawAttention(TokenAttribution):
             TypeError: for inputs of a wrong type or dtype.
         """
         self._no_delta(return_convergence_delta)
+        chosen = MapOptions.of(options)
         frozen = self._freeze(inputs, additional_forward_args, position)
         with self._computing():
-            maps = LayerMaps(frozen.select(layers), MapOptions(**options), frozen.mask)
+            maps = LayerMaps(frozen.select(layers), chosen, frozen.mask)
             return format_attributions(raw_row(maps, frozen.require_query()), frozen, inputs)

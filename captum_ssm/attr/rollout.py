@@ -79,9 +79,10 @@ class MambaRollout(TokenAttribution):
             TypeError: for inputs of a wrong type or dtype.
         """
         self._no_delta(return_convergence_delta)
+        chosen = MapOptions.of(options)
         frozen = self._freeze(inputs, additional_forward_args, position)
         with self._computing():
-            maps = LayerMaps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
+            maps = LayerMaps(frozen.from_layer(start_layer), chosen, frozen.mask)
             return format_attributions(rollout_row(maps, frozen.require_query()), frozen, inputs)
 
     def rollout(
@@ -96,7 +97,8 @@ class MambaRollout(TokenAttribution):
 
         The arguments are those of :meth:`attribute`.
         """
+        chosen = MapOptions.of(options)
         frozen = self._freeze(inputs, additional_forward_args, None, query=False)
         with self._computing():
-            maps = LayerMaps(frozen.from_layer(start_layer), MapOptions(**options), frozen.mask)
+            maps = LayerMaps(frozen.from_layer(start_layer), chosen, frozen.mask)
             return frozen.mask_matrix(rollout_matrix(maps))

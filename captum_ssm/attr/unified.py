@@ -169,7 +169,7 @@ class UnifiedImplicitAttention(TokenAttribution):
         gradients = aggregation == "attribution"
         paper = MapChoices(sign="clamp") if gradients else MapChoices()
         chosen = None if components is None else tuple(components)
-        options = MapOptions("unified", chosen, **(paper | choices))
+        options = MapOptions.of(paper | choices, formulation="unified", components=chosen)
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=gradients
         )
