@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._memory import tile_entries
+from captum_ssm.operators._base import FEW_ROWS
 from captum_ssm.operators.heads import HeadOperator
 
 
@@ -55,6 +56,10 @@ class SoftmaxOperator(HeadOperator):
 
     def vecmat_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
         B, L, _ = self.heads
+        asked = (w != 0).any(-1).any(1).any(0).nonzero()[:, 0]
+        if asked.numel() <= FEW_ROWS:
+            rows = self.map_rows(asked.expand(B, -1), start, stop)
+            return rows.mT @ w[:, :, asked]
         out = w.new_zeros(B, stop - start, L, w.shape[-1])
         for at in self._tiles(stop - start):
             x = w[:, :, at]

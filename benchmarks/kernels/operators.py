@@ -1,0 +1,142 @@
+"""What a row, a matrix and an application cost for each kind of operator.
+
+Layers of the shapes people run: Mamba's diagonal recurrence, Mamba-2's scalar decay per head, a
+decay per key dimension (GLA, Kimi), the gated delta rule, softmax attention. Each operator is
+first checked against its naive form at a short length; then, in one run, a row of the channel
+mean in linear time against the same row through the matrix, and the application against the
+recurrence run token by token in PyTorch.
+
+    python benchmarks/kernels/operators.py --cpu-time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from _common import arguments, check, layer, save, seconds
+from torch import Tensor
+
+from captum_ssm.operators import (
+    DiagonalOperator,
+    HeadOperator,
+    LinearAttentionOperator,
+    SoftmaxOperator,
+    TokenOperator,
+)
+from captum_ssm.operators.diagonal import naive_matrix as naive_diagonal
+from captum_ssm.operators.linear_attention import naive_matrix as naive_linear
+from captum_ssm.operators.softmax import naive_matrix as naive_softmax
+
+
+def diagonal(length: int, channels: int = 1536) -> DiagonalOperator:
+    c = layer(length, channels)
+    return DiagonalOperator(c["dt"], c["right"], c["A"], c["Bm"], c["Cm"])
+
+
+def linear(
+    length: int, heads: int, state: int, width: int, per_key: bool = False, delta: bool = False
+) -> LinearAttentionOperator:
+    g = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, length, heads, state, generator=g) * state**-0.5
+    decay = -torch.rand(1, length, heads, state if per_key else 1, generator=g) * 0.1
+    if not delta:
+        return LinearAttentionOperator(query, key, decay, width)
+    probe = torch.nn.functional.normalize(key, dim=-1)
+    write = probe * torch.rand(1, length, heads, 1, generator=g)
+    return LinearAttentionOperator(query, write, decay, width, erase=write, probe=probe)
+
+
+def softmax(length: int, heads: int, state: int) -> SoftmaxOperator:
+    g = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, heads, length, state, generator=g)
+    return SoftmaxOperator(query, key, state**-0.5, state)
+
+
+KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict[str, int]]] = {
+    "diagonal, 1536 channels of 16": (diagonal, naive_diagonal, {"channels": 32}),
+    "decay per head, 24 heads of 64, state 128": (
+        lambda length, heads=24: linear(length, heads, 128, 64),
+        naive_linear,
+        {"heads": 2},
+    ),
+    "decay per key, 8 heads of 128, state 128": (
+        lambda length, heads=8: linear(length, heads, 128, 128, per_key=True),
+        naive_linear,
+        {"heads": 2},
+    ),
+    "gated delta rule, 16 heads of 128, state 128": (
+        lambda length, heads=16: linear(length, heads, 128, 128, delta=True),
+        naive_linear,
+        {"heads": 2},
+    ),
+    "softmax, 12 heads of 64": (
+        lambda length, heads=12: softmax(length, heads, 64),
+        naive_softmax,
+        {"heads": 2},
+    ),
+}
+
+
+def token_by_token(op: TokenOperator, v: Tensor) -> Tensor:
+    """The recurrence as it is written down, one token at a time."""
+    if isinstance(op, DiagonalOperator):
+        state = torch.zeros(*op.dt.shape[::2], op.A.shape[1])
+        rows = []
+        for t in range(op.length):
+            write = (op.right[:, t] * v[:, t])[..., None] * op.B[:, t]
+            state = torch.exp(op.dt[:, t, :, None] * op.A) * state + write
+            rows.append((state * op.C[:, t]).sum(-1))
+        return torch.stack(rows, 1)
+    assert isinstance(op, LinearAttentionOperator)
+    x = v.unflatten(-1, (op.maps, op.width))
+    state = torch.zeros(op.batch, op.maps, op.query.shape[-1], op.width)
+    rows = []
+    for t in range(op.length):
+        state = op.log_decay[:, t].exp()[..., None] * state
+        if op.erase is not None and op.probe is not None:
+            found = torch.einsum("bhn,bhnp->bhp", op.probe[:, t], state)
+            state = state - op.erase[:, t, :, :, None] * found[:, :, None]
+        state = state + op.key[:, t, :, :, None] * x[:, t, :, None]
+        rows.append(torch.einsum("bhn,bhnp->bhp", op.query[:, t], state))
+    return torch.stack(rows, 1).flatten(2)
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    rows = []
+    for name, (make, naive, small) in KINDS.items():
+        tiny = make(70, **small)
+        check(name, tiny.matrix(), naive(tiny), 1e-5)
+        for length in args.lengths or (1024, 2048):
+            op = make(length)
+            query = torch.zeros(1, length)
+            query[:, -1] = 1.0
+            v = torch.randn(1, length, op.channels, generator=torch.Generator().manual_seed(1))
+            row_s, matrix_s = seconds(
+                lambda op=op, query=query: op.vecmat(query, "mean"),
+                lambda op=op: op.matrix("mean"),
+                repeats=args.repeats,
+            )
+            found = {
+                "kind": name,
+                "length": length,
+                "row_ms": 1e3 * row_s,
+                "matrix_ms": 1e3 * matrix_s,
+                "matrix_over_row": matrix_s / row_s,
+            }
+            if not isinstance(op, HeadOperator) or isinstance(op, LinearAttentionOperator):
+                check(name, op.apply(v), token_by_token(op, v), 1e-4)
+                apply_s, loop_s = seconds(
+                    lambda op=op, v=v: op.apply(v),
+                    lambda op=op, v=v: token_by_token(op, v),
+                    repeats=args.repeats,
+                )
+                found |= {"apply_ms": 1e3 * apply_s, "loop_over_apply": loop_s / apply_s}
+            rows.append(found)
+            print({k: round(x, 2) if isinstance(x, float) else x for k, x in found.items()})
+    save("operators", args, rows)
+
+
+if __name__ == "__main__":
+    main()
