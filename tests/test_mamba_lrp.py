@@ -7,7 +7,7 @@ import torch
 from families import build
 from torch.nn import functional as F
 
-from captum_ssm import MambaLRP
+from captum_ssm import LaTIM, MambaLRP, MambaRollout
 
 # Families whose every nonlinear part is frozen; in the others (mixtures of experts, ...) the
 # delta says what is not conserved.
@@ -128,3 +128,31 @@ def test_names() -> None:
     method = MambaLRP(build("mamba"))
     assert method.get_name() == "MambaLRP"
     assert method.has_convergence_delta()
+
+
+@pytest.mark.parametrize("method", [MambaLRP, LaTIM])
+def test_the_delta_can_be_computed_from_attributions(method: type) -> None:
+    model, ids = without_biases(build("mamba")), ids_for()
+    explained = method(model)
+    relevance, delta = explained.attribute(ids, target=3, return_convergence_delta=True)
+    found = explained.compute_convergence_delta(relevance, ids, target=3)
+    torch.testing.assert_close(found, delta, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="convergence delta"):
+        MambaRollout(model).compute_convergence_delta(relevance, ids)
+
+
+def test_position_embeddings_are_not_the_start() -> None:
+    class WithPositions(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = torch.nn.Embedding(32, 16)
+            self.model = without_biases(build("mamba"))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            places = self.places(torch.arange(ids.shape[1]).expand_as(ids))
+            tokens = self.model.get_input_embeddings()(ids)
+            return self.model(inputs_embeds=tokens + 0.0 * places).logits
+
+    model, ids = WithPositions(), ids_for()
+    expected = MambaLRP(model.model).attribute(ids, target=3)
+    torch.testing.assert_close(MambaLRP(model).attribute(ids, target=3), expected)

@@ -116,6 +116,32 @@ class TokenAttribution(Attribution):
             return frozen
         return replace(frozen, grid=replace(frozen.grid, mode=self.interpolate_mode))
 
+    def compute_convergence_delta(
+        self,
+        attributions: Any,
+        inputs: Any,
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        position: Any = None,
+    ) -> Tensor:
+        """The explained score less the sum of attributions, ``(B,)``: what is not accounted for.
+
+        Only for methods whose attributions claim to add up to the score
+        (``has_convergence_delta()``); the arguments are those of ``attribute``, and its result.
+
+        Raises:
+            ValueError: for a method without a convergence delta.
+        """
+        if not self.has_convergence_delta():
+            self._no_delta(True)
+        frozen = self._freeze(
+            inputs, additional_forward_args, position, target=target, gradients=True
+        )
+        assert frozen.score is not None
+        total = single_input(attributions).flatten(1).sum(1)
+        return frozen.score.to(total) - total
+
     def _no_delta(self, return_convergence_delta: bool) -> None:
         if return_convergence_delta:
             raise ValueError(

@@ -123,7 +123,7 @@ class MambaLRP(TokenAttribution):
             model,
             gradients=True,
             also=_is_frozen_by_lrp,
-            substitute=lambda call: _substitute(call, leaves, self.check),
+            substitute=lambda call: _substitute(call, tensor, leaves, self.check),
         )
         shape = token_shape(captured.calls, tensor)
         mask = padding_mask(captured, *shape)
@@ -201,9 +201,11 @@ def _is_mlp(module: nn.Module) -> bool:
     return "up_proj" in names and "down_proj" in names
 
 
-def _substitute(call: MixerCall, leaves: list[Tensor], check: bool) -> Any:
+def _substitute(call: MixerCall, inputs: Tensor, leaves: list[Tensor], check: bool) -> Any:
     if isinstance(call.module, nn.Embedding):
-        if leaves:
+        # The table that is asked for the ids themselves; another may embed positions.
+        given = next(a for a in (*call.args, *call.kwargs.values()) if torch.is_tensor(a))
+        if leaves or not torch.equal(given.to(inputs.device), inputs):
             return call.result
         leaves.append(call.result.detach().clone().requires_grad_(True))
         return leaves[0]
