@@ -184,7 +184,7 @@ class _Part:
                 self.mixer.recurrence.compose(left=score, skip=self.mixer.skip, right=values),
             )
 
-    def tile(self, index: Tensor, columns: int, channels: int = 512) -> Tensor:
+    def tile(self, index: Tensor, columns: int, channels: int = 2048) -> Tensor:
         # Vectors of the rows index (B, R) and the first columns: (B, E, R, C). One matrix product
         # for a block of channels, filled piece by piece, a piece small enough to stay in cache.
         operator, weight = self.mixer.recurrence, self.weight

@@ -1,0 +1,105 @@
+"""How close do LaTIM's interactions come to this machine's matrix products?
+
+`interactions(aggregation="l2")` of one 130m-shaped layer: for every pair of tokens the vector one
+adds to the other's output (768 numbers, a sum over 1536 channels), reduced to its norm, without the
+(L, L, 768) tensor. Useful work counts each causal pair once. Checked first against the vectors of
+some rows.
+
+    python benchmarks/latim.py --length 512
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr._contributions import Contributions
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.operators import DiagonalOperator
+
+HERE = Path(__file__).resolve().parent
+D, N, E, K = 1536, 16, 768, 4
+
+
+def layer(length: int) -> FrozenMixer:
+    """A frozen mixer of mamba-130m's shape with random contents."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    weight = normal(E, D) * D**-0.5
+    dt = torch.rand(1, length, D, generator=g) * 0.1
+    rates = -torch.arange(1.0, N + 1).repeat(D, 1)
+    return FrozenMixer(
+        recurrence=DiagonalOperator(
+            dt, dt, rates, normal(1, length, 1, N), normal(1, length, 1, N)
+        ),
+        inputs=normal(1, length, D),
+        out_proj=lambda y: y @ weight.mT,
+        out_weight=weight,
+        skip=torch.ones(D),
+        conv=normal(D, K),
+        conv_bias=normal(D),
+        activation=torch.rand(1, length, D, generator=g),
+        gate=normal(1, length, D),
+    )
+
+
+def norms(contributions: Contributions) -> Tensor:
+    """The l2 interactions, ``(1, L, L)``."""
+
+    def reduce(vectors: Tensor, rows: slice) -> Tensor:
+        return torch.linalg.vector_norm(vectors, dim=1)
+
+    return torch.cat([tile for _, tile in contributions.reduced_tiles(reduce)], 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "latim.json")
+    args = parser.parse_args()
+    # Processor time of one thread: the machine may be busy otherwise.
+    torch.set_num_threads(1)
+    L = args.length
+    a, b = torch.randn(2, 2048, 2048)
+    mixer = layer(L)
+    rows = []
+    for activation in ("gate", "silu"):
+        contributions = Contributions([mixer], activation)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = norms(contributions)
+        peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        index = torch.tensor([[0, L // 3, L - 1]])
+        expected = contributions.vectors(index).norm(dim=-1)
+        error = float((found[:, index[0]] - expected).abs().max() / expected.abs().max())
+        if not error < 1e-5:
+            raise SystemExit(f"the tiles differ from the vectors by {error:.1e}")
+        best, product = float("inf"), float("inf")
+        for _ in range(args.repeats):
+            start = time.process_time()
+            norms(contributions)
+            best = min(best, time.process_time() - start)
+            start = time.process_time()
+            a @ b
+            product = min(product, time.process_time() - start)
+        work = L * (L + 1) * D * E
+        share = (work / best) / (2 * 2048**3 / product)
+        rows.append(
+            {"activation": activation, "seconds": best, "share_of_mm": share, "peak_MiB": peak}
+        )
+        print(f"{activation}: {best:.2f} s, {100 * share:.0f}% of torch.mm, {peak:.0f} MiB more")
+    record = {"benchmark": "latim", "length": L, "torch": torch.__version__, "rows": rows}
+    args.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
