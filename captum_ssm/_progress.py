@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 T = TypeVar("T")
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
-    """``items``, with a bar that appears after three seconds, on a terminal or in a notebook."""
+    """``items``, with a bar that appears after three seconds, on a terminal."""
     return tqdm(items, desc=what, total=total, delay=3.0, leave=False, disable=None)
