@@ -5,7 +5,8 @@
 Every method explains the predicted class of the held-out images. Perturbation removes whole
 patches (the model's tokens), so that methods that resolve pixels and methods that resolve tokens
 are asked the same question; segmentation compares with the known mask of the digit. Intervals are
-95 percent bootstrap intervals over images. Writes ``results/<name>.json`` and ``.md``.
+95 percent bootstrap intervals over images. Writes ``results/<name>.json`` and ``.md``; rows of an
+earlier run on as many images that this one does not score again are kept.
 """
 
 from __future__ import annotations
@@ -103,8 +104,12 @@ def methods(model: VisionMamba) -> dict[str, Callable[[Tensor, Tensor], Tensor]]
     unified = UnifiedImplicitAttention(model)
     found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "Raw attention, hidden": lambda x, t: RawAttention(model).attribute(x),
+        "Raw attention, hidden, absolute": lambda x, t: RawAttention(model).attribute(
+            x, sign="absolute"
+        ),
         "Raw attention, unified": lambda x, t: unified.attribute(x, t, aggregation="raw"),
         "Rollout, hidden": lambda x, t: MambaRollout(model).attribute(x),
+        "Rollout, hidden, absolute": lambda x, t: MambaRollout(model).attribute(x, sign="absolute"),
         "Rollout, unified": lambda x, t: unified.attribute(x, t, aggregation="rollout"),
         "Attribution, hidden": lambda x, t: MambaAttribution(model).attribute(x, t),
         "Attribution, unified": lambda x, t: unified.attribute(x, t),
@@ -272,14 +277,25 @@ def main() -> None:
             "python": platform.python_version(),
         },
     }
+    name = f"digits-{args.removal}"
+    path = args.output / f"{name}.json"
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        if earlier["about"]["images"] == about["images"]:
+            kept = {
+                method: {key: Estimate(**e) for key, e in row.items()}
+                for method, row in earlier["scores"].items()
+            }
+            results = kept | results
+            about["seconds"] = earlier["about"]["seconds"] | seconds
+    results = {method: results[method] for method in methods(model) if method in results}
     scores = {
-        name: {key: dataclasses.asdict(e) for key, e in row.items()}
-        for name, row in results.items()
+        method: {key: dataclasses.asdict(e) for key, e in row.items()}
+        for method, row in results.items()
     }
     args.output.mkdir(parents=True, exist_ok=True)
     record = {"about": about, "scores": scores, "layers": found}
-    name = f"digits-{args.removal}"
-    (args.output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
     text = [
         f"# Explanations of the digits model, removed patches {args.removal}",
         "",
@@ -290,6 +306,11 @@ def main() -> None:
         "other data: their order can be compared, not their size.",
         "",
         table(results),
+        "",
+        "Two things to know. The digit is the brightest thing on a canvas, so brightness itself "
+        "segments well: that row is what an explanation of a better-hidden object would have to "
+        "be compared with. Integrated gradients start from an empty canvas, which is what "
+        "removed patches become under `--removal black`.",
         "",
         "What the layers do:",
         "",
