@@ -316,7 +316,8 @@ def main() -> None:
         "",
         layer_table(found),
         "",
-        f"`python benchmarks/vision/evaluate.py --removal {args.removal}`",
+        f"`python benchmarks/vision/evaluate.py --removal {args.removal}"
+        + (f" --limit {args.limit}`" if args.limit else "`"),
         "",
     ]
     (args.output / f"{name}.md").write_text("\n".join(text))
