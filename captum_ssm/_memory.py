@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -46,6 +47,58 @@ def tile_entries(default: int) -> int:
     limit = _LIMIT.get()
     # A tile exists a few times over: what is read, what is made of it, and the sum.
     return default if limit is None else max(1, min(default, limit // 32))
+
+
+@contextmanager
+def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
+    """Raise `MemoryLimitError` once the graph recorded inside keeps more bytes than the limit.
+
+    Args:
+        model (nn.Module): its parameters and buffers are not counted.
+        what (str): the request, for the message.
+    """
+    limit = _LIMIT.get()
+    if limit is None:
+        yield
+        return
+    own = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+    saved: Counter[int] = Counter()  # how often a storage is kept
+    total = 0
+
+    class Kept:
+        # Stands in the graph for a tensor, and is counted for as long as it is there.
+        def __init__(self, tensor: torch.Tensor) -> None:
+            nonlocal total
+            self.tensor, self.storage = tensor, _storage(tensor)
+            total += 0 if saved[self.storage] else tensor.untyped_storage().nbytes()
+            saved[self.storage] += 1
+
+        def __del__(self) -> None:
+            nonlocal total
+            saved[self.storage] -= 1
+            total -= 0 if saved[self.storage] else self.tensor.untyped_storage().nbytes()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | Kept:
+        if _storage(tensor) in own:
+            return tensor
+        kept = Kept(tensor)
+        if total > limit:
+            raise MemoryLimitError(
+                f"{what} keeps what every layer computes, which is more than memory_limit="
+                f"{readable_bytes(limit)}. Explain fewer or shorter examples at a time, or raise "
+                "memory_limit."
+            )
+        return kept
+
+    def unpack(kept: torch.Tensor | Kept) -> torch.Tensor:
+        return kept.tensor if isinstance(kept, Kept) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def require(needed: int, what: str, would_fit: Sequence[tuple[str, int]] = ()) -> None:

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from families import build
+from families import FAMILIES, build, padded
+from test_vision import images, isotropic, small
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm import LaTIM, MambaLRP, MambaRollout
-
-# Families whose every nonlinear part is frozen; in the others (mixtures of experts, ...) the
-# delta says what is not conserved.
-CONSERVING = (
-    "mamba",
-    "falcon_mamba",
-    "mamba2",
-    "bamba",
-    "falcon_h1",
-    "nemotron_h",
-    "olmo_hybrid",
-    "zamba",
-)
+from captum_ssm import LaTIM, MambaLRP, MambaRollout, MemoryLimitError
+from captum_ssm.attr._relevance import relevance_at
 
 
 def ids_for(count: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(1, 30, (count, length), generator=torch.Generator().manual_seed(0))
 
 
-def without_biases(model: torch.nn.Module) -> torch.nn.Module:
+def without_biases(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # The step's bias sits inside the frozen coefficients and stays.
             if name.endswith("bias") and "dt" not in name:
                 parameter.zero_()
+            # What is added to an image's patches is nobody's either.
+            if name.startswith(("cls_token", "pos_embed")):
+                parameter.zero_()
     return model
 
 
-@pytest.mark.parametrize("family", CONSERVING)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_relevance_sums_to_the_logit(family: str) -> None:
     model, ids = without_biases(build(family)), ids_for()
     relevance, delta = MambaLRP(model).attribute(ids, target=3, return_convergence_delta=True)
@@ -45,6 +40,37 @@ def test_relevance_sums_to_the_logit(family: str) -> None:
     assert relevance.shape == ids.shape
     torch.testing.assert_close(relevance.sum(1), logit, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(delta, logit - relevance.sum(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "qwen3_next"])
+def test_relevance_sums_to_the_logit_beside_padding(family: str, side: str) -> None:
+    if family not in FAMILIES:
+        pytest.skip(f"this transformers has no {family}")
+    model, ids, mask = without_biases(build(family)), ids_for(), padded(side)
+    relevance, delta = MambaLRP(model).attribute(
+        ids, 3, {"attention_mask": mask}, return_convergence_delta=True
+    )
+    assert (relevance[mask == 0] == 0).all()
+    torch.testing.assert_close(delta, torch.zeros(2), rtol=0, atol=1e-5)
+
+
+VISION = {
+    "both ways": small,
+    "one way": partial(small, bimamba_type="none"),
+    "layer norm": partial(small, norm="layer", layer_scale=0.3),
+    "four ways": isotropic,
+    "four ways, no gate": partial(isotropic, gated=False),
+}
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_relevance_of_pixels_sums_to_the_logit(kind: str) -> None:
+    model, x = without_biases(VISION[kind]()), images()
+    relevance, delta = MambaLRP(model).attribute(x, target=3, return_convergence_delta=True)
+    assert relevance.shape == x.shape
+    torch.testing.assert_close(relevance.sum((1, 2, 3)), model(x)[:, 3], rtol=1e-6, atol=1e-9)
+    assert float(delta.abs().max()) < 1e-9
 
 
 def test_biases_are_what_the_delta_is() -> None:
@@ -156,3 +182,185 @@ def test_position_embeddings_are_not_the_start() -> None:
     model, ids = WithPositions(), ids_for()
     expected = MambaLRP(model.model).attribute(ids, target=3)
     torch.testing.assert_close(MambaLRP(model).attribute(ids, target=3), expected)
+
+
+# ---- the rules at the nodes of the graph ------------------------------------------------------
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+WEIGHT = tensor(4, 4, seed=1)
+OTHER = tensor(4, 4, seed=2)
+
+# What each function does, and the same with its constants written out.
+RULES = {
+    "silu": (F.silu, lambda x, c: x * torch.sigmoid(c)),
+    "gelu": (F.gelu, lambda x, c: x * (F.gelu(c) / c)),
+    "gelu, tanh": (
+        partial(F.gelu, approximate="tanh"),
+        lambda x, c: x * (F.gelu(c, approximate="tanh") / c),
+    ),
+    "mish": (F.mish, lambda x, c: x * (F.mish(c) / c)),
+    "hardswish": (F.hardswish, lambda x, c: x * (F.hardswish(c) / c)),
+    "relu": (torch.relu, lambda x, c: x * (c > 0)),
+    "squared relu": (lambda x: torch.relu(x).square(), lambda x, c: x * torch.relu(c)),
+    "cube": (lambda x: x**3, lambda x, c: x * c**2),
+    "soft cap": (lambda x: 3 * torch.tanh(x / 3), lambda x, c: x * (3 * torch.tanh(c / 3) / c)),
+    "sigmoid gate": (
+        lambda x: x * torch.sigmoid(x @ WEIGHT),
+        lambda x, c: x * (c @ WEIGHT).sigmoid(),
+    ),
+    "gated linear unit": (
+        lambda x: F.glu(x @ WEIGHT),
+        lambda x, c: (x @ WEIGHT)[:, :2] * (c @ WEIGHT)[:, 2:].sigmoid(),
+    ),
+    "gated linear unit, dim 1": (
+        lambda x: F.glu(x @ WEIGHT, 1),
+        lambda x, c: (x @ WEIGHT)[:, :2] * (c @ WEIGHT)[:, 2:].sigmoid(),
+    ),
+    "gated MLP": (
+        lambda x: F.silu(x @ WEIGHT) * (x @ OTHER),
+        lambda x, c: (
+            0.5 * (x @ WEIGHT) * (c @ WEIGHT).sigmoid() * (c @ OTHER)
+            + 0.5 * F.silu(c @ WEIGHT) * (x @ OTHER)
+        ),
+    ),
+    "experts": (
+        lambda x: (x @ WEIGHT).softmax(-1).topk(2)[0].sum(-1, keepdim=True) * (x @ OTHER),
+        lambda x, c: (c @ WEIGHT).softmax(-1).topk(2)[0].sum(-1, keepdim=True) * (x @ OTHER),
+    ),
+    "RMS norm": (
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1),
+        lambda x, c: x * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + 0.1),
+    ),
+    "a power as denominator": (
+        lambda x: x * (x.pow(2).sum(-1, keepdim=True) + 0.1) ** -0.5,
+        lambda x, c: x * (c.pow(2).sum(-1, keepdim=True) + 0.1) ** -0.5,
+    ),
+    "division": (
+        lambda x: x / x.norm(dim=-1, keepdim=True),
+        lambda x, c: x / c.norm(dim=-1)[:, None],
+    ),
+    "reciprocal": (lambda x: (1 / (2 + x**2)) * x, lambda x, c: (1 / (2 + c**2)) * x),
+    "layer norm": (
+        lambda x: F.layer_norm(x, (4,), WEIGHT[0]),
+        lambda x, c: (
+            (x - x.mean(-1, keepdim=True))
+            * WEIGHT[0]
+            / (c.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        ),
+    ),
+    "matrix product": (lambda x: x @ x.mT, lambda x, c: 0.5 * (x @ c.mT + c @ x.mT)),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(
+            *(x[None, None] @ w for w in (WEIGHT, OTHER, WEIGHT))
+        ),
+        lambda x, c: F.scaled_dot_product_attention(
+            *(t[None, None] for t in (c @ WEIGHT, c @ OTHER, x @ WEIGHT))
+        ),
+    ),
+    "attention by hand": (
+        lambda x: (x @ WEIGHT @ x.mT).softmax(-1) @ x,
+        lambda x, c: (c @ WEIGHT @ c.mT).softmax(-1) @ x,
+    ),
+    "a sigmoid beside the tokens": (
+        lambda x: x + torch.log(torch.sigmoid(x)),
+        lambda x, c: x + torch.log(torch.sigmoid(c)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
+    function, frozen = RULES[kind]
+    x = tensor(3, 4).requires_grad_()
+    score, same = function(x), frozen(x, x.detach())
+    torch.testing.assert_close(same, score)
+    direction = torch.randn_like(score)
+    (gradient,) = torch.autograd.grad((same * direction).sum(), x)
+    found = relevance_at(x, (score * direction).sum(-1))
+    torch.testing.assert_close(found, x.detach() * gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_an_activation_of_several_functions_is_one() -> None:
+    # transformers writes this GELU out; half of it would go to the product's other factor.
+    model = without_biases(build("jamba", hidden_act="gelu_new", num_experts=1))
+    _, delta = MambaLRP(model).attribute(ids_for(), target=3, return_convergence_delta=True)
+    assert float(delta.abs().max()) < 1e-5
+
+
+def test_a_function_without_a_rule_is_what_the_delta_is() -> None:
+    class Unknown(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return F.silu(x)
+
+        @staticmethod
+        def backward(ctx, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            s = torch.sigmoid(x)
+            return gradient * s * (1 + x * (1 - s))
+
+    model = without_biases(build("mamba"))
+
+    def run(act):
+        def forward(ids: Tensor) -> Tensor:
+            return act(model(ids).logits)
+
+        return MambaLRP(forward, model).attribute(ids_for(), 3, return_convergence_delta=True)
+
+    with torch.no_grad():
+        logit = F.silu(model(ids_for()).logits[:, -1, 3])
+    relevance, delta = run(Unknown.apply)
+    torch.testing.assert_close(delta, logit - relevance.sum(1))
+    assert float(delta.abs().max()) > 1e-2
+    assert float(run(F.silu)[1].abs().max()) < 1e-5
+
+
+def test_probabilities_are_refused() -> None:
+    model = build("mamba")
+    with pytest.raises(ValueError, match="return the logits rather than probabilities"):
+        MambaLRP(lambda ids: model(ids).logits.softmax(-1), model).attribute(ids_for(), target=3)
+
+
+def test_values_are_the_models_own() -> None:
+    model, ids = build("jamba"), ids_for()
+    seen = []
+
+    def forward(ids: Tensor) -> Tensor:
+        seen.append(model(ids).logits)
+        return seen[-1]
+
+    MambaLRP(forward, model).attribute(ids, target=3)
+    torch.testing.assert_close(seen[0].detach(), model(ids).logits.detach())
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def test_a_memory_limit_is_kept_to() -> None:
+    model, ids = build("mamba"), ids_for()
+    expected = MambaLRP(model).attribute(ids, target=3)
+    roomy = MambaLRP(model, memory_limit=1 << 20).attribute(ids, target=3)
+    torch.testing.assert_close(roomy, expected)
+    with pytest.raises(MemoryLimitError, match="keeps what every layer computes"):
+        MambaLRP(model, memory_limit=1 << 12).attribute(ids, target=3)
+    torch.testing.assert_close(MambaLRP(model).attribute(ids, target=3), expected)
+
+
+def test_a_limit_grows_with_the_tokens() -> None:
+    model = build("mamba2")
+    least = {}
+    for length in (8, 64):
+        ids = ids_for(1, length)
+        for limit in (2**n for n in range(10, 30)):
+            try:
+                MambaLRP(model, memory_limit=limit).attribute(ids, target=3)
+            except MemoryLimitError:
+                continue
+            least[length] = limit
+            break
+    assert least[64] >= 4 * least[8]

@@ -134,6 +134,21 @@ def test_contributions_are_exact_where_padding_enters_the_state():
         assert error.max() < 1e-4
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma"])
+def test_contributions_to_and_of_padding_are_zero(family, side):
+    model, mask = build(family), padded(side)
+    extra = {"attention_mask": mask}
+    latim = LaTIM(model)
+    options = {"activation": "gate", "additional_forward_args": extra}
+    vectors = latim.contributions(TOKENS, -1, range(9), **options)
+    outside = mask == 0
+    assert (vectors[outside] == 0).all()
+    assert (vectors.mT.transpose(1, 3)[outside] == 0).all()
+    found = latim.interactions(TOKENS, -1, "l2", **options)
+    torch.testing.assert_close(found, vectors.norm(dim=-1))
+
+
 # ---- LaTIM's map of every token to the logits -------------------------------------------------
 
 

@@ -45,13 +45,12 @@ class FrozenNorm:
         middle = x - x.mean(-1, keepdim=True)
         std = torch.rsqrt(middle.square().mean(-1, keepdim=True) + eps)
         # An RMS norm, one whose weight is stored less one (Gemma), or a layer norm: the one that
-        # gives what the norm returned.
+        # comes closest to what the norm returned.
         forms = ((weight * rms, False), ((1 + weight) * rms, False), (weight * std, True))
-        for scale, centred in forms:
-            found = cls(scale, centred, bias)
-            if bool((found(x) - y).abs().amax() <= 2e-2 * y.abs().amax()):
-                return found
-        return None
+        found = [cls(scale, centred, bias) for scale, centred in forms]
+        errors = [float((form(x) - y).abs().amax()) for form in found]
+        error, best = min(zip(errors, range(len(found)), strict=True))
+        return found[best] if error <= 2e-2 * float(y.abs().amax()) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The frozen norm of ``x (B, L, E)``."""

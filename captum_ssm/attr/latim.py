@@ -202,7 +202,7 @@ class LaTIM(TokenAttribution):
         activation: str = "silu",
         additional_forward_args: Any = None,
     ) -> Tensor:
-        """The vectors :math:`T_i(x_j)` for the query tokens ``rows``: ``(B, R, L, E)``.
+        """The vectors :math:`T_i(x_j)` for the tokens ``rows``: ``(B, R, L, E)``, zero on padding.
 
         Args:
             inputs (Tensor or tuple of one Tensor): as for :meth:`attribute`.
@@ -216,7 +216,12 @@ class LaTIM(TokenAttribution):
         with self._computing():
             chosen = frozen.select(layer)
             parts = _contributions(chosen, activation, frozen.mask)
-            return parts.vectors(frozen.row_index(rows))
+            index = frozen.row_index(rows)
+            vectors = parts.vectors(index)
+            if frozen.mask is not None:
+                vectors *= frozen.mask[:, None, :, None]
+                vectors *= frozen.mask.gather(1, index)[..., None, None]
+            return vectors
 
     def layer_errors(
         self, inputs: Any, *, activation: str = "silu", additional_forward_args: Any = None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from captum_ssm._captum import TargetType, format_output, is_tuple, log_usage
-from captum_ssm._capture import capture, gradient_at, is_norm
+from captum_ssm._capture import capture, is_norm, unwrap
 from captum_ssm._frozen import (
     call_forward,
     check_finite,
@@ -21,8 +20,10 @@ from captum_ssm._frozen import (
     resolve_model,
     token_shape,
 )
+from captum_ssm._memory import limited_graph, memory_limit
 from captum_ssm.attr._base import TokenAttribution, single_input
 from captum_ssm.attr._norms import FrozenNorm, first_input
+from captum_ssm.attr._relevance import relevance_at
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._base import activation_factor
 from captum_ssm.operators.band import causal_conv
@@ -32,28 +33,32 @@ class MambaLRP(TokenAttribution):
     r"""Gradient times input through a network whose data-dependent parts are frozen.
 
     Relevance propagation that conserves the explained score (Jafari, Montavon, Müller & Eberle,
-    `MambaLRP <https://arxiv.org/abs/2406.07592>`_). The model runs once with its mixers, norms
-    and MLPs replaced by frozen ones that return the same values:
+    `MambaLRP <https://arxiv.org/abs/2406.07592>`_). The model runs once, and on the way back
 
-    - a recurrence's coefficients (:math:`\Delta, A, B, C`; decays, keys and queries; attention
-      probabilities) are constants;
+    - a recurrence's coefficients (:math:`\Delta, A, B, C`; decays, keys and queries), attention
+      probabilities and routers' weights are constants, as is everything that comes out of a
+      sigmoid, a softmax or an exponential;
     - an activation is its argument times a constant, :math:`\mathrm{SiLU}(x) = \sigma(x)\,x`;
-    - a SiLU or GELU gate shares relevance with the signal half and half, a sigmoid gate is a
-      constant;
-    - a norm's denominator is a constant.
+    - a product of two tensors, such as a SiLU gate and its signal, gives half of its relevance to
+      each;
+    - a norm's denominator is a constant, and any other denominator.
 
     What is left is linear in the embeddings, so that :math:`R_j = \sum_e x_{je}\,\partial s /
-    \partial x_{je}` adds up to the score s less what the biases contribute. Mixture-of-experts
-    layers and MLPs of an unknown form keep their plain gradient; the convergence delta says what
-    that costs.
+    \partial x_{je}` adds up to the score s less what the biases contribute, through MLPs, experts,
+    gates and soft caps alike. Mixers and norms are replaced by frozen forms that return the same
+    values, which is checked; the other rules are attached to the nodes of the autograd graph,
+    whichever module they come from, and change no value. A function without a rule (a fused
+    kernel with a backward pass of its own) keeps its plain gradient; the convergence delta says
+    what that costs.
 
     Args:
         forward_func (nn.Module, nnsight model or Callable): what is explained.
         model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
             where it is a plain callable. Default: None
         check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
-        interpolate_mode, memory_limit (optional): see
-            :class:`~captum_ssm.attr.TokenAttribution`. Default: None
+        memory_limit (int, optional): bytes that the graph of the run may keep, beside the model;
+            a run that needs more raises :class:`~captum_ssm.MemoryLimitError`. Default: None
+        interpolate_mode (optional): not used; an image's pixels have relevance of their own.
 
     Examples::
 
@@ -118,13 +123,14 @@ class MambaLRP(TokenAttribution):
         def run() -> Any:
             return call_forward(self.forward_func, tensor, extra)
 
-        captured = capture(
-            run,
-            model,
-            gradients=True,
-            also=_is_frozen_by_lrp,
-            substitute=lambda call: _substitute(call, tensor, leaves, self.check),
-        )
+        with memory_limit(self.memory_limit), limited_graph(unwrap(model), self.get_name()):
+            captured = capture(
+                run,
+                model,
+                gradients=True,
+                also=_is_frozen_by_lrp,
+                substitute=lambda call: _substitute(call, tensor, leaves, self.check),
+            )
         shape = token_shape(captured.calls, tensor)
         mask = padding_mask(captured, *shape)
         check_finite(captured.calls)
@@ -134,18 +140,15 @@ class MambaLRP(TokenAttribution):
                 "the model embeds its ids by something other than a torch.nn.Embedding, so the "
                 "start of the propagation is not known; explain the embeddings instead."
             )
-        gradient = gradient_at(leaves[0], score)
-        leaf = leaves[0].detach()
-        working = torch.float64 if leaf.dtype == torch.float64 else torch.float32
-        relevance = leaf.to(working) * gradient.to(working)
+        relevance = relevance_at(leaves[0], score)
         features = 1 if relevance.dim() == 4 else -1
+        width = relevance.shape[features]
         relevance = relevance.sum(features)
         if mask is not None and relevance.dim() == 2:
             relevance = relevance * mask
-        delta = score.detach().to(working) - relevance.flatten(1).sum(1)
-        if single_input(inputs).is_floating_point():
-            width = leaf.shape[features]
-            relevance = (relevance / width).unsqueeze(features).expand_as(leaf).contiguous()
+        delta = score.detach().to(relevance) - relevance.flatten(1).sum(1)
+        if tensor.is_floating_point():
+            relevance = (relevance / width).unsqueeze(features).expand_as(tensor).contiguous()
         result = format_output(is_tuple(inputs), (relevance,))
         return (result, delta) if return_convergence_delta else result
 
@@ -176,6 +179,8 @@ def _gated(mixer: FrozenMixer) -> Tensor:
     y = mixer.recurrence.detach().apply(v)
     if mixer.skip is not None:
         y = y + mixer.skip * v
+    if mixer.centred:
+        y = y - y.mean(-1, keepdim=True)
     if mixer.norm is not None:
         y = y * mixer.norm.detach()
     if mixer.gate is None:
@@ -193,12 +198,12 @@ def _halves(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_frozen_by_lrp(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) or is_norm(module) or _is_mlp(module)
+    return isinstance(module, nn.Embedding) or is_norm(module) or _is_activation(module)
 
 
-def _is_mlp(module: nn.Module) -> bool:
-    names = module._modules
-    return "up_proj" in names and "down_proj" in names
+def _is_activation(module: nn.Module) -> bool:
+    # Those of torch are single nodes of the graph, with a rule of their own.
+    return type(module).__module__ == "transformers.activations"
 
 
 def _substitute(call: MixerCall, inputs: Tensor, leaves: list[Tensor], check: bool) -> Any:
@@ -222,7 +227,7 @@ def _substitute(call: MixerCall, inputs: Tensor, leaves: list[Tensor], check: bo
         norm = FrozenNorm.of(call)
         frozen = None if norm is None else norm(first_input(call))
     else:
-        frozen = _mlp(call)
+        frozen = _activation(call)
     if frozen is None:
         return call.result
     # The model goes on with the very values it computed.
@@ -234,18 +239,14 @@ def _substitute(call: MixerCall, inputs: Tensor, leaves: list[Tensor], check: bo
     return frozen
 
 
-def _mlp(call: MixerCall) -> Tensor | None:
-    """A gated or plain MLP with its activation frozen; None where it computes something else."""
-    module, x = call.module, first_input(call).to(call.output.dtype)
-    act: Callable[[Tensor], Tensor] | None = getattr(module, "act_fn", getattr(module, "act", None))
-    if act is None:
-        return None
-    up = module.up_proj(x)
-    if "gate_proj" in module._modules:
-        argument = module.gate_proj(x)
-        gate = argument * activation_factor(act, argument).detach()
-        y = module.down_proj(_halves(gate, up))
-    else:
-        y = module.down_proj(up * activation_factor(act, up).detach())
-    near = (y - call.output).abs().amax() <= 2e-2 * call.output.abs().amax()
-    return y if bool(near) else None
+def _activation(call: MixerCall) -> Tensor | None:
+    x = first_input(call).to(call.output.dtype)
+
+    def function(x: Tensor) -> Tensor:
+        return type(call.module).forward(call.module, x)
+
+    with torch.no_grad():
+        if float(function(x.new_zeros(1))) != 0:
+            return None  # a gate
+        factor = activation_factor(function, x)
+    return x * factor

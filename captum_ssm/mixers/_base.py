@@ -125,6 +125,8 @@ class FrozenMixer:
             it, so that gate and signal carry relevance alike (MambaLRP's half rule).
             Default: None
         norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
+        centred (bool, optional): the norm first takes the mean over channels away, which the
+            maps leave to ``offset`` and relevance goes through. Default: False
         offset (Tensor, optional): a bias behind the norm, added to the gated output; it lies
             outside the operator. Broadcasts to ``(B, L, D)``. Default: None
 
@@ -151,6 +153,7 @@ class FrozenMixer:
     gate: Tensor | None = None
     gate_argument: Tensor | None = None
     norm: Tensor | None = None
+    centred: bool = False
     offset: Tensor | None = None
 
     @cached_property

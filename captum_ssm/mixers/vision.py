@@ -223,7 +223,7 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
     """
     module = call.module
     u = call.linear(module.in_proj, call.tokens())
-    gate = None
+    gate = z = None
     if module.gated:
         u, z = u.chunk(2, -1)
         gate = F.silu(z)
@@ -267,7 +267,9 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
             skip=skip,
             activation=activation[:, order],
             gate=None if gate is None else gate[:, order],
+            gate_argument=None if z is None else z[:, order],
             norm=norm[:, order],
+            centred=True,
         )
         for recurrence, skip, order in zip(recurrences, skips, orders, strict=True)
     )

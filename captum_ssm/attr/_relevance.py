@@ -1,0 +1,161 @@
+"""Propagating relevance along an autograd graph: what each of its nodes does with it.
+
+Gradient times input is conserved by what is linear. Everything else that lies between two
+frozen mixers (MLPs, experts and their routers, gates, soft caps, norms) is seen in the graph that
+autograd recorded, whichever module computed it, so the rules are attached to its nodes. The
+values of the run are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm._capture import gradient_at, require_graph
+from captum_ssm.mixers._base import activation_factor
+
+Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
+Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
+
+# Coefficients: what these return is a constant.
+_CONSTANT = ("Exp", "Reciprocal", "Rsqrt", "Sigmoid", "Softmax")
+# Products of two tensors: half of the relevance to each that depends on the inputs.
+_PRODUCTS = ("Bmm", "Mm", "Mul")
+# Activations, zero at zero: their argument times a constant.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Hardswish": F.hardswish,
+    "Mish": F.mish,
+    "Silu": F.silu,
+}
+
+
+def relevance_at(leaf: Tensor, score: Tensor) -> Tensor:
+    """Relevance of the entries of ``leaf`` for ``score`` (summed over the batch), in its shape.
+
+    The graph can be used once.
+
+    Raises:
+        ValueError: where no relevance can reach ``leaf``.
+    """
+    require_graph(score)
+    with torch.inference_mode(False), torch.enable_grad():
+        start = torch.autograd.graph.get_gradient_edge(leaf).node
+        if not _attach(score.grad_fn, start):
+            gradient_at(leaf, score)  # raises where not even a gradient can
+            raise ValueError(
+                "the score depends on the tokens only through a sigmoid, a softmax or an "
+                "exponential, which are constants to MambaLRP. Let forward_func return the logits "
+                "rather than probabilities."
+            )
+        gradient = gradient_at(leaf, score)
+    working = torch.promote_types(leaf.dtype, torch.float32)
+    return leaf.detach().to(working) * gradient.to(working)
+
+
+def _attach(end: Node, start: Node) -> bool:
+    """Give the nodes behind ``start`` their rules; False where no relevance reaches it."""
+    carries: dict[Node, bool] = {start: True}  # whether relevance at a node reaches start
+    stack = [end]
+    while stack:
+        node = stack[-1]
+        edges = [child for child, _ in node.next_functions]
+        followed = [edges[i] for i in _followed(node) if edges[i] is not None]
+        ahead = [] if node in carries else [child for child in followed if child not in carries]
+        if ahead:
+            stack.extend(ahead)
+            continue
+        stack.pop()
+        if node not in carries:
+            reaching = sum(carries[child] for child in followed)
+            carries[node] = reaching > 0
+            rule = _rule(node, reaching)
+            if rule is not None:
+                node.register_hook(rule)
+    return carries[end]
+
+
+def _kind(node: Node) -> str:
+    # "SiluBackward0" to "Silu".
+    return node.name().partition("Backward")[0]
+
+
+def _followed(node: Node) -> Sequence[int]:
+    # The inputs of a node that relevance can go to; the others are constants.
+    kind, count = _kind(node), len(node.next_functions)
+    if kind in _CONSTANT or (kind == "Pow" and _exponent(node) <= 0):
+        return ()
+    if kind == "Div":  # a denominator
+        return (0,)
+    if kind.startswith("ScaledDotProduct"):  # attention's probabilities
+        return (2,)
+    return range(count)
+
+
+def _rule(node: Node, reaching: int) -> Rule | None:
+    # What to do with the gradients of a node, given how many of its inputs lead on; None for a
+    # linear node, and for one that nothing is known of. Rules hold tensors without a graph: one
+    # that held its own node would never be freed.
+    kind, followed = _kind(node), _followed(node)
+    if len(followed) < len(node.next_functions):
+        return lambda inner, outer: tuple(g if i in followed else None for i, g in enumerate(inner))
+    if not reaching:
+        return None
+    if kind in _PRODUCTS:
+        return _times(1 / reaching) if reaching > 1 else None
+    if kind == "Pow":
+        return _times(1 / _exponent(node))
+    if kind == "Glu":
+        return _signal_of_glu(node._saved_dim)
+    if kind == "NativeLayerNorm":
+        return _layer_norm(node)
+    factor = _factor(node, kind)
+    return None if factor is None else lambda inner, outer: (outer[0] * factor, *inner[1:])
+
+
+def _times(share: float) -> Rule:
+    return lambda inner, outer: tuple(None if g is None else g * share for g in inner)
+
+
+def _exponent(node: Node) -> float:
+    exponent = getattr(node, "_saved_exponent", None)
+    return exponent if isinstance(exponent, (int, float)) else 1.0
+
+
+def _factor(node: Node, kind: str) -> Tensor | None:
+    # f(x) / x of an activation.
+    if kind == "Tanh":  # which keeps its result only
+        y = node._saved_result.detach()
+        return torch.where(y.abs() < 1e-4, 1.0, y / torch.atanh(y.double())).to(y.dtype)
+    act = _ACTIVATIONS.get(kind)
+    if kind == "Gelu":
+        act = partial(F.gelu, approximate=node._saved_approximate)
+    return None if act is None else activation_factor(act, node._saved_self.detach())
+
+
+def _signal_of_glu(dim: int) -> Rule:
+    # The gate, a sigmoid of the second half, is a constant. A negative dim is saved unsigned.
+    dim = dim - 2**64 if dim >= 2**63 else dim
+
+    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
+        signal, gate = inner[0].chunk(2, dim)
+        return (torch.cat([signal, torch.zeros_like(gate)], dim),)
+
+    return rule
+
+
+def _layer_norm(node: Node) -> Rule:
+    # With its denominator a constant, a layer norm is linear.
+    scale, weight = node._saved_result2.detach(), node._saved_weight
+    scale = scale if weight is None else scale * weight.detach()
+    dims = tuple(range(-len(node._saved_normalized_shape), 0))
+
+    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
+        pulled = outer[0] * scale
+        return (pulled - pulled.mean(dims, keepdim=True), *inner[1:])
+
+    return rule
