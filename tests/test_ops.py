@@ -235,6 +235,33 @@ def test_extreme_steps(dtype, form):
         assert_near(part, expected[:, d])
 
 
+@pytest.mark.parametrize("taps", [0, 4, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_entries_are_exact_until_they_underflow(dtype, taps):
+    """States that die between two stretches of tokens are left out: not one entry too early."""
+    if not ops.extension_loaded():
+        pytest.skip("the PyTorch forms stop at exp(-60)")
+    length = 600
+    coefficients = make(1, length, 3, 5, 1, taps, True, dtype)
+    # Positive terms, so that an entry is as exact as its parts; how many tokens each state lives.
+    coefficients = [None if x is None else x.abs() + 0.1 for x in coefficients]
+    life = torch.tensor([[100.0], [250.0], [500.0]]) * torch.tensor([0.9, 1.0, 0.5, 0.8, 0.3])
+    span = 87.0 if dtype == torch.float32 else 708.0
+    coefficients[2] = (-span / life / coefficients[0].mean().float()).to(dtype)
+    exact = [None if x is None else x.double() for x in coefficients]
+    expected = ops.naive_diagonal_matrix(*exact)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-8
+    smallest = 100 * torch.finfo(dtype).tiny / tolerance  # what is lost may be a normal number
+    for found, wanted in (
+        (ops.diagonal_rows(torch.arange(length)[None], *coefficients), expected),
+        (ops.diagonal_mean(*coefficients), expected.mean(1)),
+    ):
+        counts = wanted > smallest
+        assert counts.any()
+        relative = (found.double() / wanted - 1)[counts].abs().max()
+        assert relative < tolerance
+
+
 def test_half_precision_accumulates_in_float32():
     for dtype in (torch.float16, torch.bfloat16):
         coefficients = make(1, 80, 6, 3, 1, 4, True, dtype)
@@ -475,7 +502,9 @@ def run_again(selection: str, **environment: str) -> None:
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 def test_other_instruction_sets(isa):
     assert platform.machine() != "x86_64" or ops.extension_loaded()
-    run_again("(test_matches_naive or test_extreme) and kernel", CAPTUM_SSM_ISA=isa)
+    run_again(
+        "(test_matches_naive or test_extreme) and kernel or test_entries", CAPTUM_SSM_ISA=isa
+    )
 
 
 def test_forced_torch_forms():

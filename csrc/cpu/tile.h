@@ -9,8 +9,19 @@
 //
 // A tile left of the diagonal is one such block. A tile on the diagonal is halved down to kBase
 // rows, where the recurrence itself is run, a vector of columns at a time.
+//
+// Most states of most models live for a few hundred tokens at most. Where a state's decay between
+// a stretch of sources and a stretch of rows is no normal number any more, it is zero in the
+// arithmetic here too, and its term is left out: the inner indices of a block are put in the order
+// in which they die with distance, so that what is alive between two stretches is a prefix.
 
 constexpr int64_t kBase = 32;  // rows of a triangle that is not halved further; lanes divide it
+constexpr int64_t kWorthwhile = 128;  // rows from which on a block looks for states that die
+constexpr int64_t kLifetimes = 32;    // classes of them
+
+// The logarithm of the smallest normal number: powers of two below it are zero.
+template <class T>
+constexpr double kGone = sizeof(T) == 4 ? -126 : -1022;
 
 template <class T>
 constexpr int64_t kPanel = kColumnVectors * lanes<T>;  // columns of a micro tile
@@ -42,8 +53,17 @@ struct TileScratch {
   T* square;  // (kBase, pitch) a triangle's maps of one channel before its taps are folded in
   T* decay;   // (N, kBase) each: the coefficients of a triangle
   T* leave;
-  double* stretch;  // (channels, stretches()) sums of dt over stretches of kBase
-  double* gap;      // (channels) sums of dt between a tile's sources and its rows
+  double* row_stretch;     // (channels, stretches()) sums of dt over stretches of kBase rows
+  double* source_stretch;  // the same of sources
+  double* gap;             // (channels) sums of dt between a tile's sources and its rows
+  double* row_distance;    // (channels, stretches()) from the boundary to the stretch
+  double* source_distance;  // from the stretch, and what its taps bring, to the boundary
+  double* rates;            // (inner) of the states in use, in powers of two
+  int32_t* channel;         // (inner) their channels
+  int32_t* slot;            // (channels, N) where a state stands among those in use, -1 if nowhere
+  int32_t* alive;           // (stretches(), stretches()) how many are, by rows and sources
+  int64_t used;             // how many states of a block are in use
+  int64_t nearest;          // the stretch of sources next to the boundary
   int64_t total;    // elements used
 
   // What B and C hold: the positions are the tile's, the groups those read last.
@@ -57,14 +77,14 @@ struct TileScratch {
     stride = round_up(size + round_up(m.reach(), W), kBase) + kBase + W;
     channels = larger(1, smaller(m.D, kInner / m.N));
     inner = channels * m.N;
-    int64_t used = 0;
+    int64_t taken = 0;
     auto take = [&](int64_t count) {
-      T* p = base + used;
-      used += round_up(count, 64 / sizeof(T));
+      T* p = base + taken;
+      taken += round_up(count, 64 / sizeof(T));
 #if defined(__SANITIZE_ADDRESS__)
       // A gap after each part, so that running from one into the next is seen.
-      if (base) __asan_poison_memory_region(base + used, 64);
-      used += 64 / sizeof(T);
+      if (base) __asan_poison_memory_region(base + taken, 64);
+      taken += 64 / sizeof(T);
 #endif
       return p;
     };
@@ -84,9 +104,16 @@ struct TileScratch {
     decay = take(m.N * kBase);
     leave = take(m.N * kBase);
     const int64_t per = sizeof(double) / sizeof(T);
-    stretch = (double*)take(per * channels * stretches());
+    row_stretch = (double*)take(per * channels * stretches());
+    source_stretch = (double*)take(per * channels * stretches());
     gap = (double*)take(per * channels);
-    total = used;
+    row_distance = (double*)take(per * channels * stretches());
+    source_distance = (double*)take(per * channels * stretches());
+    rates = (double*)take(per * inner);
+    channel = (int32_t*)take(inner);
+    slot = (int32_t*)take(inner);
+    alive = (int32_t*)take(stretches() * stretches());
+    total = taken;
   }
   int64_t pitch(int64_t reach) const {
     return kBase + 2 * round_up(reach, lanes<T>);
@@ -108,30 +135,118 @@ INLINE void transpose(const T* from, int64_t ld, int64_t count, int64_t padded, 
     for (int64_t i = count; i < padded; ++i) to[k * stride + i] = 0;
 }
 
-// Reads positions [p0, p1) of channels [d0, d0 + count) and sums their steps.
-template <class T>
+// Reads positions [p0, p1) of channels [d0, d0 + count), as rows, as sources or as both, and sums
+// their steps.
+template <bool rows, bool sources, class T>
 static void read_positions(const Maps<T>& m, int64_t p0, int64_t p1, int64_t d0, int64_t count,
                            TileScratch<T>& s) {
   const int64_t length = p1 - p0, padded = round_up(length, kBase);
   transpose(m.dt + p0 * m.D + d0, m.D, length, padded, count, s.dt, s.stride);
-  transpose(m.right + p0 * m.D + d0, m.D, length, padded, count, s.right, s.stride);
-  if (m.left) transpose(m.left + p0 * m.D + d0, m.D, length, padded, count, s.left, s.stride);
+  if (sources)
+    transpose(m.right + p0 * m.D + d0, m.D, length, padded, count, s.right, s.stride);
+  if (rows && m.left)
+    transpose(m.left + p0 * m.D + d0, m.D, length, padded, count, s.left, s.stride);
   for (int64_t k = 0; k < count; ++k) {
     T* dt = s.dt + k * s.stride;
     T* before = s.before + k * s.stride;
     T* after = s.after + k * s.stride;
-    double* stretch = s.stretch + k * s.stretches();
     for (int64_t i = 0; i < padded; ++i) dt[i] = clamp_step(dt[i]);
     for (int64_t b = 0; b < padded; b += kBase) {
       double forth = 0, back = 0;
       for (int64_t i = 0; i < kBase; ++i) {
-        before[b + i] = T(forth += dt[b + i]);
-        after[b + kBase - 1 - i] = T(back);
+        forth += dt[b + i];
+        if (rows) before[b + i] = T(forth);
+        if (sources) after[b + kBase - 1 - i] = T(back);
         back += dt[b + kBase - 1 - i];
       }
-      stretch[b / kBase] = forth;
+      if (rows) s.row_stretch[k * s.stretches() + b / kBase] = forth;
+      if (sources) s.source_stretch[k * s.stretches() + b / kBase] = forth;
     }
   }
+}
+
+// Finds which states of channels [d0, d0 + count) are in use between the rows [r0, r1) and the
+// sources [c0, c1) of the scratch, multiples of kBase, with s.gap between them; all of them, in
+// their own order, where none dies on the way.
+template <class T>
+static void find_alive(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count, int64_t r0,
+                       int64_t r1, int64_t c0, int64_t c1) {
+  const int64_t row_count = (r1 - r0) / kBase, source_count = (c1 - c0) / kBase;
+  const int64_t stretches = s.stretches(), inner = count * m.N;
+  s.nearest = source_count - 1;
+  // The taps bring to a stretch of columns what stands up to reach() right of it.
+  const int64_t ahead = round_up(m.reach(), kBase) / kBase;
+  for (int64_t k = 0; k < count; ++k) {
+    double sum = 0;
+    for (int64_t b = 0; b < row_count; ++b) {
+      s.row_distance[k * stretches + b] = sum;
+      sum += s.row_stretch[k * stretches + r0 / kBase + b];
+    }
+    sum = s.gap[k];
+    for (int64_t b = source_count - 1; b >= 0; --b) {
+      s.source_distance[k * stretches + b] = sum;
+      if (b + ahead < source_count)
+        sum += s.source_stretch[k * stretches + c0 / kBase + b + ahead];
+    }
+  }
+
+  int64_t size[kLifetimes + 1] = {};
+  for (int64_t k = 0; k < count; ++k) {
+    const double far = s.source_distance[k * stretches] +
+                       s.row_distance[k * stretches + row_count - 1];
+    for (int64_t n = 0; n < m.N; ++n) {
+      const double rate = m.A[(d0 + k) * m.N + n] * kLog2e<double>;
+      int64_t lifetime = 0;
+      if (rate * s.gap[k] < kGone<T>)
+        lifetime = kLifetimes;
+      else if (rate * far < kGone<T>)
+        lifetime = 1 + int64_t((1 - kGone<T> / (rate * far)) * (kLifetimes - 2));
+      s.slot[k * m.N + n] = int32_t(lifetime);
+      ++size[lifetime];
+    }
+  }
+  s.used = inner - size[kLifetimes];
+  int32_t* alive = s.alive;
+  if (size[0] == inner) {
+    for (int64_t x = 0; x < inner; ++x) s.slot[x] = int32_t(x);
+    for (int64_t x = 0; x < row_count * stretches; ++x) alive[x] = int32_t(inner);
+    return;
+  }
+  int64_t next[kLifetimes] = {};
+  for (int64_t x = 1; x < kLifetimes; ++x) next[x] = next[x - 1] + size[x - 1];
+  for (int64_t k = 0; k < count; ++k)
+    for (int64_t n = 0; n < m.N; ++n) {
+      int32_t& slot = s.slot[k * m.N + n];
+      if (slot == kLifetimes) {
+        slot = -1;
+        continue;
+      }
+      slot = int32_t(next[slot]++);
+      s.rates[slot] = m.A[(d0 + k) * m.N + n] * kLog2e<double>;
+      s.channel[slot] = int32_t(k);
+    }
+  // The nearest first: what is dead there is dead further on.
+  for (int64_t r = 0; r < row_count; ++r)
+    for (int64_t c = source_count - 1; c >= 0; --c) {
+      int64_t living = c + 1 < source_count ? alive[r * stretches + c + 1] : s.used;
+      if (r > 0) living = smaller(living, alive[(r - 1) * stretches + c]);
+      while (living > 0) {
+        const int64_t at = s.channel[living - 1] * stretches;
+        const double distance = s.row_distance[at + r] + s.source_distance[at + c];
+        if (!(s.rates[living - 1] * distance < kGone<T>)) break;
+        --living;
+      }
+      alive[r * stretches + c] = int32_t(living);
+    }
+}
+
+// All states, in their own order: for blocks too small to look for less.
+template <class T>
+static void use_all(TileScratch<T>& s, int64_t inner, int64_t rows, int64_t sources) {
+  s.used = inner;
+  s.nearest = sources / kBase - 1;
+  for (int64_t x = 0; x < inner; ++x) s.slot[x] = int32_t(x);
+  for (int64_t x = 0; x < rows / kBase * s.stretches(); ++x) s.alive[x] = int32_t(inner);
 }
 
 // Has s.B, s.C hold the coefficients of the group of channel d.
@@ -176,8 +291,8 @@ INLINE void store_rows(T* P, int64_t inner, int64_t k, int64_t r, Vec<T> v) {
 // Rows of P for channel k of the chunk, positions [lo, hi) of the scratch (lo a multiple of kBase),
 // with the boundary at lo.
 template <class T>
-static void rows_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t inner,
-                       int64_t lo, int64_t hi) {
+static void rows_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t lo,
+                       int64_t hi) {
   constexpr int64_t W = lanes<T>;
   need_C(m, s, d);
   const int64_t top = round_up(hi, kBase);
@@ -187,30 +302,43 @@ static void rows_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k
   for (int64_t b = lo; b < top; b += kBase) {
     const Vec<T> offset = splat(T(sofar));
     for (int64_t i = b; i < b + kBase; i += W) store(s.x + i, offset + load(before + i));
-    sofar += s.stretch[k * s.stretches() + b / kBase];
+    sofar += s.row_stretch[k * s.stretches() + b / kBase];
   }
   // States run innermost: panels of rows are a power of two apart, and writing to one after the
   // other would hit the same few lines of the cache.
   const T* rates = m.A + d * m.N;
+  const int32_t* slot = s.slot + k * m.N;
   for (int64_t i = lo; i < top; i += W) {
     const Vec<T> x = load(s.x + i) * kLog2e<T>;
     const Vec<T> scale = m.left ? load(left + i) : Vec<T>{};
+    const int32_t living = s.alive[(i - lo) / kBase * s.stretches() + s.nearest];
     for (int64_t n = 0; n < m.N; ++n) {
+      // A slot of -1 is no state in use.
+      if (uint32_t(slot[n]) >= uint32_t(living)) continue;
       Vec<T> v = exp2v<T>(splat(rates[n]) * x) * load(s.C + n * s.stride + i);
       if (m.left) v *= scale;
-      store_rows(s.P, inner, k * m.N + n, i - lo, v);
+      store_rows(s.P, s.used, slot[n], i - lo, v);
     }
   }
 }
 
 // Where a vector of columns of the sources' panel lies: `narrow` single vectors come first.
 template <class T>
-INLINE T* columns_at(TileScratch<T>& s, int64_t inner, int64_t narrow, int64_t x) {
+INLINE T* columns_at(TileScratch<T>& s, int64_t narrow, int64_t x) {
   constexpr int64_t W = lanes<T>;
-  if (x < narrow * W) return s.Q + x * inner;
+  if (x < narrow * W) return s.Q + x * s.used;
   const int64_t y = x - narrow * W;
-  return s.Q + (narrow * W + y / kPanel<T> * kPanel<T>) * inner + y % kPanel<T>;
+  return s.Q + (narrow * W + y / kPanel<T> * kPanel<T>) * s.used + y % kPanel<T>;
 }
+
+// The first column, counted from the block's, at which a state in use is alive for any row.
+template <class T>
+INLINE int64_t first_alive(const TileScratch<T>& s, int32_t slot) {
+  int64_t c = s.nearest;
+  while (c > 0 && slot < s.alive[c - 1]) --c;
+  return c * kBase;
+}
+
 // The taps of one channel, applied to a line of sources: column j gathers those of j .. j + reach.
 // kReach is the reach of nearly every model's convolution, of width 4, or -1 for any other.
 template <int kReach, class T>
@@ -236,28 +364,30 @@ struct Taps {
 };
 
 // Columns of Q for channel k of the chunk: sources at positions [lo, hi) of the scratch, with the
-// boundary `gap` beyond hi. The columns are those of positions [lo - narrow * lanes, lo + width);
+// boundary s.gap beyond hi. The columns are those of positions [lo - narrow * lanes, lo + width);
 // sources from lo + width on only bring their taps.
 template <int kReach, class T>
-static void columns_panel_of(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t inner,
-                          int64_t lo, int64_t hi, double gap, int64_t narrow, int64_t width) {
+static void columns_panel_of(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t lo,
+                             int64_t hi, int64_t narrow, int64_t width) {
   constexpr int64_t W = lanes<T>;
   need_B(m, s, d);
   const int64_t top = round_up(hi, kBase), reach = m.reach();
   const T* after = s.after + k * s.stride;
   const T* right = s.right + k * s.stride;
-  double beyond = gap;
+  const int32_t* slot = s.slot + k * m.N;
+  double beyond = s.gap[k];
   for (int64_t b = top - kBase; b >= lo; b -= kBase) {
     const Vec<T> offset = splat(T(beyond));
     for (int64_t j = b; j < b + kBase; j += W) store(s.x + j, offset + load(after + j));
-    beyond += s.stretch[k * s.stretches() + b / kBase];
+    beyond += s.source_stretch[k * s.stretches() + b / kBase];
   }
   if (!m.conv) {
     for (int64_t n = 0; n < m.N; ++n) {
+      if (slot[n] < 0) continue;
       const Vec<T> a = rate(m, d, n);
       const T* b = s.B + n * s.stride + lo;
-      for (int64_t x = 0; x < round_up(width, kPanel<T>); x += W)
-        store(columns_at(s, inner, 0, x) + (k * m.N + n) * kPanel<T>,
+      for (int64_t x = first_alive(s, slot[n]); x < round_up(width, kPanel<T>); x += W)
+        store(columns_at(s, 0, x) + slot[n] * kPanel<T>,
               lo + x < top ? exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + x)
                            : Vec<T>{});
     }
@@ -266,35 +396,37 @@ static void columns_panel_of(const Maps<T>& m, TileScratch<T>& s, int64_t d, int
   const Taps<kReach, T> taps(m, d);
   const int64_t pad = narrow * W, line = s.line(reach);
   for (int64_t n = 0; n < m.N; ++n) {
+    if (slot[n] < 0) continue;
     const Vec<T> a = rate(m, d, n);
     const T* b = s.B + n * s.stride;
     // Sources left of lo and from hi on are none of this block's.
     T* to = s.lines + n * line + pad;
     for (int64_t x = -pad; x < 0; x += W) store(to + x, Vec<T>{});
-    for (int64_t x = 0; x < top - lo; x += W)
+    for (int64_t x = first_alive(s, slot[n]); x < top - lo; x += W)
       store(to + x, exp2v<T>(a * load(s.x + lo + x)) * load(right + lo + x) * load(b + lo + x));
     for (int64_t x = hi - lo; x < round_up(width, kPanel<T>) + reach; ++x) to[x] = 0;
   }
   // Apart from the first loop: a load across two stores that are still under way stalls.
   for (int64_t n = 0; n < m.N; ++n) {
+    if (slot[n] < 0) continue;
     const T* from = s.lines + n * line + pad;
-    const int64_t row = k * m.N + n;
-    for (int64_t x = -pad; x < 0; x += W)
-      store(s.Q + (x + pad) * inner + row * W, taps.gather(from + x));
-    for (int64_t x = 0; x < round_up(width, kPanel<T>); x += W)
-      store(columns_at(s, inner, narrow, x + pad) + row * kPanel<T>, taps.gather(from + x));
+    const int64_t first = first_alive(s, slot[n]);
+    for (int64_t x = first ? 0 : -pad; x < 0; x += W)
+      store(s.Q + (x + pad) * s.used + slot[n] * W, taps.gather(from + x));
+    for (int64_t x = first; x < round_up(width, kPanel<T>); x += W)
+      store(columns_at(s, narrow, x + pad) + slot[n] * kPanel<T>, taps.gather(from + x));
   }
 }
 
 template <class T>
-static void columns_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t inner,
-                          int64_t lo, int64_t hi, double gap, int64_t narrow, int64_t width) {
+static void columns_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k, int64_t lo,
+                          int64_t hi, int64_t narrow, int64_t width) {
   if (!m.conv)
-    columns_panel_of<0>(m, s, d, k, inner, lo, hi, gap, narrow, width);
+    columns_panel_of<0>(m, s, d, k, lo, hi, narrow, width);
   else if (m.K == 4)
-    columns_panel_of<3>(m, s, d, k, inner, lo, hi, gap, narrow, width);
+    columns_panel_of<3>(m, s, d, k, lo, hi, narrow, width);
   else
-    columns_panel_of<-1>(m, s, d, k, inner, lo, hi, gap, narrow, width);
+    columns_panel_of<-1>(m, s, d, k, lo, hi, narrow, width);
 }
 
 // out[r][c] += sum over k of P[k][r] Q[k][c], for kRows rows and NV vectors of columns.
@@ -332,19 +464,24 @@ INLINE T* sum_at(const TileScratch<T>& s, int64_t r, int64_t x) {
   return s.sum + (x / kPanel<T> * s.size + r) * kPanel<T> + x % kPanel<T>;
 }
 
-// Multiplies `rows` rows of P with Q, columns from x on, into rows from r on.
+// Multiplies `rows` rows of P with Q, columns from x on, into rows from r on: of each pair of
+// stretches the states alive between them.
 template <class T>
-NOINLINE void product(TileScratch<T>& s, int64_t inner, int64_t r, int64_t rows, int64_t x,
-                      int64_t narrow, int64_t width) {
+NOINLINE void product(TileScratch<T>& s, int64_t r, int64_t rows, int64_t x, int64_t narrow,
+                      int64_t width) {
   constexpr int64_t W = lanes<T>;
+  static_assert(kBase % kPanel<T> == 0, "a panel of columns lies in one stretch");
+  const int64_t stretches = s.stretches();
   for (int64_t c = 0; c < narrow; ++c)
     for (int64_t i = 0; i < rows; i += kRows)
-      micro<1>(s.P + i * inner, s.Q + c * W * inner, inner, sum_at(s, r + i, x + c * W));
-  const T* Q = s.Q + narrow * W * inner;
+      if (const int64_t living = s.alive[i / kBase * stretches])
+        micro<1>(s.P + i * s.used, s.Q + c * W * s.used, living, sum_at(s, r + i, x + c * W));
+  const T* Q = s.Q + narrow * W * s.used;
   for (int64_t c = 0; c < width; c += kPanel<T>)
     for (int64_t i = 0; i < rows; i += kRows)
-      micro<kColumnVectors>(s.P + i * inner, Q + c * inner, inner,
-                            sum_at(s, r + i, x + narrow * W + c));
+      if (const int64_t living = s.alive[i / kBase * stretches + c / kBase])
+        micro<kColumnVectors>(s.P + i * s.used, Q + c * s.used, living,
+                              sum_at(s, r + i, x + narrow * W + c));
 }
 
 // The recurrence over the kBase rows of a triangle, NB states of it, for the lanes of columns from
@@ -451,13 +588,17 @@ static void halve(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t count
   }
   int64_t half = kBase;
   while (half * 2 < hi - lo) half *= 2;
-  const int64_t middle = lo + half, inner = count * m.N;
+  const int64_t middle = lo + half;
   const int64_t narrow = round_up(m.reach(), lanes<T>) / lanes<T>;
+  if (half >= kWorthwhile)
+    find_alive(m, s, d0, count, middle, hi, lo, middle);
+  else
+    use_all(s, count * m.N, hi - middle, half);
   for (int64_t k = 0; k < count; ++k) {
-    rows_panel(m, s, d0 + k, k, inner, middle, hi);
-    columns_panel(m, s, d0 + k, k, inner, lo, middle, 0, narrow, half);
+    rows_panel(m, s, d0 + k, k, middle, hi);
+    columns_panel(m, s, d0 + k, k, lo, middle, narrow, half);
   }
-  product(s, inner, middle, hi - middle, s.extra + lo - narrow * lanes<T>, narrow, half);
+  product(s, middle, hi - middle, s.extra + lo - narrow * lanes<T>, narrow, half);
   halve(m, s, d0, count, lo, middle);
   halve(m, s, d0, count, middle, hi);
 }
@@ -500,19 +641,24 @@ static void clear_sum(const TileScratch<T>& s, const Tile& t) {
 template <class T>
 static void add_channels(const Maps<T>& m, TileScratch<T>& s, const Tile& t, const double* between,
                          int64_t d0, int64_t count) {
-  const int64_t rows = t.r1 - t.r0, inner = count * m.N;
-  read_positions(m, t.r0, t.r1, d0, count, s);
+  const int64_t rows = t.r1 - t.r0;
   if (t.diagonal()) {
+    read_positions<true, true>(m, t.r0, t.r1, d0, count, s);
+    for (int64_t k = 0; k < count; ++k) s.gap[k] = 0;
     halve(m, s, d0, count, 0, round_up(rows, kBase));
     return;
   }
-  for (int64_t k = 0; k < count; ++k) rows_panel(m, s, d0 + k, k, inner, 0, rows);
+  const int64_t sources = s.sources_to - s.sources_from;
+  read_positions<true, false>(m, t.r0, t.r1, d0, count, s);
+  read_positions<false, true>(m, s.sources_from, s.sources_to, d0, count, s);
   sum_between(m, between, s.sources_to, t.r0, d0, count, s.gap);
-  read_positions(m, s.sources_from, s.sources_to, d0, count, s);
-  for (int64_t k = 0; k < count; ++k)
-    columns_panel(m, s, d0 + k, k, inner, 0, s.sources_to - s.sources_from, s.gap[k], 0,
-                  t.c1 - t.c0);
-  product(s, inner, 0, round_up(rows, kRows), s.extra, 0, t.c1 - t.c0);
+  find_alive(m, s, d0, count, 0, round_up(rows, kBase), 0, round_up(sources, kBase));
+  if (s.used == 0) return;
+  for (int64_t k = 0; k < count; ++k) {
+    rows_panel(m, s, d0 + k, k, 0, rows);
+    columns_panel(m, s, d0 + k, k, 0, sources, 0, t.c1 - t.c0);
+  }
+  product(s, 0, round_up(rows, kRows), s.extra, 0, t.c1 - t.c0);
 }
 
 // Adds one row of the scratch's sum, scaled, to a row of L; or writes it where it is the first
