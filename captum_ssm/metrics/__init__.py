@@ -8,6 +8,7 @@ from captum_ssm.metrics.alignment import (
     hit_rate,
     links,
 )
+from captum_ssm.metrics.evaluation import evaluate
 from captum_ssm.metrics.layers import (
     cls_influence,
     layer_knockout,
@@ -37,6 +38,7 @@ __all__ = [
     "cls_influence",
     "decomposition_error",
     "delta_af",
+    "evaluate",
     "flipping",
     "hit_rate",
     "layer_knockout",

@@ -170,7 +170,7 @@ def oversmoothing(
 def cls_influence(
     model: Any, inputs: Tensor, position: int, *, batch_size: int | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """The influence of tokens on one token, averaged over inputs (Ali et al., figure 2).
+    """The influence of tokens on one token; its mean over inputs is Ali et al.'s figure 2.
 
     Args:
         model (nn.Module): the model.
@@ -180,20 +180,19 @@ def cls_influence(
         **options: of :func:`captum_ssm.hidden_attention`, such as ``formulation``.
 
     Returns:
-        dict: by path of a mixer, ``(L,)``: the mean magnitude of its row at ``position``.
+        dict: by path of a mixer, ``(B, L)``: the magnitude of its row at ``position``.
 
     Examples::
 
         >>> found = cls_influence(model, input_ids, 3)
-        >>> found["backbone.layers.0.mixer"].shape
+        >>> found["backbone.layers.0.mixer"].mean(0).shape
         torch.Size([7])
     """
-    total: dict[str, Tensor] = {}
-    for part in inputs.split(len(inputs) if batch_size is None else batch_size):
-        maps = hidden_attention(model, part, reduction="mean", rows=position, **options)
-        for path, row in maps.items():
-            total[path] = total.get(path, torch.zeros(())) + row[:, 0].abs().sum(0)
-    return {path: row / len(inputs) for path, row in total.items()}
+    parts = [
+        hidden_attention(model, part, reduction="mean", rows=position, **options)
+        for part in inputs.split(len(inputs) if batch_size is None else batch_size)
+    ]
+    return {path: torch.cat([maps[path][:, 0] for maps in parts]).abs() for path in parts[0]}
 
 
 def position_bias(influence: Tensor, position: int) -> Tensor:
