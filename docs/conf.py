@@ -1,5 +1,6 @@
 """Sphinx configuration. Build with ``sphinx-build -W docs docs/_build/html``."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,8 +15,9 @@ project = "captum_ssm"
 author = "the captum_ssm authors"
 release = version = captum_ssm.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -26,3 +28,11 @@ html_title = f"captum_ssm {version}"
 
 # The measured tables are read from the benchmarks' results at every build.
 tables.write(DOCS / "_build" / "tables")
+
+# The tutorials, with their outputs where `make notebooks` has run them.
+EXECUTED = DOCS.parent / "out" / "notebooks"
+shutil.rmtree(DOCS / "tutorials", ignore_errors=True)
+(DOCS / "tutorials").mkdir()
+for notebook in sorted((DOCS.parent / "tutorials").glob("*.ipynb")):
+    executed = EXECUTED / notebook.name
+    shutil.copy2(executed if executed.exists() else notebook, DOCS / "tutorials")

@@ -163,13 +163,20 @@ def test_every_page_is_linked_and_every_link_leads_somewhere():
                 assert (DOCS / page.parent / link).exists(), f"{page}: {link}"
 
 
+def test_every_tutorial_is_listed():
+    notebooks = {path.stem for path in (ROOT / "tutorials").glob("*.ipynb")}
+    listed = re.findall(r"^tutorials/(\w+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert notebooks == set(listed)
+    assert len(listed) == len(notebooks)
+
+
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("furo")
-    pytest.importorskip("myst_parser")
+    pytest.importorskip("myst_nb")
     docs = tmp_path / "docs"
-    shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("_build"))
-    for name in ("benchmarks", "captum_ssm"):
+    shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("_build", "tutorials"))
+    for name in ("benchmarks", "captum_ssm", "tutorials"):
         (tmp_path / name).symlink_to(ROOT / name)
     run = subprocess.run(
         [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(docs), "html"],

@@ -1,0 +1,281 @@
+"""Stories: a small English in which the word behind every answer is known.
+
+    Anna has a red ball. Tom has a blue kite. The dogs near the bird bark. Anna's ball is red.
+    Tom sings because he is happy.
+
+A story says first what people have and then goes on with sentences of three kinds, each of which
+has one word that can be known from one word before it:
+
+========= ============================================= ============== ==========================
+kind      example                                       rests on       rivals, which look like it
+========= ============================================= ============== ==========================
+colour    Anna 's ball is **red**                       the colour in  the other people's colours
+                                                        Anna's fact
+animal    The dogs near the bird **bark**               the subject    the nearer animal
+pronoun   Tom sings near the hill because **he**        the name       the story's other names
+========= ============================================= ============== ==========================
+
+A fact is found by its owner: objects repeat among people, colours do not. Each animal has a verb of
+its own, which agrees with it in number, so that the subject alone decides, over up to two phrases
+between them.
+
+Training and held-out stories are told apart by their sentences: one in eight, chosen by a hash of
+its words, is reserved. :func:`make_story` uses no reserved sentence or nothing else, so that no
+fact of a held-out story (its owner, colour and object together) was ever trained on.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+PRONOUNS = {
+    **dict.fromkeys(("Anna", "Emma", "Lucy", "Mia"), "she"),
+    **dict.fromkeys(("Ben", "Paul", "Sam", "Tom"), "he"),
+}
+COLOURS = ("red", "blue", "green", "yellow", "black", "white", "brown", "pink")
+OBJECTS = ("ball", "box", "kite", "cup", "hat", "book", "car", "doll")
+VERBS = {
+    "dog": "barks",
+    "bird": "sings",
+    "cat": "sleeps",
+    "horse": "runs",
+    "frog": "jumps",
+    "duck": "swims",
+}
+ANIMALS = [(noun, f"{noun}s") for noun in VERBS]
+VERBS |= {f"{noun}s": verb[:-1] for noun, verb in VERBS.items()}
+PLACES = ("house", "tree", "river", "hill")
+PREPOSITIONS = ("near", "behind", "under")
+MOODS = ("happy", "tired", "hungry", "cold")
+FUNCTION_WORDS = ("has", "a", "The", "the", "is", "'s", "because", "she", "he", ".")
+
+UNKNOWN, PADDING = "<unk>", "<pad>"
+WORDS: tuple[str, ...] = (
+    *(UNKNOWN, PADDING),
+    *FUNCTION_WORDS,
+    *PRONOUNS,
+    *COLOURS,
+    *OBJECTS,
+    *VERBS,
+    *VERBS.values(),
+    *PLACES,
+    *PREPOSITIONS,
+    *MOODS,
+)
+IDS = {word: index for index, word in enumerate(WORDS)}
+UNKNOWN_ID, PADDING_ID = IDS[UNKNOWN], IDS[PADDING]
+
+KINDS = ("colour", "animal", "pronoun")
+PEOPLE = 4
+"""People in a story at most; at least two."""
+
+_HELD_OUT_ONE_IN = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """A word of a story that can be known from an earlier one.
+
+    Attributes:
+        kind: One of :data:`KINDS`.
+        position: The token at which the answer is predicted; the answer stands behind it.
+        cause: The token that the answer rests on.
+        rivals: Tokens that would lead to another answer, were they taken for the cause.
+    """
+
+    kind: str
+    position: int
+    cause: int
+    rivals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Story:
+    """A story's words and the questions in it, in order."""
+
+    words: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        """The words' token ids."""
+        return [IDS[word] for word in self.words]
+
+
+def is_held_out(sentence: list[str]) -> bool:
+    """Whether a sentence, by a hash of its words, is reserved for evaluation."""
+    return zlib.crc32(" ".join(sentence).encode()) % _HELD_OUT_ONE_IN == 0
+
+
+def make_story(
+    rng: random.Random,
+    length: int,
+    *,
+    held_out: bool = False,
+    people: int = PEOPLE,
+    last: str | None = None,
+) -> Story:
+    """One story.
+
+    Args:
+        rng: Source of all randomness.
+        length: Sentences are added until the story has so many words.
+        held_out: The side of the split its sentences come from.
+        people: How many people have something.
+        last: A kind of question: one sentence with it is added at the end.
+    """
+    words: list[str] = []
+    questions: list[Question] = []
+    facts = _facts(rng, people, held_out)
+    names = [fact[0] for fact in facts]  # those met already are names[: people - len(facts)]
+    owners: dict[str, int] = {}  # where the facts begin that were not asked about
+
+    def add(kind: str) -> None:
+        start = len(words)
+        if kind == "fact":
+            fact = facts.pop(0)
+            owners[fact[0]] = start
+            words.extend(fact)
+        elif kind == "colour":
+            at = owners.pop(rng.choice(list(owners)))
+            colour = words[at + 3]
+            rivals = (i for i, word in enumerate(words) if word in COLOURS and word != colour)
+            words.extend([words[at], "'s", words[at + 4], "is", colour, "."])
+            questions.append(Question(kind, start + 3, at + 3, tuple(rivals)))
+        elif kind == "animal":
+            words.extend(_drawn(lambda: _animal(rng), held_out))
+            questions.append(Question(kind, len(words) - 3, start + 1, (len(words) - 3,)))
+        else:
+            words.extend(_drawn(lambda: _mood(rng, names[: people - len(facts)]), held_out))
+            other = {"he": "she", "she": "he"}[PRONOUNS[words[start]]]
+            rivals = (i for i, word in enumerate(words) if PRONOUNS.get(word) == other)
+            questions.append(Question(kind, len(words) - 5, start, tuple(rivals)))
+
+    add("fact")
+    while len(words) < length:
+        # One owner is left for the last question.
+        ask = len(owners) > (last == "colour")
+        weights = {"fact": 2 * len(facts), "colour": 2 * ask, "animal": 1, "pronoun": 1}
+        add(*rng.choices(list(weights), list(weights.values())))
+    if last is not None:
+        add(last)
+    return Story(tuple(words), tuple(questions))
+
+
+def _drawn(sentence: Callable[[], list[str]], held_out: bool) -> list[str]:
+    while is_held_out(found := sentence()) != held_out:
+        pass
+    return found
+
+
+def _facts(rng: random.Random, people: int, held_out: bool) -> list[list[str]]:
+    facts: list[list[str]] = []
+    while len(facts) < people:
+        name, colour, thing = (rng.choice(x) for x in (list(PRONOUNS), COLOURS, OBJECTS))
+        fact = [name, "has", "a", colour, thing, "."]
+        taken = {word for other in facts for word in (other[0], other[3])}
+        if is_held_out(fact) == held_out and not taken & {name, colour}:
+            facts.append(fact)
+    return facts
+
+
+def _animal(rng: random.Random) -> list[str]:
+    subject, nearer = (rng.choice(pair) for pair in rng.sample(ANIMALS, 2))
+    phrase = [rng.choice(PREPOSITIONS), "the", rng.choice(PLACES)] if rng.random() < 0.5 else []
+    phrase += [rng.choice(PREPOSITIONS), "the", nearer]
+    return ["The", subject, *phrase, VERBS[subject], "."]
+
+
+def _mood(rng: random.Random, names: list[str]) -> list[str]:
+    name = rng.choice(names)
+    verb = VERBS[rng.choice(ANIMALS)[0]]
+    phrase = [rng.choice(PREPOSITIONS), "the", rng.choice(PLACES)] if rng.random() < 0.5 else []
+    return [name, verb, *phrase, "because", PRONOUNS[name], "is", rng.choice(MOODS), "."]
+
+
+def make_batch(
+    n: int, rng: random.Random, length: int, *, people: int = PEOPLE
+) -> tuple[Tensor, Tensor]:
+    """Stories to train on, cut to one length.
+
+    Returns:
+        Token ids ``(n, length)``, int64, and a boolean tensor ``(n, length)`` that marks the
+        positions whose next token is an answer.
+    """
+    tokens = torch.empty(n, length, dtype=torch.int64)
+    asked = torch.zeros(n, length, dtype=torch.bool)
+    for row in range(n):
+        story = make_story(rng, length, people=rng.randint(2, people))
+        tokens[row] = torch.tensor(story.ids[:length])
+        at = [q.position for q in story.questions if q.position < length - 1]
+        asked[row, at] = True
+    return tokens, asked
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Held-out stories of one length, each cut where its last question is asked.
+
+    Attributes:
+        tokens: Token ids, ``(n, length)``; the last token predicts the answer.
+        answers: The answers' ids, ``(n,)``.
+        foils: What the last rival would lead to, ids ``(n,)``.
+        causes: The token that each answer rests on, ``(n,)``.
+        rivals: Marks the tokens that would lead to another answer, ``(n, length)``, boolean.
+    """
+
+    tokens: Tensor
+    answers: Tensor
+    foils: Tensor
+    causes: Tensor
+    rivals: Tensor
+
+
+def held_out_questions(n: int, kind: str, seed: int = 0, length: int = 48) -> Questions:
+    """Questions of one kind on held-out stories.
+
+    Every question has a rival; of a colour there are those of all other people.
+    """
+    rng = random.Random(seed)
+    gives = dict(zip(COLOURS, COLOURS, strict=True)) | VERBS | PRONOUNS
+    tokens, answers, foils, causes = [], [], [], []
+    rivals = torch.zeros(n, length, dtype=torch.bool)
+    while len(tokens) < n:
+        story = make_story(rng, length - 8, held_out=True, last=kind)
+        question = story.questions[-1]
+        if question.position != length - 1 or not question.rivals:
+            continue
+        if kind == "colour" and story.words.count("has") < PEOPLE:
+            continue
+        rivals[len(tokens), list(question.rivals)] = True
+        tokens.append(story.ids[:length])
+        answers.append(story.ids[length])
+        foils.append(IDS[gives[story.words[question.rivals[-1]]]])
+        causes.append(question.cause)
+    columns = (torch.tensor(column) for column in (tokens, answers, foils, causes))
+    return Questions(*columns, rivals)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Words as tokens, as a tokenizer of transformers: ``Anna's`` is ``Anna`` and ``'s``."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
+    pattern = Regex(r"<unk>|<pad>|'s|\w+|[^\w\s]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "removed", invert=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(Regex(r"^(?!'s|\.)"), " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=UNKNOWN,
+        pad_token=PADDING,
+        clean_up_tokenization_spaces=False,
+    )

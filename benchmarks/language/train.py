@@ -1,0 +1,296 @@
+"""Train a small language model of one architecture on the stories, measure it and save it.
+
+Run from the repository root::
+
+    python benchmarks/language/train.py mamba
+    python benchmarks/language/train.py rwkv
+
+The result is a plain transformers checkpoint with a tokenizer, a model card and its measured
+accuracy. Nothing from this directory is needed to run it. Training is reproducible from ``--seed``
+with a fixed ``--threads`` on one machine; other machines round differently and end elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from stories import (
+    KINDS,
+    PADDING_ID,
+    PEOPLE,
+    UNKNOWN_ID,
+    WORDS,
+    held_out_questions,
+    make_batch,
+    make_tokenizer,
+)
+from torch import nn
+from torch.nn import functional
+from tqdm import trange
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+# `train` is a name here as well: as a script this file is not in its own way.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "copying"))
+from scan import fast_scan
+from train import lr_factor, optimizer_for, save, table
+
+MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
+LENGTH = 64
+SHORTEST_LESSON = 24
+LESSONS = 0.3
+BLANKS = 0.5
+EVALUATION_SEED = 20_002
+
+SHARED = {
+    "vocab_size": len(WORDS),
+    # Stories do not end: the defaults would stop generation at some word.
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": PADDING_ID,
+    "tie_word_embeddings": True,
+}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": (
+        "Mamba",
+        {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 16, "time_step_min": 0.01},
+    ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "state_size": 32,
+            "num_heads": 6,
+            "head_dim": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+            "time_step_min": 0.01,
+        },
+    ),
+    "recurrentgemma": (
+        "RecurrentGemma",
+        {
+            **ATTENTION,
+            "hidden_size": 48,
+            "lru_width": 48,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "w_init_variance_scale": 1.0,
+        },
+    ),
+    "rwkv": (
+        "Rwkv",
+        {
+            "hidden_size": 64,
+            "attention_hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "context_length": 256,
+            "rescale_every": 0,
+        },
+    ),
+    "qwen3next": (
+        "Qwen3Next",
+        {
+            **ATTENTION,
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 12,
+            "mlp_only_layers": [0, 1, 2],
+            "initializer_range": 0.1,
+        },
+    ),
+}
+
+
+def build(args: argparse.Namespace) -> PreTrainedModel:
+    """A model of the architecture; Mamba's rates as in the copying task's ``build``."""
+    torch.manual_seed(args.seed)
+    prefix, settings = SPECS[args.architecture]
+    config = getattr(transformers, f"{prefix}Config")(**SHARED, **settings)
+    model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log") and prefix.startswith("Mamba"):
+                parameter.add_(math.log(0.1))
+    return model
+
+
+def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
+    """Train in place and return the seconds it took.
+
+    The loss is that of a language model, over every next word, with the answers counted once
+    more: they are few, and most other words are chance. Stories grow over the first part of
+    training. In the second, half of the batches have some words blanked, so that an input with
+    words taken away is nothing new to the model.
+    """
+    optimizer = optimizer_for(model, args)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(s, args.steps))
+    rng = random.Random(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    model.train()
+    start = time.monotonic()
+    progress = trange(args.steps, desc=args.architecture, mininterval=1.0, disable=None)
+    for step in progress:
+        share = min(1.0, step / (LESSONS * args.steps))
+        length = round(SHORTEST_LESSON + (LENGTH - SHORTEST_LESSON) * share)
+        tokens, asked = make_batch(args.batch, rng, length, people=2 if share < 1 else PEOPLE)
+        inputs = tokens[:, :-1]
+        if step > args.steps * (1 - BLANKS) and step % 2:
+            chance = 0.5 * torch.rand(args.batch, 1, generator=generator)
+            blank = torch.rand(inputs.shape, generator=generator) < chance
+            inputs = inputs.masked_fill(blank, UNKNOWN_ID)
+        logits = model(inputs, use_cache=False).logits
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
+        answers = losses[asked[:, :-1].flatten()]
+        loss = losses.mean() + answers.mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % args.report_every == 0:
+            model.eval()
+            shares = accuracy(model, 100, seed=10_001)
+            model.train()
+            taken = time.monotonic() - start
+            line = ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items())
+            progress.set_postfix_str(line)
+            if progress.disable:  # output goes to a file: leave a line there instead of a bar
+                print(f"step {step + 1}: loss {loss:.3f}, {line}, {taken:.0f} s", flush=True)
+    return time.monotonic() - start
+
+
+@torch.no_grad()
+def accuracy(model: PreTrainedModel, stories: int, seed: int = EVALUATION_SEED) -> dict[str, float]:
+    """The share of held-out questions of each kind whose answer the model gives first."""
+    shares = {}
+    for kind in KINDS:
+        asked = held_out_questions(stories, kind, seed)
+        logits = model(asked.tokens, use_cache=False).logits[:, -1]
+        shares[kind] = float((logits.argmax(-1) == asked.answers).double().mean())
+    return shares
+
+
+def model_card(
+    model: PreTrainedModel, metrics: dict[str, Any], args: argparse.Namespace, seconds: float
+) -> str:
+    """The README.md saved next to the weights."""
+    kind = type(model).__name__
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    settings = ", ".join(f"`{k}={v}`" for k, v in SPECS[args.architecture][1].items())
+    rows = {
+        "task": "`benchmarks/language/stories.py`: short stories of people, things and animals, "
+        f"{len(WORDS)} words",
+        "tokenizer": "words; `AutoTokenizer` loads it",
+        "model": f"{settings}; {parameters:,} parameters, float32",
+        "command": f"`{' '.join(['python benchmarks/language/train.py', *sys.argv[1:]])}`",
+        "seed": args.seed,
+        "training": f"{args.steps:,} steps of {args.batch} stories of up to {LENGTH} words; "
+        f"{seconds / 60:.0f} minutes, {args.threads} CPU thread(s)",
+        "made with": f"torch {torch.__version__}, transformers {transformers.__version__}",
+    }
+    asked = {
+        "colour": "Anna has a red ball. ... Anna's ball is **red**",
+        "animal": "The dogs near the bird **bark**",
+        "pronoun": "Tom sings near the hill because **he**",
+    }
+    scores = {asked[kind]: f"{metrics['accuracy'][kind]:.1%}" for kind in KINDS}
+    return f"""# {args.output.name}
+
+A small `{kind}` that goes on with stories such as "Anna has a red ball. Tom has a blue kite. The
+dogs near the bird bark. Anna's ball is red." It was trained from scratch for this repository, to
+be explained rather than used: the word behind every answer is known, so an explanation of this
+model can be checked.
+
+| | |
+|---|---|
+{table(rows)}
+
+Answers given first, of {metrics["stories"]} held-out questions of each kind, measured on the saved
+model with transformers' own code:
+
+| | |
+|---|---|
+{table(scores)}
+
+No sentence of a held-out story was trained on: a fact is held out with its owner, colour and
+object together.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("tutorials/models/{args.output.name}").eval()
+tokenizer = AutoTokenizer.from_pretrained("tutorials/models/{args.output.name}")
+```
+"""
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Save the tokenizer under the class name that every release of transformers knows."""
+    make_tokenizer().save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("backend", None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The settings; the defaults are those of ``tutorials/models/stories-*``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("architecture", choices=SPECS)
+    parser.add_argument("--output", type=Path, help="default: tutorials/models/stories-...")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--report-every", type=int, default=500, help="steps between reports")
+    parser.add_argument("--stories", type=int, default=500, help="of each kind, for evaluation")
+    args = parser.parse_args()
+    if args.output is None:
+        args.output = MODELS / f"stories-{args.architecture}"
+    return args
+
+
+def main() -> None:
+    """Train, save, then measure what was saved."""
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    model = build(args)
+    # The others are fast enough as they are.
+    with fast_scan() if args.architecture == "mamba" else nullcontext():
+        seconds = train(model, args)
+    save(model, args.output)
+    save_tokenizer(args.output)
+    # Judge what was written, on the code that others will run, not the model in memory.
+    model = AutoModelForCausalLM.from_pretrained(args.output, local_files_only=True).eval()
+    metrics = {"stories": args.stories, "accuracy": accuracy(model, args.stories)}
+    print(metrics)
+    (args.output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    (args.output / "README.md").write_text(model_card(model, metrics, args, seconds))
+
+
+if __name__ == "__main__":
+    main()
