@@ -198,7 +198,7 @@ class _Part:
         piece = max(1, min(maps, (1 << 17) // (size * P)))
         for block in range(0, M, maps):
             end = min(M, block + maps)
-            z = weight.new_zeros(B, (end - block) * P, R, columns)
+            z = weight.new_empty(B, (end - block) * P, R, columns)
             for first in range(block, end, piece):
                 last = min(end, first + piece)
                 part = slice(first * P, last * P)
@@ -217,7 +217,11 @@ class _Part:
         for lag, values in enumerate(self.lagged):
             x = values[..., part].mT  # (B, c, L)
             stop = min(columns, length - lag)
-            z[..., :stop].addcmul_(rows[..., lag : lag + stop], x[:, :, None, lag : lag + stop])
+            factors = rows[..., lag : lag + stop], x[:, :, None, lag : lag + stop]
+            if lag == 0:
+                torch.mul(*factors, out=z)
+            else:
+                z[..., :stop].addcmul_(*factors)
             self._add_skip(z, index, lag, x, part)
         if self.left is not None:
             at = index[..., None].expand(-1, -1, z.shape[1])
