@@ -1,6 +1,7 @@
 """Which explanation of the digits model to trust: perturbation and segmentation, measured.
 
     python benchmarks/vision/evaluate.py
+    torchrun --nproc_per_node 2 benchmarks/vision/evaluate.py    # the same numbers, sooner
 
 Every method explains the predicted class of the held-out images. Perturbation removes whole
 patches (the model's tokens), so that methods that resolve pixels and methods that resolve tokens
@@ -15,7 +16,7 @@ import argparse
 import dataclasses
 import json
 import platform
-import time
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,6 @@ from typing import Any
 
 import captum
 import torch
-from captum.attr import InputXGradient, IntegratedGradients, Saliency
 from data import Samples, held_out
 from safetensors.torch import load_file
 from torch import Tensor
@@ -32,8 +32,6 @@ import captum_ssm
 from captum_ssm import (
     FrozenMixer,
     LaTIM,
-    MambaAttribution,
-    MambaLRP,
     MambaRollout,
     MixerCall,
     RawAttention,
@@ -45,6 +43,7 @@ from captum_ssm.metrics import (
     bootstrap,
     cls_influence,
     delta_af,
+    evaluate,
     layer_knockout,
     oversmoothing,
     perturbation,
@@ -55,10 +54,38 @@ from captum_ssm.mixers.vision import freeze_bidirectional
 from captum_ssm.models import BidirectionalMamba, VisionMamba
 from captum_ssm.operators import BandOperator
 
+# Last, so that files of the same name here come first.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "papers"))
+from explanations import chosen, of_images
+from harness import processes
+
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parents[1] / "tutorials" / "models" / "digits-vim"
 PATCH = 4
 BLACK = -0.5  # what the canvas has where there is nothing
+ROWS = (
+    "Raw attention, hidden",
+    "Raw attention, hidden, absolute",
+    "Raw attention, unified",
+    "Rollout, hidden",
+    "Rollout, hidden, absolute",
+    "Rollout, unified",
+    "Attribution, hidden",
+    "Attribution, unified",
+    "Attribution, without activation",
+    "Attribution, without convolution",
+    "Attribution, without gate",
+    "Attribution, without S6",
+    "Attribution, only S6",
+    "LaTIM, ALTI-Logit",
+    "LaTIM, l2 of the last layer",
+    "MambaLRP",
+    "Integrated gradients",
+    "Input x gradient",
+    "Saliency",
+    "Brightness",
+    "Random maps",
+)
 SCORES = ("positive", "negative", "delta_af", "pixel_accuracy", "map", "miou")
 
 # Ali et al. (2025), tables 1 and 2 ("hidden"); Zimerman et al. (2025), tables 1, 3 and 4
@@ -102,17 +129,16 @@ def adapter(freeze: Callable[[MixerCall], FrozenMixer]) -> Iterator[None]:
 def methods(model: VisionMamba) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """Explanations by name: images and the class to explain, to relevance in the images' shape."""
     unified = UnifiedImplicitAttention(model)
-    found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "Raw attention, hidden": lambda x, t: RawAttention(model).attribute(x),
+    found = of_images(model, BLACK) | {
         "Raw attention, hidden, absolute": lambda x, t: RawAttention(model).attribute(
             x, sign="absolute"
         ),
-        "Raw attention, unified": lambda x, t: unified.attribute(x, t, aggregation="raw"),
-        "Rollout, hidden": lambda x, t: MambaRollout(model).attribute(x),
         "Rollout, hidden, absolute": lambda x, t: MambaRollout(model).attribute(x, sign="absolute"),
-        "Rollout, unified": lambda x, t: unified.attribute(x, t, aggregation="rollout"),
-        "Attribution, hidden": lambda x, t: MambaAttribution(model).attribute(x, t),
-        "Attribution, unified": lambda x, t: unified.attribute(x, t),
+        "Attribution, only S6": lambda x, t: unified.attribute(x, t, components=[]),
+        "LaTIM, l2 of the last layer": lambda x, t: LaTIM(model).attribute(
+            x, t, layer=-1, aggregation="l2", activation="gate"
+        ),
+        "Brightness": lambda x, t: x - BLACK,
     }
     parts = ("conv", "activation", "gate")
     for name, left_out in (("activation", "activation"), ("convolution", "conv"), ("gate", "gate")):
@@ -126,83 +152,59 @@ def methods(model: VisionMamba) -> dict[str, Callable[[Tensor, Tensor], Tensor]]
             return UnifiedImplicitAttention(model, check=False).attribute(x, t)
 
     found["Attribution, without S6"] = identity
-    found["Attribution, only S6"] = lambda x, t: unified.attribute(x, t, components=[])
-    found |= {
-        "LaTIM, ALTI-Logit": lambda x, t: LaTIM(model).attribute(x, t, activation="gate"),
-        "LaTIM, l2 of the last layer": lambda x, t: LaTIM(model).attribute(
-            x, t, layer=-1, aggregation="l2", activation="gate"
-        ),
-        "MambaLRP": lambda x, t: MambaLRP(model).attribute(x, t),
-        "Integrated gradients": lambda x, t: IntegratedGradients(model).attribute(
-            x, torch.full_like(x, BLACK), target=t, n_steps=32, internal_batch_size=256
-        ),
-        "Input x gradient": lambda x, t: InputXGradient(model).attribute(_leaf(x), target=t),
-        "Saliency": lambda x, t: Saliency(model).attribute(_leaf(x), target=t),
-        "Brightness": lambda x, t: x - BLACK,
-        "Random maps": _random_maps(model),
-    }
-    return found
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.clone().requires_grad_()
-
-
-def _random_maps(model: VisionMamba) -> Callable[[Tensor, Tensor], Tensor]:
-    # Noise on the same grid of tokens and through the same interpolation as the methods' maps.
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(x: Tensor, t: Tensor) -> Tensor:
-        size = (x.shape[-2], x.shape[-1])
-        grid = model.token_grid(*size)
-        tokens = torch.rand(len(x), int(grid.index.max()) + 1, generator=generator)
-        return (grid.pixels(tokens, size) / x.shape[1])[:, None].expand_as(x)
-
-    return noise
-
-
-def explain(
-    method: Callable[[Tensor, Tensor], Tensor], samples: Samples, target: Tensor, size: int
-) -> Tensor:
-    """The method's relevance of all samples, ``(B, 3, H, W)``."""
-    parts = [
-        method(s.images, t).detach()
-        for s, t in zip(samples.batches(size), target.split(size), strict=True)
-    ]
-    return torch.cat(parts)
+    return {name: found[name] for name in ROWS}
 
 
 def score(
-    model: VisionMamba, samples: Samples, target: Tensor, relevance: Tensor, removal: Any, size: int
+    model: VisionMamba,
+    samples: Samples,
+    target: Tensor,
+    method: Callable[[Tensor, Tensor], Tensor],
+    removal: Any,
+    **harness: Any,
 ) -> dict[str, Estimate]:
-    """All scores of one method's relevance."""
-    options = {"removal": removal, "patch": PATCH, "batch_size": size}
-    curves = {
-        order: perturbation(model, samples.images, relevance, target, order=order, **options)
-        for order in ("positive", "negative")
-    }
-    between = delta_af(model, samples.images, relevance, target, **options)
-    objects = segmentation(relevance, samples.masks.long())
-    return {
-        "positive": curves["positive"].estimate(),
-        "negative": curves["negative"].estimate(),
-        "delta_af": between.estimate(),
+    """All scores of one method."""
+    options = {"removal": removal, "patch": PATCH}
+
+    def scores(images: Tensor, masks: Tensor, target: Tensor) -> dict[str, Any]:
+        relevance = method(images, target).detach()
+        return {
+            "positive": perturbation(model, images, relevance, target, **options),
+            "negative": perturbation(model, images, relevance, target, order="negative", **options),
+            "delta_af": delta_af(model, images, relevance, target, **options),
+            "objects": segmentation(relevance, masks),
+        }
+
+    found = evaluate(scores, samples.images, samples.masks.long(), target, **harness)
+    objects = found.pop("objects")
+    return {name: curve.estimate() for name, curve in found.items()} | {
         "pixel_accuracy": objects.pixel_accuracy(),
         "map": objects.map(),
         "miou": objects.miou(),
     }
 
 
-def inside(model: VisionMamba, samples: Samples, target: Tensor) -> dict[str, Any]:
+def inside(
+    model: VisionMamba, samples: Samples, target: Tensor, **harness: Any
+) -> dict[str, dict[str, Any]]:
     """What the layers do: their weight in the prediction, likeness of tokens, bias to CLS."""
     (cls,) = model.cls_tokens()
-    drops = layer_knockout(model, samples.images, target)
-    alike = oversmoothing(model, samples.images, leave_out=[cls])
-    near = cls_influence(model, samples.images, cls, batch_size=90)
+
+    def look(images: Tensor, target: Tensor) -> dict[str, dict[str, Tensor]]:
+        return {
+            "drops": layer_knockout(model, images, target),
+            "alike": oversmoothing(model, images, leave_out=[cls]),
+            "near": cls_influence(model, images, cls),
+        }
+
+    found = evaluate(look, samples.images, target, **harness)
+    near = {path: position_bias(rows.mean(0), cls) for path, rows in found["near"].items()}
     return {
-        "knockout": {path: dataclasses.asdict(bootstrap(drop)) for path, drop in drops.items()},
-        "token similarity": {p: dataclasses.asdict(bootstrap(s)) for p, s in alike.items()},
-        "CLS position bias": {p: float(position_bias(row, cls)) for p, row in near.items()},
+        "knockout": {p: dataclasses.asdict(bootstrap(d)) for p, d in found["drops"].items()},
+        "token similarity": {
+            p: dataclasses.asdict(bootstrap(s)) for p, s in found["alike"].items()
+        },
+        "CLS position bias": {path: float(bias) for path, bias in near.items()},
     }
 
 
@@ -253,23 +255,21 @@ def main() -> None:
         logits = torch.cat([model(s.images) for s in samples.batches(args.batch_size)])
     target = logits.argmax(1)
     removal = BLACK if args.removal == "black" else args.removal
-    results, seconds = {}, {}
-    for name, method in methods(model).items():
-        if args.methods and not any(m.lower() in name.lower() for m in args.methods):
-            continue
-        start = time.perf_counter()
-        relevance = explain(method, samples, target, args.batch_size)
-        seconds[name] = time.perf_counter() - start
-        results[name] = score(model, samples, target, relevance, removal, args.batch_size)
-        print(f"{name}: " + ", ".join(f"{k} {e}" for k, e in results[name].items()), flush=True)
-    found = inside(model, samples, target)
+    accelerator = processes(cpu=True)
+    harness = {"batch_size": args.batch_size, "accelerator": accelerator}
+    results = {}
+    for name, method in chosen(methods(model), args.methods).items():
+        results[name] = score(model, samples, target, method, removal, **harness)
+        accelerator.print(f"{name}: " + ", ".join(f"{k} {e}" for k, e in results[name].items()))
+    found = inside(model, samples, target, **harness)
+    if not accelerator.is_main_process:
+        return
     about = {
         "images": len(samples),
         "accuracy": float((target == samples.labels).double().mean()),
         "removal": args.removal,
         "patch": PATCH,
         "target": "predicted class",
-        "seconds": seconds,
         "versions": {
             "captum_ssm": captum_ssm.__version__,
             "captum": captum.__version__,
@@ -287,8 +287,7 @@ def main() -> None:
                 for method, row in earlier["scores"].items()
             }
             results = kept | results
-            about["seconds"] = earlier["about"]["seconds"] | seconds
-    results = {method: results[method] for method in methods(model) if method in results}
+    results = {method: results[method] for method in ROWS if method in results}
     scores = {
         method: {key: dataclasses.asdict(e) for key, e in row.items()}
         for method, row in results.items()
