@@ -113,6 +113,34 @@ def test_padding_stays_and_does_not_count():
     assert seen[1].tolist() == [[1, 9, 1, 9, 7, 7], [1, 1, 1, 9, 9, 9]]
 
 
+def test_removal_by_mask():
+    relevance = torch.tensor([[4.0, 1, 3, 2, 99], [5, 4, 3, 2, 1]])
+    padding = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    model, tokens = tiny("mamba"), ids(2, 5)
+    seen = []
+
+    def last(x, left):
+        seen.append(left.tolist())
+        assert len(x) == len(left) == 1
+        return model(x, attention_mask=left).logits[:, -1]
+
+    options = {"removal": "mask", "shares": (0.0, 0.5), "batch_size": 1}
+    curve = pruning(last, tokens, relevance, mask=padding, **options)
+    assert seen[2:] == [[[1, 1, 1, 1, 0]], [[1, 1, 1, 1, 1]], [[1, 0, 1, 0, 0]], [[1, 1, 1, 0, 0]]]
+    left = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        whole, less = (model(tokens, attention_mask=m).logits[:, -1] for m in (padding, left))
+    torch.testing.assert_close(curve.values[:, 1].float(), (whole - less).square().mean(-1))
+    assert not curve.values[:, 0].any()
+    # Embeddings too; an image has no mask.
+    x, target = torch.randn(2, 5, 4), torch.zeros(2).long()
+    found = activation(lambda x, left: (x * left[..., None]).sum(1), x, relevance, target,
+                       removal="mask", shares=(0.0,))  # fmt: skip
+    assert found.values.tolist() == [[0.25], [0.25]]
+    with pytest.raises(ValueError, match="'mask' for tokens"):
+        perturbation(vote, torch.rand(2, 3, 4, 4), torch.rand(2, 4, 4), target, removal="mask")
+
+
 def test_ties_fall_at_random_and_by_seed():
     tokens, relevance = torch.ones(200, 10).long(), torch.zeros(200, 10)
     seen = []

@@ -421,8 +421,7 @@ def test_the_rationale_names_the_words_that_the_explanation_picks(language_model
 
 def test_amplify(language_model, tmp_path):
     examples = [
-        {"input": f"{k}?\nOptions:\n(A) no\n(B) oh", "target": f"({'AB'[k % 2]})"}
-        for k in range(5)
+        {"input": f"{k}?\nOptions:\n(A) no\n(B) oh", "target": f"({'AB'[k % 2]})"} for k in range(5)
     ]
     (tmp_path / "snarks.json").write_text(json.dumps({"canary": "x", "examples": examples}))
     amplify.main(

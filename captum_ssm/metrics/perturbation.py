@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from captum_ssm.metrics._estimate import Estimate, bootstrap
 
 Removal = str | int | float | Tensor | Callable[[Tensor], Tensor]
-REMOVALS = ("zero", "mean", "blur")
+REMOVALS = ("zero", "mean", "blur", "mask")
 TENTHS = tuple(k / 10 for k in range(1, 10))
 WHOLE = tuple(k / 10 for k in range(11))
 
@@ -87,7 +87,9 @@ def perturbation(
         removal (optional): what stands where something was removed: ``"zero"``, ``"mean"`` (of
             each image's colours, or of a sequence's embeddings), ``"blur"`` (images; Fong &
             Vedaldi, 2017), a number, for ids the UNK id, a tensor that broadcasts to the
-            inputs, or a function of the inputs that returns one. Default: ``"zero"``
+            inputs, or a function of the inputs that returns one. With ``"mask"`` tokens stay
+            where they are, and ``forward_func`` takes, behind the inputs, which of them are
+            left, ``(B, L)`` of 0 and 1: an attention mask. Default: ``"zero"``
         shares (sequence of float, optional): ascending, in [0, 1]. Default: 0.1, 0.2, ..., 0.9
         patch (int or (int, int), optional): side of the squares an image is removed in; 1 for
             single pixels, as in the papers. Default: 1
@@ -272,7 +274,8 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
         return torch.full_like(inputs, removal)
     if not inputs.is_floating_point():
         raise ValueError(
-            f"removal is {removal!r} for ids; accepted are the UNK id, a tensor and a function."
+            f"removal is {removal!r} for ids; accepted are the UNK id, 'mask', a tensor and a "
+            "function."
         )
     if removal == "zero":
         return torch.zeros_like(inputs)
@@ -283,7 +286,7 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
         return blurred(inputs)
     raise ValueError(
         f"removal is {removal!r} for inputs of shape {tuple(inputs.shape)}; accepted are "
-        f"{REMOVALS} ('blur' for images), a number, a tensor and a function."
+        f"{REMOVALS} ('blur' for images, 'mask' for tokens), a number, a tensor and a function."
     )
 
 
@@ -323,14 +326,19 @@ def _runs(
     if not bool(torch.isfinite(relevance).all()):
         raise ValueError("attributions hold NaN or Inf.")
     rank, count = _ranks(relevance, mask, order == "positive", seed)
-    replacement = removed(inputs, removal)
+    masks = isinstance(removal, str) and removal == "mask" and inputs.dim() < 4
+    replacement = inputs if masks else removed(inputs, removal)
     step = len(inputs) if batch_size is None else batch_size
     for share in shares:
         gone = rank < (share * count).round()[:, None]  # (B, U)
-        gone = _on_inputs(gone, inputs, side)
+        if masks:
+            left = ~gone if mask is None else (mask.cpu() != 0) & ~gone
+            changed: tuple[Tensor, ...] = (inputs, left.long().to(inputs.device))
+        else:
+            changed = (torch.where(_on_inputs(gone, inputs, side), replacement, inputs),)
         with torch.no_grad():
-            mixed = torch.where(gone, replacement, inputs)
-            yield torch.cat([_logits(forward_func(part)) for part in mixed.split(step)])
+            parts = zip(*(each.split(step) for each in changed), strict=True)
+            yield torch.cat([_logits(forward_func(*part)) for part in parts])
 
 
 def _side(patch: int | tuple[int, int]) -> tuple[int, int]:
