@@ -2,8 +2,9 @@
 
 Random weights in the shape of mamba-130m (width 768, 1536 channels, 16 states), few layers: every
 cost here is a layer's times their number. For each length, in one run and on the same tokens: the
-model's forward (transformers' CPU path), forward and backward, and what each method adds to the
-forward it runs. The row of a rollout is first checked against the product of matrices.
+model's forward (transformers' CPU path), its forward and backward, and what each method adds to the
+forward it runs, in time and in the peak memory of a process of its own. The row of a rollout is
+first checked against the product of matrices.
 
     python benchmarks/end_to_end.py --layers 2 --lengths 1024 4096
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from _memory import peak_mib
 
 from captum_ssm import (
     LaTIM,
@@ -64,19 +65,53 @@ def check(model: Any) -> float:
     return float(difference)
 
 
+def sides(layers: int, length: int) -> dict[str, Callable[[], Any]]:
+    """What is measured; each takes the same tokens."""
+    model = model_of(layers)
+    ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(ids)
+
+    def forward_backward() -> None:
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_(True)
+        score = model(inputs_embeds=embeddings).logits[0, -1, 3]
+        torch.autograd.grad(score, embeddings)
+
+    return {
+        "forward": forward,
+        "forward_backward": forward_backward,
+        "rollout": lambda: MambaRollout(model).attribute(ids),
+        "unified_rollout": lambda: UnifiedImplicitAttention(model).attribute(
+            ids, aggregation="rollout"
+        ),
+        "lrp": lambda: MambaLRP(model).attribute(ids, target=3),
+        "attribution": lambda: MambaAttribution(model).attribute(ids, target=3),
+        "unified": lambda: UnifiedImplicitAttention(model).attribute(ids, target=3),
+        "latim_row": lambda: LaTIM(model).attribute(
+            ids, layer=-1, aggregation="l2", activation="gate"
+        ),
+    }
+
+
+LINEAR = ("rollout", "unified_rollout")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--quadratic", type=int, default=4096, help="longest for MambaAttribution")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096])
+    parser.add_argument("--backward", type=int, default=512, help="longest for the own backward")
+    parser.add_argument("--quadratic", type=int, default=4096, help="longest for what is quadratic")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--memory", action="store_true", help="also the peak memory of each")
     parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "end_to_end.json")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
     if args.cpu_time:
         torch.set_num_threads(1)
-    model = model_of(args.layers)
     results: dict[str, Any] = {
         "benchmark": "end_to_end",
         "processor": platform.processor() or platform.machine(),
@@ -86,36 +121,25 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "layers": args.layers,
-        "difference": check(model),
+        "difference": check(model_of(args.layers)),
         "rows": [],
     }
     for length in args.lengths:
-        ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
-
-        def forward(ids: torch.Tensor = ids) -> None:
-            with torch.no_grad():
-                model(ids)
-
-        base = seconds(forward, args.repeats, clock)
+        runs = sides(args.layers, length)
+        base = seconds(runs["forward"], args.repeats, clock)
         row: dict[str, Any] = {"length": length, "forward_s": base}
-        runs: dict[str, Callable[[], Any]] = {
-            "rollout": lambda ids=ids: MambaRollout(model).attribute(ids),
-            "unified_rollout": lambda ids=ids: UnifiedImplicitAttention(model).attribute(
-                ids, aggregation="rollout"
-            ),
-        }
-        if length <= args.quadratic:
-            runs["lrp"] = lambda ids=ids: MambaLRP(model).attribute(ids, target=3)
-            runs["attribution"] = lambda ids=ids: MambaAttribution(model).attribute(ids, target=3)
-            runs["latim_row"] = lambda ids=ids: LaTIM(model).attribute(
-                ids, layer=-1, aggregation="l2", activation="gate"
-            )
+        idle = peak_mib(__file__, "sides", "forward", args.layers, length) if args.memory else 0
         for name, run in runs.items():
+            longest = args.backward if name == "forward_backward" else args.quadratic
+            if name == "forward" or (length > longest and name not in LINEAR):
+                continue
             total = seconds(run, args.repeats, clock)
             row[f"{name}_s"] = total
             # What the method adds, in forwards: it runs the model itself.
             row[f"{name}_extra_in_forwards"] = (total - base) / base
-        row["peak_MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            if args.memory:
+                peak = peak_mib(__file__, "sides", name, args.layers, length)
+                row[f"{name}_extra_MiB"] = peak - idle
         results["rows"].append(row)
         print(json.dumps(row, indent=1), flush=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)
