@@ -106,7 +106,6 @@ def unwrap(model: nn.Module | Envoy) -> nn.Module:
     """The torch module behind a model that may be wrapped by nnsight or by torch.compile."""
     if _is_wrapped(model):
         return model._module
-    # What torch.compile would trace is the recording, anew for every run.
     compiled = type(model).__name__ == "OptimizedModule"
     return model._modules.get("_orig_mod") or model if compiled else model
 
@@ -154,7 +153,13 @@ def capture(
             "model outside of it."
         )
     grad_mode = torch.enable_grad if gradients else torch.no_grad
-    with _LOCK, torch.inference_mode(False), grad_mode(), _instrumented(model) as root:
+    with (
+        _LOCK,
+        _without_compiler(),
+        torch.inference_mode(False),
+        grad_mode(),
+        _instrumented(model) as root,
+    ):
         envoys = [e for e in _outermost(root) if find_adapter(e._module) is not None]
         if not envoys:
             raise _unsupported(root._module)
@@ -230,14 +235,16 @@ def _trace(
 def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
     # nnsight replaces the forward of every module it wraps, for good, and some models keep
     # recurrent states in plain attributes. A model leaves with the attributes it came with.
+    for module in unwrap(model).modules():
+        # RWKV-4 divides its weights in its first run for inference, and has to remember that.
+        rescale = getattr(module, "_rescale_layers", None)
+        if callable(rescale):
+            rescale()
     before = [(module, dict(module.__dict__)) for module in unwrap(model).modules()]
     for module, attributes in before:
-        # A checkpointed block has no graph, or one that is not of what was recorded; a compiled
-        # one would be compiled anew around the recording.
+        # A checkpointed block has no graph, or one that is not of what was recorded.
         if attributes.get("gradient_checkpointing"):
             module.__dict__["gradient_checkpointing"] = False
-        if attributes.get("_compiled_call_impl") is not None:
-            module.__dict__["_compiled_call_impl"] = None
     try:
         if _is_wrapped(model):
             yield model
@@ -253,6 +260,17 @@ def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    # What torch.compile would trace, wherever forward_func calls a compiled model, is the
+    # recording, anew for every run.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _outermost(root: Envoy) -> Iterator[Envoy]:

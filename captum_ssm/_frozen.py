@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from captum_ssm._captum import format_additional_forward_args, select_targets
 from captum_ssm._capture import Capture, capture, is_model, is_norm, unwrap
+from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, ReconstructionError, TargetError
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._base import is_quantised
 from captum_ssm.operators import DiagonalOperator
 
 # Largest error of a reconstruction, relative to the largest entry of the mixer's output. A
@@ -201,6 +203,8 @@ def freeze(
     mask = padding_mask(captured, B, L)
     check_finite(captured.calls)
 
+    # A model may be spread over devices; what the methods see is on that of its first mixer.
+    home = captured.calls[0].output.device
     weights = score = None
     if gradients:
         weights, score = read_score(captured, target, position, mask, (B, L))
@@ -214,12 +218,12 @@ def freeze(
         weights = _query(position, B, L, mask, captured.calls[0])
     dtype = captured.calls[0].dtype
     return FrozenModel(
-        _freeze_calls(captured.calls, mask, check),
+        _freeze_calls(captured.calls, mask, check, home),
         (B, L),
         None if mask is None else mask.to(dtype),
-        None if weights is None else weights.to(dtype),
+        None if weights is None else weights.to(home, dtype),
         score,
-        captured.others,
+        [moved(norm, home) for norm in captured.others],
         find_token_grid(unwrap(model), captured.arguments, inputs, L),
     )
 
@@ -237,7 +241,8 @@ def _with_quick_gradient(call: MixerCall) -> Any:
         return call.result
     if value.device.type != "cpu" or not call.tokens().requires_grad:
         return call.result
-    mixer = adapter(call)
+    with weights_loaded(call.module):
+        mixer = adapter(call)
     if not isinstance(mixer.recurrence, DiagonalOperator):
         return call.result
     quick = mixer.output().to(value.dtype)
@@ -337,18 +342,18 @@ def extract_logits(output: Any) -> Tensor:
     )
 
 
-def check_reconstruction(
-    name: str, call: MixerCall, mixer: FrozenMixer, mask: Tensor | None
-) -> None:
-    """Raise `ReconstructionError` unless the frozen mixer reproduces the mixer's output."""
+def check_reconstruction(name: str, call: MixerCall, rebuilt: Tensor, mask: Tensor | None) -> None:
+    """Raise `ReconstructionError` unless ``rebuilt (B, L, E)`` is the mixer's output."""
     expected = call.output
-    rebuilt = mixer.output()
     error = (rebuilt - expected.to(rebuilt.dtype)).abs().amax(-1)
     size = expected.to(rebuilt.dtype).abs().amax(-1)
     if mask is not None:
+        mask = mask.to(error.device)
         error, size = error * mask, size * mask
     relative = (error.amax() / size.amax().clamp(min=1e-12)).item()
     tolerance = TOLERANCE[expected.dtype]
+    if is_quantised(call.module):  # which may round what enters a layer
+        tolerance = max(tolerance, TOLERANCE[torch.float16])
     if not relative <= tolerance:
         raise ReconstructionError(
             f"the frozen operator of {name} ({type(call.module).__name__}) does not "
@@ -360,7 +365,9 @@ def check_reconstruction(
         )
 
 
-def _freeze_calls(calls: list[MixerCall], mask: Tensor | None, check: bool) -> list[FrozenLayer]:
+def _freeze_calls(
+    calls: list[MixerCall], mask: Tensor | None, check: bool, home: torch.device
+) -> list[FrozenLayer]:
     layers: list[FrozenLayer] = []
     visits: dict[str, int] = {}
     for call in calls:
@@ -369,29 +376,37 @@ def _freeze_calls(calls: list[MixerCall], mask: Tensor | None, check: bool) -> l
         seen = visits.get(call.path, 0)
         visits[call.path] = seen + 1
         name = f"{call.path}:{seen}" if seen else call.path
-        stage = 0
+        stage, here = 0, moved(call, home)
         if layers:
-            beside = _side_by_side(layers[-1].call, call)
+            beside = _side_by_side(layers[-1].call, here)
             stage = layers[-1].stage + (0 if beside else 1)
-        layers.append(FrozenLayer(name, call, stage, _Freeze(name, call, adapter, mask, check)))
+        freeze = _Freeze(name, call, adapter, mask, check, home)
+        layers.append(FrozenLayer(name, here, stage, freeze))
     return layers
 
 
 class _Freeze:
     # Reads a mixer off its call each time it is asked, and checks what it read the first time.
     def __init__(
-        self, name: str, call: MixerCall, adapter: Any, mask: Tensor | None, check: bool
+        self,
+        name: str,
+        call: MixerCall,
+        adapter: Any,
+        mask: Tensor | None,
+        check: bool,
+        home: torch.device,
     ) -> None:
         self.name, self.call, self.adapter, self.mask = name, call, adapter, mask
-        self.check = check
+        self.check, self.home = check, home
 
     def __call__(self) -> FrozenMixer:
         with exact_arithmetic():
-            mixer = self.adapter(self.call)
+            with weights_loaded(self.call.module):
+                mixer = self.adapter(self.call)
             if self.check:
-                check_reconstruction(self.name, self.call, mixer, self.mask)
+                check_reconstruction(self.name, self.call, mixer.output(), self.mask)
                 self.check = False
-        return mixer
+        return mixer if self.call.output.device == self.home else moved(mixer, self.home)
 
 
 def _side_by_side(first: MixerCall, second: MixerCall) -> bool:

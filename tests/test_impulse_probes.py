@@ -24,6 +24,8 @@ def recorded(monkeypatch):
 
     def record(model, **inputs):
         modeling = sys.modules[type(model).__module__]
+        if not hasattr(modeling, "mamba_selective_scan"):
+            pytest.skip("transformers 4 has its scan inside the mixer's forward")
         scan = modeling.mamba_selective_scan
         calls = []
 

@@ -84,6 +84,8 @@ def fast_scan(monkeypatch):
         y = (y + x * D[:, None]) * torch.nn.functional.silu(z)
         return (y, None) if return_last_state else y
 
+    if not hasattr(modeling_mamba, "mamba_selective_scan"):
+        pytest.skip("transformers 4 has its scan inside the mixer's forward")
     monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", scan)
 
 

@@ -286,7 +286,7 @@ def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
 
 def test_an_activation_of_several_functions_is_one() -> None:
     # transformers writes this GELU out; half of it would go to the product's other factor.
-    model = without_biases(build("jamba", hidden_act="gelu_new", num_experts=1))
+    model = without_biases(build("recurrent_gemma", hidden_activation="gelu_new"))
     _, delta = MambaLRP(model).attribute(ids_for(), target=3, return_convergence_delta=True)
     assert float(delta.abs().max()) < 1e-5
 

@@ -28,6 +28,8 @@ def test_gradients_are_the_models_own(family: str, frozen: bool) -> None:
 def test_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.mamba import modeling_mamba
 
+    if not hasattr(modeling_mamba, "mamba_selective_scan"):
+        pytest.skip("transformers 4 has its scan inside the mixer's forward")
     model = build("mamba")
     ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
     expected = MambaAttribution(model).attribute(ids, target=5)

@@ -76,6 +76,11 @@ def test_a_graph_that_misses_the_mixers_raises(method):
         method(Checkpointed()).attribute(TOKENS, target=5)
 
 
+def test_a_graph_that_checkpointing_hides_raises():
+    with pytest.raises(ValueError, match="run it without"):
+        MambaLRP(Checkpointed()).attribute(TOKENS, target=5)
+
+
 @pytest.mark.parametrize("method", GRADIENTS)
 def test_a_head_behind_a_detached_backbone_raises(method):
     model = tiny()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from captum_ssm._devices import weights_loaded
 from captum_ssm.mixers import MixerCall
 
 
@@ -27,6 +28,11 @@ class FrozenNorm:
     @classmethod
     def of(cls, call: MixerCall) -> FrozenNorm | None:
         """Read an RMS or layer norm off its call; None where it is neither."""
+        with weights_loaded(call.module):
+            return cls._read(call)
+
+    @classmethod
+    def _read(cls, call: MixerCall) -> FrozenNorm | None:
         norm = call.module
         x = first_input(call).detach()
         if not x.is_floating_point() or x.shape != call.output.shape:
@@ -37,8 +43,8 @@ class FrozenNorm:
         )
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
-        weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach().to(x.dtype)
-        bias = None if bias is None else bias.detach().to(x.dtype)
+        weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach().to(x)
+        bias = None if bias is None else bias.detach().to(x)
         if weight.shape != x.shape[-1:]:
             return None
         rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -101,6 +101,11 @@ def _rule(node: Node, reaching: int) -> Rule | None:
     # linear node, and for one that nothing is known of. Rules hold tensors without a graph: one
     # that held its own node would never be freed.
     kind, followed = _kind(node), _followed(node)
+    if kind == "CheckpointFunction":
+        raise ValueError(
+            "forward_func runs a part of the model under torch.utils.checkpoint by itself, which "
+            "hides that part's graph; run it without."
+        )
     if len(followed) < len(node.next_functions):
         return lambda inner, outer: tuple(g if i in followed else None for i, g in enumerate(inner))
     if not reaching:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from captum_ssm._captum import TargetType, format_output, is_tuple, log_usage
 from captum_ssm._capture import capture, is_norm, unwrap
+from captum_ssm._devices import weights_loaded
 from captum_ssm._frozen import (
     call_forward,
     check_finite,
@@ -115,6 +116,7 @@ class MambaLRP(TokenAttribution):
         check_inputs(tensor, model)
         extra = extra_arguments(additional_forward_args, tensor)
         leaves: list[Tensor] = []
+        rebuilt: list[tuple[MixerCall, Tensor]] = []
         if tensor.is_floating_point():
             with torch.inference_mode(False):
                 tensor = tensor.detach().clone().requires_grad_(True)
@@ -129,11 +131,15 @@ class MambaLRP(TokenAttribution):
                 model,
                 gradients=True,
                 also=_is_frozen_by_lrp,
-                substitute=lambda call: _substitute(call, tensor, leaves, self.check),
+                substitute=lambda call: _substitute(
+                    call, tensor, leaves, rebuilt if self.check else None
+                ),
             )
         shape = token_shape(captured.calls, tensor)
         mask = padding_mask(captured, *shape)
         check_finite(captured.calls)
+        for call, output in rebuilt:
+            check_reconstruction(call.path, call, output, mask)
         _, score = read_score(captured, target, position, mask, shape)
         if not leaves:
             raise ValueError(
@@ -145,7 +151,7 @@ class MambaLRP(TokenAttribution):
         width = relevance.shape[features]
         relevance = relevance.sum(features)
         if mask is not None and relevance.dim() == 2:
-            relevance = relevance * mask
+            relevance = relevance * mask.to(relevance.device)
         delta = score.detach().to(relevance) - relevance.flatten(1).sum(1)
         if tensor.is_floating_point():
             relevance = (relevance / width).unsqueeze(features).expand_as(tensor).contiguous()
@@ -206,7 +212,12 @@ def _is_activation(module: nn.Module) -> bool:
     return type(module).__module__ == "transformers.activations"
 
 
-def _substitute(call: MixerCall, inputs: Tensor, leaves: list[Tensor], check: bool) -> Any:
+def _substitute(
+    call: MixerCall,
+    inputs: Tensor,
+    leaves: list[Tensor],
+    rebuilt: list[tuple[MixerCall, Tensor]] | None,
+) -> Any:
     if isinstance(call.module, nn.Embedding):
         # The table that is asked for the ids themselves; another may embed positions.
         given = next(a for a in (*call.args, *call.kwargs.values()) if torch.is_tensor(a))
@@ -218,10 +229,11 @@ def _substitute(call: MixerCall, inputs: Tensor, leaves: list[Tensor], check: bo
     adapter = find_adapter(call.module)
     if adapter is not None:
         check_finite([call])
-        mixer = adapter(call)
-        if check:
+        with weights_loaded(call.module):
+            mixer = adapter(call)
+        if rebuilt is not None:
             with torch.no_grad():
-                check_reconstruction(call.path, call, mixer, None)
+                rebuilt.append((call, mixer.output()))
         frozen = frozen_output(mixer)
     elif is_norm(call.module):
         norm = FrozenNorm.of(call)

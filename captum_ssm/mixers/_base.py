@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from captum_ssm._devices import weights_loaded
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.band import causal_conv
 
@@ -88,15 +89,43 @@ class MixerCall:
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         """``layer(x)`` in the working dtype; a layer without plain weights computes in its own."""
-        weight = getattr(layer, "weight", None)
-        if isinstance(layer, nn.Linear) and weight is not None and weight.is_floating_point():
-            bias = None if layer.bias is None else layer.bias.detach().to(self.dtype)
-            return F.linear(x, weight.detach().to(self.dtype), bias)
-        return layer(x.to(self.output.dtype)).to(self.dtype)
+        with weights_loaded(layer):
+            weight = getattr(layer, "weight", None)
+            if torch.is_tensor(weight):
+                x = x.to(weight.device)
+            if not _is_plain(layer):
+                return layer(x.to(self.output.dtype)).to(self.dtype)
+            bias = None if layer.bias is None else self.parameter(layer.bias)
+            return F.linear(x, self.parameter(layer.weight), bias)
+
+    def weight(self, layer: Any) -> Tensor:
+        """The matrix of a linear layer, ``(out, in)``, in the working dtype.
+
+        Of a layer without plain weights (quantised, with adapters) it is read off its outputs.
+        """
+        if _is_plain(layer):
+            return self.parameter(layer.weight)
+        ones = torch.eye(layer.in_features, dtype=self.output.dtype, device=self.output.device)
+        with torch.no_grad():
+            return (self.linear(layer, ones) - self.linear(layer, 0 * ones[:1])).mT
 
     def parameter(self, value: Tensor) -> Tensor:
         """A parameter, detached, in the working dtype."""
         return value.detach().to(self.dtype)
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Whether a linear layer of ``module`` computes by something else than its plain weight."""
+    return any(hasattr(part, "in_features") and not _is_plain(part) for part in module.modules())
+
+
+def _is_plain(layer: Any) -> TypeGuard[nn.Linear]:
+    return (
+        isinstance(layer, nn.Linear)
+        and type(layer).forward is nn.Linear.forward
+        and type(layer.weight) in (Tensor, nn.Parameter)
+        and layer.weight.is_floating_point()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +142,7 @@ class FrozenMixer:
             where the model zeroes it; the values themselves where there is neither a
             convolution nor an activation.
         out_proj (Callable): maps the gated output ``(B, L, D)`` to the mixer's ``(B, L, E)``.
-        out_weight (Tensor): ``(E, D)``, the weight of ``out_proj``.
+        out_weight (Tensor): ``(E, D)``, the weight of ``out_proj`` (``call.weight(layer)``).
         skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. Default: None
         conv (Tensor, optional): taps ``(D, K)`` as in :class:`torch.nn.Conv1d`. Default: None
         conv_bias (Tensor, optional): its bias, ``(D,)``, or ``(B, L, D)`` for what else is

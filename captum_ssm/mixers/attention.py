@@ -44,7 +44,7 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
         recurrence=operator,
         inputs=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
         out_proj=lambda y: call.linear(projection, y),
-        out_weight=call.parameter(projection.weight),
+        out_weight=call.weight(projection),
         gate=seen["gate"],
     )
 

@@ -67,7 +67,7 @@ def _freeze_delta(
         recurrence=recurrence,
         inputs=conv.inputs,
         out_proj=lambda y: call.linear(out_proj, y),
-        out_weight=call.parameter(out_proj.weight),
+        out_weight=call.weight(out_proj),
         conv=conv.taps,
         conv_bias=conv.bias,
         activation=factor[..., -D:],

@@ -124,7 +124,7 @@ def _frozen(
         recurrence=recurrence,
         inputs=conv.inputs,
         out_proj=lambda y: call.linear(out_proj, y),
-        out_weight=call.parameter(out_proj.weight),
+        out_weight=call.weight(out_proj),
         skip=skip,
         conv=conv.taps,
         conv_bias=conv.bias,
@@ -266,7 +266,7 @@ def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
     first, act, last = module.x_proj
     low = call.linear(first.linear, x + delta * call.parameter(first.mu))
     low = act(low).unflatten(-1, (5, -1))  # (B, L, 5, rank)
-    weight = call.parameter(last.weight).unflatten(-1, (5, -1))  # (E, 5, rank)
+    weight = call.weight(last).unflatten(-1, (5, -1))  # (E, 5, rank)
     mixes = torch.einsum("blnr,enr->blne", low, weight) + call.parameter(module.x_bias)
     layers = (module.r_proj, module.w_proj, module.k_proj, module.v_proj, module.g_proj)
     r, w, k, v, z = (
@@ -429,7 +429,7 @@ def freeze_mamba2(call: MixerCall) -> FrozenMixer:
         limit=tuple(module.dt_limit),
         norm_before_gate=module.norm.norm_before_gate if module.rmsnorm else None,
         out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.parameter(module.out_proj.weight),
+        out_weight=call.weight(module.out_proj),
         mask=mask,
         act=F.silu if module.activation in _SILU else None,
     )

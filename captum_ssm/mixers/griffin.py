@@ -51,7 +51,7 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
         recurrence=recurrence,
         inputs=u,
         out_proj=lambda y: call.linear(module.linear_out, y),
-        out_weight=call.parameter(module.linear_out.weight),
+        out_weight=call.weight(module.linear_out),
         conv=conv.taps,
         conv_bias=conv.bias,
         gate=module.act_fn(z),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from captum_ssm.mixers._base import (
     FrozenMixer,
@@ -45,8 +44,8 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
         inputs=heads(psi)[2].flatten(2),
         activation=heads(factor)[2].flatten(2),
         out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.parameter(module.out_proj.weight),
-        gate=torch.sigmoid(F.linear(x, call.parameter(module.output_gate.weight))),
+        out_weight=call.weight(module.out_proj),
+        gate=torch.sigmoid(call.linear(module.output_gate, x)),
         norm=rms_factor(
             recurrence.apply(values), call.parameter(norm.weight), norm.variance_epsilon
         ),

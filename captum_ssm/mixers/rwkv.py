@@ -78,7 +78,7 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
 
     key = project(module.key, module.time_mix_key)
     inputs = call.linear(module.value, x)
-    squares = call.parameter(module.value.weight).square()
+    squares = call.weight(module.value).square()
     total = squares.sum(1).clamp(min=1e-30)
     share = squares @ call.parameter(module.time_mix_value).flatten() / total
     taps = torch.stack([1 - share, share], -1)
@@ -91,7 +91,7 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
         recurrence=recurrence,
         inputs=inputs,
         out_proj=lambda y: call.linear(module.output, y),
-        out_weight=call.parameter(module.output.weight),
+        out_weight=call.weight(module.output),
         conv=taps,
         conv_bias=values - causal_conv(inputs, taps),
         gate=gate,

@@ -46,7 +46,7 @@ def _freeze(
         recurrence=DiagonalOperator(dt, right, A, B, C),
         inputs=conv.inputs,
         out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.parameter(module.out_proj.weight),
+        out_weight=call.weight(module.out_proj),
         skip=call.parameter(module.D).reshape(-1),
         conv=conv.taps,
         conv_bias=conv.bias,
@@ -76,7 +76,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
     u, z = call.linear(module.in_proj, x).chunk(2, dim=-1)
     conv, activation, values = _values(call, u, mask)
 
-    N, rank = module.A_log.shape[-1], module.dt_proj.weight.shape[-1]
+    N, rank = module.A_log.shape[-1], module.dt_proj.in_features
     step, B, C = call.linear(module.x_proj, values).split([rank, N, N], dim=-1)
     step, B, C = (
         _normalise(call, name, part)

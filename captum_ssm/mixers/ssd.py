@@ -120,7 +120,7 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
         limit=tuple(module.time_step_limit or (module.time_step_min, torch.inf)),
         norm_before_gate=before,
         out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.parameter(module.out_proj.weight),
+        out_weight=call.weight(module.out_proj),
         mask=mask,
     )
 
@@ -136,7 +136,7 @@ def freeze_mamba_ssm(call: MixerCall) -> FrozenMixer:
     mlp = projected.shape[-1] - D - mixed - module.nheads
     side, z, u, step = projected.split([mlp, D, mixed, module.nheads], -1)
     has_norm = getattr(module, "rmsnorm", True)
-    weight = call.parameter(module.out_proj.weight)
+    weight = call.weight(module.out_proj)
 
     def out_proj(y: Tensor) -> Tensor:
         if mlp:

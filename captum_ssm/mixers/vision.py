@@ -123,14 +123,19 @@ def _direction(call: MixerCall, values: Tensor, suffix: str, rates: str) -> Diag
     module = call.module
     x_proj, dt_proj = getattr(module, f"x_proj{suffix}"), getattr(module, f"dt_proj{suffix}")
     return _diagonal(
-        call, values, x_proj.weight, dt_proj.weight, dt_proj.bias, getattr(module, rates)
+        call,
+        values,
+        call.weight(x_proj),
+        call.weight(dt_proj),
+        dt_proj.bias,
+        getattr(module, rates),
     )
 
 
 def _projection(call: MixerCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The output projection with the learned scale of its channels, and its weight."""
     module = call.module
-    weight = call.parameter(module.out_proj.weight)
+    weight = call.weight(module.out_proj)
     gamma = getattr(module, "gamma", None)
     if gamma is None:
         return lambda y: call.linear(module.out_proj, y), weight

@@ -71,7 +71,7 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
         recurrence=recurrence,
         inputs=values,
         out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.parameter(module.out_proj.weight),
+        out_weight=call.weight(module.out_proj),
         gate=gate,
         norm=rms_factor(recurrence.apply(values), weight, norm.eps, H),
         offset=None if norm.bias is None else call.parameter(norm.bias) * gate,

@@ -15,13 +15,14 @@ venv="${FLA_VENV:-$root/.venv-fla}"
 
 if [ ! -f "$venv/.installed.stamp" ]; then
     "$python" -m venv "$venv"
-    site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/shared.pth"
     "$venv/bin/python" -m pip install --quiet --no-deps "triton==3.9.0"
     "$venv/bin/python" -m pip install --quiet --no-deps \
         "fla-core==0.6.0" "flash-linear-attention==0.6.0"
     touch "$venv/.installed.stamp"
 fi
+# Anew each time: the environment may have been made for another interpreter's packages.
+site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+"$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/shared.pth"
 
 cd "$here"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,0 +1,308 @@
+"""Models that are not simply there: offloaded, spread over devices, compiled, quantised."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from families import FAMILIES, build
+from models import ids
+from test_leaves_no_trace import METHODS, assert_unchanged, fingerprint
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm import MambaLRP, MambaRollout, RawAttention, ReconstructionError, hidden_attention
+from captum_ssm._devices import moved
+from captum_ssm._frozen import _Freeze, freeze
+from captum_ssm._memory import tensors_of
+
+TOKENS = ids(2, 9)
+each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
+some_families = pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "recurrent_gemma"])
+
+
+@cache
+def expected(family: str, method: type) -> Tensor:
+    return method(build(family)).attribute(TOKENS, target=5)
+
+
+# ---- offloaded by accelerate ------------------------------------------------------------------
+
+
+def split(model: nn.Module, folder: str) -> nn.Module:
+    """Every other layer on disk, the rest of the model at hand."""
+    base = getattr(model, model.base_model_prefix)
+    names = [name for name, _ in base.named_children() if name != "layers"]
+    places = {f"{model.base_model_prefix}.{name}": "cpu" for name in names} | {"lm_head": "cpu"}
+    for i in range(len(base.layers)):
+        places[f"{model.base_model_prefix}.layers.{i}"] = "disk" if i % 2 else "cpu"
+    return dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+
+
+OFFLOADED: dict[str, Callable[[nn.Module, str], nn.Module]] = {
+    "cpu": lambda model, folder: cpu_offload(model, execution_device="cpu"),
+    "disk": lambda model, folder: disk_offload(model, folder, execution_device="cpu"),
+    "every other layer": split,
+}
+
+
+@each_method
+@some_families
+@pytest.mark.parametrize("kind", OFFLOADED)
+@pytest.mark.filterwarnings("ignore")
+def test_offloaded_weights_are_loaded_where_they_are_read(kind, family, method, tmp_path):
+    model = OFFLOADED[kind](build(family), str(tmp_path))
+    before = [name for name, p in model.named_parameters() if p.is_meta]
+    assert before
+    found = method(model).attribute(TOKENS, target=5)
+    torch.testing.assert_close(found, expected(family, method))
+    assert [name for name, p in model.named_parameters() if p.is_meta] == before
+    torch.testing.assert_close(model(TOKENS).logits, build(family)(TOKENS).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_offloaded(family):
+    model = cpu_offload(build(family), execution_device="cpu")
+    maps = hidden_attention(model, TOKENS, formulation="unified", reduction="mean")
+    truth = hidden_attention(build(family), TOKENS, formulation="unified", reduction="mean")
+    for path, matrix in truth.items():
+        torch.testing.assert_close(maps[path], matrix)
+    found = MambaLRP(model).attribute(TOKENS, target=5)
+    torch.testing.assert_close(found, expected(family, MambaLRP))
+
+
+# ---- spread over devices ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_of_a_frozen_mixer_is_moved(family):
+    for layer in freeze(build(family), None, TOKENS).layers:
+        there = moved(layer.mixer, torch.device("meta"))
+        assert {t.device.type for t in tensors_of(there)} == {"meta"}
+        assert len([*tensors_of(there)]) >= len([*tensors_of(layer.mixer)])
+
+
+@some_families
+@each_method
+def test_moved_mixers_are_explained_alike(method, family, monkeypatch):
+    own = _Freeze.__call__
+    monkeypatch.setattr(_Freeze, "__call__", lambda self: moved(own(self), torch.device("cpu")))
+    found = method(build(family)).attribute(TOKENS, target=5)
+    torch.testing.assert_close(found, expected(family, method))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@some_families
+@each_method
+def test_layers_on_several_devices(method, family):
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = build(family)
+    for i, layer in enumerate(getattr(model, model.base_model_prefix).layers):
+        place = torch.device("cuda" if i % 2 else "cpu")
+        layer.to(place)
+        add_hook_to_module(layer, AlignDevicesHook(place, io_same_device=True))
+    found = method(model).attribute(TOKENS, target=5)
+    assert found.device == TOKENS.device
+    torch.testing.assert_close(found, expected(family, method), rtol=1e-3, atol=1e-4)
+
+
+# ---- compiled ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_behind_a_function(inplace):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model = build("mamba")
+    compiled = model
+    if inplace:
+        model.compile(backend=backend)
+    else:
+        compiled = torch.compile(model, backend=backend)
+    compiled(TOKENS)
+    count = len(graphs)
+    assert count > 0
+    for method in METHODS:
+        for given in (model, compiled):
+            found = method(lambda t: compiled(t).logits, given).attribute(TOKENS, target=5)
+            torch.testing.assert_close(found, expected("mamba", method))
+    compiled(TOKENS)
+    assert len(graphs) == count  # neither compiled for the recording, nor anew behind it
+
+
+# ---- quantised --------------------------------------------------------------------------------
+
+
+class Int8Linear(nn.Linear):
+    """As bitsandbytes' and quanto's: a Linear whose weight is another thing."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        codes = (layer.weight.detach() / scale).round().to(torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.bias = layer.bias
+
+    def matrix(self) -> Tensor:
+        return self.weight * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.matrix(), self.bias)
+
+
+class PackedLinear(Int8Linear):
+    """As bitsandbytes' in four bits: the shape of the weight says nothing."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer)
+        self.weight = nn.Parameter(self.weight.detach().reshape(-1, 1), requires_grad=False)
+
+    def matrix(self) -> Tensor:
+        return self.weight.view(self.out_features, self.in_features) * self.scale
+
+
+class Adapted(nn.Module):
+    """As peft's: a plain weight, and a path beside it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.base_layer = layer
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def matrix(self) -> Tensor:
+        return self.weight + self.up.weight @ self.down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class RoundingLinear(nn.Linear):
+    """As where activations are quantised too: what enters is rounded to eight bits."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+        rounded = (x / scale).round() * scale
+        return F.linear(x + (rounded - x).detach(), self.weight, self.bias)
+
+
+def with_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """The model with its linear layers replaced, but those whose weights transformers reads."""
+    for path, layer in [*model.named_modules()]:
+        if type(layer) is nn.Linear and not path.endswith(("lm_head", "dt_proj", "router")):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, make(layer))
+    return model
+
+
+def plain(layer: nn.Linear, make: Callable[[nn.Linear], Any]) -> nn.Linear:
+    other = copy.deepcopy(layer)
+    other.weight = nn.Parameter(make(layer).matrix().detach())
+    return other
+
+
+@each_method
+@pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "minimax"])
+@pytest.mark.parametrize("kind", [Int8Linear, PackedLinear, Adapted])
+def test_layers_that_are_not_plain_are_explained_by_what_they_compute(kind, family, method):
+    def make(layer: nn.Linear) -> nn.Module:
+        torch.manual_seed(0)
+        return kind(layer)
+
+    model = with_linears(build(family), make)
+    same = with_linears(build(family), partial(plain, make=make))
+    torch.testing.assert_close(model(TOKENS).logits, same(TOKENS).logits)
+    before = fingerprint(model)
+    found = method(model).attribute(TOKENS, target=5)
+    truth = method(same).attribute(TOKENS, target=5)
+    torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-4)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2"])
+def test_rounded_activations_are_no_other_mixer(family):
+    model = with_linears(build(family), RoundingLinear)
+    found = MambaRollout(model).attribute(TOKENS)
+    torch.testing.assert_close(found, MambaRollout(build(family)).attribute(TOKENS), rtol=0, atol=1)
+    with torch.no_grad():
+        name, module = next((n, m) for n, m in model.named_modules() if hasattr(m, "conv1d"))
+    own = module.forward
+    module.forward = lambda *args, **kwargs: 1.1 * own(*args, **kwargs)
+    with pytest.raises(ReconstructionError, match=name):
+        RawAttention(model).attribute(TOKENS)
+
+
+def bitsandbytes(layer: nn.Linear, bits: int) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    shape, options = (layer.in_features, layer.out_features, layer.bias is not None), {}
+    if bits == 8:
+        made = bnb.nn.Linear8bitLt(*shape, has_fp16_weights=False)
+        options["has_fp16_weights"] = False
+    else:
+        made = bnb.nn.Linear4bit(*shape, quant_type="nf4")
+        options["quant_type"] = "nf4"
+    made.weight = type(made.weight)(layer.weight.data, requires_grad=False, **options)
+    made.bias = layer.bias
+    return made.to("cpu")
+
+
+def quanto(layer: nn.Linear) -> nn.Module:
+    q = pytest.importorskip("optimum.quanto")
+    made = q.QLinear.from_module(layer, weights=q.qint8)
+    made.freeze()
+    return made
+
+
+def torchao(layer: nn.Linear) -> nn.Module:
+    q = pytest.importorskip("torchao.quantization")
+    q.quantize_(layer, q.Int8WeightOnlyConfig())
+    return layer
+
+
+LIBRARIES = {
+    "bitsandbytes, 8 bits": partial(bitsandbytes, bits=8),
+    "bitsandbytes, 4 bits": partial(bitsandbytes, bits=4),
+    "quanto": quanto,
+    "torchao": torchao,
+}
+
+
+@each_method
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_by_a_library(library, method):
+    model = with_linears(build("jamba"), LIBRARIES[library]).requires_grad_(False)
+    found = method(model).attribute(TOKENS, target=5)
+    assert found.isfinite().all()
+    # Near the unquantised model's, as its logits are.
+    truth = expected("jamba", method)
+    error = (model(TOKENS).logits - build("jamba")(TOKENS).logits).norm()
+    assert error > 0
+    assert (found - truth).norm() < (2 if "4" in library else 0.2) * truth.norm()
