@@ -4,6 +4,10 @@
         --source DeEn/de --target DeEn/en --alignments DeEn/alignmentDeEn.talp \\
         --first-index 1 --encoding latin-1
 
+    python benchmarks/papers/alignments.py --checkpoint my-mamba-130m-iwslt17-de-en \\
+        --data iwslt17-de-en-test.parquet --languages de en --alignments awesome-align.txt \\
+        --table iwslt-de-en
+
 The checkpoint is a language model fine-tuned on "source separator target" (the paper's, on IWSLT17,
 are not published). The text is forced: each word of the reference translation is aligned to the
 source word with the highest score, and the links are compared with gold ones by the alignment error
@@ -26,7 +30,7 @@ from typing import Any
 
 import torch
 from explanations import chosen
-from harness import options, processes, report
+from harness import dataset, options, processes, report
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,21 +95,26 @@ def gold_links(line: str, first: int) -> tuple[set[tuple[int, int]], set[tuple[i
     return sure, possible
 
 
-def read(
-    source: Path, target: Path, alignments: Path, first: int, encoding: str, limit: int | None
+def lines(path: Path, encoding: str = "utf-8") -> list[str]:
+    """A file's lines."""
+    return path.read_text(encoding).splitlines()
+
+
+def sentence_pairs(
+    source: Sequence[str], target: Sequence[str], gold: Sequence[str], first: int
 ) -> list[Pair]:
-    """Sentence pairs with their gold links."""
-    texts = [path.read_text(encoding).splitlines() for path in (source, target, alignments)]
-    if len({len(lines) for lines in texts}) != 1:
-        raise SystemExit(f"source, target and alignments have {[len(t) for t in texts]} lines.")
+    """Sentences, parted at spaces, with their gold links."""
+    if not len(source) == len(target) == len(gold):
+        counts = len(source), len(target), len(gold)
+        raise SystemExit(f"source, target and alignments have {counts} sentences.")
     pairs = []
-    for s, t, a in zip(*texts, strict=True):
-        sure, possible = gold_links(a, first)
+    for s, t, g in zip(source, target, gold, strict=True):
+        sure, possible = gold_links(g, first)
         words = s.split(), t.split()
         if any(i >= len(words[0]) or j >= len(words[1]) for i, j in possible):
-            raise SystemExit(f"{a!r} links words that {s!r} and {t!r} do not have.")
+            raise SystemExit(f"{g!r} links words that {s!r} and {t!r} do not have.")
         pairs.append((*words, sure, possible))
-    return pairs[:limit]
+    return pairs
 
 
 def pieces(tokenizer: Any, words: list[str], *, starts: bool) -> tuple[list[int], list[int]]:
@@ -180,21 +189,32 @@ def methods(model: Any) -> Iterator[tuple[str, Maps]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--checkpoint", required=True, help="a folder or hub name")
-    for name in ("source", "target", "alignments"):
-        parser.add_argument(f"--{name}", type=Path, required=True, help="a line a sentence")
+    parser.add_argument("--alignments", type=Path, required=True, help="a line a sentence")
     parser.add_argument("--first-index", type=int, default=0, help="of a word in the alignments")
-    parser.add_argument("--encoding", default="utf-8")
+    parser.add_argument("--source", type=Path, help="a line a sentence")
+    parser.add_argument("--target", type=Path, help="a line a sentence")
+    parser.add_argument("--encoding", default="utf-8", help="of source and target")
+    parser.add_argument(
+        "--data", help="instead: a data set with a column translation; hub name, folder or file"
+    )
+    parser.add_argument("--split", default="test", help="of --data")
+    parser.add_argument("--languages", nargs=2, default=["de", "en"], help="of --data")
     parser.add_argument("--separator", default="\n", help="between source and target, as trained")
     parser.add_argument("--choosing", type=int, default=50, help="sentences that choose the layer")
-    parser.add_argument("--data", choices=list(TABLE), default="gold-de-en", help="of the paper")
+    parser.add_argument("--table", choices=list(TABLE), default="gold-de-en", help="the paper's")
     parser.add_argument("--size", choices=["M1S", "M1L", "M2S", "M2L"], default="M1S")
     args = parser.parse_args(arguments)
     accelerator = processes(args.cpu)
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint).eval().to(accelerator.device)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
-    pairs = read(
-        args.source, args.target, args.alignments, args.first_index, args.encoding, args.limit
-    )
+    if args.data is not None:
+        rows = dataset(args.data, None, args.split, None)["translation"]
+        texts = [[row[language] for row in rows] for language in args.languages]
+    elif args.source is not None and args.target is not None:
+        texts = [lines(path, args.encoding) for path in (args.source, args.target)]
+    else:
+        raise SystemExit("no sentences: give --source and --target, or --data.")
+    pairs = sentence_pairs(*texts, lines(args.alignments), args.first_index)[: args.limit]
     if not 0 < args.choosing < len(pairs):
         raise SystemExit(f"--choosing {args.choosing}: there are {len(pairs)} sentences in all.")
     between = tokenizer(args.separator, add_special_tokens=False).input_ids
@@ -223,9 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "checkpoint": args.checkpoint,
         "sentences": len(pairs) - args.choosing,
         "best layers": best,
-        "the paper's": f"{args.data}, {args.size}",
+        "the paper's": f"{args.table}, {args.size}",
     }
-    known = zip(ROWS, TABLE[args.data][args.size], strict=True)
+    known = zip(ROWS, TABLE[args.table][args.size], strict=True)
     paper = {name: {"aer": value} for name, value in known if value is not None}
     report(accelerator, args.output, "alignments", about, scores, paper, COLUMNS, NOTES)
 

@@ -4,7 +4,7 @@
         --checkpoint hustvl/Vim-small-midclstok/vim_s_midclstok_80p5acc.pth
 
 The data is Guillaumin et al.'s (2014), 4,276 images with the mask of their object, in one file,
-https://calvin-vision.net/bigstuff/proj-imagenet/data/gtsegs_ijcv.mat. As in the code of Chefer et
+http://calvin-vision.net/bigstuff/proj-imagenet/data/gtsegs_ijcv.mat. As in the code of Chefer et
 al. (2021), which both papers follow: images are resized to the model's size, masks to the nearest
 pixel, and the predicted class is explained.
 """

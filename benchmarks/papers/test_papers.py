@@ -340,7 +340,7 @@ def test_alignments(language_model, tmp_path):
         (tmp_path / name).write_text(text, "latin-1")
     common = ["--checkpoint", str(language_model), "--cpu", "--encoding", "latin-1"]
     common += ["--output", str(tmp_path), "--choosing", "1"]
-    for option, name in (("source", "de"), ("target", "en"), ("alignments", "gold.talp")):
+    for option, name in (("alignments", "gold.talp"), ("source", "de"), ("target", "en")):
         common += [f"--{option}", str(tmp_path / name)]
     alignments.main([*common, "--first-index", "1"])
     found = record(tmp_path, "alignments")
@@ -350,8 +350,29 @@ def test_alignments(language_model, tmp_path):
     for name, row in found["scores"].items():
         assert 0 <= row["aer"]["value"] <= 1
         assert (found["about"]["best layers"][name] is None) == ("best layer" not in name)
+    with pytest.raises(SystemExit, match=r"no sentences: give --source and --target, or --data"):
+        alignments.main([*common[:-2], "--first-index", "1"])
+
+
+def test_alignments_of_a_data_set_of_translations(language_model, tmp_path):
+    rows = {"translation": [{"de": "ja", "en": "yes"}, {"de": "ein Haus", "en": "a house"}]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "iwslt.parquet")
+    (tmp_path / "awesome").write_text("0-0\n0-0 1-1\n")
+    alignments.main(
+        ["--checkpoint", str(language_model), "--data", str(tmp_path / "iwslt.parquet"), "--cpu"]
+        + ["--alignments", str(tmp_path / "awesome"), "--choosing", "1", "--output", str(tmp_path)]
+        + ["--methods", "lrp", "--table", "iwslt-de-en", "--size", "M1L"]
+    )
+    found = record(tmp_path, "alignments")
+    assert found["scores"]["MambaLRP"]["aer"]["samples"] == 1
+    assert found["paper"]["MambaLRP"]["aer"] == 0.68
+
+
+def test_sentences_and_links_have_to_fit():
     with pytest.raises(SystemExit, match="words that"):
-        alignments.main([*common, "--first-index", "0"])
+        alignments.sentence_pairs(["ja"], ["yes"], ["0-1"], first=0)
+    with pytest.raises(SystemExit, match=r"have \(1, 1, 2\) sentences"):
+        alignments.sentence_pairs(["ja"], ["yes"], ["0-0", ""], first=0)
 
 
 # AMPLIFY
