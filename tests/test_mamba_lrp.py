@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, MemoryLimitError
-from captum_ssm.attr._relevance import relevance_at
+from captum_ssm.attr._relevance import _rule, relevance_at
 
 
 def ids_for(count: int = 2, length: int = 9) -> torch.Tensor:
@@ -282,6 +283,23 @@ def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
     (gradient,) = torch.autograd.grad((same * direction).sum(), x)
     found = relevance_at(x, (score * direction).sum(-1))
     torch.testing.assert_close(found, x.detach() * gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_the_rms_norm_of_other_devices_is_a_rule_too() -> None:
+    # CPUs have no fused RMS norm, so no node of it.
+    x, weight = tensor(3, 4), WEIGHT[0]
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1)
+    node = SimpleNamespace(
+        name=lambda: "FusedRmsNormBackward0",
+        next_functions=[(None, 0), (None, 0)],
+        _saved_result1=scale,
+        _saved_weight=weight,
+        _saved_normalized_shape=(4,),
+    )
+    rule = _rule(node, 1)
+    assert rule is not None
+    gradient, _ = rule((None, None), (OTHER[:3],))
+    torch.testing.assert_close(gradient, OTHER[:3] * weight * scale)
 
 
 def test_an_activation_of_several_functions_is_one() -> None:

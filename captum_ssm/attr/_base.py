@@ -172,6 +172,7 @@ def format_attributions(relevance: Tensor, frozen: FrozenModel, inputs: Any) -> 
     if frozen.mask is not None:
         relevance = relevance * frozen.mask
     tensor = single_input(inputs)
+    relevance = relevance.to(tensor.device)
     if tensor.dim() == 3:
         width = tensor.shape[-1]
         relevance = (relevance / width)[..., None].expand(-1, -1, width).contiguous()

@@ -23,7 +23,7 @@ Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
 Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 
 # Coefficients: what these return is a constant.
-_CONSTANT = ("Exp", "Reciprocal", "Rsqrt", "Sigmoid", "Softmax")
+_CONSTANT = ("Exp", "Reciprocal", "Rsqrt", "SafeSoftmax", "Sigmoid", "Softmax")
 # Products of two tensors: half of the relevance to each that depends on the inputs.
 _PRODUCTS = ("Bmm", "Mm", "Mul")
 # Activations, zero at zero: their argument times a constant.
@@ -117,7 +117,9 @@ def _rule(node: Node, reaching: int) -> Rule | None:
     if kind == "Glu":
         return _signal_of_glu(node._saved_dim)
     if kind == "NativeLayerNorm":
-        return _layer_norm(node)
+        return _norm(node, node._saved_result2, centred=True)
+    if kind == "FusedRmsNorm":
+        return _norm(node, node._saved_result1, centred=False)
     factor = _factor(node, kind)
     return None if factor is None else lambda inner, outer: (outer[0] * factor, *inner[1:])
 
@@ -153,14 +155,16 @@ def _signal_of_glu(dim: int) -> Rule:
     return rule
 
 
-def _layer_norm(node: Node) -> Rule:
-    # With its denominator a constant, a layer norm is linear.
-    scale, weight = node._saved_result2.detach(), node._saved_weight
+def _norm(node: Node, scale: Tensor, centred: bool) -> Rule:
+    # With its denominator, one over scale, a constant, a norm is linear.
+    scale, weight = scale.detach(), node._saved_weight
     scale = scale if weight is None else scale * weight.detach()
     dims = tuple(range(-len(node._saved_normalized_shape), 0))
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         pulled = outer[0] * scale
-        return (pulled - pulled.mean(dims, keepdim=True), *inner[1:])
+        if centred:
+            pulled = pulled - pulled.mean(dims, keepdim=True)
+        return (pulled, *inner[1:])
 
     return rule

@@ -146,7 +146,7 @@ class MambaLRP(TokenAttribution):
                 "the model embeds its ids by something other than a torch.nn.Embedding, so the "
                 "start of the propagation is not known; explain the embeddings instead."
             )
-        relevance = relevance_at(leaves[0], score)
+        relevance = relevance_at(leaves[0], score).to(tensor.device)
         features = 1 if relevance.dim() == 4 else -1
         width = relevance.shape[features]
         relevance = relevance.sum(features)
