@@ -223,7 +223,7 @@ def freeze(
         None if mask is None else mask.to(dtype),
         None if weights is None else weights.to(home, dtype),
         score,
-        [moved(norm, home) for norm in captured.others],
+        [_brought(norm, home) for norm in captured.others],
         find_token_grid(unwrap(model), captured.arguments, inputs, L),
     )
 
@@ -376,13 +376,17 @@ def _freeze_calls(
         seen = visits.get(call.path, 0)
         visits[call.path] = seen + 1
         name = f"{call.path}:{seen}" if seen else call.path
-        stage, here = 0, moved(call, home)
+        stage, here = 0, _brought(call, home)
         if layers:
             beside = _side_by_side(layers[-1].call, here)
             stage = layers[-1].stage + (0 if beside else 1)
         freeze = _Freeze(name, call, adapter, mask, check, home)
         layers.append(FrozenLayer(name, here, stage, freeze))
     return layers
+
+
+def _brought(call: MixerCall, home: torch.device) -> MixerCall:
+    return call if call.output.device == home else moved(call, home)
 
 
 class _Freeze:
