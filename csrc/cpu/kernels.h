@@ -8,6 +8,8 @@
 #include <sanitizer/asan_interface.h>
 #endif
 
+#include "heads.h"
+
 namespace captum_ssm {
 
 // The coefficients of one sequence, contiguous (see captum_ssm/ops.py for the algebra).
@@ -75,6 +77,8 @@ struct Kernels {
   void (*tile_rows)(const Maps<T>&, const Tile&, int64_t size, const double* between, int64_t d0,
                     int64_t d1, const int64_t* rows, const int64_t* slots, int64_t count, T* out,
                     int64_t stride, T* scratch);
+
+  HeadsKernels<T> heads;
 };
 
 constexpr int64_t kStretch = 64;  // steps of dt summed in one entry of `between`

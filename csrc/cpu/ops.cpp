@@ -12,30 +12,11 @@
 #include <optional>
 #include <vector>
 
-#include "kernels.h"
+#include "dispatch.h"
 #include "parallel.h"
 
 namespace captum_ssm {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// The best kernels of this processor; CAPTUM_SSM_ISA names others, for tests and measurements.
-template <class T>
-const Kernels<T>& kernels() {
-  static const Kernels<T>* const chosen = [] {
-    const char* name = std::getenv("CAPTUM_SSM_ISA");
-    const bool any = !name || !*name;
-    const Kernels<T>* k = nullptr;
-    if (any || !std::strcmp(name, "avx512")) k = kernels_avx512<T>();
-    if (!k && (any || !std::strcmp(name, "avx2"))) k = kernels_avx2<T>();
-    return k ? k : kernels_portable<T>();
-  }();
-  return *chosen;
-}
-
-int64_t up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 // The coefficients as given to an operator. Python made them contiguous and of one dtype; this
 // holds on to them, and is the last guard of memory for callers of torch.ops.
@@ -80,18 +61,6 @@ struct Arguments {
             L, D, N, G, K};
   }
 };
-
-// Calls f(T()) for the dtype of x.
-template <class F>
-void dispatch(const Tensor& x, const F& f) {
-  if (x.scalar_type() == ScalarType::Float) {
-    f(float());
-  } else {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double,
-                    "captum_ssm: the kernels take float32 and float64");
-    f(double());
-  }
-}
 
 // ---- recurrences ----------------------------------------------------------------------------
 

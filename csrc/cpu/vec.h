@@ -39,9 +39,18 @@ INLINE Vec<T> splat(T x) {
 }
 template <class T>
 INLINE T total(Vec<T> v) {
-  T sum = 0;
-  for (int64_t k = 0; k < lanes<T>; ++k) sum += v[k];
-  return sum;
+#if CAPTUM_SSM_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4)
+    return _mm512_reduce_add_ps((__m512)v);
+  else
+    return _mm512_reduce_add_pd((__m512d)v);
+#else
+  T part[lanes<T>];
+  store(part, v);
+  for (int64_t half = lanes<T> / 2; half; half /= 2)
+    for (int64_t k = 0; k < half; ++k) part[k] += part[k + half];
+  return part[0];
+#endif
 }
 
 // q(f) with 2^f = 1 + f q(f) on [-1/2, 1/2]: minimax, to 1e-8 and 2e-17.

@@ -6,8 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <deque>
 #include <functional>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -28,6 +30,7 @@ static cudaError_t cudaGetLastError() { return 0; }
 
 static thread_local dim3 blockIdx, threadIdx;
 static std::barrier<>* block_barrier;
+static thread_local std::barrier<>* warp_barrier;
 static double exchanged[1024];
 
 static void __syncthreads() { block_barrier->arrive_and_wait(); }
@@ -43,6 +46,16 @@ T __shfl_down_sync(unsigned, T value, int by) {
 }
 
 template <class T>
+T __shfl_xor_sync(unsigned, T value, int by) {
+  const unsigned t = threadIdx.x;
+  exchanged[t] = double(value);
+  warp_barrier->arrive_and_wait();
+  const T got = T(exchanged[t ^ by]);
+  warp_barrier->arrive_and_wait();
+  return got;
+}
+
+template <class T>
 void atomicAdd(T* to, T value) {
   *to += value;  // no two threads of a block add to one place
 }
@@ -54,12 +67,16 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... argu
       for (unsigned x = 0; x < grid.x; ++x) {
         std::barrier<> barrier(threads);
         block_barrier = &barrier;
+        std::deque<std::barrier<>> warps;
+        for (unsigned t = 0; t < threads; t += 32) warps.emplace_back(std::min(32u, threads - t));
         std::vector<std::thread> block;
         for (unsigned t = 0; t < threads; ++t)
           block.emplace_back([&, t] {
             blockIdx = dim3(x, y, z);
             threadIdx = dim3(t);
+            warp_barrier = &warps[t / 32];
             kernel(arguments...);
+            warp_barrier->arrive_and_drop();
             barrier.arrive_and_drop();  // a thread that is done holds no other up
           });
         for (std::thread& thread : block) thread.join();
@@ -69,6 +86,7 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... argu
   launch(kernel, grid, threads, __VA_ARGS__)
 #define CAPTUM_SSM_EMULATED
 
+#include "linear.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
 
@@ -102,6 +120,11 @@ struct Case {
     fill(input, batch * L * D, [&] { return normal(g); });
   }
 
+  std::string sizes() const {
+    auto s = [](const char* name, int64_t x) { return std::string(name) + std::to_string(x); };
+    return s("L=", L) + s(" D=", D) + s(" N=", N) + s(" G=", G) + s(" K=", K);
+  }
+
   Maps<T> maps() const {
     return {dt.data(), right.data(), A.data(), B.data(), C.data(), left ? gate.data() : nullptr,
             K ? conv.data() : nullptr, batch, L, D, N, G, std::max<int64_t>(K, 1)};
@@ -131,7 +154,7 @@ struct Case {
 static int failures = 0;
 
 template <class T>
-void compare(const char* name, const Case<T>& c, const std::vector<T>& actual,
+void compare(const char* name, const std::string& sizes, const std::vector<T>& actual,
              const std::vector<double>& expected) {
   double error = 0, largest = 0;
   for (size_t k = 0; k < expected.size(); ++k) {
@@ -140,9 +163,8 @@ void compare(const char* name, const Case<T>& c, const std::vector<T>& actual,
   }
   const bool good = error <= (sizeof(T) == 4 ? 3e-6 : 1e-12) * largest;
   failures += !good;
-  std::printf("%-8s %s L=%lld D=%lld N=%lld G=%lld K=%lld: %.1e%s\n", name,
-              sizeof(T) == 4 ? "f32" : "f64", (long long)c.L, (long long)c.D, (long long)c.N,
-              (long long)c.G, (long long)c.K, error / largest, good ? "" : "  WRONG");
+  std::printf("%-8s %s %s: %.1e%s\n", name, sizeof(T) == 4 ? "f32" : "f64", sizes.c_str(),
+              error / largest, good ? "" : "  WRONG");
 }
 
 template <class T>
@@ -179,9 +201,9 @@ void check(const Case<T>& c) {
             }
         }
       if (mean)
-        compare("row mean", c, row, expected_row);
+        compare("row mean", c.sizes(), row, expected_row);
       else
-        compare(backward ? "vecmat" : "scan", c, out, expected);
+        compare(backward ? "vecmat" : "scan", c.sizes(), out, expected);
     }
 
   for (const auto& [start, stop] : {std::pair<int64_t, int64_t>{0, L}, {L / 3, (2 * L + 2) / 3}}) {
@@ -197,8 +219,80 @@ void check(const Case<T>& c) {
         for (int64_t i = start; i < stop; ++i)
           for (int64_t j = 0; j < L; ++j)
             expected[(b * (stop - start) + i - start) * L + j] += full[b * D + d][i * L + j] / D;
-    compare("mean", c, out, expected);
+    compare("mean", c.sizes(), out, expected);
   }
+}
+
+// Matrix-valued states: the recurrence as it is written, in float64, against both directions.
+template <class T>
+void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool per_key, bool delta,
+                 bool bonus) {
+  std::mt19937 g(0);
+  std::normal_distribution<double> normal;
+  auto make = [&](int64_t size, double scale) {
+    std::vector<T> v(batch * L * H * size);
+    for (T& x : v) x = T(scale * normal(g));
+    return v;
+  };
+  const int64_t A = per_key ? N : 1;
+  const double unit = 1 / std::sqrt(double(N));
+  const std::vector<T> q = make(N, 1), k = make(N, 1), e = make(N, unit), r = make(N, unit);
+  const std::vector<T> u = make(1, 1), v = make(P, 1), w = make(P, 1);
+  std::vector<T> a = make(A, 0.1);
+  for (size_t i = 0; i < a.size(); ++i) a[i] = i % 71 == 70 ? -T(INFINITY) : -std::abs(a[i]);
+
+  std::vector<double> y(v.size(), 0);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < H; ++h)
+      for (int64_t p = 0; p < P; ++p) {
+        std::vector<double> s(N, 0);
+        for (int64_t t = 0; t < L; ++t) {
+          const int64_t at = (b * L + t) * H + h;
+          const double x = v[at * P + p];
+          double found = 0, out = bonus ? u[at] * x : 0;
+          for (int64_t n = 0; n < N; ++n) {
+            if (bonus) out += q[at * N + n] * s[n];
+            s[n] *= std::exp(double(a[at * A + (per_key ? n : 0)]));
+            found += r[at * N + n] * s[n];
+          }
+          for (int64_t n = 0; n < N; ++n) {
+            if (delta) s[n] -= e[at * N + n] * found;
+            s[n] += k[at * N + n] * x;
+            if (!bonus) out += q[at * N + n] * s[n];
+          }
+          y[at * P + p] = out;
+        }
+      }
+
+  auto rows = [&](const std::vector<T>& x, int64_t size) {
+    return Rows<T>{x.data(), L * H * size, H * size, size};
+  };
+  const Rows<T> none{nullptr, 0, 0, 0};
+  auto apply = [&](bool backward, const std::vector<T>& in) {
+    std::vector<T> out(in.size());
+    HeadsRun<T> run_{rows(q, N), rows(k, N), rows(a, A), delta ? rows(e, N) : none,
+                     delta ? rows(r, N) : none, bonus ? rows(u, 1) : none, rows(in, P),
+                     per_key, backward, batch, L, H, N, P, out.data(), nullptr, nullptr};
+    std::vector<T> state(run_.columns() * run_.chunks() * N), elapsed(state.size());
+    run_.state = state.data(), run_.elapsed = elapsed.data();
+    run(run_, nullptr);
+    return out;
+  };
+  const std::vector<T> forward = apply(false, v), backward = apply(true, w);
+  const std::string sizes = "L=" + std::to_string(L) + " H=" + std::to_string(H) +
+                            " N=" + std::to_string(N) + " P=" + std::to_string(P) +
+                            (per_key ? " per key" : "") + (delta ? " delta" : "") +
+                            (bonus ? " bonus" : "");
+  compare("heads", sizes, forward, y);
+  // The transposed has the same inner products, one for each head and column.
+  std::vector<T> found(batch * H * P, 0);
+  std::vector<double> expected(found.size(), 0);
+  for (int64_t i = 0; i < int64_t(v.size()); ++i) {
+    const int64_t at = i / (L * H * P) * H * P + i % (H * P);
+    expected[at] += w[i] * y[i];
+    found[at] += backward[i] * v[i];
+  }
+  compare("heads^T", sizes, found, expected);
 }
 
 int main() {
@@ -207,6 +301,12 @@ int main() {
   check(Case<double>(2, 65, 4, 18, 2, 3, true));
   check(Case<double>(1, 300, 2, 2, 1, 40, false));
   check(Case<float>(1, 520, 2, 1, 2, 1, true));
+  check_heads<float>(1, 1, 1, 1, 1, false, false, false);
+  check_heads<double>(2, 150, 2, 5, 3, true, false, true);
+  check_heads<double>(1, 40, 1, 33, 2, true, true, false);
+  check_heads<float>(1, 40, 3, 4, 1, false, true, true);
+  check_heads<double>(1, 20, 1, 200, 1, true, true, false);
+  check_heads<float>(1, 260, 1, 3, 2, false, false, false);
   std::printf(failures ? "%d comparisons failed\n" : "all agree\n", failures);
   return failures != 0;
 }

@@ -1,5 +1,5 @@
 // The operators of captum_ssm on CUDA tensors: see csrc/cpu/ops.cpp. Operators that have no kernel
-// here (diagonal_rows) take their PyTorch form, which Python registers for every device.
+// here (diagonal_rows, linear_rows) take their PyTorch form, which Python registers for every device.
 
 #include <Python.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -12,6 +12,7 @@
 
 #include <optional>
 
+#include "linear.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
 
@@ -151,6 +152,73 @@ Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, con
   return out;
 }
 
+// ---- matrix-valued states --------------------------------------------------------------------
+
+// Only the numbers of one token and head have to be contiguous.
+Tensor rows(const Tensor& x, const Tensor& like) {
+  STD_TORCH_CHECK(x.scalar_type() == like.scalar_type() && x.is_cuda() && x.dim() == 4,
+                  "captum_ssm: the arguments must be CUDA tensors of one dtype");
+  return x.size(3) == 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
+}
+
+template <class T>
+gpu::Rows<T> rows_of(const std::optional<Tensor>& x) {
+  if (!x) return {nullptr, 0, 0, 0};
+  return {x->const_data_ptr<T>(), x->stride(0), x->stride(1), x->size(2) == 1 ? 0 : x->stride(2)};
+}
+
+Tensor linear(bool backward, const Tensor& given, const Tensor& query_, const Tensor& key_,
+              const Tensor& log_decay_, const std::optional<Tensor>& erase_,
+              const std::optional<Tensor>& probe_, const std::optional<Tensor>& bonus_) {
+  torch::stable::accelerator::DeviceGuard guard(query_.get_device_index());
+  const Tensor query = rows(query_, query_), key = rows(key_, query_);
+  const Tensor log_decay = rows(log_decay_, query_), input = rows(given, query_);
+  std::optional<Tensor> erase, probe, bonus;
+  STD_TORCH_CHECK(erase_.has_value() == probe_.has_value(),
+                  "captum_ssm: erase and probe go together");
+  if (erase_) erase = rows(*erase_, query), probe = rows(*probe_, query);
+  if (bonus_) bonus = rows(torch::stable::unsqueeze(*bonus_, -1), query);
+  const int64_t batch = query.size(0), L = query.size(1), H = query.size(2), N = query.size(3);
+  const int64_t P = input.size(3);
+  auto fits = [&](const Tensor& x, int64_t heads, int64_t size) {
+    return x.size(0) == batch && x.size(1) == L && x.size(2) == heads && x.size(3) == size;
+  };
+  STD_TORCH_CHECK(L > 0 && H > 0 && N > 0 && fits(key, H, N) &&
+                      (fits(log_decay, H, 1) || fits(log_decay, H, N)) &&
+                      (!erase || (fits(*erase, H, N) && fits(*probe, H, N))) &&
+                      (!bonus || fits(*bonus, H, 1)) &&
+                      (fits(input, H, P) || (backward && fits(input, 1, P))),
+                  "captum_ssm: the shapes of the arguments do not agree");
+  STD_TORCH_CHECK(N <= gpu::kMaxKeys, "captum_ssm: CUDA kernels take at most 1024 keys a head");
+  const Tensor out = torch::stable::new_empty(query, {batch, L, H, P});
+  if (out.numel() == 0) return out;
+  dispatch(query, [&](auto zero) {
+    using T = decltype(zero);
+    gpu::HeadsRun<T> r{rows_of<T>(query), rows_of<T>(key),   rows_of<T>(log_decay),
+                       rows_of<T>(erase), rows_of<T>(probe), rows_of<T>(bonus),
+                       rows_of<T>(input), log_decay.size(3) > 1, backward,
+                       batch, L, H, N, P, out.mutable_data_ptr<T>(), nullptr, nullptr};
+    const int64_t states = r.chunks() > 1 ? r.columns() * r.chunks() * N : 0;
+    const Tensor state = torch::stable::new_empty(query, {states});
+    const Tensor elapsed = torch::stable::new_empty(query, {states});
+    r.state = state.mutable_data_ptr<T>(), r.elapsed = elapsed.mutable_data_ptr<T>();
+    STD_CUDA_CHECK(gpu::run<T>(r, stream_of(query)));
+  });
+  return out;
+}
+
+Tensor linear_scan(const Tensor& v, const Tensor& query, const Tensor& key, const Tensor& log_decay,
+                   const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
+                   const std::optional<Tensor>& bonus) {
+  return linear(false, v, query, key, log_decay, erase, probe, bonus);
+}
+
+Tensor linear_vecmat(const Tensor& w, const Tensor& query, const Tensor& key,
+                     const Tensor& log_decay, const std::optional<Tensor>& erase,
+                     const std::optional<Tensor>& probe, const std::optional<Tensor>& bonus) {
+  return linear(true, w, query, key, log_decay, erase, probe, bonus);
+}
+
 }  // namespace
 }  // namespace captum_ssm
 
@@ -158,6 +226,8 @@ STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CUDA, m) {
   m.impl("diagonal_scan", TORCH_BOX(&captum_ssm::diagonal_scan));
   m.impl("diagonal_vecmat", TORCH_BOX(&captum_ssm::diagonal_vecmat));
   m.impl("diagonal_mean", TORCH_BOX(&captum_ssm::diagonal_mean));
+  m.impl("linear_scan", TORCH_BOX(&captum_ssm::linear_scan));
+  m.impl("linear_vecmat", TORCH_BOX(&captum_ssm::linear_vecmat));
 }
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C_cuda(void) {

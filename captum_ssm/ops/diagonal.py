@@ -1,4 +1,4 @@
-"""Operators for diagonal linear recurrences: the one algebra under every method.
+"""Diagonal linear recurrences.
 
 A channel ``d`` of a diagonal recurrence maps tokens to tokens by the lower triangular matrix::
 
@@ -15,100 +15,25 @@ Shapes: ``dt (B, L, D) >= 0``, ``right (B, L, D)``, ``A (D, N) <= 0``, ``Bm, Cm 
 ``right = dt``; gated linear RNNs have ``N = 1``, ``A = -1``, ``dt = -log(decay)``. ``dt`` may be
 infinite where a decay is zero.
 
-Each operator exists three times:
-
-* the C++ kernel in ``csrc/``, used for CPU tensors wherever the extension is built;
-* a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
-  argument: the fallback for any device, and what gradients of coefficients are taken from;
-* a naive form (``naive_*``), the equation line by line in float64, for tests.
-
-Results are float32, or float64 where any argument is float64; half precision arguments are
-accumulated in float32. Arguments of any layout are accepted and made contiguous.
+Arguments of any layout are accepted and made contiguous.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "ExtensionWarning",
-    "diagonal_mean",
-    "diagonal_mean_torch",
-    "diagonal_rows",
-    "diagonal_rows_torch",
-    "diagonal_scan",
-    "diagonal_scan_torch",
-    "diagonal_vecmat",
-    "diagonal_vecmat_torch",
-    "extension_loaded",
-    "naive_diagonal_matrix",
-    "naive_diagonal_mean",
-    "naive_diagonal_rows",
-    "naive_diagonal_scan",
-    "naive_diagonal_vecmat",
-]
-
-
-class ExtensionWarning(UserWarning):
-    """The compiled extension is missing, so the slower PyTorch forms are used."""
-
-
-# ---- the extension --------------------------------------------------------------------------
-
-
-def _load(name: str) -> ImportError | None:
-    """Import a compiled module, which registers its kernels; return why it could not be."""
-    try:
-        importlib.import_module(f"captum_ssm.{name}")
-    except ImportError as error:
-        return error
-    return None
-
-
-_FORCED_TORCH = os.environ.get("CAPTUM_SSM_PURE_TORCH", "0") not in ("", "0")
-_MISSING: ImportError | None = ImportError("CAPTUM_SSM_PURE_TORCH is set")
-if not _FORCED_TORCH:
-    _MISSING = _load("_C")
-    if torch.version.cuda is not None:
-        _load("_C_cuda")
-_warned = False
-
-
-def extension_loaded() -> bool:
-    """Whether the compiled CPU kernels are in use."""
-    return _MISSING is None
-
-
-def _warn_if_missing() -> None:
-    global _warned
-    if _MISSING is None or _FORCED_TORCH or _warned or torch.compiler.is_compiling():
-        return
-    _warned = True
-    warnings.warn(
-        f"captum_ssm's compiled kernels are not available ({_MISSING}); the PyTorch forms are "
-        "used instead, which give the same results several times slower. Build them with "
-        "`pip install --no-build-isolation -e .` in an environment with torch >= 2.11 and a C++17 "
-        "compiler, or set CAPTUM_SSM_PURE_TORCH=1 to use the PyTorch forms without this warning.",
-        ExtensionWarning,
-        stacklevel=3,
-    )
-
-
-# ---- arguments ------------------------------------------------------------------------------
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _shape_error(name: str, given: Tensor, accepted: str) -> ValueError:
-    return ValueError(f"{name} has shape {tuple(given.shape)}; accepted: {accepted}")
+from captum_ssm.ops._operator import (
+    contiguous,
+    promote,
+    register,
+    row_index,
+    shape_error,
+    warn_if_missing,
+)
 
 
 def _check_coefficients(
@@ -121,14 +46,14 @@ def _check_coefficients(
     conv: Tensor | None,
 ) -> None:
     if dt.dim() != 3 or dt.shape[1] == 0 or dt.shape[2] == 0:
-        raise _shape_error("dt", dt, "(B, L, D) with L and D at least 1")
+        raise shape_error("dt", dt, "(B, L, D) with L and D at least 1")
     batch, length, channels = dt.shape
     if right.shape != dt.shape:
-        raise _shape_error("right", right, f"that of dt, {tuple(dt.shape)}")
+        raise shape_error("right", right, f"that of dt, {tuple(dt.shape)}")
     if left is not None and left.shape != dt.shape:
-        raise _shape_error("left", left, f"that of dt, {tuple(dt.shape)}, or None")
+        raise shape_error("left", left, f"that of dt, {tuple(dt.shape)}, or None")
     if A.dim() != 2 or A.shape[0] != channels or A.shape[1] == 0:
-        raise _shape_error("A", A, f"(D, N) with D = {channels} and N at least 1")
+        raise shape_error("A", A, f"(D, N) with D = {channels} and N at least 1")
     for name, x in (("Bm", Bm), ("Cm", Cm)):
         if (
             x.dim() != 4
@@ -136,33 +61,17 @@ def _check_coefficients(
             or x.shape[2] == 0
             or x.shape[3] != A.shape[1]
         ):
-            raise _shape_error(
+            raise shape_error(
                 name, x, f"(B, L, G, N) with B = {batch}, L = {length}, N = {A.shape[1]}"
             )
     if Cm.shape != Bm.shape:
-        raise _shape_error("Cm", Cm, f"that of Bm, {tuple(Bm.shape)}")
+        raise shape_error("Cm", Cm, f"that of Bm, {tuple(Bm.shape)}")
     if channels % Bm.shape[2]:
         raise ValueError(
             f"Bm and Cm have {Bm.shape[2]} groups, which do not divide the {channels} channels"
         )
     if conv is not None and (conv.dim() != 2 or conv.shape[0] != channels or conv.shape[1] == 0):
-        raise _shape_error("conv", conv, f"(D, K) with D = {channels} and K at least 1, or None")
-
-
-def _promote(**tensors: Tensor | None) -> list[Tensor | None]:
-    """Bring all tensors to the dtype that is computed in, contiguous, on one device."""
-    given = {name: x for name, x in tensors.items() if x is not None}
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; accepted: a torch.Tensor")
-        if x.dtype not in _FLOATS:
-            raise TypeError(f"{name} is {x.dtype}; accepted: float16, bfloat16, float32, float64")
-    devices = {name: x.device for name, x in given.items()}
-    if len(set(devices.values())) > 1:
-        raise ValueError(f"the arguments are on different devices: {devices}")
-    double = any(x.dtype == torch.float64 for x in given.values())
-    dtype = torch.float64 if double else torch.float32
-    return [None if x is None else x.to(dtype).contiguous() for x in tensors.values()]
+        raise shape_error("conv", conv, f"(D, K) with D = {channels} and K at least 1, or None")
 
 
 # ---- operators ------------------------------------------------------------------------------
@@ -188,11 +97,11 @@ def diagonal_scan(
     Raises:
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
     """
-    args = _promote(v=v, dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left)
+    args = contiguous(promote(v=v, dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left))
     _check_coefficients(dt, right, A, Bm, Cm, left, None)
     if v.shape != dt.shape:
-        raise _shape_error("v", v, f"that of dt, {tuple(dt.shape)}")
-    _warn_if_missing()
+        raise shape_error("v", v, f"that of dt, {tuple(dt.shape)}")
+    warn_if_missing()
     return torch.ops.captum_ssm.diagonal_scan(*args)
 
 
@@ -220,11 +129,11 @@ def diagonal_vecmat(
     Raises:
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
     """
-    args = _promote(w=w, dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv)
+    args = contiguous(promote(w=w, dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv))
     _check_coefficients(dt, right, A, Bm, Cm, left, conv)
     if w.shape not in (dt.shape, dt.shape[:2]):
-        raise _shape_error("w", w, f"{tuple(dt.shape)} or {tuple(dt.shape[:2])}")
-    _warn_if_missing()
+        raise shape_error("w", w, f"{tuple(dt.shape)} or {tuple(dt.shape[:2])}")
+    warn_if_missing()
     return torch.ops.captum_ssm.diagonal_vecmat(*args, bool(mean))
 
 
@@ -256,7 +165,7 @@ def diagonal_mean(
         ValueError, TypeError: an argument's shape, dtype or device is not accepted, or the
             range of rows is empty or leaves the sequence.
     """
-    args = _promote(dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv)
+    args = contiguous(promote(dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv))
     _check_coefficients(dt, right, A, Bm, Cm, left, conv)
     length = dt.shape[1]
     stop = length if stop is None else stop
@@ -265,7 +174,7 @@ def diagonal_mean(
             f"rows [{start}, {stop}) were asked of a sequence of {length}; "
             "accepted: 0 <= start < stop <= L"
         )
-    _warn_if_missing()
+    warn_if_missing()
     return torch.ops.captum_ssm.diagonal_mean(*args, start, stop)
 
 
@@ -293,22 +202,10 @@ def diagonal_rows(
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
         IndexError: a row outside the sequence was asked for.
     """
-    args = _promote(dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv)
+    args = contiguous(promote(dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv))
     _check_coefficients(dt, right, A, Bm, Cm, left, conv)
-    if index.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"index is {index.dtype}; accepted: int64")
-    if index.dim() == 1:
-        index = index.expand(dt.shape[0], -1)
-    if index.dim() != 2 or index.shape[0] != dt.shape[0]:
-        raise _shape_error("index", index, f"(B, R) with B = {dt.shape[0]}, or (R,)")
-    index = index.to(device=dt.device, dtype=torch.int64).contiguous()
-    length = dt.shape[1]
-    # Reading values would break a compiled graph; the kernels check them again.
-    if not torch.compiler.is_compiling() and index.numel():
-        low, high = (int(x) for x in index.aminmax())
-        if low < 0 or high >= length:
-            raise IndexError(f"index reaches from {low} to {high}; accepted: rows in [0, {length})")
-    _warn_if_missing()
+    index = row_index(index, dt)
+    warn_if_missing()
     return torch.ops.captum_ssm.diagonal_rows(index, *args)
 
 
@@ -657,9 +554,6 @@ def naive_diagonal_rows(index: Tensor, *coefficients: Any) -> Tensor:
 
 
 # ---- registration ---------------------------------------------------------------------------
-#
-# The schemas live here and nowhere else. The PyTorch forms are registered for every backend; a
-# compiled kernel registered for CPU or CUDA takes precedence over them.
 
 _COEFFICIENTS = "Tensor dt, Tensor right, Tensor A, Tensor Bm, Tensor Cm, Tensor? left"
 
@@ -694,82 +588,28 @@ def _backward_vecmat(grad: Tensor, w: Tensor, *rest: Any) -> Tensor:
     return back if w.dim() == 3 else back.sum(-1)
 
 
-def _register(
-    name: str,
-    schema: str,
-    torch_form: Callable[..., Tensor],
-    fake: Callable[..., Tensor],
-    linear: Callable[..., Tensor] | None,
-) -> None:
-    """Define an operator; ``linear`` is the gradient of the first argument, itself an operator.
-
-    All other gradients are taken from the PyTorch form, run again in the backward pass: they are
-    rarely asked for (the methods freeze the coefficients), and nothing is kept for them.
-    """
-    qualified = f"captum_ssm::{name}"
-    torch.library.define(qualified, schema)
-    # Results must not alias arguments, and must be contiguous like the kernels' own.
-    torch.library.impl(qualified, "CompositeExplicitAutograd")(
-        lambda *args: torch_form(*args).contiguous()
-    )
-    torch.library.register_fake(qualified)(fake)
-
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        is_tensor = [x is None or isinstance(x, Tensor) for x in inputs]
-        tensors = is_tensor.index(False) if False in is_tensor else len(inputs)
-        ctx.save_for_backward(*inputs[:tensors])
-        ctx.constants = inputs[tensors:]
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        args = (*ctx.saved_tensors, *ctx.constants)
-        needed = list(ctx.needs_input_grad)
-        grads: list[Tensor | None] = [None] * len(args)
-        if linear is not None and needed[0]:
-            grads[0], needed[0] = linear(grad, *args), False
-        wanted = [k for k, need in enumerate(needed) if need]
-        if wanted:
-            with torch.enable_grad():
-                replay = list(args)
-                for k in wanted:
-                    replay[k] = args[k].detach().requires_grad_()
-                result = torch_form(*replay)
-                # One token alone does not depend on the rates: nothing came before it.
-                found = torch.autograd.grad(
-                    result,
-                    [replay[k] for k in wanted],
-                    grad,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-            for k, g in zip(wanted, found, strict=True):
-                grads[k] = g
-        return tuple(grads)
-
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context)
-
-
-_register(
+register(
     "diagonal_scan",
     f"(Tensor v, {_COEFFICIENTS}) -> Tensor",
     diagonal_scan_torch,
     _fake_scan,
     _backward_scan,
 )
-_register(
+register(
     "diagonal_vecmat",
     f"(Tensor w, {_COEFFICIENTS}, Tensor? conv, bool mean) -> Tensor",
     diagonal_vecmat_torch,
     _fake_vecmat,
     _backward_vecmat,
 )
-_register(
+register(
     "diagonal_mean",
     f"({_COEFFICIENTS}, Tensor? conv, int start, int stop) -> Tensor",
     diagonal_mean_torch,
     _fake_mean,
     None,
 )
-_register(
+register(
     "diagonal_rows",
     f"(Tensor index, {_COEFFICIENTS}, Tensor? conv) -> Tensor",
     diagonal_rows_torch,

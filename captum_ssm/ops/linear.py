@@ -1,0 +1,427 @@
+r"""Linear attention with decay, and the delta rule: recurrences on a matrix-valued state.
+
+Per head, with a state :math:`S \in \mathbb{R}^{N \times P}`:
+
+.. math::
+    S' = \mathrm{diag}(a_t) S_{t-1}, \qquad
+    S_t = S' - e_t (r_t^\top S') + k_t v_t^\top, \qquad y_t = q_t^\top S_t
+
+Without e and r this is linear attention with a decay per head or per key dimension; with them it
+is the delta rule. With a bonus u, as in RWKV, :math:`y_t = q_t^\top S_{t-1} + u_t v_t`. Either way
+a head maps its P channels by one lower triangular matrix, and
+
+.. math::
+    K^{xy}_{tj} = \textstyle\sum_n x_{tn} y_{jn} \prod_{k=j+1}^{t} a_{kn},
+    \qquad \alpha = K^{qk} - K^{qe} (I + \check K^{re})^{-1} \check K^{rk},
+
+K lower triangular and :math:`\check K` strictly so.
+
+Shapes: ``query, key, erase, probe (B, L, H, N)``, ``log_decay (B, L, H, 1)`` for a decay per head
+or ``(B, L, H, N)`` for one per key dimension, at most zero and possibly ``-inf``,
+``bonus (B, L, H)``; values ``(B, L, H, P)``. Heads may share memory (``expand``): nothing is
+copied where the numbers of one token and head lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from captum_ssm.ops._operator import promote, register, row_index, shape_error, warn_if_missing
+
+# A full reset, also one given as -inf: it has to stay finite in sums.
+MIN_LOG_DECAY = -1e4
+# exp(-60) is far below float32's resolution and far above its denormals.
+MIN_EXPONENT = -60.0
+
+
+def _check_coefficients(
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None,
+    probe: Tensor | None,
+    bonus: Tensor | None,
+) -> None:
+    if query.dim() != 4 or 0 in query.shape[1:]:
+        raise shape_error("query", query, "(B, L, H, N) with L, H and N at least 1")
+    for name, x in (("key", key), ("erase", erase), ("probe", probe)):
+        if x is not None and x.shape != query.shape:
+            raise shape_error(name, x, f"that of query, {tuple(query.shape)}")
+    if log_decay.shape not in (query.shape, (*query.shape[:3], 1)):
+        raise shape_error("log_decay", log_decay, f"{(*query.shape[:3], 1)} or that of query")
+    if bonus is not None and bonus.shape != query.shape[:3]:
+        raise shape_error("bonus", bonus, f"{tuple(query.shape[:3])}, or None")
+    if (erase is None) != (probe is None):
+        raise ValueError("erase and probe go together: accepted are both or neither")
+
+
+# ---- operators ------------------------------------------------------------------------------
+
+
+def linear_scan(
+    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """Apply the recurrence to values: ``y_h = alpha_h v_h`` for every head, in linear time.
+
+    Args:
+        v: values ``(B, L, H, P)``. The other arguments are described at the top of this module.
+
+    Returns:
+        ``(B, L, H, P)``. Differentiable; the gradient with respect to ``v`` is one
+        :func:`linear_vecmat`.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype or device is not accepted.
+    """
+    args = promote(
+        v=v, query=query, key=key, log_decay=log_decay, erase=erase, probe=probe, bonus=bonus
+    )
+    _check_coefficients(query, key, log_decay, erase, probe, bonus)
+    if v.dim() != 4 or v.shape[:3] != query.shape[:3]:
+        raise shape_error("v", v, f"(B, L, H, P) with (B, L, H) = {tuple(query.shape[:3])}")
+    warn_if_missing()
+    return torch.ops.captum_ssm.linear_scan(*args)
+
+
+def linear_vecmat(
+    w: Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """Multiply row vectors with the maps, ``u_h = w_h^T alpha_h``, in linear time.
+
+    Args:
+        w: ``(B, L, H, P)``, P row vectors for each head, or ``(B, L, 1, P)`` for all of them.
+            The other arguments are described at the top of this module.
+
+    Returns:
+        ``(B, L, H, P)``. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype or device is not accepted.
+    """
+    args = promote(
+        w=w, query=query, key=key, log_decay=log_decay, erase=erase, probe=probe, bonus=bonus
+    )
+    _check_coefficients(query, key, log_decay, erase, probe, bonus)
+    B, L, H, _ = query.shape
+    if w.dim() != 4 or w.shape[:3] not in ((B, L, H), (B, L, 1)):
+        raise shape_error("w", w, f"(B, L, H or 1, P) with (B, L, H) = {(B, L, H)}")
+    warn_if_missing()
+    return torch.ops.captum_ssm.linear_vecmat(*args)
+
+
+def linear_rows(
+    index: Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """Rows of every head's matrix. All of them together cost what half a matrix product does.
+
+    Args:
+        index: rows wanted, ``(B, R)`` int64 (or ``(R,)`` for the same rows in every sequence),
+            each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices. The other
+            arguments are described at the top of this module.
+
+    Returns:
+        ``(B, H, R, L)``. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype or device is not accepted.
+        IndexError: a row outside the sequence was asked for.
+    """
+    args = promote(query=query, key=key, log_decay=log_decay, erase=erase, probe=probe, bonus=bonus)
+    _check_coefficients(query, key, log_decay, erase, probe, bonus)
+    index = row_index(index, query)
+    warn_if_missing()
+    return torch.ops.captum_ssm.linear_rows(index, *args)
+
+
+# ---- PyTorch forms --------------------------------------------------------------------------
+#
+# Chunk by chunk in matrix products, with decays taken from the nearest chunk boundary.
+
+
+def linear_scan_torch(
+    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """PyTorch form of :func:`linear_scan` for arguments of one dtype."""
+    B, _, H, N = query.shape
+    state = v.new_zeros(B, H, N, v.shape[-1])
+    out = []
+    for at in _chunks(log_decay):
+        chunk = _chunk(at, query, key, log_decay, erase, probe, bonus)
+        x = v[:, at].transpose(1, 2)
+        y = chunk.q_in @ state + chunk.qk @ x
+        after = chunk.through * state + chunk.k_out.mT @ x
+        if chunk.delta is not None:
+            # What the probes find, earlier writes within the chunk included.
+            u = chunk.delta.solve(chunk.delta.r_in @ state + chunk.delta.rk @ x)
+            y = y - chunk.delta.qe @ u
+            after = after - chunk.delta.e_out.mT @ u
+        state = after
+        out.append(y)
+    return torch.cat(out, 2).transpose(1, 2)
+
+
+def linear_vecmat_torch(
+    w: Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """PyTorch form of :func:`linear_vecmat` for arguments of one dtype."""
+    B, L, H, N = query.shape
+    w = w.expand(B, L, H, -1)
+    state = w.new_zeros(B, H, N, w.shape[-1])
+    out = []
+    for at in reversed(list(_chunks(log_decay))):
+        chunk = _chunk(at, query, key, log_decay, erase, probe, bonus)
+        x = w[:, at].transpose(1, 2)
+        u = chunk.qk.mT @ x + chunk.k_out @ state
+        before = chunk.q_in.mT @ x + chunk.through * state
+        if chunk.delta is not None:
+            z = -(chunk.delta.qe.mT @ x) - chunk.delta.e_out @ state
+            z = chunk.delta.solve(z, transpose=True)
+            u = u + chunk.delta.rk.mT @ z
+            before = before + chunk.delta.r_in.mT @ z
+        state = before
+        out.append(u)
+    return torch.cat(out[::-1], 2).transpose(1, 2)
+
+
+def linear_rows_torch(
+    index: Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """PyTorch form of :func:`linear_rows` for arguments of one dtype: row i is e_i^T alpha."""
+    w = F.one_hot(index, query.shape[1]).to(query.dtype).mT.unsqueeze(2)  # (B, L, 1, R)
+    u = linear_vecmat_torch(w, query, key, log_decay, erase, probe, bonus)
+    return u.permute(0, 2, 3, 1)
+
+
+def _chunks(log_decay: Tensor) -> Iterator[slice]:
+    # A decay per key dimension makes a chunk's scores (T, T, N) on the way.
+    L = log_decay.shape[1]
+    size = 64 if log_decay.shape[-1] == 1 else 16
+    for start in range(0, L, size):
+        yield slice(start, min(L, start + size))
+
+
+@dataclass(frozen=True)
+class _Delta:
+    # What the delta rule adds to a chunk: probes and erasures, their scores, the inner solve.
+    r_in: Tensor
+    e_out: Tensor
+    rk: Tensor
+    qe: Tensor
+    solve: _UnitTriangular
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    # The coefficients of T tokens: (B, H, T, N), scores (B, H, T, T), through (B, H, 1 or N, 1).
+    q_in: Tensor
+    k_out: Tensor
+    qk: Tensor
+    through: Tensor
+    delta: _Delta | None
+
+
+class _UnitTriangular:
+    """Solves with I plus a strictly lower triangular matrix."""
+
+    def __init__(self, lower: Tensor) -> None:
+        self.lower = lower
+
+    def __call__(self, b: Tensor, transpose: bool = False) -> Tensor:
+        matrix = self.lower.mT if transpose else self.lower
+        return torch.linalg.solve_triangular(matrix, b, upper=transpose, unitriangular=True)
+
+
+def _chunk(
+    at: slice,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None,
+    probe: Tensor | None,
+    bonus: Tensor | None,
+) -> _Chunk:
+    def part(x: Tensor) -> Tensor:
+        return x[:, at].transpose(1, 2)  # (B, H, T, N)
+
+    q, k = part(query), part(key)
+    steps = part(log_decay).double().clamp(min=MIN_LOG_DECAY)
+    total = steps.cumsum(2)  # from the boundary to the token
+    seen, own = total, 0
+    if bonus is not None:
+        seen, own = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2), -1
+    qk = _scores(q, k, seen, total, own)
+    if bonus is not None:
+        qk = qk + torch.diag_embed(bonus[:, at].mT)
+    to_end = _exp(total[:, :, -1:] - total, q.dtype)
+    delta = None
+    if erase is not None and probe is not None:
+        e, r = part(erase), part(probe)
+        delta = _Delta(
+            r_in=r * _exp(total, q.dtype),
+            e_out=e * to_end,
+            rk=_scores(r, k, total, total, -1),
+            qe=_scores(q, e, seen, total, own),
+            solve=_UnitTriangular(_scores(r, e, total, total, -1)),
+        )
+    return _Chunk(
+        q_in=q * _exp(seen, q.dtype),
+        k_out=k * to_end,
+        qk=qk,
+        through=_exp(total[:, :, -1], q.dtype)[..., None],
+        delta=delta,
+    )
+
+
+def _exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    return exponent.clamp(min=MIN_EXPONENT).to(dtype).exp()
+
+
+def _scores(x: Tensor, y: Tensor, seen: Tensor, total: Tensor, diagonal: int) -> Tensor:
+    # sum_n x_in y_jn exp(seen_in - total_jn) for j <= i + diagonal: (B, H, T, T).
+    exponent = seen[:, :, :, None] - total[:, :, None]  # (B, H, T, T, 1 or N)
+    decay = _exp(exponent.clamp(max=0.0), x.dtype)
+    if decay.shape[-1] == 1:
+        scores = (x @ y.mT) * decay[..., 0]
+    else:
+        scores = torch.einsum("bhin,bhjn,bhijn->bhij", x, y, decay)
+    return scores.tril(diagonal)
+
+
+# ---- naive forms ----------------------------------------------------------------------------
+
+
+def naive_linear_matrix(
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """Every head's map, ``(B, H, L, L)``: the recurrence with unit vectors for values."""
+    q, k, a = (t.double() for t in (query, key, log_decay.double().exp()))
+    B, L, H, N = q.shape
+    state = torch.zeros(B, H, N, L, dtype=torch.float64)
+    rows = []
+    for t, value in enumerate(torch.eye(L, dtype=torch.float64)):
+        before = state
+        state = a[:, t, :, :, None] * state
+        if erase is not None and probe is not None:
+            found = (probe[:, t, :, :, None].double() * state).sum(2, keepdim=True)
+            state = state - erase[:, t, :, :, None].double() * found
+        state = state + k[:, t, :, :, None] * value
+        row = (q[:, t, :, :, None] * (state if bonus is None else before)).sum(2)
+        rows.append(row if bonus is None else row + bonus[:, t, :, None].double() * value)
+    return torch.stack(rows, 2)
+
+
+def naive_linear_scan(v: Tensor, *coefficients: Any) -> Tensor:
+    """:func:`linear_scan` through the matrices, in float64."""
+    return torch.einsum("bhij,bjhp->bihp", naive_linear_matrix(*coefficients), v.double())
+
+
+def naive_linear_vecmat(w: Tensor, *coefficients: Any) -> Tensor:
+    """:func:`linear_vecmat` through the matrices, in float64."""
+    matrix = naive_linear_matrix(*coefficients)
+    w = w.double().expand(-1, -1, matrix.shape[1], -1)
+    return torch.einsum("bihp,bhij->bjhp", w, matrix)
+
+
+def naive_linear_rows(index: Tensor, *coefficients: Any) -> Tensor:
+    """:func:`linear_rows` through the matrices, in float64."""
+    matrix = naive_linear_matrix(*coefficients)
+    return torch.stack([matrix[b][:, index[b]] for b in range(len(matrix))])
+
+
+# ---- registration ---------------------------------------------------------------------------
+
+_COEFFICIENTS = (
+    "Tensor query, Tensor key, Tensor log_decay, Tensor? erase, Tensor? probe, Tensor? bonus"
+)
+
+
+def _fake_scan(v: Tensor, *coefficients: Tensor | None) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def _fake_vecmat(w: Tensor, query: Tensor, *coefficients: Tensor | None) -> Tensor:
+    return w.new_empty(*query.shape[:3], w.shape[3])
+
+
+def _fake_rows(index: Tensor, query: Tensor, *coefficients: Tensor | None) -> Tensor:
+    B, L, H, _ = query.shape
+    return query.new_empty(B, H, index.shape[1], L)
+
+
+def _backward_scan(grad: Tensor, v: Tensor, *coefficients: Tensor | None) -> Tensor:
+    return torch.ops.captum_ssm.linear_vecmat(grad, *coefficients)
+
+
+def _backward_vecmat(grad: Tensor, w: Tensor, *coefficients: Tensor | None) -> Tensor:
+    back = torch.ops.captum_ssm.linear_scan(grad, *coefficients)
+    return back if w.shape[2] == back.shape[2] else back.sum(2, keepdim=True)
+
+
+register(
+    "linear_scan",
+    f"(Tensor v, {_COEFFICIENTS}) -> Tensor",
+    linear_scan_torch,
+    _fake_scan,
+    _backward_scan,
+)
+register(
+    "linear_vecmat",
+    f"(Tensor w, {_COEFFICIENTS}) -> Tensor",
+    linear_vecmat_torch,
+    _fake_vecmat,
+    _backward_vecmat,
+)
+register(
+    "linear_rows",
+    f"(Tensor index, {_COEFFICIENTS}) -> Tensor",
+    linear_rows_torch,
+    _fake_rows,
+    None,
+)

@@ -1,0 +1,45 @@
+// From tensors to kernels: the instruction set, the dtype.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace captum_ssm {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The best kernels of this processor; CAPTUM_SSM_ISA names others, for tests and measurements.
+template <class T>
+const Kernels<T>& kernels() {
+  static const Kernels<T>* const chosen = [] {
+    const char* name = std::getenv("CAPTUM_SSM_ISA");
+    const bool any = !name || !*name;
+    const Kernels<T>* k = nullptr;
+    if (any || !std::strcmp(name, "avx512")) k = kernels_avx512<T>();
+    if (!k && (any || !std::strcmp(name, "avx2"))) k = kernels_avx2<T>();
+    return k ? k : kernels_portable<T>();
+  }();
+  return *chosen;
+}
+
+inline int64_t up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
+// Calls f(T()) for the dtype of x.
+template <class F>
+void dispatch(const Tensor& x, const F& f) {
+  if (x.scalar_type() == ScalarType::Float) {
+    f(float());
+  } else {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double,
+                    "captum_ssm: the kernels take float32 and float64");
+    f(double());
+  }
+}
+
+}  // namespace captum_ssm

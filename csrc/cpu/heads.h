@@ -1,0 +1,79 @@
+// What the kernels of recurrences on a matrix-valued state take (see captum_ssm/ops/linear.py for
+// the algebra). Free of torch.
+#pragma once
+
+#include <cstdint>
+
+namespace captum_ssm {
+
+// One row of contiguous numbers for each token and head of a sequence; null where there is none.
+template <class T>
+struct Rows {
+  T* data = nullptr;
+  int64_t token = 0, head = 0;  // elements from one to the next; 0 where they share a row
+
+  explicit operator bool() const { return data; }
+  T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
+};
+
+// The coefficients of one sequence.
+template <class T>
+struct Heads {
+  Rows<const T> query, key;     // N
+  Rows<const T> log_decay;      // 1, or N where per_key
+  Rows<const T> erase, probe;   // N, or null
+  Rows<const T> bonus;          // 1, or null
+  int64_t L, H, N;
+  bool per_key;
+};
+
+// A run over steps [first, last), counted in its direction, of all of a few heads and columns of
+// the state: forwards from values to outputs (linear_scan), backwards the transposed
+// (linear_vecmat).
+template <class T>
+struct HeadsRun {
+  Heads<T> heads;
+  bool backward;
+  Rows<const T> input;  // P
+  Rows<T> output;       // P, or null
+  int64_t P;
+  int64_t h0, h1;       // heads
+  int64_t first, last;
+  T* state;             // (heads, P, heads_padded(N)); in: start, out: end
+  double* elapsed;      // (heads, heads_padded(N)) sums of the log decays, or null
+};
+
+// Rows of one head's map: the backward run whose inputs are unit vectors, one a column.
+template <class T>
+struct HeadRows {
+  Heads<T> heads;
+  int64_t head;
+  const int64_t* rows;   // count of them, none larger than the one before
+  const int64_t* slots;  // where each goes: out + slot * L
+  int64_t count;
+  T* out;
+};
+
+constexpr int64_t kHeadsTogether = 8;
+
+template <class T>
+struct HeadsKernels {
+  int64_t (*padded)(int64_t states);  // N in steps of whole vectors
+
+  // Few columns, one vector a state: all heads side by side, token by token.
+  int64_t (*narrow_scratch)(const HeadsRun<T>&);
+  void (*narrow)(const HeadsRun<T>&, T* scratch);
+  // state <- state + exp(elapsed) before, as in HeadsRun: joins two stretches.
+  void (*join)(const HeadsRun<T>&, const T* before);
+
+  // Many columns: matrix products over a few steps at a time. Starts at zero, over all steps of at
+  // most kHeadsTogether heads.
+  int64_t (*wide_scratch)(const Heads<T>&, int64_t heads, int64_t columns);
+  void (*wide)(const HeadsRun<T>&, T* scratch);
+  void (*rows)(const HeadRows<T>&, T* scratch);
+
+  int64_t widest_narrow;  // columns up to which narrow is the faster one
+  int64_t block;          // columns of one block of wide
+};
+
+}  // namespace captum_ssm

@@ -1,0 +1,252 @@
+// The operators of recurrences on a matrix-valued state on CPU tensors: see ops.cpp, heads.h.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "dispatch.h"
+#include "parallel.h"
+
+namespace captum_ssm {
+namespace {
+
+// The coefficients as given to an operator. Heads may share memory, and tokens may lie anywhere:
+// only the numbers of one token and head have to be contiguous.
+struct HeadArguments {
+  Tensor query, key, log_decay;
+  std::optional<Tensor> erase, probe, bonus;
+  int64_t batch, L, H, N;
+
+  HeadArguments(const Tensor& query_, const Tensor& key_, const Tensor& log_decay_,
+                const std::optional<Tensor>& erase_, const std::optional<Tensor>& probe_,
+                const std::optional<Tensor>& bonus_)
+      : query(rows(query_, query_)), key(rows(key_, query_)), log_decay(rows(log_decay_, query_)) {
+    batch = query.size(0), L = query.size(1), H = query.size(2), N = query.size(3);
+    STD_TORCH_CHECK(L > 0 && H > 0 && N > 0, "captum_ssm: an argument is empty");
+    STD_TORCH_CHECK(erase_.has_value() == probe_.has_value(),
+                    "captum_ssm: erase and probe go together");
+    if (erase_) erase = rows(*erase_, query_), probe = rows(*probe_, query_);
+    if (bonus_) bonus = rows(torch::stable::unsqueeze(*bonus_, -1), query_);
+    const bool fit = fits(key, H, N) && (fits(log_decay, H, 1) || fits(log_decay, H, N)) &&
+                     (!erase || (fits(*erase, H, N) && fits(*probe, H, N))) &&
+                     (!bonus || fits(*bonus, H, 1));
+    STD_TORCH_CHECK(fit, "captum_ssm: the shapes of the coefficients do not agree");
+  }
+
+  static Tensor rows(const Tensor& x, const Tensor& like) {
+    STD_TORCH_CHECK(x.scalar_type() == like.scalar_type(),
+                    "captum_ssm: the arguments must have one dtype");
+    STD_TORCH_CHECK(x.dim() == 4, "captum_ssm: an argument has the wrong number of dimensions");
+    return x.size(3) == 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
+  }
+  bool fits(const Tensor& x, int64_t heads, int64_t size) const {
+    return x.size(0) == batch && x.size(1) == L && x.size(2) == heads && x.size(3) == size;
+  }
+
+  template <class T>
+  static Rows<const T> of(const Tensor& x, int64_t b) {
+    return {x.const_data_ptr<T>() + b * x.stride(0), x.stride(1), x.size(2) == 1 ? 0 : x.stride(2)};
+  }
+  template <class T>
+  static Rows<const T> of(const std::optional<Tensor>& x, int64_t b) {
+    return x ? of<T>(*x, b) : Rows<const T>{};
+  }
+  template <class T>
+  Heads<T> heads(int64_t b) const {
+    return {of<T>(query, b), of<T>(key, b),   of<T>(log_decay, b),
+            of<T>(erase, b), of<T>(probe, b), of<T>(bonus, b),
+            L,               H,               N,
+            log_decay.size(3) > 1};
+  }
+};
+
+int64_t threads() { return torch::stable::get_num_threads(); }
+
+// Parts that `count` things are divided in, so that all threads have several among `others` tasks.
+int64_t per_part(int64_t count, int64_t others) {
+  const int64_t wanted = threads() > 1 ? up(4 * threads(), std::max<int64_t>(1, others)) : 1;
+  return up(count, std::min(count, wanted));
+}
+
+// Few columns: heads are divided, and the time where they are too few for the threads. What a
+// stretch of time passes on is only a decay where nothing is erased.
+template <class T>
+void run_narrow(const HeadArguments& a, bool backward, const Tensor& input, Tensor& out) {
+  const HeadsKernels<T>& k = kernels<T>().heads;
+  const int64_t P = input.size(3), padded = k.padded(a.N);
+  const int64_t per_group = per_part(a.H, a.batch), groups = up(a.H, per_group);
+  const int64_t units = a.batch * groups, states = per_group * P * padded;
+  constexpr int64_t kShortest = 1024;  // a divided run goes over every step twice
+  int64_t chunks = 1;
+  if (threads() > 2 && units < threads() && !a.erase)
+    chunks = std::max<int64_t>(1, std::min(up(threads(), units) * 2, a.L / kShortest));
+  const int64_t per_chunk = up(a.L, chunks);
+  chunks = up(a.L, per_chunk);
+
+  Buffer<T> state(units * chunks * states);
+  std::fill_n(state.get(), units * chunks * states, T(0));
+  auto make = [&](int64_t unit, int64_t c) {
+    const int64_t b = unit / groups, h0 = unit % groups * per_group;
+    HeadsRun<T> r{a.heads<T>(b), backward, HeadArguments::of<T>(input, b)};
+    r.P = P;
+    r.h0 = h0, r.h1 = std::min(a.H, h0 + per_group);
+    r.state = state.get() + (unit * chunks + c) * states;
+    return r;
+  };
+  const int64_t scratch = k.narrow_scratch(make(0, 0));
+
+  if (chunks > 1) {
+    const int64_t sums = per_group * padded;
+    Buffer<double> elapsed(units * chunks * sums);
+    std::fill_n(elapsed.get(), units * chunks * sums, 0.0);
+    auto leading_to = [&](int64_t unit, int64_t c) {
+      HeadsRun<T> r = make(unit, c);
+      r.elapsed = elapsed.get() + (unit * chunks + c) * sums;
+      r.first = (c - 1) * per_chunk, r.last = c * per_chunk;
+      return r;
+    };
+    each_task<T>(units * (chunks - 1), scratch, [&](int64_t task, T* space) {
+      k.narrow(leading_to(task / (chunks - 1), task % (chunks - 1) + 1), space);
+    });
+    each_task<T>(units, 0, [&](int64_t unit, T*) {
+      for (int64_t c = 2; c < chunks; ++c) {
+        const HeadsRun<T> r = leading_to(unit, c);
+        k.join(r, r.state - states);
+      }
+    });
+  }
+  T* y = out.mutable_data_ptr<T>();
+  each_task<T>(units * chunks, scratch, [&](int64_t task, T* space) {
+    const int64_t unit = task / chunks, c = task % chunks;
+    HeadsRun<T> r = make(unit, c);
+    r.output = {y + unit / groups * a.L * a.H * P, a.H * P, P};
+    r.first = c * per_chunk, r.last = std::min(a.L, r.first + per_chunk);
+    k.narrow(r, space);
+  });
+}
+
+// What one task has of the heads and columns: enough tasks for all threads, the state within a
+// processor's own cache.
+struct Share {
+  int64_t heads, columns;
+
+  template <class T>
+  static Share of(const HeadArguments& a, int64_t columns, int64_t most_heads) {
+    const HeadsKernels<T>& k = kernels<T>().heads;
+    constexpr int64_t kCache = 256 << 10;
+    const int64_t cached = std::max<int64_t>(
+        1, kCache / (k.padded(a.N) * k.block * int64_t(sizeof(T))));
+    const int64_t blocks = up(columns, k.block);
+    const int64_t taken = std::min(per_part(blocks, a.batch * a.H), cached);
+    const int64_t heads = std::min({per_part(a.H, a.batch * up(blocks, taken)), most_heads,
+                                    std::max<int64_t>(1, cached / taken)});
+    return {heads, taken * k.block};
+  }
+};
+
+template <class T>
+void run_wide(const HeadArguments& a, bool backward, const Tensor& input, Tensor& out) {
+  const HeadsKernels<T>& k = kernels<T>().heads;
+  const int64_t P = input.size(3);
+  const Share share = Share::of<T>(a, P, kHeadsTogether);
+  const int64_t parts = up(P, share.columns), groups = up(a.H, share.heads);
+  T* y = out.mutable_data_ptr<T>();
+  each_task<T>(a.batch * groups * parts,
+               k.wide_scratch(a.heads<T>(0), share.heads, share.columns),
+               [&](int64_t task, T* space) {
+                 const int64_t first = task % parts * share.columns, unit = task / parts;
+                 const int64_t b = unit / groups;
+                 HeadsRun<T> r{a.heads<T>(b), backward, HeadArguments::of<T>(input, b)};
+                 r.input.data += first;
+                 r.output = {y + b * a.L * a.H * P + first, a.H * P, P};
+                 r.P = std::min(P - first, share.columns);
+                 r.h0 = unit % groups * share.heads, r.h1 = std::min(a.H, r.h0 + share.heads);
+                 k.wide(r, space);
+               });
+}
+
+Tensor run(const HeadArguments& a, bool backward, const Tensor& given) {
+  const Tensor input = HeadArguments::rows(given, a.query);
+  const int64_t P = input.size(3);
+  STD_TORCH_CHECK(a.fits(input, a.H, P) || (backward && a.fits(input, 1, P)),
+                  "captum_ssm: the values must be (B, L, H, P)");
+  Tensor out = torch::stable::new_empty(a.query, {a.batch, a.L, a.H, P});
+  if (out.numel() == 0) return out;
+  dispatch(a.query, [&](auto zero) {
+    using T = decltype(zero);
+    if (P <= kernels<T>().heads.widest_narrow)
+      run_narrow<T>(a, backward, input, out);
+    else
+      run_wide<T>(a, backward, input, out);
+  });
+  return out;
+}
+
+Tensor linear_scan(const Tensor& v, const Tensor& query, const Tensor& key, const Tensor& log_decay,
+                   const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
+                   const std::optional<Tensor>& bonus) {
+  return run(HeadArguments(query, key, log_decay, erase, probe, bonus), false, v);
+}
+
+Tensor linear_vecmat(const Tensor& w, const Tensor& query, const Tensor& key,
+                     const Tensor& log_decay, const std::optional<Tensor>& erase,
+                     const std::optional<Tensor>& probe, const std::optional<Tensor>& bonus) {
+  return run(HeadArguments(query, key, log_decay, erase, probe, bonus), true, w);
+}
+
+template <class T>
+void head_rows(const HeadArguments& a, const int64_t* index, int64_t count, T* out) {
+  const HeadsKernels<T>& k = kernels<T>().heads;
+  // Latest rows first: a run enters them in this order.
+  std::vector<int64_t> slots(a.batch * count), rows(a.batch * count);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    int64_t* order = slots.data() + b * count;
+    const int64_t* row = index + b * count;
+    std::iota(order, order + count, 0);
+    std::sort(order, order + count, [&](int64_t x, int64_t y) { return row[x] > row[y]; });
+    for (int64_t r = 0; r < count; ++r) {
+      rows[b * count + r] = row[order[r]];
+      STD_TORCH_CHECK(0 <= row[order[r]] && row[order[r]] < a.L,
+                      "captum_ssm: a row asked for is outside the sequence");
+    }
+  }
+  const int64_t units = a.batch * a.H, width = Share::of<T>(a, count, 1).columns;
+  const int64_t parts = up(count, width), scratch = k.wide_scratch(a.heads<T>(0), 1, width);
+  each_task<T>(units * parts, scratch, [&](int64_t task, T* space) {
+    const int64_t unit = task % units, first = task / units * width;
+    const int64_t b = unit / a.H, at = b * count + first;
+    k.rows({a.heads<T>(b), unit % a.H, rows.data() + at, slots.data() + at,
+            std::min(count - first, width), out + unit * count * a.L},
+           space);
+  });
+}
+
+Tensor linear_rows(const Tensor& index, const Tensor& query, const Tensor& key,
+                   const Tensor& log_decay, const std::optional<Tensor>& erase,
+                   const std::optional<Tensor>& probe, const std::optional<Tensor>& bonus) {
+  const HeadArguments a(query, key, log_decay, erase, probe, bonus);
+  STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long && index.dim() == 2 &&
+                      index.size(0) == a.batch,
+                  "captum_ssm: index must be int64 of shape (B, R)");
+  const Tensor rows = torch::stable::contiguous(index);
+  Tensor out = torch::stable::new_empty(a.query, {a.batch, a.H, rows.size(1), a.L});
+  if (out.numel() == 0) return out;
+  dispatch(a.query, [&](auto zero) {
+    using T = decltype(zero);
+    head_rows<T>(a, rows.const_data_ptr<int64_t>(), rows.size(1), out.mutable_data_ptr<T>());
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace captum_ssm
+
+STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
+  m.impl("linear_scan", TORCH_BOX(&captum_ssm::linear_scan));
+  m.impl("linear_vecmat", TORCH_BOX(&captum_ssm::linear_vecmat));
+  m.impl("linear_rows", TORCH_BOX(&captum_ssm::linear_rows));
+}
