@@ -488,10 +488,10 @@ def test_the_kernels_guard_memory_themselves():
 # ---- the extension --------------------------------------------------------------------------
 
 
-def run_again(selection: str, **environment: str) -> None:
-    """Run tests of this file in a fresh process, where kernels are chosen anew."""
+def run_again(selection: str, file: str = __file__, **environment: str) -> None:
+    """Run tests of a file in a fresh process, where kernels are chosen anew."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", selection],
+        [sys.executable, "-m", "pytest", "-q", "-x", file, "-k", selection],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -502,9 +502,7 @@ def run_again(selection: str, **environment: str) -> None:
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 def test_other_instruction_sets(isa):
     assert platform.machine() != "x86_64" or ops.extension_loaded()
-    run_again(
-        "(test_matches_naive or test_extreme) and kernel or test_entries", CAPTUM_SSM_ISA=isa
-    )
+    run_again("(test_matches_naive or test_extreme) and kernel or test_entries", CAPTUM_SSM_ISA=isa)
 
 
 def test_forced_torch_forms():
