@@ -52,6 +52,23 @@ def test_the_trained_positions_tell_where_the_cls_token_stands():
         assert find_cls(moved, (10, 10)) == kind
 
 
+def test_explanations_are_better_than_random_maps():
+    model = VisionMamba.from_state_dict(load_file(evaluate.MODEL / "model.safetensors"))
+    samples, explanations = held_out(30), evaluate.methods(model)
+    with torch.no_grad():
+        target = model(samples.images).argmax(1)
+    found = []
+    for name in ("Attribution, unified", "Random maps"):
+        relevance = explanations[name](samples.images, target)
+        options = {"removal": evaluate.BLACK, "patch": evaluate.PATCH, "shares": (0.1, 0.2, 0.3)}
+        curve = evaluate.perturbation(model, samples.images, relevance, target, **options)
+        objects = evaluate.segmentation(relevance, samples.masks)
+        found.append((curve.estimate(), objects.miou(), objects.map()))
+    (positive, *objects), (positive_of_noise, *noise) = found
+    assert positive.high < positive_of_noise.low
+    assert all(ours.low > theirs.high for ours, theirs in zip(objects, noise, strict=True))
+
+
 def test_a_step_of_training_and_a_line_of_the_table(tmp_path, monkeypatch):
     model = train(2, 4, 0)
     assert 0 <= accuracy(model, held_out(8)) <= 1
