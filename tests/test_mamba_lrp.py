@@ -254,6 +254,29 @@ RULES = {
         ),
     ),
     "matrix product": (lambda x: x @ x.mT, lambda x, c: 0.5 * (x @ c.mT + c @ x.mT)),
+    "matrix product of a batch": (
+        lambda x: x[None] @ x[None].mT,
+        lambda x, c: 0.5 * (x @ c.mT + c @ x.mT)[None],
+    ),
+    "sum with a product": (
+        lambda x: torch.addmm(x[:, :3], x, x.mT) + torch.addcmul(x, x, x)[:, :3],
+        lambda x, c: x[:, :3] + 0.5 * (x @ c.mT + c @ x.mT) + (x + x * c)[:, :3],
+    ),
+    "sum with a product of a batch": (
+        lambda x: torch.baddbmm(x[None, :, :3], x[None], x[None].mT),
+        lambda x, c: x[None, :, :3] + 0.5 * (x @ c.mT + c @ x.mT)[None],
+    ),
+    "sum with a constant product": (
+        lambda x: torch.addmm(x, WEIGHT[:3], OTHER) + torch.addmm(OTHER[0], x, WEIGHT),
+        lambda x, c: x + WEIGHT[:3] @ OTHER + OTHER[0] + x @ WEIGHT,
+    ),
+    "convolution with a kernel of the tokens": (
+        lambda x: F.conv1d(x[None], x[:, None, :2], groups=3),
+        lambda x, c: (
+            0.5 * F.conv1d(x[None], c[:, None, :2], groups=3)
+            + 0.5 * F.conv1d(c[None], x[:, None, :2], groups=3)
+        ),
+    ),
     "attention": (
         lambda x: F.scaled_dot_product_attention(
             *(x[None, None] @ w for w in (WEIGHT, OTHER, WEIGHT))
@@ -296,7 +319,7 @@ def test_the_rms_norm_of_other_devices_is_a_rule_too() -> None:
         _saved_weight=weight,
         _saved_normalized_shape=(4,),
     )
-    rule = _rule(node, 1)
+    rule = _rule(node, {0})
     assert rule is not None
     gradient, _ = rule((None, None), (OTHER[:3],))
     torch.testing.assert_close(gradient, OTHER[:3] * weight * scale)

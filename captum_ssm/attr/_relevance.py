@@ -24,8 +24,17 @@ Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 
 # Coefficients: what these return is a constant.
 _CONSTANT = ("Exp", "Reciprocal", "Rsqrt", "SafeSoftmax", "Sigmoid", "Softmax")
-# Products of two tensors: half of the relevance to each that depends on the inputs.
-_PRODUCTS = ("Bmm", "Mm", "Mul")
+# Products, and which inputs are the factors: half of the relevance to each, where both depend on
+# the tokens.
+_PRODUCTS = {
+    "Addcmul": (1, 2),
+    "Addmm": (1, 2),
+    "Baddbmm": (1, 2),
+    "Bmm": (0, 1),
+    "Convolution": (0, 1),
+    "Mm": (0, 1),
+    "Mul": (0, 1),
+}
 # Activations, zero at zero: their argument times a constant.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Hardswish": F.hardswish,
@@ -63,16 +72,16 @@ def _attach(end: Node, start: Node) -> bool:
     stack = [end]
     while stack:
         node = stack[-1]
-        edges = [child for child, _ in node.next_functions]
-        followed = [edges[i] for i in _followed(node) if edges[i] is not None]
-        ahead = [] if node in carries else [child for child in followed if child not in carries]
-        if ahead:
+        children = [child for child, _ in node.next_functions]
+        followed = {i: children[i] for i in _followed(node) if children[i] is not None}
+        ahead = [child for child in followed.values() if child not in carries]
+        if node in carries:
+            stack.pop()
+        elif ahead:
             stack.extend(ahead)
-            continue
-        stack.pop()
-        if node not in carries:
-            reaching = sum(carries[child] for child in followed)
-            carries[node] = reaching > 0
+        else:
+            reaching = {i for i, child in followed.items() if carries[child]}
+            carries[node] = bool(reaching)
             rule = _rule(node, reaching)
             if rule is not None:
                 node.register_hook(rule)
@@ -96,8 +105,8 @@ def _followed(node: Node) -> Sequence[int]:
     return range(count)
 
 
-def _rule(node: Node, reaching: int) -> Rule | None:
-    # What to do with the gradients of a node, given how many of its inputs lead on; None for a
+def _rule(node: Node, reaching: set[int]) -> Rule | None:
+    # What to do with the gradients of a node, given which of its inputs lead on; None for a
     # linear node, and for one that nothing is known of. Rules hold tensors without a graph: one
     # that held its own node would never be freed.
     kind, followed = _kind(node), _followed(node)
@@ -111,9 +120,10 @@ def _rule(node: Node, reaching: int) -> Rule | None:
     if not reaching:
         return None
     if kind in _PRODUCTS:
-        return _times(1 / reaching) if reaching > 1 else None
+        factors = _PRODUCTS[kind]
+        return _times(0.5, factors) if reaching.issuperset(factors) else None
     if kind == "Pow":
-        return _times(1 / _exponent(node))
+        return _times(1 / _exponent(node), (0,))
     if kind == "Glu":
         return _signal_of_glu(node._saved_dim)
     if kind == "NativeLayerNorm":
@@ -124,8 +134,10 @@ def _rule(node: Node, reaching: int) -> Rule | None:
     return None if factor is None else lambda inner, outer: (outer[0] * factor, *inner[1:])
 
 
-def _times(share: float) -> Rule:
-    return lambda inner, outer: tuple(None if g is None else g * share for g in inner)
+def _times(share: float, inputs: Sequence[int]) -> Rule:
+    return lambda inner, outer: tuple(
+        g * share if i in inputs and g is not None else g for i, g in enumerate(inner)
+    )
 
 
 def _exponent(node: Node) -> float:
