@@ -238,21 +238,38 @@ class Questions:
     rivals: Tensor
 
 
-def held_out_questions(n: int, kind: str, seed: int = 0, length: int = 48) -> Questions:
-    """Questions of one kind on held-out stories.
+def held_out_questions(
+    n: int, kind: str, seed: int = 0, *, people: int = PEOPLE, length: int | None = None
+) -> Questions:
+    """Questions of one kind, on held-out stories.
 
     Every question has a rival; of a colour there are those of all other people.
+
+    Args:
+        n: How many.
+        kind: One of :data:`KINDS`.
+        seed: The same seed gives the same questions.
+        people: How many people have something.
+        length: Number of words, the same for all. ``None`` is enough for so many people.
+
+    Raises:
+        ValueError: where sentences do not add up to such a length.
     """
+    length = 12 + 9 * people if length is None else length
     rng = random.Random(seed)
     gives = dict(zip(COLOURS, COLOURS, strict=True)) | VERBS | PRONOUNS
     tokens, answers, foils, causes = [], [], [], []
     rivals = torch.zeros(n, length, dtype=torch.bool)
+    tries = 0
     while len(tokens) < n:
-        story = make_story(rng, length - 8, held_out=True, last=kind)
+        tries += 1
+        if tries > 1000 * n + 1000:
+            raise ValueError(f"no questions of kind {kind!r} have {length} words, {people} people")
+        story = make_story(rng, length - 8, held_out=True, people=people, last=kind)
         question = story.questions[-1]
         if question.position != length - 1 or not question.rivals:
             continue
-        if kind == "colour" and story.words.count("has") < PEOPLE:
+        if kind == "colour" and story.words.count("has") < people:
             continue
         rivals[len(tokens), list(question.rivals)] = True
         tokens.append(story.ids[:length])

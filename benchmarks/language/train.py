@@ -45,7 +45,6 @@ from scan import fast_scan
 from train import lr_factor, optimizer_for, save, table
 
 MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
-LENGTH = 64
 SHORTEST_LESSON = 24
 LESSONS = 0.3
 BLANKS = 0.5
@@ -149,8 +148,8 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
     progress = trange(args.steps, desc=args.architecture, mininterval=1.0, disable=None)
     for step in progress:
         share = min(1.0, step / (LESSONS * args.steps))
-        length = round(SHORTEST_LESSON + (LENGTH - SHORTEST_LESSON) * share)
-        tokens, asked = make_batch(args.batch, rng, length, people=2 if share < 1 else PEOPLE)
+        length = round(SHORTEST_LESSON + (args.length - SHORTEST_LESSON) * share)
+        tokens, asked = make_batch(args.batch, rng, length, people=2 if share < 1 else args.people)
         inputs = tokens[:, :-1]
         if step > args.steps * (1 - BLANKS) and step % 2:
             chance = 0.5 * torch.rand(args.batch, 1, generator=generator)
@@ -169,7 +168,7 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
         schedule.step()
         if (step + 1) % args.report_every == 0:
             model.eval()
-            shares = accuracy(model, 100, seed=10_001)
+            shares = accuracy(model, 100, args.people, seed=10_001)
             model.train()
             taken = time.monotonic() - start
             line = ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items())
@@ -180,11 +179,13 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
 
 
 @torch.no_grad()
-def accuracy(model: PreTrainedModel, stories: int, seed: int = EVALUATION_SEED) -> dict[str, float]:
+def accuracy(
+    model: PreTrainedModel, stories: int, people: int, seed: int = EVALUATION_SEED
+) -> dict[str, float]:
     """The share of held-out questions of each kind whose answer the model gives first."""
     shares = {}
     for kind in KINDS:
-        asked = held_out_questions(stories, kind, seed)
+        asked = held_out_questions(stories, kind, seed, people=people)
         logits = model(asked.tokens, use_cache=False).logits[:, -1]
         shares[kind] = float((logits.argmax(-1) == asked.answers).double().mean())
     return shares
@@ -199,12 +200,12 @@ def model_card(
     settings = ", ".join(f"`{k}={v}`" for k, v in SPECS[args.architecture][1].items())
     rows = {
         "task": "`benchmarks/language/stories.py`: short stories of people, things and animals, "
-        f"{len(WORDS)} words",
+        f"{len(WORDS)} words, up to {args.people} people with a thing each",
         "tokenizer": "words; `AutoTokenizer` loads it",
         "model": f"{settings}; {parameters:,} parameters, float32",
         "command": f"`{' '.join(['python benchmarks/language/train.py', *sys.argv[1:]])}`",
         "seed": args.seed,
-        "training": f"{args.steps:,} steps of {args.batch} stories of up to {LENGTH} words; "
+        "training": f"{args.steps:,} steps of {args.batch} stories of up to {args.length} words; "
         f"{seconds / 60:.0f} minutes, {args.threads} CPU thread(s)",
         "made with": f"torch {torch.__version__}, transformers {transformers.__version__}",
     }
@@ -225,8 +226,8 @@ model can be checked.
 |---|---|
 {table(rows)}
 
-Answers given first, of {metrics["stories"]} held-out questions of each kind, measured on the saved
-model with transformers' own code:
+Answers given first, of {metrics["stories"]} held-out questions of each kind on stories of
+{args.people} people, measured on the saved model with transformers' own code:
 
 | | |
 |---|---|
@@ -263,6 +264,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--people", type=int, default=PEOPLE, help="in a story at most")
+    parser.add_argument("--length", type=int, default=64, help="words of a story at most")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--report-every", type=int, default=500, help="steps between reports")
@@ -286,7 +289,11 @@ def main() -> None:
     save_tokenizer(args.output)
     # Judge what was written, on the code that others will run, not the model in memory.
     model = AutoModelForCausalLM.from_pretrained(args.output, local_files_only=True).eval()
-    metrics = {"stories": args.stories, "accuracy": accuracy(model, args.stories)}
+    metrics = {
+        "people": args.people,
+        "stories": args.stories,
+        "accuracy": accuracy(model, args.stories, args.people),
+    }
     print(metrics)
     (args.output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     (args.output / "README.md").write_text(model_card(model, metrics, args, seconds))
