@@ -14,6 +14,7 @@ import arc_easy
 import datasets
 import h5py
 import harness
+import huggingface_hub
 import imagenet_perturbation
 import imagenet_segmentation
 import imdb
@@ -22,10 +23,17 @@ import pytest
 import torch
 from imagenet import BLACK, prepared, vision_mamba
 from PIL import Image
+from safetensors.torch import save_file
 from text import padded, unknown_id
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    JambaConfig,
+    JambaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from captum_ssm import MambaAttribution, MambaLRP
 from captum_ssm.metrics import Estimate, alignment_error_rate, segmentation
@@ -168,6 +176,21 @@ def test_perturbation_of_imagenet(vision_checkpoint, tmp_path):
         imagenet_perturbation.main([*common, "--methods", "gradcam"])
 
 
+def test_checkpoints_from_the_hub_and_of_both_kinds(vision_checkpoint, tmp_path, monkeypatch):
+    asked = []
+
+    def download(*names: str) -> str:
+        asked.append(names)
+        return str(vision_checkpoint)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    state = vision_mamba("hustvl/Vim-small-midclstok/vim_s_midclstok_80p5acc.pth").state_dict()
+    assert asked == [("hustvl/Vim-small-midclstok", "vim_s_midclstok_80p5acc.pth")]
+    save_file(state, tmp_path / "vim.safetensors")
+    again = vision_mamba(str(tmp_path / "vim.safetensors")).state_dict()
+    assert all(torch.equal(state[name], again[name]) for name in state)
+
+
 # IMDB
 
 
@@ -215,6 +238,25 @@ def test_the_published_classifier_is_loaded_and_pools_its_tokens(published_class
     )
     assert relevance[1, :4].all()
     assert not relevance[1, 4:].any()
+
+
+def test_classifiers_from_the_hub_and_of_transformers(published_classifier, tmp_path, monkeypatch):
+    folder, model = published_classifier
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", {"owner/name": folder}.get)
+    (folder / "pytorch_model.bin").rename(folder / "old")
+    save_file(torch.load(folder / "old"), folder / "model.safetensors")
+    loaded, _ = imdb.classifier("owner/name")
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], w) for name, w in loaded.state_dict().items())
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
+    sizes |= {"hidden_size": 8, "num_hidden_layers": 2, "attn_layer_offset": 1, "num_experts": 1}
+    jamba = JambaConfig(vocab_size=264, num_labels=2, attn_layer_period=2, pad_token_id=0, **sizes)
+    JambaForSequenceClassification(jamba).save_pretrained(tmp_path / "jamba")
+    tokenizer().save_pretrained(tmp_path / "jamba")
+    loaded, words = imdb.classifier(str(tmp_path / "jamba"))
+    ids, mask = padded([words("so so").input_ids], 256)
+    assert loaded(ids, attention_mask=mask).logits.shape == (1, 2)
+    assert not loaded.training
 
 
 @pytest.mark.slow
@@ -398,6 +440,31 @@ def test_questions_of_the_published_tasks():
         amplify.questions([{"input": SNARK, "target": "(C)"}])
 
 
+def test_questions_of_a_file_come_in_one_order(tmp_path):
+    examples = [{"input": f"{k}?\nOptions:\n- yes\n- no", "target": "no"} for k in range(6)]
+    (tmp_path / "task.json").write_text(json.dumps({"examples": examples}))
+    found = amplify.load(str(tmp_path / "task.json"), 4)
+    assert [q.text for q in found] == [
+        q.text for q in amplify.load(str(tmp_path / "task.json"), 6)
+    ][:4]
+    assert len({q.text for q in found}) == 4
+    datasets.Dataset.from_list(examples).to_parquet(tmp_path / "task.parquet")
+    assert {q.right for q in amplify.load(str(tmp_path / "task.parquet"), None)} == {1}
+
+
+def test_a_rationale_is_one_line_of_the_model_s(language_model):
+    class Model(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def generate(self, ids: Tensor, **options: object) -> Tensor:
+            assert options["max_new_tokens"] == 9
+            assert options["do_sample"] is False
+            more = tokenizer()(" The key words\nAnswer: x").input_ids
+            return torch.cat([ids, torch.tensor([more])], 1)
+
+    assert amplify.Answerer(Model(), tokenizer()).line("Rationale:", most=9) == "The key words"
+
+
 def test_shots_are_the_most_confident_mistakes():
     assert amplify.confidence(torch.tensor([0.7, 0.2, 0.1]), 1) == pytest.approx(0.5)
     assert amplify.confidence(torch.tensor([0.7, 0.2, 0.1]), 0) == pytest.approx(-0.5)
@@ -467,6 +534,15 @@ def test_local_files_of_every_kind_are_data_sets(tmp_path):
     assert harness.dataset(str(tmp_path / "a.jsonl"), None, "test", 2)["text"] == ["x", "y"]
     every = harness.dataset(str(tmp_path / "a.jsonl"), None, "test", None, seed=1)
     assert sorted(every["text"]) == ["x", "y", "z"]
+
+
+def test_names_of_the_hub_are_asked_of_the_hub(monkeypatch):
+    def load(*names: str, split: str) -> datasets.Dataset:
+        assert (*names, split) == ("allenai/ai2_arc", "ARC-Easy", "test")
+        return datasets.Dataset.from_dict({"a": [1, 2]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert harness.dataset("allenai/ai2_arc", "ARC-Easy", "test", 9)["a"] == [1, 2]
 
 
 def test_the_paper_s_numbers_stand_beside_ours():
