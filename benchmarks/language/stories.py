@@ -219,6 +219,19 @@ def make_batch(
     return tokens, asked
 
 
+def held_out_story(rng: random.Random, length: int, kind: str, people: int = PEOPLE) -> Story:
+    """A held-out story that ends with a question of a kind.
+
+    The question has a rival; of a colour there are those of all other people. The arguments are
+    those of :func:`make_story`.
+    """
+    while True:
+        story = make_story(rng, length, held_out=True, people=people, last=kind)
+        told = kind != "colour" or story.words.count("has") == people
+        if told and story.questions[-1].rivals:
+            return story
+
+
 @dataclass(frozen=True)
 class Questions:
     """Held-out stories of one length, each cut where its last question is asked.
@@ -260,22 +273,19 @@ def held_out_questions(
     gives = dict(zip(COLOURS, COLOURS, strict=True)) | VERBS | PRONOUNS
     tokens, answers, foils, causes = [], [], [], []
     rivals = torch.zeros(n, length, dtype=torch.bool)
-    tries = 0
-    while len(tokens) < n:
-        tries += 1
-        if tries > 1000 * n + 1000:
-            raise ValueError(f"no questions of kind {kind!r} have {length} words, {people} people")
-        story = make_story(rng, length - 8, held_out=True, people=people, last=kind)
+    for _ in range(1000 * n + 1000):
+        if len(tokens) == n:
+            break
+        story = held_out_story(rng, length - 8, kind, people)
         question = story.questions[-1]
-        if question.position != length - 1 or not question.rivals:
-            continue
-        if kind == "colour" and story.words.count("has") < people:
-            continue
-        rivals[len(tokens), list(question.rivals)] = True
-        tokens.append(story.ids[:length])
-        answers.append(story.ids[length])
-        foils.append(IDS[gives[story.words[question.rivals[-1]]]])
-        causes.append(question.cause)
+        if question.position == length - 1:
+            rivals[len(tokens), list(question.rivals)] = True
+            tokens.append(story.ids[:length])
+            answers.append(story.ids[length])
+            foils.append(IDS[gives[story.words[question.rivals[-1]]]])
+            causes.append(question.cause)
+    else:
+        raise ValueError(f"no questions of kind {kind!r} have {length} words, {people} people")
     columns = (torch.tensor(column) for column in (tokens, answers, foils, causes))
     return Questions(*columns, rivals)
 
