@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PRONOUNS = {
     **dict.fromkeys(("Anna", "Emma", "Lucy", "Mia"), "she"),
@@ -75,6 +76,8 @@ UNKNOWN_ID, PADDING_ID = IDS[UNKNOWN], IDS[PADDING]
 KINDS = ("colour", "animal", "pronoun")
 PEOPLE = 4
 """People in a story at most; at least two."""
+
+EVALUATION_SEED = 20_002
 
 _HELD_OUT_ONE_IN = 8
 
@@ -289,6 +292,32 @@ def held_out_questions(
         raise ValueError(f"no questions of kind {kind!r} have {length} words, {people} people")
     columns = (torch.tensor(column) for column in (tokens, answers, foils, causes))
     return Questions(*columns, rivals)
+
+
+@torch.no_grad()
+def accuracy(
+    model: PreTrainedModel, stories: int, people: int = PEOPLE, seed: int = EVALUATION_SEED
+) -> dict[str, float]:
+    """The share of held-out questions of each kind whose answer the model gives first.
+
+    They are asked after stories of many lengths, so that no habit of one length can pass.
+    """
+    shares = {}
+    for kind in KINDS:
+        rng = random.Random(seed)
+        by_length = defaultdict(list)
+        for _ in range(stories):
+            words = rng.randint(6 * people, 12 * people)
+            story = held_out_story(rng, words, kind, people)
+            end = story.questions[-1].position + 2
+            by_length[end].append(story.ids[:end])
+        right = 0
+        for rows in by_length.values():
+            ids = torch.tensor(rows)
+            logits = model(ids[:, :-1], use_cache=False).logits[:, -1]
+            right += int((logits.argmax(-1) == ids[:, -1]).sum())
+        shares[kind] = right / stories
+    return shares
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

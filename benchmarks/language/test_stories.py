@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from stories import (
     COLOURS,
     IDS,
@@ -19,6 +18,7 @@ from stories import (
     VERBS,
     WORDS,
     Story,
+    accuracy,
     held_out_questions,
     is_held_out,
     make_batch,
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from captum_ssm import MambaLRP
 
 MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
-ARCHITECTURES = ("mamba",)
+ARCHITECTURES = ("mamba", "rwkv")
 
 
 def sentences(story: Story) -> list[list[str]]:
@@ -125,13 +125,11 @@ def test_a_saved_model_answers(architecture: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert tokenizer.convert_ids_to_tokens(list(range(len(WORDS)))) == list(WORDS)
     stated = json.loads((folder / "metrics.json").read_text())
+    found = accuracy(model, 100, stated["people"], seed=99)
     for kind in KINDS:
-        asked = held_out_questions(50, kind, seed=99, people=stated["people"])
-        with torch.no_grad():
-            right = model(asked.tokens).logits[:, -1].argmax(-1) == asked.answers
-        assert right.double().mean() > stated["accuracy"][kind] - 0.05
+        assert found[kind] > stated["accuracy"][kind] - 0.1
 
-    asked = held_out_questions(10, "colour", seed=98, people=stated["people"])
+    asked = held_out_questions(10, "animal", seed=98, people=stated["people"])
     relevance = MambaLRP(model).attribute(asked.tokens, target=asked.answers)
     # The last word, where the question is asked, carries gates of its own.
     hits = relevance[:, :-1].argmax(1) == asked.causes

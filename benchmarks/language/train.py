@@ -18,7 +18,6 @@ import math
 import random
 import sys
 import time
-from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from stories import (
     PEOPLE,
     UNKNOWN_ID,
     WORDS,
-    held_out_story,
+    accuracy,
     make_batch,
     make_tokenizer,
 )
@@ -49,7 +48,6 @@ MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
 SHORTEST_LESSON = 24
 LESSONS = 0.3
 BLANKS = 0.5
-EVALUATION_SEED = 20_002
 
 SHARED = {
     "vocab_size": len(WORDS),
@@ -177,32 +175,6 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
             if progress.disable:  # output goes to a file: leave a line there instead of a bar
                 print(f"step {step + 1}: loss {loss:.3f}, {line}, {taken:.0f} s", flush=True)
     return time.monotonic() - start
-
-
-@torch.no_grad()
-def accuracy(
-    model: PreTrainedModel, stories: int, people: int, seed: int = EVALUATION_SEED
-) -> dict[str, float]:
-    """The share of held-out questions of each kind whose answer the model gives first.
-
-    They are asked after stories of many lengths, so that no habit of one length can pass.
-    """
-    shares = {}
-    for kind in KINDS:
-        rng = random.Random(seed)
-        by_length = defaultdict(list)
-        for _ in range(stories):
-            words = rng.randint(6 * people, 12 * people)
-            story = held_out_story(rng, words, kind, people)
-            end = story.questions[-1].position + 2
-            by_length[end].append(story.ids[:end])
-        right = 0
-        for rows in by_length.values():
-            ids = torch.tensor(rows)
-            logits = model(ids[:, :-1], use_cache=False).logits[:, -1]
-            right += int((logits.argmax(-1) == ids[:, -1]).sum())
-        shares[kind] = right / stories
-    return shares
 
 
 def model_card(
