@@ -25,8 +25,13 @@ HEADS = [
 # decay per key dimension, delta rule, bonus
 LINEAR_KINDS = list(itertools.product((False, True), repeat=3))
 LINEAR = {
-    "kernel": (ops.linear_scan, ops.linear_vecmat, ops.linear_rows),
-    "torch": (ops.linear_scan_torch, ops.linear_vecmat_torch, ops.linear_rows_torch),
+    "kernel": (ops.linear_scan, ops.linear_vecmat, ops.linear_rows, ops.linear_mean),
+    "torch": (
+        ops.linear_scan_torch,
+        ops.linear_vecmat_torch,
+        ops.linear_rows_torch,
+        ops.linear_mean_torch,
+    ),
 }
 
 
@@ -73,7 +78,7 @@ def linear_vectors(shape: tuple, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 @pytest.mark.parametrize("kind", LINEAR_KINDS, ids=str)
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_matches_naive(shape, kind, dtype, form):
-    scan, vecmat, rows = LINEAR[form]
+    scan, vecmat, rows, mean = LINEAR[form]
     coefficients, matrix = linear_case(shape, kind, dtype)
     v, w, index = linear_vectors(shape, dtype)
     y = scan(v, *coefficients)
@@ -85,6 +90,10 @@ def test_matches_naive(shape, kind, dtype, form):
     assert_near(vecmat(w, *coefficients), u)
     chosen = torch.stack([matrix[b][:, index[b]] for b in range(shape[0])])
     assert_near(rows(index, *coefficients), chosen)
+    assert_near(mean(*coefficients), matrix.mean(1))
+    start, stop = shape[1] // 3, shape[1] // 3 + 1
+    part = mean(*coefficients, start=start, stop=stop)
+    assert_near(part, matrix.mean(1)[:, start:stop])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -93,7 +102,7 @@ def test_matches_naive(shape, kind, dtype, form):
 @pytest.mark.parametrize("kind", LINEAR_KINDS, ids=str)
 def test_extreme_decays(kind, columns, dtype, form):
     """Decays that underflow, that stay at one, and resets, which leave what follows exact."""
-    scan, vecmat, rows = LINEAR[form]
+    scan, vecmat, rows, mean = LINEAR[form]
     shape = (1, 66, 3, 6, columns)
     coefficients = make_linear(shape, kind, dtype)
     decay = coefficients[2]
@@ -110,6 +119,7 @@ def test_extreme_decays(kind, columns, dtype, form):
         assert_near(scan(x, *one), ops.naive_linear_scan(x, *one), tolerance)
         assert_near(vecmat(x, *one), ops.naive_linear_vecmat(x, *one), tolerance)
         assert_near(rows(index, *one), ops.naive_linear_rows(index, *one), tolerance)
+        assert_near(mean(*one), ops.naive_linear_mean(*one), tolerance)
 
 
 @pytest.mark.parametrize("columns", [1, 24])
@@ -132,6 +142,7 @@ def test_a_slow_decay_does_not_drift(per_key, columns):
             ops.linear_scan(v, *coefficients)[0, late, 0], matrix @ v[0, :, 0].double(), 5e-6
         )
         assert_near(ops.linear_rows(late, *coefficients)[0, 0], matrix)
+        assert_near(ops.linear_mean(*coefficients, start=3500)[0, ::35], matrix)
         w = torch.zeros_like(v)
         w[0, late, 0] = v[0, late, 0]
         u = ops.linear_vecmat(w, *coefficients)
@@ -171,6 +182,7 @@ def test_number_of_threads_does_not_matter(kind, columns):
                     ops.linear_scan(v, *coefficients),
                     ops.linear_vecmat(w, *coefficients),
                     ops.linear_rows(index, *coefficients),
+                    ops.linear_mean(*coefficients, start=1000, stop=1500),
                 )
             )
     finally:
@@ -203,21 +215,23 @@ def test_gradients(kind):
         assert check(lambda x: ops.linear_vecmat(x, *coefficients), x)
         assert check(ops.linear_vecmat, (x, *leaves(coefficients)))
     assert check(functools.partial(ops.linear_rows, index), leaves(coefficients))
+    assert check(functools.partial(ops.linear_mean, start=2, stop=6), leaves(coefficients))
     assert torch.autograd.gradgradcheck(
         lambda x: ops.linear_vecmat(x, *coefficients).square(), w, nondet_tol=1e-12
     )
 
 
-@pytest.mark.parametrize("name", ["linear_scan", "linear_vecmat", "linear_rows"])
+@pytest.mark.parametrize("name", ["linear_scan", "linear_vecmat", "linear_rows", "linear_mean"])
 @pytest.mark.parametrize("kind", [(False, False, False), (True, True, True)], ids=str)
 def test_opcheck(kind, name):
     shape = (2, 20, 3, 5, 9)
     coefficients = make_linear(shape, kind, torch.float32)
     v, w, index = linear_vectors(shape, torch.float32)
-    first = {"linear_scan": v, "linear_vecmat": w, "linear_rows": index}[name]
+    first = {"linear_scan": v, "linear_vecmat": w}.get(name, index)
     if first.is_floating_point():
         first.requires_grad_()
-    torch.library.opcheck(getattr(torch.ops.captum_ssm, name).default, (first, *coefficients))
+    args = (*coefficients, 3, 9) if name == "linear_mean" else (first, *coefficients)
+    torch.library.opcheck(getattr(torch.ops.captum_ssm, name).default, args)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -231,7 +245,8 @@ def test_compiles_as_one_graph():
     def everything(v: Tensor, w: Tensor) -> Tensor:
         y = ops.linear_scan(v * 2, *coefficients)
         u = ops.linear_vecmat(w.mT.contiguous().mT, *coefficients)
-        return (y * u).sum() + ops.linear_rows(index, *coefficients).square().sum()
+        rows = ops.linear_rows(index, *coefficients)
+        return (y * u).sum() + (rows @ ops.linear_mean(*coefficients).mT).sum()
 
     expected = everything(v, w)
     expected_grads = torch.autograd.grad(expected, (v, w))
@@ -275,11 +290,16 @@ def test_other_errors():
             apply(torch.zeros(2, 5, 2, 6), *coefficients)
     with pytest.raises(IndexError, match=r"from 0 to 5; accepted: rows in \[0, 5\)"):
         ops.linear_rows(torch.tensor([0, 5]), *coefficients)
+    for start, stop in ((-1, 3), (3, 3), (0, 6)):
+        with pytest.raises(ValueError, match="accepted: 0 <= start < stop <= L"):
+            ops.linear_mean(*coefficients, start=start, stop=stop)
     # torch.ops can be called without the wrappers' checks: the kernels guard memory themselves.
     with pytest.raises(RuntimeError):
         torch.ops.captum_ssm.linear_rows(torch.tensor([[5], [0]]), *coefficients)
     with pytest.raises(RuntimeError):
         torch.ops.captum_ssm.linear_scan(torch.zeros(2, 4, 4, 2), *coefficients)
+    with pytest.raises(RuntimeError):
+        torch.ops.captum_ssm.linear_mean(*coefficients, 0, 6)
     coefficients[1] = coefficients[1][..., :2]
     with pytest.raises(RuntimeError):
         torch.ops.captum_ssm.linear_scan(torch.zeros(2, 5, 4, 2), *coefficients)

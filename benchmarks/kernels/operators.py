@@ -3,23 +3,25 @@
 Layers of the shapes people run: Mamba's diagonal recurrence, Mamba-2's scalar decay per head, a
 decay per key dimension (GLA, Kimi), the gated delta rule, softmax attention. Each operator is
 first checked against its naive form at a short length; then, in one run, a row of the channel
-mean in linear time against the same row through the matrix, and the application against the
-recurrence run token by token in PyTorch.
+mean in linear time against the same row through the matrix, and row, application and matrix by the
+kernels against the chunked PyTorch forms and, for the application, the recurrence run token by
+token in PyTorch.
 
     python benchmarks/kernels/operators.py --cpu-time
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from _common import arguments, check, layer, save, seconds
 from torch import Tensor
 
+from captum_ssm import ops
 from captum_ssm.operators import (
     DiagonalOperator,
-    HeadOperator,
     LinearAttentionOperator,
     SoftmaxOperator,
     TokenOperator,
@@ -78,6 +80,28 @@ KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict
 }
 
 
+@contextlib.contextmanager
+def torch_forms() -> Iterator[None]:
+    """Operators take the PyTorch forms, as where the extension is missing."""
+    names = [n for n in ops.__all__ if n.endswith("_torch")]
+    kernels = {n.removesuffix("_torch"): getattr(ops, n.removesuffix("_torch")) for n in names}
+    for name in kernels:
+        setattr(ops, name, getattr(ops, f"{name}_torch"))
+    try:
+        yield
+    finally:
+        for name, kernel in kernels.items():
+            setattr(ops, name, kernel)
+
+
+def in_torch(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        with torch_forms():
+            return function()
+
+    return call
+
+
 def token_by_token(op: TokenOperator, v: Tensor) -> Tensor:
     """The recurrence as it is written down, one token at a time."""
     if isinstance(op, DiagonalOperator):
@@ -113,11 +137,14 @@ def main() -> None:
             query = torch.zeros(1, length)
             query[:, -1] = 1.0
             v = torch.randn(1, length, op.channels, generator=torch.Generator().manual_seed(1))
-            row_s, matrix_s = seconds(
-                lambda op=op, query=query: op.vecmat(query, "mean"),
-                lambda op=op: op.matrix("mean"),
-                repeats=args.repeats,
-            )
+
+            def row(op: TokenOperator = op, query: Tensor = query) -> Tensor:
+                return op.vecmat(query, "mean")
+
+            def matrix(op: TokenOperator = op) -> Tensor:
+                return op.matrix("mean")
+
+            row_s, matrix_s = seconds(row, matrix, repeats=args.repeats)
             found = {
                 "kind": name,
                 "length": length,
@@ -125,14 +152,29 @@ def main() -> None:
                 "matrix_ms": 1e3 * matrix_s,
                 "matrix_over_row": matrix_s / row_s,
             }
-            if not isinstance(op, HeadOperator) or isinstance(op, LinearAttentionOperator):
-                check(name, op.apply(v), token_by_token(op, v), 1e-4)
-                apply_s, loop_s = seconds(
-                    lambda op=op, v=v: op.apply(v),
-                    lambda op=op, v=v: token_by_token(op, v),
-                    repeats=args.repeats,
+            if not isinstance(op, SoftmaxOperator):
+
+                def apply(op: TokenOperator = op, v: Tensor = v) -> Tensor:
+                    return op.apply(v)
+
+                def loop(op: TokenOperator = op, v: Tensor = v) -> Tensor:
+                    return token_by_token(op, v)
+
+                for what, kernel in (("row", row), ("apply", apply), ("matrix", matrix)):
+                    check(f"{name}, {what}", kernel(), in_torch(kernel)(), 1e-5)
+                check(name, apply(), loop(), 1e-4)
+                row_s, torch_row_s = seconds(row, in_torch(row), repeats=args.repeats)
+                matrix_s, torch_matrix_s = seconds(matrix, in_torch(matrix), repeats=2)
+                apply_s, torch_apply_s, loop_s = seconds(
+                    apply, in_torch(apply), loop, repeats=args.repeats
                 )
-                found |= {"apply_ms": 1e3 * apply_s, "loop_over_apply": loop_s / apply_s}
+                found |= {
+                    "torch_row_over_row": torch_row_s / row_s,
+                    "torch_matrix_over_matrix": torch_matrix_s / matrix_s,
+                    "apply_ms": 1e3 * apply_s,
+                    "torch_apply_over_apply": torch_apply_s / apply_s,
+                    "loop_over_apply": loop_s / apply_s,
+                }
             rows.append(found)
             print({k: round(x, 2) if isinstance(x, float) else x for k, x in found.items()})
     save("operators", args, rows)

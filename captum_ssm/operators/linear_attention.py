@@ -22,7 +22,6 @@ K lower triangular and :math:`\check K` strictly so. The kernels and their PyTor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -73,16 +72,21 @@ class LinearAttentionOperator(HeadOperator):
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return ops.linear_rows(index, *self._heads(start, stop))
 
-    def _heads(self, start: int, stop: int) -> tuple[Any, ...]:
-        coefficients = (
-            self.query,
-            self.key,
-            self.log_decay,
-            self.erase,
-            self.probe,
-            self.bonus,
+    def row_tile(self, start: int, stop: int) -> Tensor:
+        return ops.linear_mean(*self._heads(0, self.maps), start, stop)
+
+    def _heads(
+        self, start: int, stop: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        at = slice(start, stop)
+        return (
+            self.query[:, :, at],
+            self.key[:, :, at],
+            self.log_decay[:, :, at],
+            None if self.erase is None else self.erase[:, :, at],
+            None if self.probe is None else self.probe[:, :, at],
+            None if self.bonus is None else self.bonus[:, :, at],
         )
-        return tuple(None if x is None else x[:, :, start:stop] for x in coefficients)
 
 
 def naive_matrix(op: LinearAttentionOperator) -> Tensor:

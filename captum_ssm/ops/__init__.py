@@ -29,6 +29,8 @@ from captum_ssm.ops.diagonal import (
     naive_diagonal_vecmat,
 )
 from captum_ssm.ops.linear import (
+    linear_mean,
+    linear_mean_torch,
     linear_rows,
     linear_rows_torch,
     linear_scan,
@@ -36,6 +38,7 @@ from captum_ssm.ops.linear import (
     linear_vecmat,
     linear_vecmat_torch,
     naive_linear_matrix,
+    naive_linear_mean,
     naive_linear_rows,
     naive_linear_scan,
     naive_linear_vecmat,
@@ -52,6 +55,8 @@ __all__ = [
     "diagonal_vecmat",
     "diagonal_vecmat_torch",
     "extension_loaded",
+    "linear_mean",
+    "linear_mean_torch",
     "linear_rows",
     "linear_rows_torch",
     "linear_scan",
@@ -64,6 +69,7 @@ __all__ = [
     "naive_diagonal_scan",
     "naive_diagonal_vecmat",
     "naive_linear_matrix",
+    "naive_linear_mean",
     "naive_linear_rows",
     "naive_linear_scan",
     "naive_linear_vecmat",

@@ -107,6 +107,18 @@ def row_index(index: Tensor, like: Tensor) -> Tensor:
     return index
 
 
+def row_range(start: int, stop: int | None, like: Tensor) -> tuple[int, int]:
+    """The rows ``[start, stop)`` wanted of tensors like ``(B, L, ...)``."""
+    length = like.shape[1]
+    stop = length if stop is None else stop
+    if not 0 <= start < stop <= length:
+        raise ValueError(
+            f"rows [{start}, {stop}) were asked of a sequence of {length}; "
+            "accepted: 0 <= start < stop <= L"
+        )
+    return start, stop
+
+
 # ---- registration ---------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from captum_ssm.ops._operator import (
     promote,
     register,
     row_index,
+    row_range,
     shape_error,
     warn_if_missing,
 )
@@ -167,13 +168,7 @@ def diagonal_mean(
     """
     args = contiguous(promote(dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv))
     _check_coefficients(dt, right, A, Bm, Cm, left, conv)
-    length = dt.shape[1]
-    stop = length if stop is None else stop
-    if not 0 <= start < stop <= length:
-        raise ValueError(
-            f"rows [{start}, {stop}) were asked of a sequence of {length}; "
-            "accepted: 0 <= start < stop <= L"
-        )
+    start, stop = row_range(start, stop, dt)
     warn_if_missing()
     return torch.ops.captum_ssm.diagonal_mean(*args, start, stop)
 

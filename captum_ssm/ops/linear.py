@@ -32,7 +32,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from captum_ssm.ops._operator import promote, register, row_index, shape_error, warn_if_missing
+from captum_ssm.ops._operator import (
+    promote,
+    register,
+    row_index,
+    row_range,
+    shape_error,
+    warn_if_missing,
+)
 
 # A full reset, also one given as -inf: it has to stay finite in sums.
 MIN_LOG_DECAY = -1e4
@@ -157,6 +164,39 @@ def linear_rows(
     return torch.ops.captum_ssm.linear_rows(index, *args)
 
 
+def linear_mean(
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> Tensor:
+    """Rows ``[start, stop)`` of the mean over heads, ``mean_h(alpha_h)``.
+
+    Heads are added up as they come: no head's own matrix is ever formed. A range of rows costs
+    its share of the whole.
+
+    Args:
+        start, stop: the rows wanted, ``0 <= start < stop <= L``; None stands for ``L``. The
+            other arguments are described at the top of this module.
+
+    Returns:
+        ``(B, stop - start, L)``. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype or device is not accepted, or the
+            range of rows is empty or leaves the sequence.
+    """
+    args = promote(query=query, key=key, log_decay=log_decay, erase=erase, probe=probe, bonus=bonus)
+    _check_coefficients(query, key, log_decay, erase, probe, bonus)
+    start, stop = row_range(start, stop, query)
+    warn_if_missing()
+    return torch.ops.captum_ssm.linear_mean(*args, start, stop)
+
+
 # ---- PyTorch forms --------------------------------------------------------------------------
 #
 # Chunk by chunk in matrix products, with decays taken from the nearest chunk boundary.
@@ -232,6 +272,30 @@ def linear_rows_torch(
     w = F.one_hot(index, query.shape[1]).to(query.dtype).mT.unsqueeze(2)  # (B, L, 1, R)
     u = linear_vecmat_torch(w, query, key, log_decay, erase, probe, bonus)
     return u.permute(0, 2, 3, 1)
+
+
+def linear_mean_torch(
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    erase: Tensor | None = None,
+    probe: Tensor | None = None,
+    bonus: Tensor | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> Tensor:
+    """PyTorch form of :func:`linear_mean` for arguments of one dtype."""
+    B, L, H, _ = query.shape
+    index = torch.arange(start, L if stop is None else stop, device=query.device).expand(B, -1)
+    total = query.new_zeros(B, index.shape[1], L)
+    together = max(1, 2**24 // total.numel())
+    for h in range(0, H, together):
+        heads: Any = [
+            None if x is None else x[:, :, h : h + together]
+            for x in (query, key, log_decay, erase, probe, bonus)
+        ]
+        total = total + linear_rows_torch(index, *heads).sum(1)
+    return total / H
 
 
 def _chunks(log_decay: Tensor) -> Iterator[slice]:
@@ -375,6 +439,11 @@ def naive_linear_rows(index: Tensor, *coefficients: Any) -> Tensor:
     return torch.stack([matrix[b][:, index[b]] for b in range(len(matrix))])
 
 
+def naive_linear_mean(*coefficients: Any, start: int = 0, stop: int | None = None) -> Tensor:
+    """:func:`linear_mean` through the matrices, in float64."""
+    return naive_linear_matrix(*coefficients).mean(1)[:, start:stop]
+
+
 # ---- registration ---------------------------------------------------------------------------
 
 _COEFFICIENTS = (
@@ -393,6 +462,11 @@ def _fake_vecmat(w: Tensor, query: Tensor, *coefficients: Tensor | None) -> Tens
 def _fake_rows(index: Tensor, query: Tensor, *coefficients: Tensor | None) -> Tensor:
     B, L, H, _ = query.shape
     return query.new_empty(B, H, index.shape[1], L)
+
+
+def _fake_mean(query: Tensor, *rest: Any) -> Tensor:
+    start, stop = rest[-2:]
+    return query.new_empty(query.shape[0], stop - start, query.shape[1])
 
 
 def _backward_scan(grad: Tensor, v: Tensor, *coefficients: Tensor | None) -> Tensor:
@@ -423,5 +497,12 @@ register(
     f"(Tensor index, {_COEFFICIENTS}) -> Tensor",
     linear_rows_torch,
     _fake_rows,
+    None,
+)
+register(
+    "linear_mean",
+    f"({_COEFFICIENTS}, int start, int stop) -> Tensor",
+    linear_mean_torch,
+    _fake_mean,
     None,
 )

@@ -43,15 +43,16 @@ struct HeadsRun {
   double* elapsed;      // (heads, heads_padded(N)) sums of the log decays, or null
 };
 
-// Rows of one head's map: the backward run whose inputs are unit vectors, one a column.
+// Rows of the maps of heads [h0, h1): the backward run whose inputs are unit vectors, one a column.
 template <class T>
 struct HeadRows {
   Heads<T> heads;
-  int64_t head;
+  int64_t h0, h1;
   const int64_t* rows;   // count of them, none larger than the one before
   const int64_t* slots;  // where each goes: out + slot * L
   int64_t count;
-  T* out;
+  T* out;                // written by one head, or null where
+  T* sum;                // (L, count) all heads are added up
 };
 
 constexpr int64_t kHeadsTogether = 8;

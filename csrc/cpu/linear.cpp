@@ -129,19 +129,19 @@ void run_narrow(const HeadArguments& a, bool backward, const Tensor& input, Tens
   });
 }
 
-// What one task has of the heads and columns: enough tasks for all threads, the state within a
-// processor's own cache.
+// What one task has of the heads and columns: enough tasks for all threads, which have `units` of
+// them already, and the state within a processor's own cache.
 struct Share {
   int64_t heads, columns;
 
   template <class T>
-  static Share of(const HeadArguments& a, int64_t columns, int64_t most_heads) {
+  static Share of(const HeadArguments& a, int64_t columns, int64_t most_heads, int64_t units) {
     const HeadsKernels<T>& k = kernels<T>().heads;
     constexpr int64_t kCache = 256 << 10;
     const int64_t cached = std::max<int64_t>(
         1, kCache / (k.padded(a.N) * k.block * int64_t(sizeof(T))));
     const int64_t blocks = up(columns, k.block);
-    const int64_t taken = std::min(per_part(blocks, a.batch * a.H), cached);
+    const int64_t taken = std::min(per_part(blocks, units), cached);
     const int64_t heads = std::min({per_part(a.H, a.batch * up(blocks, taken)), most_heads,
                                     std::max<int64_t>(1, cached / taken)});
     return {heads, taken * k.block};
@@ -152,7 +152,7 @@ template <class T>
 void run_wide(const HeadArguments& a, bool backward, const Tensor& input, Tensor& out) {
   const HeadsKernels<T>& k = kernels<T>().heads;
   const int64_t P = input.size(3);
-  const Share share = Share::of<T>(a, P, kHeadsTogether);
+  const Share share = Share::of<T>(a, P, kHeadsTogether, a.batch * a.H);
   const int64_t parts = up(P, share.columns), groups = up(a.H, share.heads);
   T* y = out.mutable_data_ptr<T>();
   each_task<T>(a.batch * groups * parts,
@@ -214,13 +214,14 @@ void head_rows(const HeadArguments& a, const int64_t* index, int64_t count, T* o
                       "captum_ssm: a row asked for is outside the sequence");
     }
   }
-  const int64_t units = a.batch * a.H, width = Share::of<T>(a, count, 1).columns;
+  const int64_t units = a.batch * a.H, width = Share::of<T>(a, count, 1, units).columns;
   const int64_t parts = up(count, width), scratch = k.wide_scratch(a.heads<T>(0), 1, width);
   each_task<T>(units * parts, scratch, [&](int64_t task, T* space) {
     const int64_t unit = task % units, first = task / units * width;
     const int64_t b = unit / a.H, at = b * count + first;
-    k.rows({a.heads<T>(b), unit % a.H, rows.data() + at, slots.data() + at,
-            std::min(count - first, width), out + unit * count * a.L},
+    const int64_t h = unit % a.H;
+    k.rows({a.heads<T>(b), h, h + 1, rows.data() + at, slots.data() + at,
+            std::min(count - first, width), out + unit * count * a.L, nullptr},
            space);
   });
 }
@@ -242,6 +243,48 @@ Tensor linear_rows(const Tensor& index, const Tensor& query, const Tensor& key,
   return out;
 }
 
+// Each task adds up all heads for some of the rows, in columns, and transposes the sum in the end.
+template <class T>
+void mean_rows(const HeadArguments& a, int64_t start, int64_t stop, T* out) {
+  const HeadsKernels<T>& k = kernels<T>().heads;
+  const int64_t count = stop - start, width = Share::of<T>(a, count, 1, a.batch).columns;
+  const int64_t parts = up(count, width), scratch = k.wide_scratch(a.heads<T>(0), 1, width);
+  std::vector<int64_t> rows(count);
+  for (int64_t r = 0; r < count; ++r) rows[r] = stop - 1 - r;
+  each_task<T>(a.batch * parts, scratch, [&](int64_t task, T* space) {
+    // The latest rows are the most work: they come first.
+    const int64_t b = task % a.batch, first = task / a.batch * width;
+    const int64_t columns = std::min(count - first, width);
+    Buffer<T> sum(a.L * columns);
+    std::fill_n(sum.get(), a.L * columns, T(0));
+    k.rows({a.heads<T>(b), 0, a.H, rows.data() + first, nullptr, columns, nullptr, sum.get()},
+           space);
+    constexpr int64_t kSquare = 16;
+    const T scale = T(1) / T(a.H);
+    T* last = out + (b * count + count - 1 - first) * a.L;  // the row of the first column
+    for (int64_t t0 = 0; t0 < a.L; t0 += kSquare)
+      for (int64_t p0 = 0; p0 < columns; p0 += kSquare)
+        for (int64_t p = p0; p < std::min(p0 + kSquare, columns); ++p)
+          for (int64_t t = t0; t < std::min(t0 + kSquare, a.L); ++t)
+            last[t - p * a.L] = sum.get()[t * columns + p] * scale;
+  });
+}
+
+Tensor linear_mean(const Tensor& query, const Tensor& key, const Tensor& log_decay,
+                   const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
+                   const std::optional<Tensor>& bonus, int64_t start, int64_t stop) {
+  const HeadArguments a(query, key, log_decay, erase, probe, bonus);
+  STD_TORCH_CHECK(0 <= start && start < stop && stop <= a.L,
+                  "captum_ssm: the rows asked for leave the sequence");
+  Tensor out = torch::stable::new_empty(a.query, {a.batch, stop - start, a.L});
+  if (out.numel() == 0) return out;
+  dispatch(a.query, [&](auto zero) {
+    using T = decltype(zero);
+    mean_rows<T>(a, start, stop, out.mutable_data_ptr<T>());
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace captum_ssm
 
@@ -249,4 +292,5 @@ STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
   m.impl("linear_scan", TORCH_BOX(&captum_ssm::linear_scan));
   m.impl("linear_vecmat", TORCH_BOX(&captum_ssm::linear_vecmat));
   m.impl("linear_rows", TORCH_BOX(&captum_ssm::linear_rows));
+  m.impl("linear_mean", TORCH_BOX(&captum_ssm::linear_mean));
 }

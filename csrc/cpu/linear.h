@@ -9,6 +9,7 @@
 
 constexpr double kLowestLogDecay = -1e4;  // stands for -inf
 constexpr int64_t kSteps = 8;
+constexpr int64_t kLongSteps = 4 * kSteps;  // where outputs are only read from the state
 
 // exp(log_decay) - 1, see exp2m1v.
 template <class T>
@@ -180,13 +181,13 @@ constexpr int64_t kBlock = kColumnVectors * lanes<T>;  // columns handled at onc
 // Backwards read and write change places, and so do find and take; scores are transposed.
 template <class T>
 struct Span {
-  T *read, *write;   // (kSteps, padded)
+  T *read, *write;   // (kSteps, padded); write has room for kLongSteps
   T *find, *take;    // likewise, only with a delta rule
   T* m;              // (kSteps, padded): exp(log_decay) - 1 of each token; first row in the end:
                      // of all tokens together
   T* scores;         // (kSteps, kSteps)
   T *rk, *re, *qe;   // likewise
-  T *x, *y, *found;  // (kSteps, kBlock)
+  T *x, *y, *found;  // (kSteps, kBlock); y has room for kLongSteps
   T* state;          // (heads, blocks, padded, kBlock)
   int64_t total;
 
@@ -205,7 +206,7 @@ struct Span {
     };
     const bool delta = bool(heads.erase);
     read = take_part(kSteps * padded);
-    write = take_part(kSteps * padded);
+    write = take_part(kLongSteps * padded);
     find = take_part(delta ? kSteps * padded : 0);
     take = take_part(delta ? kSteps * padded : 0);
     m = take_part(kSteps * padded);
@@ -214,7 +215,7 @@ struct Span {
     re = take_part(delta ? kSteps * kSteps : 0);
     qe = take_part(delta ? kSteps * kSteps : 0);
     x = take_part(kSteps * kBlock<T>);
-    y = take_part(kSteps * kBlock<T>);
+    y = take_part(kLongSteps * kBlock<T>);
     found = take_part(delta ? kSteps * kBlock<T> : 0);
     state = take_part(count * round_up(columns, kBlock<T>) * padded);
     total = used;
@@ -364,19 +365,21 @@ static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t step
       subtract_row(s.rk[i * kSteps + j], s.take + i * padded, padded, s.write + j * padded);
 }
 
-// Only `write` and `m`, for steps backwards in which nothing enters and nothing is erased.
+// Only `write` and `m`, of at most kLongSteps steps backwards in which nothing enters and nothing is
+// erased.
 template <class T>
 static void make_writes(const Heads<T>& heads, int64_t h, int64_t t0, int64_t steps, Span<T>& s) {
   const int64_t padded = heads_padded<T>(heads.N);
-  T decays[kSteps > lanes<T> ? kSteps : lanes<T>] = {};
+  T decays[kLongSteps] = {};
   if (!heads.per_key) {
     for (int64_t i = 0; i < steps; ++i) decays[i] = *heads.log_decay.at(t0 + i, h);
-    for (int64_t i = 0; i < kSteps; i += lanes<T>)
+    for (int64_t i = 0; i < kLongSteps; i += lanes<T>)
       store(decays + i, decay_minus_one<T>(load(decays + i)));
   }
   for (int64_t n = 0; n < padded; n += lanes<T>) {
     Vec<T> after{};
-    for (int64_t i = kSteps - 1; i >= steps; --i) store(s.write + i * padded + n, Vec<T>{});
+    for (int64_t i = round_up(steps, kSteps) - 1; i >= steps; --i)
+      store(s.write + i * padded + n, Vec<T>{});
     for (int64_t i = steps - 1; i >= 0; --i) {
       const Vec<T> k = load_part(heads.key.at(t0 + i, h) + n, heads.N - n);
       store(s.write + i * padded + n, k + k * after);
@@ -411,11 +414,11 @@ INLINE void multiply_add(const T* A, int64_t row, int64_t step, const T* B, int6
   }
 }
 
-// out (kSteps rows) = rows A of `padded` times the state, plus scores times x where given.
+// out = rows A of `padded` times the state, plus scores times x where given.
 template <int V, class T>
-INLINE void read_state(const T* A, int64_t padded, int64_t N, const T* state, const T* scores,
+INLINE void read_state(const T* A, int64_t count, int64_t padded, int64_t N, const T* state, const T* scores,
                        int64_t score_row, int64_t score_step, const T* x, T* out) {
-  for (int64_t i = 0; i < kSteps; i += kRows) {
+  for (int64_t i = 0; i < count; i += kRows) {
     Vec<T> sum[kRows][V] = {};
     multiply_add<V, false>(A + i * padded, padded, 1, state, N, sum);
     if (scores) multiply_add<V, false>(scores + i * score_row, score_row, score_step, x, kSteps, sum);
@@ -457,49 +460,72 @@ NOINLINE void pass_block(const Span<T>& s, const Heads<T>& heads, bool backward,
   const T* scores = enters ? s.scores : nullptr;
   const T *read = backward ? s.write : s.read, *write = backward ? s.read : s.write;
   const T *find = backward ? s.take : s.find, *take = backward ? s.find : s.take;
-  read_state<V>(read, padded, N, state, scores, backward ? 1 : kSteps, backward ? kSteps : 1, s.x,
+  read_state<V>(read, kSteps, padded, N, state, scores, backward ? 1 : kSteps, backward ? kSteps : 1, s.x,
                 s.y);
   if (heads.erase)
-    read_state<V>(find, padded, N, state, (const T*)nullptr, 0, 0, s.x, s.found);
+    read_state<V>(find, kSteps, padded, N, state, (const T*)nullptr, 0, 0, s.x, s.found);
   write_state<V>(s.m, write, enters ? s.x : nullptr, take, heads.erase ? s.found : nullptr, padded,
                  state);
 }
 
+// Reads the outputs of `steps` steps from a block, and has it decay over them; see make_writes.
+template <int V, class T>
+NOINLINE void read_block(const Span<T>& s, const Heads<T>& heads, int64_t steps, T* state) {
+  const int64_t padded = heads_padded<T>(heads.N);
+  const T* none = nullptr;
+  read_state<V>(s.write, round_up(steps, kSteps), padded, heads.N, state, none, 0, 0, none, s.y);
+  write_state<V>(s.m, none, none, none, none, padded, state);
+}
+
 // Goes through all spans of some heads. `load_block(h, k, t0, steps, x)` fills the inputs of a
 // head's block and says whether any is not zero, `store_block(h, k, t0, steps, y)` takes its outputs
-// (null: all zero). Blocks that nothing has entered yet cost nothing.
-template <class T, class Load, class Store>
+// (null: all zero). Blocks that nothing has entered yet cost nothing. `quiet(k, t0, t1)` says that
+// nothing enters between: backwards without a delta rule, such stretches are read in one go.
+template <class T, class Load, class Store, class Quiet>
 INLINE void run_wide(const Heads<T>& heads, int64_t h0, int64_t h1, bool backward, int64_t columns,
-                     T* scratch, const Load& load_block, const Store& store_block) {
+                     T* scratch, const Load& load_block, const Store& store_block,
+                     const Quiet& quiet) {
   Span<T> s(scratch, heads, h1 - h0, columns);
   const int64_t padded = heads_padded<T>(heads.N);
   const int64_t blocks = round_up(columns, kBlock<T>) / kBlock<T>, size = padded * kBlock<T>;
-  const bool delta = bool(heads.erase);
+  const bool delta = bool(heads.erase), stretches_pay = backward && !delta;
   for (int64_t k = 0; k < (h1 - h0) * blocks * size; ++k) s.state[k] = 0;
   int64_t live[kHeadsTogether] = {};  // blocks from here on are zero still
-  const int64_t spans = round_up(heads.L, kSteps) / kSteps;
-  for (int64_t span = 0; span < spans; ++span) {
-    const int64_t t0 = (backward ? spans - 1 - span : span) * kSteps;
-    const int64_t steps = smaller(kSteps, heads.L - t0);
+  const int64_t stretches = round_up(heads.L, kLongSteps) / kLongSteps;
+  for (int64_t stretch = 0; stretch < stretches; ++stretch) {
+    const int64_t begin = (backward ? stretches - 1 - stretch : stretch) * kLongSteps;
+    const int64_t end = smaller(begin + kLongSteps, heads.L);
+    const int64_t spans = round_up(end - begin, kSteps) / kSteps;
     for (int64_t h = h0; h < h1; ++h) {
-      bool made = false, whole = false;
-      for (int64_t k = 0; k < blocks; ++k) {
-        const bool enters = load_block(h, k, t0, steps, s.x);
-        if (!enters && k >= live[h - h0]) {
-          store_block(h, k, t0, steps, (const T*)nullptr);
-          continue;
+      const int64_t before = live[h - h0];
+      auto half = [&](int64_t k) { return columns - k * kBlock<T> <= lanes<T>; };
+      auto state = [&](int64_t k) { return s.state + ((h - h0) * blocks + k) * size; };
+      auto passed = [&](int64_t k) { return stretches_pay && k < before && quiet(k, begin, end); };
+      bool made = false;
+      for (int64_t k = 0; k < before; ++k) {
+        if (!passed(k)) continue;
+        if (!made) make_writes(heads, h, begin, end - begin, s), made = true;
+        (half(k) ? read_block<1, T> : read_block<kColumnVectors, T>)(s, heads, end - begin,
+                                                                     state(k));
+        store_block(h, k, begin, end - begin, (const T*)s.y);
+      }
+      for (int64_t span = 0; span < spans; ++span) {
+        const int64_t t0 = begin + (backward ? spans - 1 - span : span) * kSteps;
+        const int64_t steps = smaller(kSteps, end - t0);
+        made = false;
+        for (int64_t k = 0; k < blocks; ++k) {
+          if (passed(k)) continue;
+          const bool enters = load_block(h, k, t0, steps, s.x);
+          if (!enters && k >= live[h - h0]) {
+            store_block(h, k, t0, steps, (const T*)nullptr);
+            continue;
+          }
+          live[h - h0] = larger(live[h - h0], k + 1);
+          if (!made) make_span(heads, h, t0, steps, s), made = true;
+          (half(k) ? pass_block<1, T> : pass_block<kColumnVectors, T>)(s, heads, backward, enters,
+                                                                       state(k));
+          store_block(h, k, t0, steps, (const T*)s.y);
         }
-        if (k >= live[h - h0]) live[h - h0] = k + 1;
-        const bool need = enters || delta || !backward;
-        if (need && !whole)
-          make_span(heads, h, t0, steps, s);
-        else if (!made)
-          make_writes(heads, h, t0, steps, s);
-        made = true, whole |= need;
-        const bool half = columns - k * kBlock<T> <= lanes<T>;
-        (half ? pass_block<1, T> : pass_block<kColumnVectors, T>)(
-            s, heads, backward, enters, s.state + ((h - h0) * blocks + k) * size);
-        store_block(h, k, t0, steps, (const T*)s.y);
       }
     }
   }
@@ -530,31 +556,46 @@ static void wide(const HeadsRun<T>& r, T* scratch) {
             for (int64_t p = 0; p < count; p += lanes<T>)
               store_part(r.output.at(t0 + i, h) + c + p,
                          y ? load(y + i * kBlock<T> + p) : Vec<T>{}, count - p);
-        });
+        },
+        [](int64_t, int64_t, int64_t) { return false; });
 }
 
 template <class T>
 static void head_rows(const HeadRows<T>& r, T* scratch) {
   const int64_t L = r.heads.L;
-  run_wide(
-      r.heads, r.head, r.head + 1, true, r.count, scratch,
-      [&](int64_t, int64_t k, int64_t t0, int64_t steps, T* x) {
-        const int64_t c = k * kBlock<T>, count = smaller(kBlock<T>, r.count - c);
-        // The first row of a block is its latest one, the last its earliest.
-        if (r.rows[c] < t0 || r.rows[c + count - 1] >= t0 + steps) return false;
-        bool enters = false;
-        for (int64_t i = 0; i < kSteps * kBlock<T>; ++i) x[i] = 0;
-        for (int64_t p = 0; p < count; ++p) {
-          const int64_t i = r.rows[c + p] - t0;
-          if (i >= 0 && i < steps) x[i * kBlock<T> + p] = 1, enters = true;
-        }
-        return enters;
-      },
-      [&](int64_t, int64_t k, int64_t t0, int64_t steps, const T* y) {
-        const int64_t c = k * kBlock<T>, count = smaller(kBlock<T>, r.count - c);
-        for (int64_t p = 0; p < count; ++p) {
-          T* out = r.out + r.slots[c + p] * L + t0;
-          for (int64_t i = 0; i < steps; ++i) out[i] = y ? y[i * kBlock<T> + p] : T(0);
-        }
-      });
+  auto load_block = [&](int64_t, int64_t k, int64_t t0, int64_t steps, T* x) {
+    const int64_t c = k * kBlock<T>, count = smaller(kBlock<T>, r.count - c);
+    bool enters = false;
+    for (int64_t i = 0; i < kSteps * kBlock<T>; ++i) x[i] = 0;
+    for (int64_t p = 0; p < count; ++p) {
+      const int64_t i = r.rows[c + p] - t0;
+      if (i >= 0 && i < steps) x[i * kBlock<T> + p] = 1, enters = true;
+    }
+    return enters;
+  };
+  // The first row of a block is its latest one, the last its earliest.
+  auto quiet = [&](int64_t k, int64_t begin, int64_t end) {
+    const int64_t c = k * kBlock<T>, last = smaller(c + kBlock<T>, r.count) - 1;
+    return r.rows[c] < begin || r.rows[last] >= end;
+  };
+  auto write = [&](int64_t, int64_t k, int64_t t0, int64_t steps, const T* y) {
+    const int64_t c = k * kBlock<T>, count = smaller(kBlock<T>, r.count - c);
+    for (int64_t p = 0; p < count; ++p) {
+      T* out = r.out + r.slots[c + p] * L + t0;
+      for (int64_t i = 0; i < steps; ++i) out[i] = y ? y[i * kBlock<T> + p] : T(0);
+    }
+  };
+  auto add = [&](int64_t, int64_t k, int64_t t0, int64_t steps, const T* y) {
+    const int64_t c = k * kBlock<T>, count = smaller(kBlock<T>, r.count - c);
+    for (int64_t i = 0; i < (y ? steps : 0); ++i) {
+      T* sum = r.sum + (t0 + i) * r.count + c;
+      for (int64_t p = 0; p < count; p += lanes<T>)
+        store_part(sum + p, load_part(sum + p, count - p) + load(y + i * kBlock<T> + p), count - p);
+    }
+  };
+  for (int64_t h = r.h0; h < r.h1; ++h)
+    if (r.sum)
+      run_wide(r.heads, h, h + 1, true, r.count, scratch, load_block, add, quiet);
+    else
+      run_wide(r.heads, h, h + 1, true, r.count, scratch, load_block, write, quiet);
 }
