@@ -431,10 +431,14 @@ def call_forward(forward_func: Callable[..., Any], inputs: Tensor, extra: Any) -
     inputs = _for_autograd(inputs)
     positional = tuple(_for_autograd(value) for value in extra[0])
     named = {name: _for_autograd(value) for name, value in extra[1].items()}
-    if isinstance(function, nn.Module) and inputs.dim() == 3:
+    if isinstance(function, nn.Module):
         # Of the class: while a model is traced its modules carry another forward.
         names = list(inspect.signature(type(function).forward).parameters)[1:]
-        if "inputs_embeds" in names and names[0] != "inputs_embeds":
+        if "use_cache" in names[len(positional) + 1 :]:
+            # Nothing is generated here, and RWKV writes its cache in place, which no gradient
+            # survives.
+            named.setdefault("use_cache", False)
+        if inputs.dim() == 3 and "inputs_embeds" in names and names[0] != "inputs_embeds":
             # Embeddings go where a language model takes them, not where it takes ids.
             named = {**dict(zip(names[1:], positional, strict=False)), **named}
             return function(inputs_embeds=inputs, **named)

@@ -366,3 +366,16 @@ def test_an_rwkv_that_rescales_its_weights_remembers_it():
     torch.testing.assert_close(model(ids(2, 7)).logits, fresh(ids(2, 7)).logits)
     for explained in (model, fresh):
         torch.testing.assert_close(MambaRollout(explained).attribute(ids(2, 7)), first)
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "rwkv", "xlstm"])
+def test_no_cache_is_filled_while_a_model_is_explained(family: str) -> None:
+    if family not in FAMILIES:
+        pytest.skip("not in this transformers")
+    tokens = ids(1, 6)
+    for method in (MambaAttribution, LaTIM, MambaLRP):
+        found, expected = (
+            method(build(family, use_cache=cached)).attribute(tokens, target=3)
+            for cached in (True, False)
+        )
+        torch.testing.assert_close(found, expected)
