@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from families import FAMILIES, build
+from families import FAMILIES, TRANSFORMERS_4, build
 from models import ids
 from test_leaves_no_trace import METHODS, assert_unchanged, fingerprint
 from torch import Tensor, nn
@@ -67,6 +67,8 @@ def test_offloaded_weights_are_loaded_where_they_are_read(kind, family, method, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_offloaded(family):
+    if TRANSFORMERS_4 and family == "zamba2":
+        pytest.skip("the Zamba2 of transformers 4 makes its cache where its weights were left")
     model = cpu_offload(build(family), execution_device="cpu")
     maps = hidden_attention(model, TOKENS, formulation="unified", reduction="mean")
     truth = hidden_attention(build(family), TOKENS, formulation="unified", reduction="mean")
@@ -132,14 +134,15 @@ def test_a_compiled_model_behind_a_function(inplace):
         model.compile(backend=backend)
     else:
         compiled = torch.compile(model, backend=backend)
-    compiled(TOKENS)
+    compiled(TOKENS, use_cache=False)  # transformers 4 makes a cache that can't be traced
     count = len(graphs)
     assert count > 0
     for method in METHODS:
         for given in (model, compiled):
-            found = method(lambda t: compiled(t).logits, given).attribute(TOKENS, target=5)
+            explained = method(lambda t: compiled(t, use_cache=False).logits, given)
+            found = explained.attribute(TOKENS, target=5)
             torch.testing.assert_close(found, expected("mamba", method))
-    compiled(TOKENS)
+    compiled(TOKENS, use_cache=False)
     assert len(graphs) == count  # neither compiled for the recording, nor anew behind it
 
 
