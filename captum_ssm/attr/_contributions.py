@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from captum_ssm import ops
 from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
@@ -208,35 +209,19 @@ class _Part:
 
     def _fill(self, z: Tensor, index: Tensor, first: int, last: int, part: slice) -> None:
         # z (B, c, R, C): what each token puts into each row of some channels, row factors applied.
-        columns = z.shape[-1]
         rows = self.mixer.recurrence.map_rows(index, first, last)  # (B, m, R, L)
-        width = (part.stop - part.start) // (last - first)
-        if width > 1:
-            rows = rows.repeat_interleave(width, 1)
-        length = rows.shape[-1]
-        for lag, values in enumerate(self.lagged):
-            x = values[..., part].mT  # (B, c, L)
-            stop = min(columns, length - lag)
-            factors = rows[..., lag : lag + stop], x[:, :, None, lag : lag + stop]
-            if lag == 0:
-                torch.mul(*factors, out=z)
-            else:
-                z[..., :stop].addcmul_(*factors)
-            self._add_skip(z, index, lag, x, part)
+        if self.mixer.skip is not None:
+            skip = self.mixer.skip.expand_as(self.mixer.values)[..., part].mT  # (B, c, L)
+            if rows.shape[1] < skip.shape[1]:
+                rows = rows.repeat_interleave(skip.shape[1] // rows.shape[1], 1)
+            at = index[:, None].expand(-1, skip.shape[1], -1)  # (B, c, R)
+            rows = rows.scatter_add(3, at[..., None], skip.gather(2, at)[..., None])
+        left = None
         if self.left is not None:
             at = index[..., None].expand(-1, -1, z.shape[1])
-            z *= self.left[..., part].gather(1, at).mT[..., None]
-
-    def _add_skip(self, z: Tensor, index: Tensor, lag: int, x: Tensor, part: slice) -> None:
-        if self.mixer.skip is None:
-            return
-        skip = self.mixer.skip.expand_as(self.mixer.values)[..., part].mT  # (B, c, L)
-        rows = index[:, None].expand(-1, x.shape[1], -1)
-        value = (x * skip).gather(2, rows)  # (B, c, R)
-        column = rows - lag
-        inside = (column >= 0) & (column < z.shape[-1])
-        value = torch.where(inside, value, 0)
-        z.scatter_add_(3, column.clamp(0, z.shape[-1] - 1)[..., None], value[..., None])
+            left = self.left[..., part].gather(1, at).mT
+        values = torch.stack([lagged[..., part].mT for lagged in self.lagged])
+        ops.tap_rows(rows, values, left, z)
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:

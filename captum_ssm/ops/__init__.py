@@ -1,7 +1,8 @@
 """The recurrences under every method, as operators of ``torch.ops.captum_ssm``.
 
 :mod:`captum_ssm.ops.diagonal` has those of a diagonal recurrence, :mod:`captum_ssm.ops.linear`
-those of linear attention and the delta rule. Each operator exists three times:
+those of linear attention and the delta rule; :mod:`captum_ssm.ops.taps` has the inner loop of
+LaTIM's vectors. Each operator exists three times:
 
 * the C++ kernel in ``csrc/``, used for CPU tensors wherever the extension is built;
 * a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
@@ -43,6 +44,7 @@ from captum_ssm.ops.linear import (
     naive_linear_scan,
     naive_linear_vecmat,
 )
+from captum_ssm.ops.taps import tap_rows, tap_rows_torch
 
 __all__ = [
     "ExtensionWarning",
@@ -73,4 +75,6 @@ __all__ = [
     "naive_linear_rows",
     "naive_linear_scan",
     "naive_linear_vecmat",
+    "tap_rows",
+    "tap_rows_torch",
 ]

@@ -78,6 +78,11 @@ struct Kernels {
                     int64_t d1, const int64_t* rows, const int64_t* slots, int64_t count, T* out,
                     int64_t stride, T* scratch);
 
+  // Rows (count, length) of one channel's map times values (taps) that are `step` elements apart,
+  // scaled by left (count) where there is one, to out (count, columns).
+  void (*tap_rows)(const T* rows, const T* values, int64_t step, int64_t taps, const T* left,
+                   int64_t count, int64_t length, int64_t columns, T* out);
+
   HeadsKernels<T> heads;
 };
 

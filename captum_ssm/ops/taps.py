@@ -1,0 +1,61 @@
+"""Rows of maps with what each token puts in through each tap of a convolution.
+
+The inner loop of LaTIM's vectors: where the taps are followed by something that is not linear,
+they cannot be folded into the map, and what token j puts in at token j + k depends on both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from captum_ssm.ops._operator import shape_error, warn_if_missing
+
+
+def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> None:
+    """Write ``out[b, d, r, j] = left[b, d, r] sum_k rows[b, m, r, j + k] values[k, b, d, j + k]``.
+
+    m is the map of channel d: the channels of a map are consecutive. Not differentiable.
+
+    Args:
+        rows: ``(B, M, R, L)``.
+        values: ``(K, B, D, L)``, what is put in at each token through each of K taps; D is a
+            multiple of M.
+        left: ``(B, D, R)``, or None.
+        out: ``(B, D, R, C)`` with C at most L, contiguous but for its first dimension.
+
+    Raises:
+        ValueError: a shape is not accepted.
+    """
+    B, D, R, C = out.shape
+    M, L = rows.shape[1], rows.shape[-1]
+    if rows.shape != (B, M, R, L) or M == 0 or D % M or C > L:
+        raise shape_error("rows", rows, f"(B, M, R, L) with B, R = {B}, {R} for out {(B, D, R, C)}")
+    if values.shape[1:] != (B, D, L) or len(values) == 0:
+        raise shape_error("values", values, f"(K, B, D, L) with (B, D, L) = {(B, D, L)}")
+    if left is not None and left.shape != (B, D, R):
+        raise shape_error("left", left, f"{(B, D, R)}, or None")
+    warn_if_missing()
+    torch.ops.captum_ssm.tap_rows(rows, values, left, out)
+
+
+def tap_rows_torch(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> None:
+    """The same in PyTorch."""
+    C, L = out.shape[-1], rows.shape[-1]
+    rows = rows.repeat_interleave(out.shape[1] // rows.shape[1], 1)
+    for lag, value in enumerate(values[:L]):
+        stop = min(C, L - lag)
+        factors = rows[..., lag : lag + stop], value[:, :, None, lag : lag + stop]
+        if lag == 0:
+            torch.mul(*factors, out=out)
+        else:
+            out[..., :stop].addcmul_(*factors)
+    if left is not None:
+        out *= left[..., None]
+
+
+torch.library.define(
+    "captum_ssm::tap_rows", "(Tensor rows, Tensor values, Tensor? left, Tensor(a!) out) -> ()"
+)
+torch.library.impl("captum_ssm::tap_rows", "CompositeExplicitAutograd")(tap_rows_torch)
+torch.library.register_fake("captum_ssm::tap_rows")(lambda rows, values, left, out: None)
