@@ -18,6 +18,7 @@ release = version = captum_ssm.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 nb_execution_mode = "off"
+nb_output_stderr = "remove"
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

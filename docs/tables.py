@@ -12,15 +12,15 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 def write(folder: Path) -> None:
     """Write ``measured.md``, a section for each set of results there is."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [*map(_copying, _results("copying")), *map(_vision, _results("vision"))]
+    parts = [*map(_copying, _results("copying")), *map(_vision, _results("vision", "digits-*"))]
     row = BENCHMARKS / "results" / "linear_row.json"
     if row.exists():
         parts.append(_row(json.loads(row.read_text())))
     (folder / "measured.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _results(name: str) -> list[dict[str, Any]]:
-    paths = sorted((BENCHMARKS / name / "results").glob("*.json"))
+def _results(name: str, stems: str = "*") -> list[dict[str, Any]]:
+    paths = sorted((BENCHMARKS / name / "results").glob(f"{stems}.json"))
     return [json.loads(path.read_text()) | {"name": path.stem} for path in paths]
 
 
