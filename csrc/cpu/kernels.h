@@ -12,7 +12,7 @@
 
 namespace captum_ssm {
 
-// The coefficients of one sequence, contiguous (see captum_ssm/ops.py for the algebra).
+// The coefficients of one sequence, contiguous (see captum_ssm/ops/diagonal.py for the algebra).
 template <class T>
 struct Maps {
   const T* dt;     // (L, D)

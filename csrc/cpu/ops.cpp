@@ -1,5 +1,5 @@
 // The operators of captum_ssm on CPU tensors: tensors to pointers, and the division of the work.
-// Schemas, checks of arguments, gradients and shapes for tracing are in captum_ssm/ops.py.
+// Schemas, checks of arguments, gradients and shapes for tracing are in captum_ssm/ops/.
 
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
