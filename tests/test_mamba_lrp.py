@@ -367,6 +367,16 @@ def test_probabilities_are_refused() -> None:
         MambaLRP(lambda ids: model(ids).logits.softmax(-1), model).attribute(ids_for(), target=3)
 
 
+def test_a_graph_of_the_users_own_is_left_as_it_was() -> None:
+    model, ids = build("mamba"), ids_for()
+    scale = torch.zeros((), requires_grad=True)
+    gate = torch.sigmoid(scale)
+    score = gate.square()  # kept, and differentiated later
+    MambaLRP(lambda ids: gate * model(ids).logits, model).attribute(ids, target=3)
+    (gradient,) = torch.autograd.grad(score, scale)
+    torch.testing.assert_close(gradient, torch.tensor(0.25))
+
+
 def test_values_are_the_models_own() -> None:
     model, ids = build("jamba"), ids_for()
     seen = []

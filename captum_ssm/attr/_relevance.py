@@ -9,6 +9,7 @@ values of the run are not touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,20 +55,26 @@ def relevance_at(leaf: Tensor, score: Tensor) -> Tensor:
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.autograd.graph.get_gradient_edge(leaf).node
-        if not _attach(score.grad_fn, start):
+        rules, reached = _find_rules(score.grad_fn, start)
+        if not reached:
             gradient_at(leaf, score)  # raises where not even a gradient can
             raise ValueError(
                 "the score depends on the tokens only through a sigmoid, a softmax or an "
                 "exponential, which are constants to MambaLRP. Let forward_func return the logits "
                 "rather than probabilities."
             )
-        gradient = gradient_at(leaf, score)
+        with ExitStack() as stack:
+            # A graph of the user's own may hang on this one.
+            for node, rule in rules:
+                stack.callback(node.register_hook(rule).remove)
+            gradient = gradient_at(leaf, score)
     working = torch.promote_types(leaf.dtype, torch.float32)
     return leaf.detach().to(working) * gradient.to(working)
 
 
-def _attach(end: Node, start: Node) -> bool:
-    """Give the nodes behind ``start`` their rules; False where no relevance reaches it."""
+def _find_rules(end: Node, start: Node) -> tuple[list[tuple[Node, Rule]], bool]:
+    """The rules of the nodes behind ``start``, and whether relevance reaches it from ``end``."""
+    rules: list[tuple[Node, Rule]] = []
     carries: dict[Node, bool] = {start: True}  # whether relevance at a node reaches start
     stack = [end]
     while stack:
@@ -84,8 +91,8 @@ def _attach(end: Node, start: Node) -> bool:
             carries[node] = bool(reaching)
             rule = _rule(node, reaching)
             if rule is not None:
-                node.register_hook(rule)
-    return carries[end]
+                rules.append((node, rule))
+    return rules, carries[end]
 
 
 def _kind(node: Node) -> str:
