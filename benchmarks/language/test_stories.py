@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from captum_ssm import MambaLRP
 
 MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
-ARCHITECTURES = ("mamba", "rwkv")
+ARCHITECTURES = ("mamba", "mamba2", "recurrentgemma", "rwkv", "qwen3next")
 
 
 def sentences(story: Story) -> list[list[str]]:
