@@ -30,7 +30,7 @@ static int64_t narrow_scratch(const HeadsRun<T>& r) {
   return round_up(r.h1 - r.h0, lanes<T>);
 }
 
-// The arrays of one token and head; m is exp(log_decay) - 1, one number or a row.
+// The coefficients of one token and head; m is exp(log_decay) - 1, one number or a row.
 template <class T>
 struct Step {
   const T *query, *key, *log_decay, *erase, *probe;
@@ -191,9 +191,15 @@ struct Span {
   T* state;          // (heads, blocks, padded, kBlock)
   int64_t total;
 
-  Span(T* base, const Heads<T>& heads, int64_t count, int64_t columns) {
+  Span(T* base, const Heads<T>& heads, int64_t together, int64_t columns) {
     const int64_t padded = heads_padded<T>(heads.N);
     int64_t used = 0;
+#if defined(__SANITIZE_ADDRESS__)
+    // The task before may have had other sizes.
+    if (base)
+      __asan_unpoison_memory_region(
+          base, Span(nullptr, heads, together, columns).total * sizeof(T));
+#endif
     auto take_part = [&](int64_t count) {
       T* p = base + used;
       used += round_up(count, 64 / sizeof(T));
@@ -217,7 +223,7 @@ struct Span {
     x = take_part(kSteps * kBlock<T>);
     y = take_part(kLongSteps * kBlock<T>);
     found = take_part(delta ? kSteps * kBlock<T> : 0);
-    state = take_part(count * round_up(columns, kBlock<T>) * padded);
+    state = take_part(together * round_up(columns, kBlock<T>) * padded);
     total = used;
   }
 };
@@ -325,10 +331,11 @@ static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t step
     T* r = s.find + i * padded;
     const T* m = s.m + i * padded;
     T *scores = s.scores + i * kSteps, *qe = s.qe + i * kSteps;
-    const auto step = delta ? (bonus ? step_all_rows<true, true, T> : step_all_rows<false, true, T>)
-                            : (bonus ? step_all_rows<true, false, T> : step_all_rows<false, false, T>);
-    step(s.write, i, m, q, r, padded, scores, s.rk + i * kSteps);
-    if (delta) step(s.take, i, m, q, r, padded, qe, s.re + i * kSteps);
+    const auto step_rows_on =
+        bonus ? (delta ? step_all_rows<true, true, T> : step_all_rows<true, false, T>)
+              : (delta ? step_all_rows<false, true, T> : step_all_rows<false, false, T>);
+    step_rows_on(s.write, i, m, q, r, padded, scores, s.rk + i * kSteps);
+    if (delta) step_rows_on(s.take, i, m, q, r, padded, qe, s.re + i * kSteps);
     if (bonus) {
       scores[i] = *heads.bonus.at(t0 + i, h);
     } else {
@@ -365,8 +372,7 @@ static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t step
       subtract_row(s.rk[i * kSteps + j], s.take + i * padded, padded, s.write + j * padded);
 }
 
-// Only `write` and `m`, of at most kLongSteps steps backwards in which nothing enters and nothing is
-// erased.
+// Only `write` and `m`, of at most kLongSteps steps backwards in which nothing enters or is erased.
 template <class T>
 static void make_writes(const Heads<T>& heads, int64_t h, int64_t t0, int64_t steps, Span<T>& s) {
   const int64_t padded = heads_padded<T>(heads.N);
@@ -416,12 +422,14 @@ INLINE void multiply_add(const T* A, int64_t row, int64_t step, const T* B, int6
 
 // out = rows A of `padded` times the state, plus scores times x where given.
 template <int V, class T>
-INLINE void read_state(const T* A, int64_t count, int64_t padded, int64_t N, const T* state, const T* scores,
-                       int64_t score_row, int64_t score_step, const T* x, T* out) {
+INLINE void read_state(const T* A, int64_t count, int64_t padded, int64_t N, const T* state,
+                       const T* scores, int64_t score_row, int64_t score_step, const T* x,
+                       T* out) {
   for (int64_t i = 0; i < count; i += kRows) {
     Vec<T> sum[kRows][V] = {};
     multiply_add<V, false>(A + i * padded, padded, 1, state, N, sum);
-    if (scores) multiply_add<V, false>(scores + i * score_row, score_row, score_step, x, kSteps, sum);
+    if (scores)
+      multiply_add<V, false>(scores + i * score_row, score_row, score_step, x, kSteps, sum);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -460,8 +468,8 @@ NOINLINE void pass_block(const Span<T>& s, const Heads<T>& heads, bool backward,
   const T* scores = enters ? s.scores : nullptr;
   const T *read = backward ? s.write : s.read, *write = backward ? s.read : s.write;
   const T *find = backward ? s.take : s.find, *take = backward ? s.find : s.take;
-  read_state<V>(read, kSteps, padded, N, state, scores, backward ? 1 : kSteps, backward ? kSteps : 1, s.x,
-                s.y);
+  read_state<V>(read, kSteps, padded, N, state, scores, backward ? 1 : kSteps,
+                backward ? kSteps : 1, s.x, s.y);
   if (heads.erase)
     read_state<V>(find, kSteps, padded, N, state, (const T*)nullptr, 0, 0, s.x, s.found);
   write_state<V>(s.m, write, enters ? s.x : nullptr, take, heads.erase ? s.found : nullptr, padded,
@@ -478,9 +486,10 @@ NOINLINE void read_block(const Span<T>& s, const Heads<T>& heads, int64_t steps,
 }
 
 // Goes through all spans of some heads. `load_block(h, k, t0, steps, x)` fills the inputs of a
-// head's block and says whether any is not zero, `store_block(h, k, t0, steps, y)` takes its outputs
-// (null: all zero). Blocks that nothing has entered yet cost nothing. `quiet(k, t0, t1)` says that
-// nothing enters between: backwards without a delta rule, such stretches are read in one go.
+// head's block and says whether any is not zero, `store_block(h, k, t0, steps, y)` takes its
+// outputs (null: all zero). Blocks that nothing has entered yet cost nothing. `quiet(k, begin,
+// end)` says that nothing enters between: backwards without a delta rule, such stretches are read
+// in one go.
 template <class T, class Load, class Store, class Quiet>
 INLINE void run_wide(const Heads<T>& heads, int64_t h0, int64_t h1, bool backward, int64_t columns,
                      T* scratch, const Load& load_block, const Store& store_block,

@@ -225,8 +225,8 @@ void check(const Case<T>& c) {
 
 // Matrix-valued states: the recurrence as it is written, in float64, against both directions.
 template <class T>
-void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool per_key, bool delta,
-                 bool bonus) {
+void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool per_key,
+                 bool delta, bool bonus) {
   std::mt19937 g(0);
   std::normal_distribution<double> normal;
   auto make = [&](int64_t size, double scale) {

@@ -1,5 +1,5 @@
-// Recurrences on a matrix-valued state on a GPU: linear_scan forwards, linear_vecmat backwards. Free
-// of torch. A few lanes of a warp share a column of one head's state and run it over one chunk of
+// Recurrences on a matrix-valued state on a GPU: linear_scan forwards, linear_vecmat backwards.
+// Free of torch. A few lanes of a warp share a column of one head's state and run it over one chunk of
 // time; where nothing is erased, the chunks' starting states are found first, so that all of them
 // run at once. See csrc/cpu/linear.h for the steps.
 #pragma once
