@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,13 @@ class FrozenNorm:
 
 
 def first_input(call: MixerCall) -> Tensor:
-    """The first tensor a module was called with, in the working dtype."""
+    """The first tensor a module was called with, in the working dtype.
+
+    A fused norm also adds up the residual stream: its input is the sum.
+    """
     tensors = [a for a in (*call.args, *call.kwargs.values()) if torch.is_tensor(a)]
-    return tensors[0].to(call.dtype)
+    x = tensors[0].to(call.dtype)
+    if "residual" not in inspect.signature(type(call.module).forward).parameters:
+        return x
+    residual = call.arguments.get("residual")
+    return x + residual.to(x) if torch.is_tensor(residual) else x

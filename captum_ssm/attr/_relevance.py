@@ -137,6 +137,11 @@ def _rule(node: Node, reaching: set[int]) -> Rule | None:
         return _norm(node, node._saved_result2, centred=True)
     if kind == "FusedRmsNorm":
         return _norm(node, node._saved_result1, centred=False)
+    # Fused functions of flash-linear-attention.
+    if kind == "SquaredReLUFunction":
+        return _times(0.5, (0,))
+    if kind in ("SwiGLUFunction", "SwiGLULinearFunction"):
+        return _swiglu(*node.saved_tensors[:2])
     factor = _factor(node, kind)
     return None if factor is None else lambda inner, outer: (outer[0] * factor, *inner[1:])
 
@@ -170,6 +175,19 @@ def _signal_of_glu(dim: int) -> Rule:
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         signal, gate = inner[0].chunk(2, dim)
         return (torch.cat([signal, torch.zeros_like(gate)], dim),)
+
+    return rule
+
+
+def _swiglu(gate: Tensor, signal: Tensor) -> Rule:
+    # SiLU(gate) signal, a linear layer behind it or not: half of the relevance, which is the
+    # signal times its gradient, to each.
+    gate, signal = gate.detach(), signal.detach()
+    ratio = signal / torch.where(gate.abs() < 1e-6, 1e-6, gate)
+
+    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
+        half = 0.5 * inner[1]
+        return (half * ratio, half, *inner[2:])
 
     return rule
 

@@ -1,0 +1,52 @@
+"""flash-linear-attention's language models: relevance and contributions add up to the logit."""
+
+from __future__ import annotations
+
+import fla.models
+import pytest
+import torch
+from models import VOCABULARY, ids, randomize
+from torch import nn
+
+from captum_ssm import LaTIM, MambaLRP
+
+MODELS = ("RetNet", "HGRN", "GLA", "RWKV6", "DeltaNet", "GatedDeltaNet")
+
+
+def build(name: str, **options: object) -> nn.Module:
+    config = getattr(fla.models, f"{name}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=2,
+        intermediate_size=48,
+        fuse_cross_entropy=False,
+        **options,
+    )
+    model = randomize(getattr(fla.models, f"{name}ForCausalLM")(config)).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith("bias") and "dt" not in path:
+                parameter.zero_()
+    return model
+
+
+def assert_adds_up(model: nn.Module) -> None:
+    tokens = ids(2, 9)
+    for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
+        relevance, delta = method(model).attribute(
+            tokens, target=3, return_convergence_delta=True, **options
+        )
+        assert float(delta.abs().max()) < 1e-5
+        assert float(relevance.abs().max()) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODELS)
+def test_relevance_sums_to_the_logit(name, naive):
+    assert_adds_up(build(name, fuse_norm=False))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_with_norms_that_add_the_residual_stream(fused):
+    assert_adds_up(build("GLA", fuse_norm=fused, fuse_swiglu=fused))
