@@ -36,4 +36,5 @@ shutil.rmtree(DOCS / "tutorials", ignore_errors=True)
 (DOCS / "tutorials").mkdir()
 for notebook in sorted((DOCS.parent / "tutorials").glob("*.ipynb")):
     executed = EXECUTED / notebook.name
-    shutil.copy2(executed if executed.exists() else notebook, DOCS / "tutorials")
+    fresh = executed.exists() and executed.stat().st_mtime >= notebook.stat().st_mtime
+    shutil.copy2(executed if fresh else notebook, DOCS / "tutorials")

@@ -201,6 +201,8 @@ def model_card(
         "pronoun": "Tom sings near the hill because **he**",
     }
     scores = {asked[kind]: f"{metrics['accuracy'][kind]:.1%}" for kind in KINDS}
+    weak = " and ".join(kind for kind in KINDS if metrics["accuracy"][kind] < 0.9)
+    warning = f"It guesses at questions of kind {weak}: do not explain those.\n\n" if weak else ""
     return f"""# {args.output.name}
 
 A small `{kind}` that goes on with stories such as "Anna has a red ball. Tom has a blue kite. The
@@ -219,7 +221,7 @@ Answers given first, of {metrics["stories"]} held-out questions of each kind on 
 |---|---|
 {table(scores)}
 
-No sentence of a held-out story was trained on: a fact is held out with its owner, colour and
+{warning}No sentence of a held-out story was trained on: a fact is held out with its owner, colour and
 object together.
 
 ```python
