@@ -8,13 +8,14 @@ Per head, with a state :math:`S \in \mathbb{R}^{N \times P}`:
 
 Without e and r this is linear attention with a decay per head or per key dimension; with them it
 is the delta rule. With a bonus u, as in RWKV, :math:`y_t = q_t^\top S_{t-1} + u_t v_t`. Either way
-a head maps its P channels by one lower triangular matrix, and
+a head maps its P channels by one lower triangular matrix,
 
 .. math::
     K^{xy}_{tj} = \textstyle\sum_n x_{tn} y_{jn} \prod_{k=j+1}^{t} a_{kn},
     \qquad \alpha = K^{qk} - K^{qe} (I + \check K^{re})^{-1} \check K^{rk},
 
-K lower triangular and :math:`\check K` strictly so.
+K lower triangular and :math:`\check K` strictly so (the inverse: Yang et al., *Parallelizing Linear
+Transformers with the Delta Rule over Sequence Length*, 2024).
 
 Shapes: ``query, key, erase, probe (B, L, H, N)``, ``log_decay (B, L, H, 1)`` for a decay per head
 or ``(B, L, H, N)`` for one per key dimension, at most zero and possibly ``-inf``,
