@@ -221,8 +221,8 @@ Answers given first, of {metrics["stories"]} held-out questions of each kind on 
 |---|---|
 {table(scores)}
 
-{warning}No sentence of a held-out story was trained on: a fact is held out with its owner, colour and
-object together.
+{warning}No sentence of a held-out story was trained on: a fact is held out with its owner, colour
+and object together.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
