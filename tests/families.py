@@ -235,10 +235,12 @@ def build(family: str, *, seed: int = 0, **changes: object) -> nn.Module:
     return randomize(model, seed).eval()
 
 
-def skip_what_fails_by_itself(family: str, length: int) -> None:
+def skip_what_fails_by_itself(family: str, length: int, side: str | None = None) -> None:
     """Skip where the model itself, in the installed transformers, does not do what it should."""
     if TRANSFORMERS_4 and length == 1 and family.startswith("falcon_h1"):
         pytest.skip("the Falcon-H1 of transformers 4 makes two tokens of one")
+    if TRANSFORMERS_4 and side == "left" and family == "zamba2":
+        pytest.skip("the Zamba2 of transformers 4, without a cache, lets padding into its states")
 
 
 def padded(side: str, batch: int = 2, length: int = 9, pads: int = 4) -> Tensor:
