@@ -233,13 +233,18 @@ tokenizer = AutoTokenizer.from_pretrained("tutorials/models/{args.output.name}")
 """
 
 
-def save_tokenizer(directory: Path) -> None:
-    """Save the tokenizer under the class name that every release of transformers knows."""
+def save_portably(model: PreTrainedModel, directory: Path) -> None:
+    """Save model and tokenizer in the words that every release of transformers reads."""
+    save(model, directory)
     make_tokenizer().save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     settings.pop("backend", None)
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    path = directory / "config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("time_step_limit", None)  # infinite by default, which is written in two ways
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -273,8 +278,7 @@ def main() -> None:
     # The others are fast enough as they are.
     with fast_scan() if args.architecture == "mamba" else nullcontext():
         seconds = train(model, args)
-    save(model, args.output)
-    save_tokenizer(args.output)
+    save_portably(model, args.output)
     # Judge what was written, on the code that others will run, not the model in memory.
     model = AutoModelForCausalLM.from_pretrained(args.output, local_files_only=True).eval()
     metrics = {
