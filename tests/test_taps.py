@@ -79,6 +79,14 @@ def test_shapes_are_checked(shapes, message):
         ops.tap_rows(*(torch.zeros(s) for s in shapes), torch.empty(1, 4, 3, 6))
 
 
+def test_dtypes_and_dimensions_are_checked():
+    rows, values, out = torch.zeros(1, 2, 3, 9), torch.zeros(2, 1, 4, 9), torch.empty(1, 4, 3, 6)
+    with pytest.raises(TypeError, match="one dtype"):
+        ops.tap_rows(rows, values.double(), None, out)
+    with pytest.raises(ValueError, match="rows has shape"):
+        ops.tap_rows(rows[0, 0, 0], values, None, out)
+
+
 @pytest.mark.skipif(not ops.extension_loaded(), reason="no kernels")
 def test_the_kernel_guards_memory_itself():
     rows, values = torch.zeros(1, 2, 3, 9), torch.zeros(2, 1, 4, 9)

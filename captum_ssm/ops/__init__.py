@@ -10,7 +10,8 @@ LaTIM's vectors. Each operator exists three times:
 * a naive form (``naive_*``), the equation line by line in float64, for tests.
 
 Results are float32, or float64 where any argument is float64; half precision arguments are
-accumulated in float32.
+accumulated in float32. :func:`tap_rows` is the exception: it writes into a tensor it is given, in
+that tensor's dtype, and has no gradient.
 """
 
 from captum_ssm.ops._operator import ExtensionWarning, extension_loaded

@@ -289,7 +289,7 @@ def linear_mean_torch(
     B, L, H, _ = query.shape
     index = torch.arange(start, L if stop is None else stop, device=query.device).expand(B, -1)
     total = query.new_zeros(B, index.shape[1], L)
-    together = max(1, 2**24 // total.numel())
+    together = max(1, 2**24 // max(1, total.numel()))
     for h in range(0, H, together):
         heads: Any = [
             None if x is None else x[:, :, h : h + together]

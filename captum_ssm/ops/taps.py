@@ -26,7 +26,14 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
 
     Raises:
         ValueError: a shape is not accepted.
+        TypeError: the tensors are not of one dtype.
     """
+    for name, x, dim in (("out", out, 4), ("rows", rows, 4), ("values", values, 4)):
+        if x.dim() != dim:
+            raise shape_error(name, x, f"{dim} dimensions, see above")
+    dtypes = {x.dtype for x in (rows, values, left, out) if x is not None}
+    if len(dtypes) > 1:
+        raise TypeError(f"the arguments are of {sorted(map(str, dtypes))}; accepted: one dtype")
     B, D, R, C = out.shape
     M, L = rows.shape[1], rows.shape[-1]
     if rows.shape != (B, M, R, L) or M == 0 or D % M or C > L:

@@ -1,6 +1,6 @@
 // The operators of captum_ssm on CUDA tensors: see csrc/cpu/ops.cpp. Operators that have no kernel
-// here (diagonal_rows, linear_rows, linear_mean) take their PyTorch form, which Python registers for
-// every device.
+// here (diagonal_rows, linear_rows, linear_mean, tap_rows) take their PyTorch form, which Python
+// registers for every device.
 
 #include <Python.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
