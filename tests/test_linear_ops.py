@@ -202,6 +202,12 @@ def test_rows_behind_the_last_one_asked_for_are_zero():
         assert bool((ops.linear_vecmat(0 * w, *coefficients) == 0).all())
 
 
+def test_no_sequences():
+    empty, decay = torch.zeros(0, 5, 2, 3), torch.zeros(0, 5, 2, 1)
+    for mean in (ops.linear_mean, ops.linear_mean_torch):
+        assert mean(empty, empty, decay).shape == (0, 5, 5)
+
+
 @pytest.mark.parametrize("kind", [(False, False, True), (True, True, False)], ids=str)
 def test_gradients(kind):
     shape = (2, 7, 2, 3, 2)

@@ -20,7 +20,7 @@ Transformers with the Delta Rule over Sequence Length*, 2024).
 Shapes: ``query, key, erase, probe (B, L, H, N)``, ``log_decay (B, L, H, 1)`` for a decay per head
 or ``(B, L, H, N)`` for one per key dimension, at most zero and possibly ``-inf``,
 ``bonus (B, L, H)``; values ``(B, L, H, P)``. Heads may share memory (``expand``): nothing is
-copied where the numbers of one token and head lie side by side.
+copied where the numbers of one token and head lie side by side. The CUDA kernels take N up to 1024.
 """
 
 from __future__ import annotations
