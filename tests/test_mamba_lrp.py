@@ -289,6 +289,41 @@ RULES = {
         lambda x: (x @ WEIGHT @ x.mT).softmax(-1) @ x,
         lambda x, c: (c @ WEIGHT @ c.mT).softmax(-1) @ x,
     ),
+    "dot product": (
+        lambda x: torch.stack([torch.dot(row, row) + torch.vdot(row, row) for row in x])[:, None],
+        lambda x, c: 2 * (x * c).sum(-1, keepdim=True),
+    ),
+    "matrix times vector": (
+        lambda x: (torch.mv(x, x[0]) + torch.addmv(x[:, 0], x, x[1]))[:, None],
+        lambda x, c: (0.5 * (x @ (c[0] + c[1]) + c @ (x[0] + x[1])) + x[:, 0])[:, None],
+    ),
+    "sum with products": (
+        lambda x: torch.addbmm(x[:, :3], x[None], x[None].mT) + torch.addr(x, x[:, 0], x[0])[:, :3],
+        lambda x, c: (
+            x[:, :3]
+            + 0.5 * (x @ c.mT + c @ x.mT)
+            + (x + 0.5 * (torch.outer(x[:, 0], c[0]) + torch.outer(c[:, 0], x[0])))[:, :3]
+        ),
+    ),
+    "exponentials of two": (
+        lambda x: 2**x * x + torch.exp2(x) * x + torch.tensor(2.0) ** x * x,
+        lambda x, c: 3 * torch.exp2(c) * x,
+    ),
+    "a power of the tokens": (
+        lambda x: (x.abs() + 1) ** x.sin(),
+        lambda x, c: (
+            torch.where(c.sin() > 0, x.abs() + 1, c.abs() + 1) * (c.abs() + 1) ** (c.sin() - 1)
+        ),
+    ),
+    "powers by a tensor": (
+        lambda x: x[:, :1] ** torch.tensor([2.0, 3.0]),
+        lambda x, c: x[:, :1] * c[:, :1] ** torch.tensor([1.0, 2.0]),
+    ),
+    "hard sigmoid gate": (lambda x: F.hardsigmoid(x) * x, lambda x, c: F.hardsigmoid(c) * x),
+    "sum with a quotient": (
+        lambda x: torch.addcdiv(x, x, x.abs() + 1),
+        lambda x, c: x + x / (c.abs() + 1),
+    ),
     "a sigmoid beside the tokens": (
         lambda x: x + torch.log(torch.sigmoid(x)),
         lambda x, c: x + torch.log(torch.sigmoid(c)),
@@ -306,6 +341,34 @@ def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
     (gradient,) = torch.autograd.grad((same * direction).sum(), x)
     found = relevance_at(x, (score * direction).sum(-1))
     torch.testing.assert_close(found, x.detach() * gradient, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 8.66), (torch.bfloat16, 3.12)])
+def test_a_saturated_tanh_carries_relevance(dtype: torch.dtype, limit: float) -> None:
+    x = torch.tensor([-20.0, -limit, 0.0, 1.0, limit, 10.0, 40.0]).to(dtype).requires_grad_()
+    found = relevance_at(x, torch.tanh(x))
+    # Its argument is known up to where tanh is rounded to one.
+    expected = x.double() * (x.double().tanh() / x.double()).nan_to_num(1.0).clamp(min=1 / limit)
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saturated_tanh_module_is_exact(dtype: torch.dtype) -> None:
+    class Capped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.cap = without_biases(build("mamba")), nn.Tanh()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.cap(1e4 * self.model(ids).logits)
+
+    model = Capped().to(dtype)
+    with torch.no_grad():
+        score = model(ids_for())[:, -1, 3]
+    assert (score.abs() == 1).all()
+    relevance = MambaLRP(model).attribute(ids_for(), 3)
+    error = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(relevance.sum(1), score.float(), rtol=0, atol=error)
 
 
 def test_the_rms_norm_of_other_devices_is_a_rule_too() -> None:

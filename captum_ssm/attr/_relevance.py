@@ -24,17 +24,32 @@ Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
 Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 
 # Coefficients: what these return is a constant.
-_CONSTANT = ("Exp", "Reciprocal", "Rsqrt", "SafeSoftmax", "Sigmoid", "Softmax")
+_CONSTANT = (
+    "Exp",
+    "Exp2",
+    "Hardsigmoid",
+    "Reciprocal",
+    "Rsqrt",
+    "SafeSoftmax",
+    "Sigmoid",
+    "Softmax",
+)
 # Products, and which inputs are the factors: half of the relevance to each, where both depend on
 # the tokens.
 _PRODUCTS = {
+    "Addbmm": (1, 2),
     "Addcmul": (1, 2),
     "Addmm": (1, 2),
+    "Addmv": (1, 2),
+    "Addr": (1, 2),
     "Baddbmm": (1, 2),
     "Bmm": (0, 1),
     "Convolution": (0, 1),
+    "Dot": (0, 1),
     "Mm": (0, 1),
     "Mul": (0, 1),
+    "Mv": (0, 1),
+    "Vdot": (0, 1),
 }
 # Activations, zero at zero: their argument times a constant.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,10 +118,17 @@ def _kind(node: Node) -> str:
 def _followed(node: Node) -> Sequence[int]:
     # The inputs of a node that relevance can go to; the others are constants.
     kind, count = _kind(node), len(node.next_functions)
-    if kind in _CONSTANT or (kind == "Pow" and _exponent(node) <= 0):
+    if kind in _CONSTANT:
         return ()
+    if kind == "Pow":
+        exponent = node._saved_exponent
+        if torch.is_tensor(exponent):  # whose base may be a number, which is no input
+            return (0,) if count == 2 else ()
+        return (0,) if exponent > 0 else ()
     if kind == "Div":  # a denominator
         return (0,)
+    if kind == "Addcdiv":
+        return (0, 1)
     if kind.startswith("ScaledDotProduct"):  # attention's probabilities
         return (2,)
     return range(count)
@@ -122,6 +144,8 @@ def _rule(node: Node, reaching: set[int]) -> Rule | None:
             "forward_func runs a part of the model under torch.utils.checkpoint by itself, which "
             "hides that part's graph; run it without."
         )
+    if kind == "Pow" and len(node.next_functions) == 2:
+        return _power(node._saved_self.detach(), node._saved_exponent.detach())
     if len(followed) < len(node.next_functions):
         return lambda inner, outer: tuple(g if i in followed else None for i, g in enumerate(inner))
     if not reaching:
@@ -130,7 +154,7 @@ def _rule(node: Node, reaching: set[int]) -> Rule | None:
         factors = _PRODUCTS[kind]
         return _times(0.5, factors) if reaching.issuperset(factors) else None
     if kind == "Pow":
-        return _times(1 / _exponent(node), (0,))
+        return _times(1 / node._saved_exponent, (0,))
     if kind == "Glu":
         return _signal_of_glu(node._saved_dim)
     if kind == "NativeLayerNorm":
@@ -152,16 +176,25 @@ def _times(share: float, inputs: Sequence[int]) -> Rule:
     )
 
 
-def _exponent(node: Node) -> float:
-    exponent = getattr(node, "_saved_exponent", None)
-    return exponent if isinstance(exponent, (int, float)) else 1.0
+def _power(base: Tensor, exponent: Tensor) -> Rule:
+    # The base times a constant; a denominator where the exponent is not positive.
+    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
+        if inner[0] is None:
+            return (None, None)
+        factor = torch.where(exponent > 0, base ** (exponent - 1), 0)
+        return ((outer[0] * factor).sum_to_size(base.shape).to(base.dtype), None)
+
+    return rule
 
 
 def _factor(node: Node, kind: str) -> Tensor | None:
     # f(x) / x of an activation.
-    if kind == "Tanh":  # which keeps its result only
+    if kind == "Tanh":
+        # It keeps its result only. Where that is rounded to one, the argument is taken for the
+        # largest one whose tanh is not.
         y = node._saved_result.detach()
-        return torch.where(y.abs() < 1e-4, 1.0, y / torch.atanh(y.double())).to(y.dtype)
+        size = y.abs().double().clamp(1e-4, 1 - torch.finfo(y.dtype).eps / 2)
+        return (size / torch.atanh(size)).to(y.dtype)
     act = _ACTIVATIONS.get(kind)
     if kind == "Gelu":
         act = partial(F.gelu, approximate=node._saved_approximate)

@@ -50,7 +50,9 @@ class MambaLRP(TokenAttribution):
     values, which is checked; the other rules are attached to the nodes of the autograd graph,
     whichever module they come from, and change no value. A function without a rule (a fused
     kernel with a backward pass of its own) keeps its plain gradient; the convergence delta says
-    what that costs.
+    what that costs. Autograd keeps no argument of :func:`torch.tanh`: where its result is rounded
+    to ±1 (\|x\| > 9 in float32, 3.5 in bfloat16), relevance is too large by about \|x\| over that
+    limit. :class:`torch.nn.Tanh` is exact.
 
     Args:
         forward_func (nn.Module, nnsight model or Callable): what is explained.
@@ -208,8 +210,9 @@ def _is_frozen_by_lrp(module: nn.Module) -> bool:
 
 
 def _is_activation(module: nn.Module) -> bool:
-    # Those of torch are single nodes of the graph, with a rule of their own.
-    return type(module).__module__ == "transformers.activations"
+    # Those of torch are single nodes of the graph, with a rule of their own; that of tanh does
+    # not know the argument where tanh saturates.
+    return isinstance(module, nn.Tanh) or type(module).__module__ == "transformers.activations"
 
 
 def _substitute(
