@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
 from families import FAMILIES, TRANSFORMERS_4, build
 from models import ids
 from test_leaves_no_trace import METHODS, assert_unchanged, fingerprint
@@ -20,6 +19,7 @@ from captum_ssm import MambaLRP, MambaRollout, RawAttention, ReconstructionError
 from captum_ssm._devices import moved
 from captum_ssm._frozen import _Freeze, freeze
 from captum_ssm._memory import tensors_of
+from captum_ssm.mixers._base import is_quantised
 
 TOKENS = ids(2, 9)
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
@@ -34,6 +34,10 @@ def expected(family: str, method: type) -> Tensor:
 # ---- offloaded by accelerate ------------------------------------------------------------------
 
 
+def accelerate() -> Any:
+    return pytest.importorskip("accelerate")
+
+
 def split(model: nn.Module, folder: str) -> nn.Module:
     """Every other layer on disk, the rest of the model at hand."""
     base = getattr(model, model.base_model_prefix)
@@ -41,12 +45,12 @@ def split(model: nn.Module, folder: str) -> nn.Module:
     places = {f"{model.base_model_prefix}.{name}": "cpu" for name in names} | {"lm_head": "cpu"}
     for i in range(len(base.layers)):
         places[f"{model.base_model_prefix}.layers.{i}"] = "disk" if i % 2 else "cpu"
-    return dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+    return accelerate().dispatch_model(model, places, main_device="cpu", offload_dir=folder)
 
 
 OFFLOADED: dict[str, Callable[[nn.Module, str], nn.Module]] = {
-    "cpu": lambda model, folder: cpu_offload(model, execution_device="cpu"),
-    "disk": lambda model, folder: disk_offload(model, folder, execution_device="cpu"),
+    "cpu": lambda model, folder: accelerate().cpu_offload(model, execution_device="cpu"),
+    "disk": lambda model, folder: accelerate().disk_offload(model, folder, execution_device="cpu"),
     "every other layer": split,
 }
 
@@ -69,7 +73,7 @@ def test_offloaded_weights_are_loaded_where_they_are_read(kind, family, method, 
 def test_every_family_can_be_offloaded(family):
     if TRANSFORMERS_4 and family == "zamba2":
         pytest.skip("the Zamba2 of transformers 4 makes its cache where its weights were left")
-    model = cpu_offload(build(family), execution_device="cpu")
+    model = accelerate().cpu_offload(build(family), execution_device="cpu")
     maps = hidden_attention(model, TOKENS, formulation="unified", reduction="mean")
     truth = hidden_attention(build(family), TOKENS, formulation="unified", reduction="mean")
     for path, matrix in truth.items():
@@ -103,13 +107,12 @@ def test_moved_mixers_are_explained_alike(method, family, monkeypatch):
 @some_families
 @each_method
 def test_layers_on_several_devices(method, family):
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
+    hooks = pytest.importorskip("accelerate.hooks")
     model = build(family)
     for i, layer in enumerate(getattr(model, model.base_model_prefix).layers):
         place = torch.device("cuda" if i % 2 else "cpu")
         layer.to(place)
-        add_hook_to_module(layer, AlignDevicesHook(place, io_same_device=True))
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook(place, io_same_device=True))
     found = method(model).attribute(TOKENS, target=5)
     assert found.device == TOKENS.device
     torch.testing.assert_close(found, expected(family, method), rtol=1e-3, atol=1e-4)
@@ -203,17 +206,26 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.up(self.down(x))
 
 
-class RoundingLinear(nn.Linear):
-    """As where activations are quantised too: what enters is rounded to eight bits."""
+class LoraLinear(nn.Linear):
+    """As LoRA's own: a Linear with floating-point weights and another forward."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
         self.weight, self.bias = layer.weight, layer.bias
+        self.down = nn.Parameter(0.1 * torch.randn(2, layer.in_features))
+        self.up = nn.Parameter(0.1 * torch.randn(layer.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.down.mT @ self.up.mT
+
+
+class RoundingLinear(Int8Linear):
+    """As where activations are quantised too: what enters is rounded to eight bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
         rounded = (x / scale).round() * scale
-        return F.linear(x + (rounded - x).detach(), self.weight, self.bias)
+        return super().forward(x + (rounded - x).detach())
 
 
 def with_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
@@ -258,6 +270,27 @@ def test_rounded_activations_are_no_other_mixer(family):
         name, module = next((n, m) for n, m in model.named_modules() if hasattr(m, "conv1d"))
     own = module.forward
     module.forward = lambda *args, **kwargs: 1.1 * own(*args, **kwargs)
+    with pytest.raises(ReconstructionError, match=name):
+        RawAttention(model).attribute(TOKENS)
+
+
+def test_quantised_is_what_holds_codes():
+    layer = nn.Linear(4, 4)
+    assert not is_quantised(layer)
+    assert not is_quantised(LoraLinear(layer))
+    assert not is_quantised(Adapted(layer))
+    assert is_quantised(Adapted(PackedLinear(layer)))
+    assert is_quantised(nn.Linear(4, 4, dtype=torch.float8_e4m3fn, device="meta"))
+
+
+@pytest.mark.parametrize("kind", [LoraLinear, Adapted])
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_adapters_do_not_hide_another_mixer(family, kind):
+    model = with_linears(build(family), kind)
+    RawAttention(model).attribute(TOKENS)
+    name, module = next((n, m) for n, m in model.named_modules() if hasattr(m, "conv1d"))
+    own = module.forward
+    module.forward = lambda *args, **kwargs: 1.01 * own(*args, **kwargs)
     with pytest.raises(ReconstructionError, match=name):
         RawAttention(model).attribute(TOKENS)
 

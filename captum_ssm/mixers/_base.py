@@ -115,8 +115,31 @@ class MixerCall:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a linear layer of ``module`` computes by something else than its plain weight."""
-    return any(hasattr(part, "in_features") and not _is_plain(part) for part in module.modules())
+    """Whether a linear layer of ``module``, or one it wraps, holds quantised weights."""
+    return any(
+        _is_code(value)
+        for part in module.modules()
+        if hasattr(part, "in_features")
+        for value in _weights(part)
+    )
+
+
+def _weights(layer: nn.Module) -> list[Tensor]:
+    weight = getattr(layer, "weight", None)
+    if callable(weight) and not torch.is_tensor(weight):  # torch.ao's packed layers
+        weight = weight()
+    values = [*layer.parameters(), *layer.buffers()]
+    return [*values, weight] if torch.is_tensor(weight) else values
+
+
+def _is_code(value: Tensor) -> bool:
+    # Integers, floats of one byte, or a quantisation library's tensor, which may claim any dtype.
+    # Torch's own subclasses (DTensor) hold plain numbers; a flag, mask or counter is no weight.
+    if type(value).__module__.partition(".")[0] != "torch":
+        return True
+    if value.dim() == 0 or value.dtype == torch.bool or value.is_complex():
+        return False
+    return not value.is_floating_point() or value.element_size() == 1
 
 
 def _is_plain(layer: Any) -> TypeGuard[nn.Linear]:
