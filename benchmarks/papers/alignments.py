@@ -96,8 +96,9 @@ def gold_links(line: str, first: int) -> tuple[set[tuple[int, int]], set[tuple[i
 
 
 def lines(path: Path, encoding: str = "utf-8") -> list[str]:
-    """A file's lines."""
-    return path.read_text(encoding).splitlines()
+    """A file's lines; other separators, such as U+2028, stand within sentences."""
+    with path.open(encoding=encoding, newline="\n") as file:
+        return [line.removesuffix("\n").removesuffix("\r") for line in file]
 
 
 def sentence_pairs(
@@ -108,9 +109,14 @@ def sentence_pairs(
         counts = len(source), len(target), len(gold)
         raise SystemExit(f"source, target and alignments have {counts} sentences.")
     pairs = []
-    for s, t, g in zip(source, target, gold, strict=True):
+    for number, (s, t, g) in enumerate(zip(source, target, gold, strict=True), 1):
         sure, possible = gold_links(g, first)
         words = s.split(), t.split()
+        if not all(words):
+            raise SystemExit(
+                f"sentence {number} has no words: {s!r}, {t!r}; take that line out of the source, "
+                "the target and the alignments."
+            )
         if any(i >= len(words[0]) or j >= len(words[1]) for i, j in possible):
             raise SystemExit(f"{g!r} links words that {s!r} and {t!r} do not have.")
         pairs.append((*words, sure, possible))

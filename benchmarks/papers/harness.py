@@ -39,7 +39,8 @@ def required(name: str) -> Any:
         return import_module(name)
     except ImportError:
         raise SystemExit(
-            f"{name} is not installed; the papers' scripts need it: pip install captum-ssm[papers]"
+            f"{name} is not installed; the papers' scripts need it, in the repository's folder: "
+            'pip install --no-build-isolation ".[papers]"'
         ) from None
 
 

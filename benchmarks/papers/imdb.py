@@ -108,6 +108,28 @@ def classifier(name: str) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
+def padding_id(model: Any, unknown: int) -> int:
+    """What to fill shorter reviews up with.
+
+    transformers' classifiers read the rightmost id that is not their configuration's padding,
+    whatever the mask says; the papers' checkpoint goes by the mask, whatever the id.
+
+    Args:
+        model (nn.Module): the classifier.
+        unknown (int): the id of removed tokens, which must not be taken for padding.
+    """
+    if isinstance(model, MeanPooledMamba):
+        return unknown
+    padding = model.config.get_text_config().pad_token_id
+    if padding is None or padding == unknown:
+        raise SystemExit(
+            f"the model's pad_token_id is {padding} and removed tokens become {unknown}: "
+            "it classifies at the last token that is not padding, so the two have to differ; "
+            "set pad_token_id in its config.json to an id that reviews do not have."
+        )
+    return padding
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--checkpoint", default=CHECKPOINT, help="a folder or hub name")
@@ -120,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model, tokenizer = classifier(args.checkpoint)
     model = model.to(accelerator.device)
     unknown = unknown_id(tokenizer)
+    padding = padding_id(model, unknown)
     # The files are sorted by class.
     reviews = dataset(args.data, None, args.split, args.limit, seed=0)
     limits = {"truncation": True, "max_length": args.max_length}
@@ -143,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, method in chosen(ours | theirs, args.methods).items():
 
         def score(batch: list[dict[str, Any]], method: Any = method) -> dict[str, Any]:
-            ids, mask = padded([tokenizer(r["text"], **limits).input_ids for r in batch], unknown)
+            ids, mask = padded([tokenizer(r["text"], **limits).input_ids for r in batch], padding)
             ids, mask = ids.to(accelerator.device), mask.to(accelerator.device)
             labels = torch.tensor([r["label"] for r in batch], device=ids.device)
             relevance = method(ids, labels, mask).detach()

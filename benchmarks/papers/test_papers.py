@@ -254,9 +254,19 @@ def test_classifiers_from_the_hub_and_of_transformers(published_classifier, tmp_
     JambaForSequenceClassification(jamba).save_pretrained(tmp_path / "jamba")
     tokenizer().save_pretrained(tmp_path / "jamba")
     loaded, words = imdb.classifier(str(tmp_path / "jamba"))
-    ids, mask = padded([words("so so").input_ids], 256)
-    assert loaded(ids, attention_mask=mask).logits.shape == (1, 2)
     assert not loaded.training
+    # Such a model finds the end of a review by the id of its padding, not by the mask.
+    padding = imdb.padding_id(loaded, unknown_id(words))
+    assert padding == 0
+    assert imdb.padding_id(model, unknown_id(words)) == 256
+    ids, mask = padded([words(text).input_ids for text in ("so so, at length", "dull")], padding)
+    with torch.no_grad():
+        alone = loaded(ids[1:, :4], attention_mask=mask[1:, :4]).logits
+        torch.testing.assert_close(loaded(ids, attention_mask=mask).logits[1:], alone)
+    for no_padding in (256, None):
+        loaded.config.pad_token_id = no_padding
+        with pytest.raises(SystemExit, match=f"pad_token_id is {no_padding} and removed tokens"):
+            imdb.padding_id(loaded, 256)
 
 
 @pytest.mark.slow
@@ -415,6 +425,13 @@ def test_sentences_and_links_have_to_fit():
         alignments.sentence_pairs(["ja"], ["yes"], ["0-1"], first=0)
     with pytest.raises(SystemExit, match=r"have \(1, 1, 2\) sentences"):
         alignments.sentence_pairs(["ja"], ["yes"], ["0-0", ""], first=0)
+    with pytest.raises(SystemExit, match="sentence 2 has no words: ' ', 'no'"):
+        alignments.sentence_pairs(["ja", " "], ["yes", "no"], ["0-0", ""], first=0)
+
+
+def test_lines_end_at_newlines_only(tmp_path):
+    (tmp_path / "de").write_bytes("a\u2028b\r\n\nc\x85d\re\n".encode())
+    assert alignments.lines(tmp_path / "de") == ["a\u2028b", "", "c\x85d\re"]
 
 
 # AMPLIFY
@@ -555,7 +572,7 @@ def test_the_paper_s_numbers_stand_beside_ours():
 
 
 def test_a_missing_package_is_named():
-    with pytest.raises(SystemExit, match=r"no_such_package is not installed.*captum-ssm\[papers\]"):
+    with pytest.raises(SystemExit, match=r"no_such_package is not installed.*\.\[papers\]"):
         harness.required("no_such_package")
 
 
