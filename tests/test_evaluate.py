@@ -95,6 +95,30 @@ def test_random_numbers_are_the_batch_s_own_and_the_caller_s_are_left_alone():
     assert first[:2].tolist() != first[2:4].tolist()
 
 
+def test_no_seed_waits_for_a_gpu(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    evaluate(lambda x: torch.rand(len(x)), range(4), batch_size=2)
+    assert seeds == []
+
+
+def test_random_states_of_all_gpus_are_given_back(monkeypatch):
+    states = {0: "first", 1: "second"}
+
+    def seeded(seed):
+        states.update(dict.fromkeys(states, seed))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.get)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda s, device: states.update({device: s}))
+    found = evaluate(lambda x: torch.tensor([states[k] for k in x]), range(2), batch_size=2, seed=7)
+    assert found.tolist() == [7, 7]
+    assert states == {0: "first", 1: "second"}
+
+
 def test_gradients_are_dropped():
     x = torch.ones(3, requires_grad=True)
     assert not evaluate(lambda part: part * 2, x).requires_grad

@@ -40,8 +40,9 @@ def evaluate(
             some processes have nothing to do. Default: 32
         accelerator (accelerate.Accelerator, optional): knows the processes; None for one
             process. Default: None
-        seed (int, optional): of PyTorch's generators, plus the batch's number; the caller's
-            random state is left as it was. Default: 0
+        seed (int, optional): of PyTorch's generators, plus the batch's number: the CPU's, and
+            every GPU's where CUDA is initialised before the batch. The caller's random state is
+            left as it was. Default: 0
 
     Returns:
         What ``function`` returns, for all samples, on the CPU.
@@ -96,10 +97,15 @@ def _part(samples: Any, start: int, stop: int) -> Any:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
+    # torch.manual_seed seeds every GPU, before CUDA is initialised by a call that waits for it.
+    if torch.cuda.is_initialized():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            yield
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
 
 
 def _checked(scores: Any, rows: int) -> Any:
