@@ -121,7 +121,7 @@ def test_a_length_that_no_story_has_is_an_error() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_saved_model_answers(architecture: str) -> None:
-    if architecture == "recurrentgemma" and transformers.__version__ < "5":
+    if architecture == "recurrentgemma" and transformers.__version__.startswith("4."):
         pytest.skip("transformers 4 carries its state from one call into the next")
     folder = MODELS / f"stories-{architecture}"
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
