@@ -93,7 +93,9 @@ def test_the_source_distribution_is_whole(sdist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     csrc = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "captum_ssm").rglob("*.py")}
-    assert csrc | package <= names
+    scripts = {str(p.relative_to(ROOT)) for p in (ROOT / "benchmarks").rglob("*.py")}
+    assert csrc | package | scripts <= names
+    assert "benchmarks/results/linear_row.json" in names  # the documentation's tables read it
     assert {"captum_ssm/py.typed", "LICENSE", "README.md", "setup.py", "pyproject.toml"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
