@@ -43,4 +43,4 @@ $(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/nul
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-fla build dist out captum_ssm/*.so *.egg-info
+	rm -rf $(VENV) .venv-fla build dist out docs/_build docs/tutorials captum_ssm/*.so *.egg-info
