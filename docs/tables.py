@@ -77,9 +77,10 @@ def _row(found: dict[str, Any]) -> str:
         for row in found["rows"]
     ]
     head = ["tokens", "a row", "the whole matrix, for its row", "a row in PyTorch"]
+    threads = "one thread" if found["threads"] == 1 else f"{found['threads']} threads"
     return (
         "### What a row costs\n\n"
-        f"One layer's row, on one thread of a CPU with {found['capability']}; the last two columns "
-        "are times over the first. `python benchmarks/kernels/linear_row.py` measures it anew.\n\n"
-        + _table(head, rows)
+        f"One layer's row, by {found['clock']} on {threads} of a CPU with {found['capability']}; "
+        "the last two columns are times over the first. "
+        "`python benchmarks/kernels/linear_row.py` measures it anew.\n\n" + _table(head, rows)
     )

@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import importlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -168,6 +169,14 @@ def test_every_tutorial_is_listed():
     listed = re.findall(r"^tutorials/(\w+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
     assert notebooks == set(listed)
     assert len(listed) == len(notebooks)
+
+
+def test_the_table_of_rows_says_how_it_was_measured(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    importlib.import_module("tables").write(tmp_path)
+    measured = json.loads((ROOT / "benchmarks/results/linear_row.json").read_text())
+    threads = {1: "one thread"}.get(measured["threads"], f"{measured['threads']} threads")
+    assert f"by {measured['clock']} on {threads} of a CPU" in (tmp_path / "measured.md").read_text()
 
 
 @pytest.mark.slow
