@@ -6,6 +6,15 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("cuda")]
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny tensors cost a hundred times more where idle threads wait for a busy core.

@@ -103,7 +103,15 @@ def test_moved_mixers_are_explained_alike(method, family, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+@each_method
+def test_models_on_a_gpu(method, family):
+    found = method(build(family).cuda()).attribute(TOKENS.cuda(), target=5)
+    assert found.is_cuda
+    torch.testing.assert_close(found.cpu(), expected(family, method), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.cuda
 @some_families
 @each_method
 def test_layers_on_several_devices(method, family):

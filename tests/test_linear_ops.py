@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from test_ops import FORMS, assert_near, leaves, run_again
+from test_ops import DEVICES, FORMS, KERNELS, assert_near, at, leaves, on_cuda, run_again
 from torch import Tensor
 
 from captum_ssm import ops
@@ -33,6 +33,7 @@ LINEAR = {
         ops.linear_mean_torch,
     ),
 }
+LINEAR["cuda"] = tuple(map(on_cuda, LINEAR["kernel"]))
 
 
 def make_linear(
@@ -124,8 +125,10 @@ def test_extreme_decays(kind, columns, dtype, form):
 
 @pytest.mark.parametrize("columns", [1, 24])
 @pytest.mark.parametrize("per_key", [False, True])
-def test_a_slow_decay_does_not_drift(per_key, columns):
+@pytest.mark.parametrize("form", KERNELS)
+def test_a_slow_decay_does_not_drift(form, per_key, columns):
     """A rounded decay, repeated over thousands of steps, would; and a decay of one stays one."""
+    scan, vecmat, rows, mean = LINEAR[form]
     shape = (1, 4096, 1, 4, columns)
     coefficients = make_linear(shape, (per_key, False, False), torch.float32)
     q, k, decay, *_ = coefficients
@@ -139,13 +142,13 @@ def test_a_slow_decay_does_not_drift(per_key, columns):
         )
         matrix *= gap >= 0
         assert_near(
-            ops.linear_scan(v, *coefficients)[0, late, 0], matrix @ v[0, :, 0].double(), 5e-6
+            scan(v, *coefficients)[0, late, 0], matrix @ v[0, :, 0].double(), 5e-6
         )
-        assert_near(ops.linear_rows(late, *coefficients)[0, 0], matrix)
-        assert_near(ops.linear_mean(*coefficients, start=3500)[0, ::35], matrix)
+        assert_near(rows(late, *coefficients)[0, 0], matrix)
+        assert_near(mean(*coefficients, start=3500)[0, ::35], matrix)
         w = torch.zeros_like(v)
         w[0, late, 0] = v[0, late, 0]
-        u = ops.linear_vecmat(w, *coefficients)
+        u = vecmat(w, *coefficients)
         assert_near(u[0, :, 0], matrix.mT @ v[0, late, 0].double(), 5e-6)
 
 
@@ -229,7 +232,8 @@ def test_gradients(kind):
 
 @pytest.mark.parametrize("name", ["linear_scan", "linear_vecmat", "linear_rows", "linear_mean"])
 @pytest.mark.parametrize("kind", [(False, False, False), (True, True, True)], ids=str)
-def test_opcheck(kind, name):
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(kind, name, device):
     shape = (2, 20, 3, 5, 9)
     coefficients = make_linear(shape, kind, torch.float32)
     v, w, index = linear_vectors(shape, torch.float32)
@@ -237,7 +241,7 @@ def test_opcheck(kind, name):
     if first.is_floating_point():
         first.requires_grad_()
     args = (*coefficients, 3, 9) if name == "linear_mean" else (first, *coefficients)
-    torch.library.opcheck(getattr(torch.ops.captum_ssm, name).default, args)
+    torch.library.opcheck(getattr(torch.ops.captum_ssm, name).default, at(device, args))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

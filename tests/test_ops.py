@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -33,7 +34,32 @@ LONG = [
     (1, 1200, 3, 2, 1, 0, False),
     (2, 577, 4, 3, 2, 20, True),
 ]
-FORMS = ["kernel", "torch"]
+KERNELS = ["kernel", pytest.param("cuda", marks=pytest.mark.cuda)]
+FORMS = [*KERNELS, "torch"]
+
+
+def on_cuda(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function of CUDA tensors, from and to the CPU."""
+
+    def run(*args: object, **options: object) -> Tensor:
+        out = function(*at("cuda", args), **options)
+        assert out.is_cuda
+        return out.cpu()
+
+    return run
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def at(device: str, args: Iterable[object]) -> tuple[object, ...]:
+    """The arguments on a device; tensors that need gradients are leaves there."""
+    return tuple(
+        x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in args
+    )
+
+
 FUNCTIONS = {
     "kernel": (ops.diagonal_scan, ops.diagonal_vecmat, ops.diagonal_mean, ops.diagonal_rows),
     "torch": (
@@ -43,6 +69,7 @@ FUNCTIONS = {
         ops.diagonal_rows_torch,
     ),
 }
+FUNCTIONS["cuda"] = tuple(map(on_cuda, FUNCTIONS["kernel"]))
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
@@ -173,15 +200,17 @@ def test_matches_naive(shape, dtype, form):
     chosen = torch.stack([full[b][:, index[b]] for b in range(batch)])
     assert_near(rows(index, *coefficients), chosen)
     every = torch.arange(length).expand(batch, -1)
-    if form == "kernel" or length <= 100:
+    if form != "torch" or length <= 100:
         assert_near(rows(every, *coefficients), full)
-    if form == "kernel":
+    if form != "torch":
         assert torch.equal(rows(torch.arange(length), *coefficients), rows(every, *coefficients))
 
 
 @pytest.mark.parametrize("steps", [1.0, 300.0, 0.0, "constant"])
-def test_precision_at_4096(steps):
+@pytest.mark.parametrize("form", KERNELS)
+def test_precision_at_4096(form, steps):
     """Float32 stays within 2e-6 of float64 however slowly or fast the states decay."""
+    scan, vecmat, mean, rows = FUNCTIONS[form]
     length, channels = 4096, 8
     coefficients = make(1, length, channels, 4, 1, 4, True, torch.float32)
     dt = coefficients[0]
@@ -192,19 +221,19 @@ def test_precision_at_4096(steps):
     some = torch.cat([torch.arange(0, length, 127), torch.tensor([length - 1])])
     expected = matrix_by_differences(*coefficients, rows=some)
 
-    assert_near(ops.diagonal_mean(*coefficients)[:, some], expected.mean(1))
-    last = ops.diagonal_mean(*coefficients, start=length - 256)
+    assert_near(mean(*coefficients)[:, some], expected.mean(1))
+    last = mean(*coefficients, start=length - 256)
     assert_near(last[:, -1], expected.mean(1)[:, -1])
-    assert_near(ops.diagonal_rows(some, *coefficients), expected)
+    assert_near(rows(some, *coefficients), expected)
 
     v, w = vectors((1, length, channels), torch.float32)
     plain = matrix_by_differences(*coefficients[:6], rows=some)
     y = torch.einsum("bdij,bjd->bid", plain, v.double())
-    assert_near(ops.diagonal_scan(v, *coefficients[:6])[:, some], y)
+    assert_near(scan(v, *coefficients[:6])[:, some], y)
     w = torch.zeros_like(w).index_copy(1, some, w[:, some])
     u = torch.einsum("bi,bdij->bjd", w[:, some].double(), expected)
-    assert_near(ops.diagonal_vecmat(w, *coefficients), u)
-    assert_near(ops.diagonal_vecmat(w, *coefficients, mean=True), u.mean(-1))
+    assert_near(vecmat(w, *coefficients), u)
+    assert_near(vecmat(w, *coefficients, mean=True), u.mean(-1))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -379,7 +408,7 @@ def test_second_derivatives_of_the_linear_argument():
     )
 
 
-def opcheck_cases():
+def opcheck_cases() -> list[tuple[object, tuple[object, ...]]]:
     shape = (2, 40, 6, 3, 2, 4, True)
     coefficients = make(*shape, dtype=torch.float32)
     v, w = vectors(shape, torch.float32)
@@ -396,8 +425,9 @@ def opcheck_cases():
 
 
 @pytest.mark.parametrize(("op", "args"), opcheck_cases(), ids=lambda x: getattr(x, "__name__", ""))
-def test_opcheck(op, args):
-    torch.library.opcheck(op.default, args)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(op, args, device):
+    torch.library.opcheck(op.default, at(device, args))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ops import run_again
+from test_ops import DEVICES, at, run_again
 from torch import Tensor
 
 from captum_ssm import ops
@@ -31,18 +31,20 @@ def definition(rows: Tensor, values: Tensor, left: Tensor | None, columns: int) 
 
 
 @pytest.mark.parametrize("form", [ops.tap_rows, ops.tap_rows_torch], ids=["kernel", "torch"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 @pytest.mark.parametrize("with_left", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_the_definition(shape, with_left, dtype, form):
+def test_matches_the_definition(shape, with_left, dtype, device, form):
     B, M, P, R, L, C, K = shape
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(B, M, R, L, generator=g).to(dtype)
     values = torch.randn(K, B, M * P, L, generator=g).to(dtype)
     left = torch.randn(B, M * P, R, generator=g).to(dtype) if with_left else None
     # Part of a larger tensor, as LaTIM fills it; what stands beside it stays.
-    whole = torch.full((B, M * P + 2, R, C), float("nan"), dtype=dtype)
-    form(rows, values, left, whole[:, 1:-1])
+    whole = torch.full((B, M * P + 2, R, C), float("nan"), dtype=dtype, device=device)
+    form(*at(device, (rows, values, left)), whole[:, 1:-1])
+    whole = whole.cpu()
     expected = definition(rows, values, left, C)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
     error = (whole[:, 1:-1].double() - expected).abs().max() / expected.abs().max()
@@ -60,9 +62,11 @@ def test_any_layout():
     torch.testing.assert_close(out.double(), definition(rows, values, None, 7), atol=1e-6, rtol=0)
 
 
-def test_opcheck():
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device):
     args = (torch.randn(1, 2, 3, 9), torch.randn(2, 1, 4, 9), torch.randn(1, 4, 3))
-    torch.library.opcheck(torch.ops.captum_ssm.tap_rows, (*args, torch.empty(1, 4, 3, 6)))
+    args = at(device, (*args, torch.empty(1, 4, 3, 6)))
+    torch.library.opcheck(torch.ops.captum_ssm.tap_rows, args)
 
 
 @pytest.mark.parametrize(

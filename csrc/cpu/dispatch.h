@@ -1,18 +1,13 @@
 // From tensors to kernels: the instruction set, the dtype.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <cstdlib>
 #include <cstring>
 
+#include "../dtype.h"
 #include "kernels.h"
 
 namespace captum_ssm {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // The best kernels of this processor; CAPTUM_SSM_ISA names others, for tests and measurements.
 template <class T>
@@ -29,17 +24,5 @@ const Kernels<T>& kernels() {
 }
 
 inline int64_t up(int64_t x, int64_t by) { return (x + by - 1) / by; }
-
-// Calls f(T()) for the dtype of x.
-template <class F>
-void dispatch(const Tensor& x, const F& f) {
-  if (x.scalar_type() == ScalarType::Float) {
-    f(float());
-  } else {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double,
-                    "captum_ssm: the kernels take float32 and float64");
-    f(double());
-  }
-}
 
 }  // namespace captum_ssm

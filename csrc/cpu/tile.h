@@ -165,6 +165,15 @@ static void read_positions(const Maps<T>& m, int64_t p0, int64_t p1, int64_t d0,
   }
 }
 
+// All states are in use, in their own order, between `rows` rows and `sources` sources.
+template <class T>
+static void use_all(TileScratch<T>& s, int64_t inner, int64_t rows, int64_t sources) {
+  s.used = inner;
+  s.nearest = sources / kBase - 1;
+  for (int64_t x = 0; x < inner; ++x) s.slot[x] = int32_t(x);
+  for (int64_t x = 0; x < rows / kBase * s.stretches(); ++x) s.alive[x] = int32_t(inner);
+}
+
 // Finds which states of channels [d0, d0 + count) are in use between the rows [r0, r1) and the
 // sources [c0, c1) of the scratch, multiples of kBase, with s.gap between them; all of them, in
 // their own order, where none dies on the way.
@@ -205,13 +214,9 @@ static void find_alive(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t 
       ++size[lifetime];
     }
   }
+  if (size[0] == inner) return use_all(s, inner, r1 - r0, c1 - c0);
   s.used = inner - size[kLifetimes];
   int32_t* alive = s.alive;
-  if (size[0] == inner) {
-    for (int64_t x = 0; x < inner; ++x) s.slot[x] = int32_t(x);
-    for (int64_t x = 0; x < row_count * stretches; ++x) alive[x] = int32_t(inner);
-    return;
-  }
   int64_t next[kLifetimes] = {};
   for (int64_t x = 1; x < kLifetimes; ++x) next[x] = next[x - 1] + size[x - 1];
   for (int64_t k = 0; k < count; ++k)
@@ -238,15 +243,6 @@ static void find_alive(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t 
       }
       alive[r * stretches + c] = int32_t(living);
     }
-}
-
-// All states, in their own order: for blocks too small to look for less.
-template <class T>
-static void use_all(TileScratch<T>& s, int64_t inner, int64_t rows, int64_t sources) {
-  s.used = inner;
-  s.nearest = sources / kBase - 1;
-  for (int64_t x = 0; x < inner; ++x) s.slot[x] = int32_t(x);
-  for (int64_t x = 0; x < rows / kBase * s.stretches(); ++x) s.alive[x] = int32_t(inner);
 }
 
 // Has s.B, s.C hold the coefficients of the group of channel d.

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <deque>
 #include <functional>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -57,7 +58,9 @@ T __shfl_xor_sync(unsigned, T value, int by) {
 
 template <class T>
 void atomicAdd(T* to, T value) {
-  *to += value;  // no two threads of a block add to one place
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  *to += value;
 }
 
 template <class Kernel, class... Arguments>
@@ -89,6 +92,8 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... argu
 #include "linear.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
+#include "rows.cuh"
+#include "taps.cuh"
 
 // ---- the check --------------------------------------------------------------------------------
 
@@ -221,6 +226,23 @@ void check(const Case<T>& c) {
             expected[(b * (stop - start) + i - start) * L + j] += full[b * D + d][i * L + j] / D;
     compare("mean", c.sizes(), out, expected);
   }
+
+  // The last row, the first, one twice, the others in no order.
+  std::vector<int64_t> wanted{L - 1, 0, L / 2, L / 2};
+  for (int64_t i = 0; i < std::min<int64_t>(L, 40); ++i) wanted.push_back(i * 37 % L);
+  const int64_t R = wanted.size();
+  std::vector<int64_t> index;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t row : wanted) index.push_back(b % 2 ? L - 1 - row : row);
+  std::vector<T> out(batch * D * R * L, T(NAN));
+  rows(MatrixRows<T>{c.maps(), index.data(), R, out.data()}, nullptr);
+  std::vector<double> expected;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t d = 0; d < D; ++d)
+      for (int64_t r = 0; r < R; ++r)
+        for (int64_t j = 0; j < L; ++j)
+          expected.push_back(full[b * D + d][index[b * R + r] * L + j]);
+  compare("rows", c.sizes(), out, expected);
 }
 
 // Matrix-valued states: the recurrence as it is written, in float64, against both directions.
@@ -241,14 +263,15 @@ void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool
   std::vector<T> a = make(A, 0.1);
   for (size_t i = 0; i < a.size(); ++i) a[i] = i % 71 == 70 ? -T(INFINITY) : -std::abs(a[i]);
 
-  std::vector<double> y(v.size(), 0);
+  // (L, L) of every head, column by column.
+  std::vector<double> matrix(batch * H * L * L, 0), y(v.size(), 0);
   for (int64_t b = 0; b < batch; ++b)
     for (int64_t h = 0; h < H; ++h)
-      for (int64_t p = 0; p < P; ++p) {
+      for (int64_t j = 0; j < L; ++j) {
         std::vector<double> s(N, 0);
-        for (int64_t t = 0; t < L; ++t) {
+        for (int64_t t = j; t < L; ++t) {
           const int64_t at = (b * L + t) * H + h;
-          const double x = v[at * P + p];
+          const double x = t == j;
           double found = 0, out = bonus ? u[at] * x : 0;
           for (int64_t n = 0; n < N; ++n) {
             if (bonus) out += q[at * N + n] * s[n];
@@ -260,20 +283,22 @@ void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool
             s[n] += k[at * N + n] * x;
             if (!bonus) out += q[at * N + n] * s[n];
           }
-          y[at * P + p] = out;
+          matrix[((b * H + h) * L + t) * L + j] = out;
+          for (int64_t p = 0; p < P; ++p)
+            y[at * P + p] += out * v[((b * L + j) * H + h) * P + p];
         }
       }
 
-  auto rows = [&](const std::vector<T>& x, int64_t size) {
+  auto of = [&](const std::vector<T>& x, int64_t size) {
     return Rows<T>{x.data(), L * H * size, H * size, size};
   };
   const Rows<T> none{nullptr, 0, 0, 0};
+  const Heads<T> heads{of(q, N), of(k, N), of(a, A), delta ? of(e, N) : none,
+                       delta ? of(r, N) : none, bonus ? of(u, 1) : none, per_key, batch, L, H, N};
   auto apply = [&](bool backward, const std::vector<T>& in) {
     std::vector<T> out(in.size());
-    HeadsRun<T> run_{rows(q, N), rows(k, N), rows(a, A), delta ? rows(e, N) : none,
-                     delta ? rows(r, N) : none, bonus ? rows(u, 1) : none, rows(in, P),
-                     per_key, backward, batch, L, H, N, P, out.data(), nullptr, nullptr};
-    std::vector<T> state(run_.columns() * run_.chunks() * N), elapsed(state.size());
+    HeadsRun<T> run_{heads, P, backward, of(in, P), out.data(), nullptr, nullptr};
+    std::vector<T> state(run_.states(), T(NAN)), elapsed(run_.sums(), T(NAN));
     run_.state = state.data(), run_.elapsed = elapsed.data();
     run(run_, nullptr);
     return out;
@@ -284,15 +309,71 @@ void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool
                             (per_key ? " per key" : "") + (delta ? " delta" : "") +
                             (bonus ? " bonus" : "");
   compare("heads", sizes, forward, y);
-  // The transposed has the same inner products, one for each head and column.
-  std::vector<T> found(batch * H * P, 0);
-  std::vector<double> expected(found.size(), 0);
-  for (int64_t i = 0; i < int64_t(v.size()); ++i) {
-    const int64_t at = i / (L * H * P) * H * P + i % (H * P);
-    expected[at] += w[i] * y[i];
-    found[at] += backward[i] * v[i];
-  }
-  compare("heads^T", sizes, found, expected);
+  std::vector<double> transposed(w.size(), 0);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < H; ++h)
+      for (int64_t t = 0; t < L; ++t)
+        for (int64_t j = 0; j <= t; ++j)
+          for (int64_t p = 0; p < P; ++p)
+            transposed[((b * L + j) * H + h) * P + p] +=
+                matrix[((b * H + h) * L + t) * L + j] * w[((b * L + t) * H + h) * P + p];
+  compare("heads^T", sizes, backward, transposed);
+
+  std::vector<int64_t> index;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t row : {L - 1, int64_t(0), L / 2, L / 2, L / 3}) index.push_back(b % 2 ? L - 1 - row : row);
+  const int64_t R = index.size() / batch;
+  std::vector<T> some(batch * H * R * L, T(NAN));
+  rows(HeadRows<T>{heads, R, index.data(), 0, some.data(), false}, nullptr);
+  std::vector<double> expected;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < H; ++h)
+      for (int64_t x = 0; x < R; ++x)
+        for (int64_t j = 0; j < L; ++j)
+          expected.push_back(matrix[((b * H + h) * L + index[b * R + x]) * L + j]);
+  compare("rows", sizes, some, expected);
+
+  const int64_t start = L / 3, stop = (2 * L + 2) / 3;
+  std::vector<T> mean(batch * (stop - start) * L, T(0));
+  rows(HeadRows<T>{heads, stop - start, nullptr, start, mean.data(), true}, nullptr);
+  expected.assign(mean.size(), 0);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < H; ++h)
+      for (int64_t i = start; i < stop; ++i)
+        for (int64_t j = 0; j < L; ++j)
+          expected[(b * (stop - start) + i - start) * L + j] += matrix[((b * H + h) * L + i) * L + j] / H;
+  compare("mean", sizes, mean, expected);
+}
+
+// Rows times what enters through taps.
+template <class T>
+void check_taps(int64_t B, int64_t M, int64_t D, int64_t R, int64_t L, int64_t C, int64_t K,
+                bool left) {
+  std::mt19937 g(0);
+  std::normal_distribution<double> normal;
+  auto make = [&](int64_t size) {
+    std::vector<T> v(size);
+    for (T& x : v) x = T(normal(g));
+    return v;
+  };
+  const int64_t stride = D * R * C + 3;
+  const std::vector<T> rows = make(B * M * R * L), values = make(K * B * D * L);
+  const std::vector<T> scale = make(B * D * R);
+  std::vector<T> out(B * stride, T(0));
+  tap_rows(TapRows<T>{rows.data(), values.data(), left ? scale.data() : nullptr, B, M, D, R, L, C, K,
+                      stride, out.data()},
+           nullptr);
+  std::vector<double> expected(out.size(), 0);
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t d = 0; d < D; ++d)
+      for (int64_t r = 0; r < R; ++r)
+        for (int64_t j = 0; j < C; ++j)
+          for (int64_t k = 0; k < K && j + k < L; ++k)
+            expected[b * stride + (d * R + r) * C + j] +=
+                (left ? double(scale[(b * D + d) * R + r]) : 1) *
+                rows[((b * M + d / (D / M)) * R + r) * L + j + k] *
+                values[((k * B + b) * D + d) * L + j + k];
+  compare("taps", "L=" + std::to_string(L) + " K=" + std::to_string(K), out, expected);
 }
 
 int main() {
@@ -307,6 +388,8 @@ int main() {
   check_heads<float>(1, 40, 3, 4, 1, false, true, true);
   check_heads<double>(1, 20, 1, 200, 1, true, true, false);
   check_heads<float>(1, 260, 1, 3, 2, false, false, false);
+  check_taps<float>(2, 2, 4, 11, 150, 150, 4, true);
+  check_taps<double>(1, 3, 3, 3, 20, 7, 30, false);
   std::printf(failures ? "%d comparisons failed\n" : "all agree\n", failures);
   return failures != 0;
 }
