@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -241,6 +243,14 @@ def skip_what_fails_by_itself(family: str, length: int, side: str | None = None)
         pytest.skip("the Falcon-H1 of transformers 4 makes two tokens of one")
     if TRANSFORMERS_4 and side == "left" and family == "zamba2":
         pytest.skip("the Zamba2 of transformers 4, without a cache, lets padding into its states")
+
+
+def modeling_of(model: nn.Module, scan: str) -> ModuleType:
+    """The file a model is written in; skips where its scan is no function of that file."""
+    modeling = sys.modules[type(model).__module__]
+    if not hasattr(modeling, scan):
+        pytest.skip("transformers 4 has its scan inside the mixer's forward")
+    return modeling
 
 
 def padded(side: str, batch: int = 2, length: int = 9, pads: int = 4) -> Tensor:

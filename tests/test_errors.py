@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from families import TRANSFORMERS_4
+from families import TRANSFORMERS_4, modeling_of
 from models import VOCABULARY, Classifier, embed, ids, recast, tiny
 from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import nn
@@ -405,16 +405,14 @@ def test_a_subclass_that_computes_the_same():
 
 
 def test_a_patched_scan(monkeypatch):
-    from transformers.models.mamba import modeling_mamba
-
-    if not hasattr(modeling_mamba, "mamba_selective_scan"):
-        pytest.skip("transformers 4 has its scan inside the mixer's forward")
-    model, scan = tiny(), modeling_mamba.mamba_selective_scan
+    model = tiny()
+    modeling = modeling_of(model, "mamba_selective_scan")
+    scan = modeling.mamba_selective_scan
 
     def slower(x, dt, *args, **kwargs):
         return scan(x, dt * 0.9, *args, **kwargs)
 
-    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", slower)
+    monkeypatch.setattr(modeling, "mamba_selective_scan", slower)
     for call in explainers(model):
         # Each method reads the layers in the order it needs them, and stops at the first.
         assert_raises_reconstruction("backbone.layers.", call)

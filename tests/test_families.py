@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, build, padded, skip_what_fails_by_itself
+from families import FAMILIES, HYBRIDS, build, modeling_of, padded, skip_what_fails_by_itself
 from models import ids
 from torch import Tensor, nn
 
@@ -255,9 +254,7 @@ SCANS = {
 
 @pytest.mark.parametrize("family", [family for family in SCANS if family in FAMILIES])
 def test_a_patched_scan_is_caught(family, monkeypatch):
-    modeling = sys.modules[type(build(family)).__module__]
-    if not hasattr(modeling, SCANS[family]):
-        pytest.skip("transformers 4 has its scan inside the mixer's forward")
+    modeling = modeling_of(build(family), SCANS[family])
     original, calls = getattr(modeling, SCANS[family]), []
 
     def weaker(*args, **kwargs):

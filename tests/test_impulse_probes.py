@@ -5,10 +5,9 @@ them and a unit impulse at token j it returns column j of the implicit attention
 channel. No formula of this library is in it.
 """
 
-import sys
-
 import pytest
 import torch
+from families import modeling_of
 from models import S6_FAMILIES, ids, s6_paths, tiny
 from torch import Tensor
 
@@ -23,9 +22,7 @@ def recorded(monkeypatch):
     """Runs a model and returns its scan function with the calls that the run made of it."""
 
     def record(model, **inputs):
-        modeling = sys.modules[type(model).__module__]
-        if not hasattr(modeling, "mamba_selective_scan"):
-            pytest.skip("transformers 4 has its scan inside the mixer's forward")
+        modeling = modeling_of(model, "mamba_selective_scan")
         scan = modeling.mamba_selective_scan
         calls = []
 

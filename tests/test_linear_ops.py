@@ -141,9 +141,7 @@ def test_a_slow_decay_does_not_drift(form, per_key, columns):
             decay[0, 0, 0, 0].double() * gap
         )
         matrix *= gap >= 0
-        assert_near(
-            scan(v, *coefficients)[0, late, 0], matrix @ v[0, :, 0].double(), 5e-6
-        )
+        assert_near(scan(v, *coefficients)[0, late, 0], matrix @ v[0, :, 0].double(), 5e-6)
         assert_near(rows(late, *coefficients)[0, 0], matrix)
         assert_near(mean(*coefficients, start=3500)[0, ::35], matrix)
         w = torch.zeros_like(v)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from families import modeling_of
 from transformers import MambaConfig, MambaModel
-from transformers.models.mamba import modeling_mamba
 
 from captum_ssm import MambaRollout, ops
 from captum_ssm.operators import DiagonalOperator
@@ -69,8 +69,7 @@ def test_a_row_of_the_operator():
     torch.testing.assert_close((row * values[..., 0]).sum(1), forwards, atol=1e-4, rtol=1e-3)
 
 
-@pytest.fixture
-def fast_scan(monkeypatch):
+def replace_scan(model, monkeypatch):
     """transformers' own scan on a CPU makes several tensors (B, D, L, N), of 6 GiB each.
 
     This library's scan in its place is proved elsewhere to compute the same; here memory is
@@ -84,15 +83,15 @@ def fast_scan(monkeypatch):
         y = (y + x * D[:, None]) * torch.nn.functional.silu(z)
         return (y, None) if return_last_state else y
 
-    if not hasattr(modeling_mamba, "mamba_selective_scan"):
-        pytest.skip("transformers 4 has its scan inside the mixer's forward")
-    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", scan)
+    modeling = modeling_of(model, "mamba_selective_scan")
+    monkeypatch.setattr(modeling, "mamba_selective_scan", scan)
 
 
-def test_a_row_of_a_model(fast_scan):
+def test_a_row_of_a_model(monkeypatch):
     config = MambaConfig(num_hidden_layers=1, vocab_size=64, state_size=STATES, use_cache=False)
     model = MambaModel(config).eval()
     assert model.layers[0].mixer.intermediate_size == CHANNELS
+    replace_scan(model, monkeypatch)
     tokens = torch.randint(0, 64, (1, LENGTH))
     forward = []
     model.register_forward_hook(lambda *_: forward.append(peak()))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, SPECS, build, padded, skip_what_fails_by_itself
+from families import FAMILIES, SPECS, build, modeling_of, padded, skip_what_fails_by_itself
 from models import ids
 from torch import Tensor, nn
 
@@ -45,9 +45,7 @@ def function_probe(name: str, values: int | str, **without: Any) -> Measure:
     """A scan that is a function of the modeling file; ``values`` names its value argument."""
 
     def measure(model, inputs, monkeypatch) -> dict[str, Tensor]:
-        modeling = sys.modules[type(model).__module__]
-        if not hasattr(modeling, name):
-            pytest.skip("transformers 4 has its scan inside the mixer's forward")
+        modeling = modeling_of(model, name)
         original = getattr(modeling, name)
         paths = {module: path for path, module in model.named_modules()}
         calls: dict[str, tuple[tuple, dict]] = {}

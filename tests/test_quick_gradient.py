@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build
+from families import build, modeling_of
 
 from captum_ssm import MambaAttribution
 from captum_ssm._frozen import freeze
@@ -26,18 +26,15 @@ def test_gradients_are_the_models_own(family: str, frozen: bool) -> None:
 
 
 def test_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.mamba import modeling_mamba
-
-    if not hasattr(modeling_mamba, "mamba_selective_scan"):
-        pytest.skip("transformers 4 has its scan inside the mixer's forward")
     model = build("mamba")
+    modeling = modeling_of(model, "mamba_selective_scan")
     ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
     expected = MambaAttribution(model).attribute(ids, target=5)
-    scan = modeling_mamba.mamba_selective_scan
+    scan = modeling.mamba_selective_scan
 
     def without_graph(*args: object, **kwargs: object) -> torch.Tensor:
         with torch.no_grad():
             return scan(*args, **kwargs)
 
-    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", without_graph)
+    monkeypatch.setattr(modeling, "mamba_selective_scan", without_graph)
     torch.testing.assert_close(MambaAttribution(model).attribute(ids, target=5), expected)
