@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 import transformers
 from _memory import peak_mib
+from _record import RESULTS, save
 
 from captum_ssm import (
     LaTIM,
@@ -35,8 +35,6 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     ops,
 )
-
-HERE = Path(__file__).resolve().parent
 
 
 def model_of(layers: int) -> Any:
@@ -112,27 +110,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="methods to measure beside the forward; all")
     parser.add_argument("--memory", action="store_true", help="also the peak memory of each")
     parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "end_to_end.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "end_to_end.json")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
     if args.cpu_time:
         torch.set_num_threads(1)
-    results: dict[str, Any] = {
-        "benchmark": "end_to_end",
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "clock": "processor time" if args.cpu_time else "wall",
-        "kernels": ops.extension_loaded(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "layers": args.layers,
-        "difference": check(model_of(args.layers)),
-        "rows": [],
-    }
+    difference = check(model_of(args.layers))
+    rows: list[dict[str, Any]] = []
     for length in args.lengths:
         runs = sides(args.layers, length)
         base = seconds(runs["forward"], args.repeats, clock)
-        row: dict[str, Any] = {"length": length, "forward_s": base}
+        row: dict[str, Any] = {"length": length, "layers": args.layers, "forward_s": base}
         idle = peak_mib(__file__, "sides", "forward", args.layers, length) if args.memory else 0
         for name, run in runs.items():
             longest = args.backward if name == "forward_backward" else args.quadratic
@@ -147,10 +135,17 @@ def main() -> None:
             if args.memory:
                 peak = peak_mib(__file__, "sides", name, args.layers, length)
                 row[f"{name}_extra_MiB"] = peak - idle
-        results["rows"].append(row)
+        rows.append(row)
         print(json.dumps(row, indent=1), flush=True)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    save(
+        args.output,
+        "end_to_end",
+        rows,
+        cpu_time=args.cpu_time,
+        transformers=transformers.__version__,
+        kernels=ops.extension_loaded(),
+        difference=difference,
+    )
 
 
 if __name__ == "__main__":

@@ -11,19 +11,19 @@ some rows.
 from __future__ import annotations
 
 import argparse
-import json
-import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _memory import peak_mib
+from _record import RESULTS, save
 from torch import Tensor
 
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import DiagonalOperator
 
-HERE = Path(__file__).resolve().parent
 D, N, E, K = 1536, 16, 768, 4
 
 
@@ -61,13 +61,19 @@ def norms(contributions: Contributions) -> Tensor:
     return torch.cat([tile for _, tile in contributions.reduced_tiles(reduce)], 1)
 
 
+def sides(length: int, activation: str) -> dict[str, Callable[[], object]]:
+    """What memory is compared of: the interactions, and what they are made of."""
+    contributions = Contributions([layer(length)], activation)
+    return {"idle": lambda: None, "norms": lambda: norms(contributions)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "latim.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "latim.json")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(1 if args.cpu_time else args.threads)
@@ -77,9 +83,8 @@ def main() -> None:
     rows = []
     for activation in ("gate", "silu"):
         contributions = Contributions([mixer], activation)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found = norms(contributions)
-        peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        idle, peak = (peak_mib(__file__, "sides", s, L, activation) for s in ("idle", "norms"))
         index = torch.tensor([[0, L // 3, L - 1]])
         expected = contributions.vectors(index).norm(dim=-1)
         error = float((found[:, index[0]] - expected).abs().max() / expected.abs().max())
@@ -96,18 +101,15 @@ def main() -> None:
         work = L * (L + 1) * D * E
         share = (work / best) / (2 * 2048**3 / product)
         rows.append(
-            {"activation": activation, "seconds": best, "share_of_mm": share, "peak_MiB": peak}
+            {
+                "activation": activation,
+                "seconds": best,
+                "share_of_mm": share,
+                "extra_MiB": peak - idle,
+            }
         )
-        print(f"{activation}: {best:.2f} s, {100 * share:.0f}% of torch.mm, {peak:.0f} MiB more")
-    record = {
-        "benchmark": "latim",
-        "length": L,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "clock": "processor time" if args.cpu_time else "wall clock",
-        "rows": rows,
-    }
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{activation}: {best:.2f} s, {share:.0%} of torch.mm, {peak - idle:.0f} MiB more")
+    save(args.output, "latim", rows, cpu_time=args.cpu_time, length=L)
 
 
 if __name__ == "__main__":

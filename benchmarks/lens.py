@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import transformers
 from _memory import peak_mib
+from _record import RESULTS, save
 
-RESULTS = Path(__file__).resolve().parent / "results"
 # (longest for TransformerLens, lengths): beyond, it would need more than about 16 GiB.
 KINDS = {"mamba": (128, (64, 128, 512, 1024)), "mamba2": (2048, (256, 1024, 2048, 4096))}
 SIDES = ("forward", "lens", "lens_maps", "maps", "mean")
@@ -151,16 +151,8 @@ def main() -> None:
                     row[f"{name}_MiB"] = peak_mib(__file__, of, name, kind, length) - idle
             rows.append(row)
             print(json.dumps(row), flush=True)
-    record = {
-        "benchmark": "transformer_lens",
-        "transformer_lens": version("transformer-lens"),
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "clock": "processor time" if args.cpu_time else "wall clock",
-        "rows": rows,
-    }
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
+    versions = {name: version(name) for name in ("transformer-lens", "transformers")}
+    save(args.output, "transformer_lens", rows, cpu_time=args.cpu_time, **versions)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scan import fast_scan
+from _scan import fast_scan
 from task import (
     LENGTHS,
     MAX_LENGTH,

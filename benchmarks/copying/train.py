@@ -15,15 +15,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from scan import fast_scan
 from task import (
     LENGTHS,
     MAX_LENGTH,
@@ -36,9 +33,8 @@ from task import (
     held_out_batch,
     make_batch,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from tqdm import trange
 from transformers import (
     Mamba2Config,
     Mamba2ForCausalLM,
@@ -46,6 +42,11 @@ from transformers import (
     MambaForCausalLM,
     PreTrainedModel,
 )
+
+# After this directory, so that files of the same name here come first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _scan import fast_scan
+from _training import fit, save, table
 
 MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
 
@@ -56,9 +57,6 @@ PROGRESS_SEED = 10_001
 EVALUATION_SEED = 20_002
 
 SHORTEST_LESSON = 4
-WARMUP_STEPS = 200
-FINAL_LR_FRACTION = 0.01
-SIZE_LIMIT = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -118,27 +116,6 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
     return model
 
 
-def optimizer_for(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: decaying norms, biases or rates pulls them to no purpose."""
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        plain = parameter.ndim >= 2 and not name.endswith("A_log")
-        (matrices if plain else others).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
-
-
-def lr_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then half a cosine down to a hundredth."""
-    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps)))
-    return warmup * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
-
-
 def lesson_length(step: int, steps: int, generator: torch.Generator) -> int:
     """Source length of the batch at ``step``.
 
@@ -163,34 +140,20 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
 
     The loss covers the copied tokens only: the source is noise and cannot be predicted.
     """
-    optimizer = optimizer_for(model, args)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(s, args.steps))
     generator = torch.Generator().manual_seed(args.seed)
     watched = held_out_batch(256, torch.Generator().manual_seed(PROGRESS_SEED), MAX_LENGTH)
-    model.train()
-    start = time.monotonic()
-    progress = trange(args.steps, desc="copying", mininterval=1.0, disable=None)
-    for step in progress:
+
+    def loss_of(step: int) -> Tensor:
         length = lesson_length(step, args.steps, generator)
         batch = make_batch(args.batch, generator, length)
         logits = copy_logits(model, batch)
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % args.report_every == 0:
-            model.eval()
-            with torch.no_grad():
-                right = copy_logits(model, watched).argmax(-1) == watched.targets
-            model.train()
-            accuracy = right.float().mean().item()
-            progress.set_postfix(loss=f"{loss.item():.4f}", accuracy=f"{accuracy:.4f}")
-            if progress.disable:  # output goes to a file: leave a line there instead of a bar
-                line = f"step {step + 1}: loss {loss.item():.4f}, accuracy {accuracy:.4f}"
-                print(line, flush=True)
-    return time.monotonic() - start
+        return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+    def scores() -> dict[str, float]:
+        right = copy_logits(model, watched).argmax(-1) == watched.targets
+        return {"accuracy": right.float().mean().item()}
+
+    return fit(model, args, "copying", loss_of, scores)
 
 
 @torch.no_grad()
@@ -286,20 +249,6 @@ from transformers import {kind}
 model = {kind}.from_pretrained("tutorials/models/{args.output.name}").eval()
 ```
 """
-
-
-def table(rows: dict[str, Any]) -> str:
-    """The rows of a two-column Markdown table."""
-    return "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-
-
-def save(model: PreTrainedModel, directory: Path) -> None:
-    """Save weights and configuration, and refuse a checkpoint too large to keep in git."""
-    directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory)
-    size = sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
-    if size > SIZE_LIMIT:
-        raise SystemExit(f"{directory} holds {size:,} bytes, over the limit of {SIZE_LIMIT:,}")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -15,7 +13,8 @@ from torch import Tensor
 
 from captum_ssm import ops
 
-RESULTS = Path(__file__).parents[1] / "results"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import _record
 
 
 def layer(length: int, channels: int = 1536, states: int = 16, seed: int = 0) -> dict[str, Tensor]:
@@ -72,16 +71,6 @@ def check(name: str, actual: Tensor, expected: Tensor, tolerance: float = 3e-6) 
     return error
 
 
-def processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=2)
@@ -105,18 +94,5 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 def save(name: str, args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
     """Write the rows with the machine and versions they belong to."""
-    if args.no_save:
-        return
-    RESULTS.mkdir(exist_ok=True)
-    record = {
-        "benchmark": name,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "processor": processor(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": args.threads,
-        "clock": "processor time" if args.cpu_time else "wall clock",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "rows": rows,
-    }
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    if not args.no_save:
+        _record.save(_record.RESULTS / f"{name}.json", name, rows, cpu_time=args.cpu_time)

@@ -17,7 +17,6 @@ import json
 import math
 import random
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,14 @@ from stories import (
     make_batch,
     make_tokenizer,
 )
-from torch import nn
+from torch import Tensor
 from torch.nn import functional
-from tqdm import trange
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-# `train` is a name here as well: as a script this file is not in its own way.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "copying"))
-from scan import fast_scan
-from train import lr_factor, optimizer_for, save, table
+# After this directory, so that files of the same name here come first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _scan import fast_scan
+from _training import fit, save, table
 
 MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
 SHORTEST_LESSON = 24
@@ -138,14 +136,10 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
     training. In the second, half of the batches have some words blanked, so that an input with
     words taken away is nothing new to the model.
     """
-    optimizer = optimizer_for(model, args)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(s, args.steps))
     rng = random.Random(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    model.train()
-    start = time.monotonic()
-    progress = trange(args.steps, desc=args.architecture, mininterval=1.0, disable=None)
-    for step in progress:
+
+    def loss_of(step: int) -> Tensor:
         share = min(1.0, step / (LESSONS * args.steps))
         length = round(SHORTEST_LESSON + (args.length - SHORTEST_LESSON) * share)
         tokens, asked = make_batch(args.batch, rng, length, people=2 if share < 1 else args.people)
@@ -159,22 +153,12 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
             logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         )
         answers = losses[asked[:, :-1].flatten()]
-        loss = losses.mean() + answers.mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % args.report_every == 0:
-            model.eval()
-            shares = accuracy(model, 100, args.people, seed=10_001)
-            model.train()
-            taken = time.monotonic() - start
-            line = ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items())
-            progress.set_postfix_str(line)
-            if progress.disable:  # output goes to a file: leave a line there instead of a bar
-                print(f"step {step + 1}: loss {loss:.3f}, {line}, {taken:.0f} s", flush=True)
-    return time.monotonic() - start
+        return losses.mean() + answers.mean()
+
+    def scores() -> dict[str, float]:
+        return accuracy(model, 100, args.people, seed=10_001)
+
+    return fit(model, args, args.architecture, loss_of, scores)
 
 
 def model_card(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -29,15 +28,14 @@ from records import (
     held_out_batch,
     make_batch,
 )
-from scan import fast_scan
-from torch import nn
+from torch import Tensor
 from torch.nn import functional
-from tqdm import trange
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-# `train` is a name here as well: as a script this file is not in its own way.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "copying"))
-from train import lr_factor, optimizer_for, save, table
+# After this directory, so that files of the same name here come first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _scan import fast_scan
+from _training import fit, save, table
 
 OUTPUT = Path(__file__).resolve().parents[2] / "tutorials" / "models" / "passkey-mamba"
 
@@ -89,36 +87,19 @@ def lesson(step: int, args: argparse.Namespace, generator: torch.Generator) -> P
 
 def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
     """Train in place and return the seconds it took. The loss covers the answers only."""
-    optimizer = optimizer_for(model, args)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(s, args.steps))
     generator = torch.Generator().manual_seed(args.seed)
     watched = held_out_batch(128, torch.Generator().manual_seed(PROGRESS_SEED))
-    model.train()
-    start = time.monotonic()
-    progress = trange(args.steps, desc="passkey", mininterval=1.0, disable=None)
-    for step in progress:
+
+    def loss_of(step: int) -> Tensor:
         batch = lesson(step, args, generator)
         logits = answer_logits(model, batch)
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % args.report_every == 0:
-            model.eval()
-            with torch.no_grad():
-                right = answer_logits(model, watched).argmax(-1) == watched.targets
-            model.train()
-            share = right.float().mean().item()
-            progress.set_postfix(loss=f"{loss.item():.4f}", accuracy=f"{share:.4f}")
-            if progress.disable:  # output goes to a file: leave a line there instead of a bar
-                taken = time.monotonic() - start
-                print(
-                    f"step {step + 1}: loss {loss.item():.4f}, accuracy {share:.4f}, {taken:.0f} s",
-                    flush=True,
-                )
-    return time.monotonic() - start
+        return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+    def scores() -> dict[str, float]:
+        right = answer_logits(model, watched).argmax(-1) == watched.targets
+        return {"accuracy": right.float().mean().item()}
+
+    return fit(model, args, "passkey", loss_of, scores)
 
 
 def model_card(
