@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -99,8 +100,8 @@ class FrozenModel:
     def row_index(self, rows: int | Sequence[int] | Tensor) -> Tensor:
         """Asked rows, an int, ``(R,)`` or ``(B, R)``, as positions ``(B, R)`` from the start."""
         B, L = self.shape
-        index = torch.as_tensor(rows, device=self.layers[0].call.output.device)
-        if index.is_floating_point() or index.dtype == torch.bool or index.dim() > 2:
+        index = as_integers(rows, self.layers[0].call.output.device)
+        if index is None or index.dim() > 2:
             raise TypeError(f"rows is {rows!r}; accepted are an int, (R,) or (B, R) integers.")
         if index.numel() == 0 or (index.dim() == 2 and index.shape[0] != B):
             raise ValueError(
@@ -115,7 +116,7 @@ class FrozenModel:
 
     def from_layer(self, start: int) -> list[FrozenLayer]:
         """The layers from stage ``start`` (negative from the end) on."""
-        count, index = self.layers[-1].stage + 1, _as_index(start)
+        count, index = self.layers[-1].stage + 1, as_index(start)
         if index is None or not -count <= index < count:
             raise ValueError(
                 f"start_layer is {start!r}; this model has {count} layers of mixers, so 0 .. "
@@ -140,18 +141,22 @@ class FrozenModel:
             wanted = [layers]  # type: ignore[list-item]
         if not wanted:
             raise ValueError("layers is empty; name at least one, or pass None for all.")
+        return [self._layer(item, f"layers holds {item!r}") for item in wanted]
+
+    def select_one(self, layer: int | str | None) -> FrozenLayer:
+        """The layer named by its index (negative from the end) or its path."""
+        return self._layer(layer, f"layer is {layer!r}")
+
+    def _layer(self, name: int | str | None, given: str) -> FrozenLayer:
         by_name = {layer.name: i for i, layer in enumerate(self.layers)}
         count = len(self.layers)
-        chosen = []
-        for item in wanted:
-            index = by_name.get(item) if isinstance(item, str) else _as_index(item)
-            if index is None or not -count <= index < count:
-                raise ValueError(
-                    f"layers holds {item!r}; this model has {count} mixers, to be named by "
-                    f"index 0 .. {count - 1} or by path: {', '.join(by_name)}."
-                )
-            chosen.append(self.layers[index])
-        return chosen
+        index = by_name.get(name) if isinstance(name, str) else as_index(name)
+        if index is None or not -count <= index < count:
+            raise ValueError(
+                f"{given}; this model has {count} mixers, to be named by index 0 .. "
+                f"{count - 1} or by path: {', '.join(by_name)}."
+            )
+        return self.layers[index]
 
 
 def freeze(
@@ -185,8 +190,8 @@ def freeze(
             Default: True
     """
     model = resolve_model(forward_func, model)
-    check_inputs(inputs, model)
-    extra = extra_arguments(additional_forward_args, inputs)
+    inputs = check_inputs(inputs, model)
+    extra = extra_arguments(forward_func, inputs, additional_forward_args)
 
     def run() -> Any:
         return call_forward(forward_func, inputs, extra)
@@ -285,29 +290,58 @@ def exact_arithmetic() -> Iterator[None]:
 
 def resolve_model(forward_func: Any, model: Any) -> Any:
     """The module or nnsight model whose mixers are explained."""
-    if model is None:
-        if is_model(forward_func):
-            return forward_func
-        raise ValueError(
-            f"forward_func is a {type(forward_func).__name__}, not a torch module, so the "
-            "model it runs is not known; pass it: Method(forward_func, model=model)."
-        )
-    if not is_model(model):
+    if model is not None:
+        return check_model(model)
+    if is_model(forward_func):
+        return forward_func
+    raise ValueError(
+        f"forward_func is a {type(forward_func).__name__}, not a torch module, so the "
+        "model it runs is not known; pass it: Method(forward_func, model=model)."
+    )
+
+
+def check_model(model: Any) -> Any:
+    """``model``, or a TypeError where it is no torch module."""
+    if is_model(model):
+        return model
+    raise TypeError(
+        f"model is {_kind(model)}; accepted are a torch.nn.Module and an nnsight-wrapped model."
+    )
+
+
+def check_forward(forward_func: Any) -> None:
+    """Raise unless ``forward_func`` is a model, or a function that may run one."""
+    if isinstance(forward_func, type) or not (is_model(forward_func) or callable(forward_func)):
         raise TypeError(
-            f"model is a {type(model).__name__}; accepted are a torch.nn.Module and an "
-            "nnsight-wrapped model."
+            f"forward_func is {_kind(forward_func)}; accepted are a torch.nn.Module, an "
+            "nnsight-wrapped model and a function that runs one."
         )
-    return model
 
 
-def check_inputs(inputs: Any, model: Any) -> None:
-    """Raise unless ``inputs`` is one non-empty tensor of a form the library explains."""
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself, not a model made of it"
+    return f"a {type(value).__name__}"
+
+
+def check_inputs(inputs: Any, model: Any) -> Tensor:
+    """``inputs`` as the model takes them, where they are of a form the library explains.
+
+    Raises:
+        InputError: for a wrong shape, no values at all, or ids outside the vocabulary.
+        TypeError: for something else than a dense tensor, or a wrong dtype.
+    """
     accepted = (
         "accepted are token ids (B, L) of an integer dtype, embeddings (B, L, E) and images "
         "(B, C, H, W) of a floating dtype"
     )
-    if not torch.is_tensor(inputs):
+    if not isinstance(inputs, Tensor):
         raise TypeError(f"inputs is a {type(inputs).__name__}; {accepted}.")
+    if inputs.layout != torch.strided:
+        raise TypeError(
+            f"inputs is a tensor of layout {inputs.layout}; {accepted}, dense: "
+            "inputs.to_dense() is."
+        )
     shape = tuple(inputs.shape)
     if inputs.dim() not in (2, 3, 4):
         raise InputError(f"inputs has shape {shape}; {accepted}.")
@@ -320,8 +354,36 @@ def check_inputs(inputs: Any, model: Any) -> None:
         )
     if inputs.numel() == 0:
         raise InputError(f"inputs is empty, of shape {shape}; give at least one token.")
-    if inputs.dim() == 2:
-        _check_ids(inputs, unwrap(model))
+    if inputs.is_meta:
+        raise InputError(
+            "inputs is on the device meta, where tensors have no values; make it on the "
+            "model's device."
+        )
+    return as_ids("inputs", inputs, model) if inputs.dim() == 2 else inputs
+
+
+def as_ids(name: str, ids: Tensor, model: Any) -> Tensor:
+    """Ids of any integer dtype in one that embeddings take; raises for what is no id."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} is {ids.dtype}; accepted are token ids of an integer dtype.")
+    if ids.dtype not in (torch.int32, torch.int64):
+        ids = ids.long()
+    size = getattr(_embeddings(unwrap(model)), "num_embeddings", None)
+    if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+        raise InputError(
+            f"{name} holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
+            f"has ids 0 .. {size - 1}."
+        )
+    return ids
+
+
+def _embeddings(model: nn.Module) -> Any:
+    # The table of a language model, or None.
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        return find() if callable(find) else None
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def extract_logits(output: Any) -> Tensor:
@@ -432,17 +494,25 @@ def call_forward(forward_func: Callable[..., Any], inputs: Tensor, extra: Any) -
     positional = tuple(_for_autograd(value) for value in extra[0])
     named = {name: _for_autograd(value) for name, value in extra[1].items()}
     if isinstance(function, nn.Module):
-        # Of the class: while a model is traced its modules carry another forward.
-        names = list(inspect.signature(type(function).forward).parameters)[1:]
+        names = _parameters(function)
         if "use_cache" in names[len(positional) + 1 :]:
             # Nothing is generated here, and RWKV writes its cache in place, which no gradient
             # survives.
             named.setdefault("use_cache", False)
-        if inputs.dim() == 3 and "inputs_embeds" in names and names[0] != "inputs_embeds":
+        if _takes_embeddings(names, inputs):
             # Embeddings go where a language model takes them, not where it takes ids.
             named = {**dict(zip(names[1:], positional, strict=False)), **named}
             return function(inputs_embeds=inputs, **named)
     return function(inputs, *positional, **named)
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    # Of the class: while a model is traced its modules carry another forward.
+    return list(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def _takes_embeddings(names: Sequence[str], inputs: Tensor) -> bool:
+    return inputs.dim() == 3 and "inputs_embeds" in names and names[0] != "inputs_embeds"
 
 
 def _for_autograd(value: Any) -> Any:
@@ -450,7 +520,13 @@ def _for_autograd(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) and value.is_inference() else value
 
 
-def extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def extra_arguments(
+    forward_func: Callable[..., Any], inputs: Tensor, extra: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Captum's ``additional_forward_args``, positional and by name, where they fit the inputs.
+
+    What a function of the user's own takes is its own affair; what goes to a model is checked.
+    """
     if isinstance(extra, tuple) and len(extra) == 1 and isinstance(extra[0], dict):
         extra = extra[0]  # as Captum's wrappers pass a dict on
     if isinstance(extra, dict):
@@ -465,26 +541,51 @@ def extra_arguments(extra: Any, inputs: Tensor) -> tuple[tuple[Any, ...], dict[s
                 f"a tensor of shape {tuple(value.shape)}; give one row an example (in a tuple, "
                 "where a Captum method repeats the examples: it does not repeat a dict)."
             )
+    if is_model(forward_func):
+        model = unwrap(forward_func)
+        names = _parameters(model)
+        _check_mask({**dict(zip(names[1:], positional, strict=False)), **named}, inputs)
+        if _takes_embeddings(names, inputs):
+            _check_width(model, inputs)
+    else:
+        _check_mask_length(named.get("attention_mask"), inputs)
+    return positional, named
+
+
+def _check_mask(named: dict[str, Any], inputs: Tensor) -> None:
     mask = named.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1:] != inputs.shape[1:2]:
+    # Masks of more axes, and those of a model's own kind, are left to the model.
+    if isinstance(mask, (bool, int, float, str, list, tuple, np.ndarray)):
+        raise TypeError(
+            f"attention_mask is a {type(mask).__name__}; accepted is a tensor (B, L), 1 for "
+            "tokens and 0 for padding."
+        )
+    B = inputs.shape[0]
+    if isinstance(mask, Tensor) and (mask.dim() < 2 or mask.shape[0] not in (1, B)):
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)} for inputs of shape "
+            f"{tuple(inputs.shape)}; give one row an example, (B, L)."
+        )
+    _check_mask_length(mask, inputs)
+
+
+def _check_mask_length(mask: Any, inputs: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or inputs.dim() == 4:
+        return
+    if mask.shape[1] != inputs.shape[1]:
         raise InputError(
             f"attention_mask has shape {tuple(mask.shape)} for inputs of shape "
             f"{tuple(inputs.shape)}; give one entry a token."
         )
-    return positional, named
 
 
-def _check_ids(ids: Tensor, model: nn.Module) -> None:
-    find = getattr(model, "get_input_embeddings", None)
-    try:
-        table = find() if callable(find) else None
-    except (AttributeError, NotImplementedError):
-        return
-    size = getattr(table, "num_embeddings", None)
-    if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+def _check_width(model: nn.Module, embeddings: Tensor) -> None:
+    table = _embeddings(model)
+    width = table.embedding_dim if isinstance(table, nn.Embedding) else None
+    if width not in (None, embeddings.shape[-1]):
         raise InputError(
-            f"inputs holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
-            f"has ids 0 .. {size - 1}."
+            f"inputs has shape {tuple(embeddings.shape)}, so its embeddings are of width "
+            f"{embeddings.shape[-1]}; those of the model are of width {width}."
         )
 
 
@@ -512,6 +613,11 @@ def padding_mask(captured: Capture, B: int, L: int) -> Tensor | None:
     if mask is None or tuple(mask.shape) not in ((B, L), (1, L)):
         return None
     mask = mask.expand(B, L)
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError(
+            f"attention_mask holds values from {float(mask.min()):g} to {float(mask.max()):g}; "
+            "accepted are 1 for tokens and 0 for padding."
+        )
     empty = (mask != 0).sum(1) == 0
     if bool(empty.any()):
         raise InputError(
@@ -536,15 +642,11 @@ def _is_per_token(logits: Tensor, tokens: int) -> bool:
 
 
 def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
-    if isinstance(position, bool):
-        raise TypeError("position is a bool; accepted are an int, a (B,) tensor and None.")
-    try:
-        index = torch.as_tensor(position, device=device)
-    except (TypeError, ValueError, RuntimeError):
-        index = torch.empty(0)
-    if index.is_floating_point() or index.dtype == torch.bool or index.dim() > 1:
+    index = as_integers(position, device)
+    if index is None or index.dim() > 1:
         raise TypeError(
-            f"position is {position!r}; accepted are an int, a (B,) integer tensor and None."
+            f"position is {position!r}, a {type(position).__name__}; accepted are an int, a "
+            "(B,) integer tensor and None."
         )
     if index.dim() == 1 and index.shape[0] != B:
         raise InputError(f"position has {index.shape[0]} entries for a batch of {B}.")
@@ -614,15 +716,30 @@ def _split_target(target: Any, position: Any, logits: Tensor, L: int) -> tuple[A
             f"target is {target!r}, which names the position, and position={position!r} was "
             "given too; give one of them."
         )
-    return [int(t) for _, t in pairs], torch.tensor([int(p) for p, _ in pairs])
+    places, tokens = ([as_index(x) for x in side] for side in zip(*pairs, strict=True))
+    if None in places or None in tokens:
+        raise TargetError(
+            f"target is {target!r}; a tuple names (position, token), and both are integers."
+        )
+    return tokens, torch.tensor(places)
 
 
-def _as_index(value: Any) -> int | None:
-    # An integer of Python, numpy or torch; None for anything else.
+def as_index(value: Any) -> int | None:
+    """An integer of Python, numpy or torch as an int; None for anything else."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except (TypeError, ValueError):
         return None
+
+
+def as_integers(value: Any, device: torch.device) -> Tensor | None:
+    """Integers of Python, numpy or torch as an int64 tensor; None for anything else."""
+    try:
+        found = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+    return found.long() if is_integer else None
 
 
 def _check_count(given: int, batch: int) -> None:
@@ -640,28 +757,35 @@ def _score(logits: Tensor, target: Any, query: Tensor) -> Tensor:
             f"the model returns logits of shape {tuple(logits.shape)} and no target was given; "
             "pass a token id, one id an example, or (position, token)."
         )
-    vocabulary = logits.shape[-1]
-    token = _as_tokens(target, logits)
-    if bool(((token < -vocabulary) | (token >= vocabulary)).any()):
-        raise TargetError(
-            f"target is {token.tolist()}, outside the vocabulary: ids 0 .. {vocabulary - 1} are "
-            "accepted."
-        )
+    token = token_ids(_as_tokens(target, logits), logits.shape[-1])
     row = query.argmax(1).to(logits.device) - (L - logits.shape[1])
     if bool((row < 0).any()):
         raise InputError(
             f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the "
             "position asked for is before them."
         )
-    return logits[torch.arange(B, device=logits.device), row, token % vocabulary]
+    return logits[torch.arange(B, device=logits.device), row, token]
+
+
+def token_ids(target: Tensor, vocabulary: int) -> Tensor:
+    """Targets as ids from 0 on; as in Captum and Python, -1 is the last of the vocabulary."""
+    if bool(((target < -vocabulary) | (target >= vocabulary)).any()):
+        raise TargetError(
+            f"target is {_shown(target)}, outside the vocabulary: ids 0 .. {vocabulary - 1} (or "
+            f"-{vocabulary} .. -1 from its end) are accepted."
+        )
+    return target % vocabulary
+
+
+def _shown(values: Tensor) -> str:
+    if values.numel() <= 16:
+        return str(values.tolist())
+    return f"of shape {tuple(values.shape)}, from {int(values.min())} to {int(values.max())}"
 
 
 def _as_tokens(target: Any, logits: Tensor) -> Tensor:
-    try:
-        token = torch.as_tensor(target, device=logits.device)
-    except (TypeError, ValueError, RuntimeError):
-        token = torch.empty(0)
-    if token.is_floating_point() or token.dtype == torch.bool or token.dim() > 1:
+    token = as_integers(target, logits.device)
+    if token is None or token.dim() > 1:
         raise TargetError(
             f"target is {target!r}; for logits of shape {tuple(logits.shape)} accepted are a "
             "token id, one id an example (list or 1-D tensor), or (position, token)."
@@ -672,8 +796,9 @@ def _as_tokens(target: Any, logits: Tensor) -> Tensor:
 
 
 def _captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
+    index = as_index(target)  # Captum knows Python's integers only
     try:
-        score = select_targets(logits, target)
+        score = select_targets(logits, target if index is None else index)
     except (AssertionError, IndexError, RuntimeError) as error:
         raise TargetError(
             f"target is {target!r}, which does not select one value per example of the output "

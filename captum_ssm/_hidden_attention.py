@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from captum_ssm._frozen import FrozenLayer, FrozenModel, exact_arithmetic, freeze
+from captum_ssm._frozen import FrozenLayer, FrozenModel, check_model, exact_arithmetic, freeze
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
 from captum_ssm._progress import progress
@@ -73,19 +73,21 @@ def hidden_attention(
         >>> {path: m.shape for path, m in maps.items()}
         {'backbone.layers.1.mixer': torch.Size([1, 7, 7])}
     """
-    check_components(formulation, components)
+    chosen = check_components(formulation, components)
+    folded = None if formulation == "hidden" else chosen
     if reduction is not None and reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; accepted are {REDUCTIONS} and None.")
+    model = check_model(model)
     frozen = freeze(
         model, None, single_input(inputs), additional_forward_args, query=False, check=check
     )
     maps = {}
-    chosen = frozen.select(layers)
+    visited = frozen.select(layers)
     with limit_memory(memory_limit), exact_arithmetic():
         if memory_limit is not None:
-            _require_memory(frozen, chosen, formulation, components, reduction, rows)
-        for layer in progress(chosen, "layers"):
-            operator = layer.mixer.operator(formulation, components)
+            _require_memory(frozen, visited, formulation, folded, reduction, rows)
+        for layer in progress(visited, "layers"):
+            operator = layer.mixer.operator(formulation, folded)
             if rows is None:
                 maps[layer.name] = frozen.mask_matrix(operator.matrix(reduction))
             else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from captum_ssm._capture import is_model, unwrap
 from captum_ssm._errors import InputError
-from captum_ssm._frozen import extract_logits
+from captum_ssm._frozen import as_ids, as_index, extract_logits, resolve_model
 from captum_ssm.attr import (
     LaTIM,
     MambaRollout,
@@ -43,6 +43,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
     Raises:
         AssertionError: for an ``attr_method`` that is neither of this library nor supported by
             Captum (Captum's own check).
+        TypeError: for a tokenizer without these functions.
         ValueError: for an unknown ``attr_target``, or a method made with a plain function in
             place of a model.
 
@@ -59,6 +60,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
 
     def __init__(self, attr_method: Any, tokenizer: Any, attr_target: str = "logit") -> None:
         _check_attr_target(attr_target)
+        _check_tokenizer(tokenizer)
         ours = isinstance(attr_method, TokenAttribution)
         if ours and not is_model(attr_method.forward_func):
             raise ValueError(
@@ -155,8 +157,10 @@ def continuation_relevance(
         P - 1 + k; it is zero for the tokens behind that position.
 
     Raises:
-        ValueError: for an empty prompt or continuation, ids of another shape, or options that
-            the position sets.
+        ValueError: for an empty prompt or continuation, ids of another shape or outside the
+            vocabulary, an ``internal_batch_size`` below 1, or options that the position sets.
+        TypeError: for a prompt or continuation that is no tensor of integers, or a method of
+            another library.
 
     Examples::
 
@@ -166,6 +170,17 @@ def continuation_relevance(
     """
     _check_attr_target(attr_target)
     _check_options(options)
+    if not isinstance(method, TokenAttribution):
+        raise TypeError(
+            f"method is a {type(method).__name__}; accepted are the methods of captum_ssm, such as "
+            "MambaLRP(model)."
+        )
+    for name, value in (("prompt", prompt), ("continuation", continuation)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the {name} is a {type(value).__name__}; accepted is a tensor of token ids, as "
+                "a tokenizer's encode(..., return_tensors='pt') returns."
+            )
     prompt = prompt[None] if prompt.dim() == 1 else prompt
     if prompt.dim() != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise InputError(
@@ -177,8 +192,14 @@ def continuation_relevance(
             f"the continuation has shape {tuple(continuation.shape)}; accepted are token ids "
             "(T,), at least one. A text may be tokenized to nothing: give the ids then."
         )
-    if internal_batch_size < 1:
-        raise ValueError(f"internal_batch_size is {internal_batch_size}; at least 1 is needed.")
+    step = as_index(internal_batch_size)
+    if step is None or step < 1:
+        raise ValueError(
+            f"internal_batch_size is {internal_batch_size!r}; accepted are integers from 1 on."
+        )
+    model = resolve_model(method.forward_func, method.model)
+    prompt = as_ids("the prompt", prompt, model)
+    continuation = as_ids("the continuation", continuation, model)
     if attr_target == "log_prob":
         method = _of_log_probabilities(method)
     P, T = prompt.shape[1], continuation.numel()
@@ -195,8 +216,8 @@ def continuation_relevance(
         return torch.cat([frozen.attribute(ids, position=P - 1 + k, **options) for k in range(T)])
     pairs = [(P - 1 + k, token) for k, token in enumerate(continuation.tolist())]
     rows = []
-    for start in range(0, T, internal_batch_size):
-        part = pairs[start : start + internal_batch_size]
+    for start in range(0, T, step):
+        part = pairs[start : start + step]
         rows.append(method.attribute(ids.expand(len(part), -1), target=part, **options))
     return torch.cat(rows)
 
@@ -226,6 +247,16 @@ def _ignores_target(method: TokenAttribution, options: dict[str, Any]) -> bool:
 def _check_attr_target(attr_target: str) -> None:
     if attr_target not in ATTR_TARGETS:
         raise ValueError(f"attr_target is {attr_target!r}; accepted are {ATTR_TARGETS}.")
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    needed = ("encode", "decode", "convert_ids_to_tokens")
+    missing = [name for name in needed if not callable(getattr(tokenizer, name, None))]
+    if missing:
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__} without {', '.join(missing)}; accepted is "
+            "the tokenizer of the language model, such as AutoTokenizer.from_pretrained(...)."
+        )
 
 
 def _check_options(options: dict[str, Any]) -> None:

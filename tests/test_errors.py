@@ -1,12 +1,13 @@
 """Bad calls: what each says, and that it leaves the model as it was."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from families import TRANSFORMERS_4, modeling_of
-from models import VOCABULARY, Classifier, embed, ids, recast, tiny
+from families import TRANSFORMERS_4, build, modeling_of
+from models import VOCABULARY, Classifier, ids, recast, tiny
 from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import nn
 
@@ -23,7 +24,10 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     UnsupportedModelError,
     hidden_attention,
+    register_mixer,
 )
+from captum_ssm.mixers import registered
+from captum_ssm.models import VisionMamba
 
 MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
 METHODS = [*MAPS, LaTIM, MambaLRP]
@@ -77,6 +81,18 @@ CASES = {
     "a model that is not one": Case(
         TypeError, ["model is a str", "torch.nn.Module", "nnsight"], wrap=lambda m: (m, "mamba")
     ),
+    "a class": Case(
+        TypeError,
+        ["forward_func is the class MambaForCausalLM itself", "torch.nn.Module"],
+        wrap=lambda m: (type(m), None),
+    ),
+    "the class of the model": Case(
+        TypeError, ["model is the class MambaForCausalLM itself"], wrap=lambda m: (m, type(m))
+    ),
+    "a configuration": Case(
+        TypeError, ["forward_func is a MambaConfig", "nnsight"], wrap=lambda m: (m.config, None)
+    ),
+    "nothing": Case(TypeError, ["forward_func is a NoneType"], wrap=lambda m: (None, None)),
     "a callable without model=": Case(
         ValueError, ["function", "model=model"], wrap=lambda m: (lambda t: m(t), None)
     ),
@@ -147,6 +163,17 @@ CASES = {
         InputError, ["37 to 37", f"0 .. {VOCABULARY - 1}"], TOKENS * 0 + 37
     ),
     "a negative id": Case(InputError, ["-2", f"0 .. {VOCABULARY - 1}"], TOKENS * 0 - 2),
+    "a negative id of one byte": Case(
+        InputError, ["-2", f"0 .. {VOCABULARY - 1}"], (TOKENS * 0 - 2).to(torch.int8)
+    ),
+    "ids without values": Case(InputError, ["device meta"], TOKENS.to("meta")),
+    "embeddings without values": Case(
+        InputError, ["device meta"], torch.zeros(2, 7, 16, device="meta")
+    ),
+    "sparse ids": Case(TypeError, ["torch.sparse_coo", "to_dense()"], TOKENS.to_sparse()),
+    "embeddings of another width": Case(
+        InputError, ["(2, 7, 8)", "width 8", "width 16"], torch.zeros(2, 7, 8)
+    ),
     "NaN in the embeddings": Case(
         InputError, ["NaN", "inputs"], torch.full((2, 7, 16), float("nan"))
     ),
@@ -165,6 +192,42 @@ CASES = {
         InputError,
         ["(2, 6)", "(2, 7)"],
         options={"additional_forward_args": {"attention_mask": mask(*["111111"] * 2)}},
+    ),
+    "a mask without a batch": Case(
+        InputError,
+        ["attention_mask", "(7,)", "(2, 7)", "(B, L)"],
+        options={"additional_forward_args": {"attention_mask": torch.ones(7)}},
+    ),
+    "a mask without a batch, in its place": Case(
+        InputError,
+        ["attention_mask", "(7,)", "(2, 7)", "(B, L)"],
+        options={"additional_forward_args": torch.ones(7)},
+        model=lambda: Classifier("last"),
+    ),
+    "a float mask of another batch": Case(
+        InputError,
+        ["attention_mask", "(3, 7)", "(2, 7)"],
+        options={"additional_forward_args": {"attention_mask": torch.ones(3, 7)}},
+    ),
+    "a mask that is a list": Case(
+        TypeError,
+        ["attention_mask is a list", "(B, L)", "0 for padding"],
+        options={"additional_forward_args": {"attention_mask": [[1] * 7] * 2}},
+    ),
+    "a mask that is an array": Case(
+        TypeError,
+        ["attention_mask is a ndarray"],
+        options={"additional_forward_args": {"attention_mask": np.ones((2, 7))}},
+    ),
+    "a mask of numbers": Case(
+        InputError,
+        ["attention_mask", "from 1 to 5", "0 for padding"],
+        options={"additional_forward_args": {"attention_mask": mask("1111111", "2222555")}},
+    ),
+    "a mask of scores": Case(
+        InputError,
+        ["attention_mask", "from 0 to 0.5", "0 for padding"],
+        options={"additional_forward_args": {"attention_mask": mask("1111111", "0111111") * 0.5}},
     ),
     # the position
     "a position after the end": Case(
@@ -186,6 +249,9 @@ CASES = {
     "a position that is a word": Case(
         TypeError, ["position", "last"], options={"position": "last"}
     ),
+    "positions that are words": Case(
+        TypeError, ["position is ['a', 'b']"], options={"position": ["a", "b"]}
+    ),
     "a position on padding": Case(
         InputError,
         ["[1, 1]", "padding"],
@@ -200,6 +266,27 @@ CASES = {
     ),
     "a target outside the vocabulary": Case(
         TargetError, ["37", f"0 .. {VOCABULARY - 1}"], methods=GRADIENT, target=VOCABULARY
+    ),
+    "a target before the vocabulary": Case(
+        TargetError,
+        ["[-38", f"0 .. {VOCABULARY - 1}", f"-{VOCABULARY} .. -1 from its end"],
+        methods=GRADIENT,
+        target=-VOCABULARY - 1,
+    ),
+    "a pair with a fraction of a token": Case(
+        TargetError, ["(2, 3.7)", "(position, token)"], methods=GRADIENT, target=(2, 3.7)
+    ),
+    "a pair with a fraction of a position": Case(
+        TargetError, ["(2.0, 3)", "both are integers"], methods=GRADIENT, target=(2.0, 3)
+    ),
+    "a pair with a word": Case(
+        TargetError, ["(3, 'x')", "both are integers"], methods=GRADIENT, target=(3, "x")
+    ),
+    "pairs with a bool": Case(
+        TargetError,
+        ["[(3, 4), (3, True)]", "both are integers"],
+        methods=GRADIENT,
+        target=[(3, 4), (3, True)],
     ),
     "one of several targets outside": Case(
         TargetError, ["[4, 99]", f"0 .. {VOCABULARY - 1}"], methods=GRADIENT, target=[4, 99]
@@ -225,6 +312,13 @@ CASES = {
     ),
     "a position of the target outside": Case(
         InputError, ["[9, 9]", "0 .. 6"], methods=GRADIENT, target=(9, 4)
+    ),
+    "a class before the first": Case(
+        TargetError,
+        ["target is -6", "(2, 5)"],
+        methods=GRADIENT,
+        target=-6,
+        model=lambda: Classifier("last"),
     ),
     "a class outside": Case(
         TargetError,
@@ -261,6 +355,12 @@ CASES = {
         methods=MAPS,
         options={"discard_ratio": 1.0},
     ),
+    "a ratio that is a word": Case(
+        ValueError,
+        ["discard_ratio is 'a'", "0 <= r < 1"],
+        methods=MAPS,
+        options={"discard_ratio": "a"},
+    ),
     "a convergence delta": Case(
         ValueError, ["convergence delta"], methods=MAPS, options={"return_convergence_delta": True}
     ),
@@ -288,6 +388,18 @@ CASES = {
         ["'bias'", "'conv'"],
         methods=[UnifiedImplicitAttention],
         options={"components": ["conv", "bias"]},
+    ),
+    "components that are a number": Case(
+        TypeError,
+        ["components is 3", "'conv'"],
+        methods=[UnifiedImplicitAttention],
+        options={"components": 3},
+    ),
+    "several layers of one map": Case(
+        ValueError,
+        ["layer is [0, 1]", "2 mixers", "backbone.layers.1.mixer"],
+        methods=[LaTIM],
+        options={"layer": [0, 1], "aggregation": "l2"},
     ),
     "a start that is not there": Case(
         ValueError,
@@ -329,6 +441,12 @@ HIDDEN_CASES = {
     "rows of another batch": (ValueError, ["(3, 1)", "(2, R)"], {"rows": [[1], [2], [3]]}),
     "no rows": (ValueError, ["(0,)"], {"rows": torch.zeros(0, dtype=torch.long)}),
     "rows of floats": (TypeError, ["1.5"], {"rows": 1.5}),
+    "rows that are a word": (TypeError, ["rows is 'last'", "(B, R)"], {"rows": "last"}),
+    "components that are a number": (
+        TypeError,
+        ["components is 3", "'conv'"],
+        {"formulation": "unified", "components": 3},
+    ),
     "layer": (ValueError, ["5", "0 .. 1"], {"layers": 5}),
     "no layers": (ValueError, ["layers"], {"layers": []}),
 }
@@ -344,6 +462,81 @@ def test_a_bad_call_of_hidden_attention(name):
     for part in says:
         assert part in str(caught.value)
     assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"), [(None, "a NoneType"), ("mamba", "a str"), (type(tiny()), "the class Mamba")]
+)
+def test_hidden_attention_of_no_model(model, says):
+    with pytest.raises(TypeError) as caught:
+        hidden_attention(model, TOKENS)
+    assert f"model is {says}" in str(caught.value)
+    assert "forward_func" not in str(caught.value)  # it has no such argument
+
+
+INTERACTIONS = {
+    "several layers": ({"layer": [0, 1]}, ["layer is [0, 1]", "0 .. 1"]),
+    "no such layer": ({"layer": 2}, ["layer is 2", "0 .. 1"]),
+    "no layer": ({"layer": None}, ["layer is None"]),
+    "targets of another shape": (
+        {"aggregation": "alti_logit", "target": TOKENS[:, 1:]},
+        ["(2, 6)", "(2, 7)"],
+    ),
+    "targets of floats": (
+        {"aggregation": "alti_logit", "target": TOKENS.float()},
+        ["torch.float32", "(2, 7)"],
+    ),
+    "targets outside": (
+        {"aggregation": "alti_logit", "target": TOKENS * 0 + 37},
+        ["from 37 to 37" if TOKENS.numel() > 16 else "37", f"0 .. {VOCABULARY - 1}"],
+    ),
+    "a mask that is a list": (
+        {"aggregation": "alti_logit", "additional_forward_args": {"attention_mask": [1] * 7}},
+        ["attention_mask is a list"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTERACTIONS)
+def test_a_bad_call_of_interactions(name):
+    options, says = INTERACTIONS[name]
+    model = tiny()
+    before = fingerprint(model)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        LaTIM(model).interactions(TOKENS, **options)
+    for part in says:
+        assert part in str(caught.value)
+    assert_unchanged(model, before)
+    if "aggregation" not in options:
+        with pytest.raises(ValueError, match="layer is"):
+            LaTIM(model).contributions(TOKENS, options["layer"], -1)
+
+
+def test_a_method_is_refused_where_it_is_made():
+    model = tiny()
+    for forward_func, of in ((type(model), None), (model.config, None), (model, model.config)):
+        with pytest.raises(TypeError, match="accepted are a torch"):
+            RawAttention(forward_func, of)
+
+
+REGISTRATIONS = {
+    "a number": ((3,), "module_type is int"),
+    "a module": ((nn.Linear(2, 2),), "module_type is Linear; accepted are a module class"),
+    "no name": (("",), "module_type is ''"),
+    "a name for a function": (("Foo", "bar"), "freeze is a str"),
+}
+
+
+@pytest.mark.parametrize("name", REGISTRATIONS)
+def test_a_bad_registration(name):
+    arguments, says = REGISTRATIONS[name]
+    before = registered()
+    with pytest.raises(TypeError, match=says):
+        register_mixer(*arguments)
+    assert registered() == before
+    with pytest.raises(TypeError, match="freeze is a NoneType"):
+        register_mixer("Foo")(None)
+    assert registered() == before
 
 
 def test_errors_are_what_captum_expects():
@@ -475,6 +668,98 @@ def test_the_public_errors_are_exported():
     )
 
 
-def test_embeddings_of_another_width_are_the_models_error():
-    with pytest.raises(RuntimeError):
-        RawAttention(tiny()).attribute(embed(tiny(), TOKENS)[..., :8])
+# ---- what is accepted -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
+def test_a_target_may_count_from_the_end(method):
+    model, classifier = tiny(), Classifier("last")
+    for explained, last in ((model, VOCABULARY - 1), (classifier, 4)):
+        truth = method(explained).attribute(TOKENS, target=last)
+        assert torch.equal(method(explained).attribute(TOKENS, target=-1), truth)
+    truth = method(model).attribute(TOKENS, target=(3, VOCABULARY - 2))
+    assert torch.equal(method(model).attribute(TOKENS, target=(3, -2)), truth)
+    assert torch.equal(method(model).attribute(TOKENS, target=[(-4, -2)] * 2), truth)
+
+
+def test_interactions_take_targets_from_the_end():
+    options = {"layer": 1, "aggregation": "alti_logit"}
+    latim = LaTIM(tiny())
+    truth = latim.interactions(TOKENS, target=TOKENS * 0 + VOCABULARY - 1, **options)
+    assert torch.equal(latim.interactions(TOKENS, target=TOKENS * 0 - 1, **options), truth)
+
+
+@pytest.mark.parametrize("method", GRADIENT, ids=lambda m: m.__name__)
+def test_integers_of_any_kind(method):
+    model, classifier = tiny(), Classifier("last")
+    truth = method(model).attribute(TOKENS, target=(3, 4))
+    for pair in ((np.int64(3), np.int32(4)), (torch.tensor(3), torch.tensor(4))):
+        assert torch.equal(method(model).attribute(TOKENS, target=pair), truth)
+    position = torch.tensor([3, 3], dtype=torch.uint8)
+    assert torch.equal(method(model).attribute(TOKENS, target=4, position=position), truth)
+    truth = method(classifier).attribute(TOKENS, target=3)
+    assert torch.equal(method(classifier).attribute(TOKENS, target=np.int64(3)), truth)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_ids_of_any_integer_dtype(method, dtype):
+    truth = method(tiny()).attribute(TOKENS, target=4)
+    assert torch.equal(method(tiny()).attribute(TOKENS.to(dtype), target=4), truth)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
+def test_masks_of_any_dtype(method):
+    given = mask("1111111", "0011111")
+    for model in (tiny(), Classifier("mean")):
+        explain = partial(method(model).attribute, TOKENS, 4)
+        truth = explain({"attention_mask": given})
+        assert not torch.allclose(explain()[1], truth[1])
+        for dtype in (torch.bool, torch.int32, torch.float32, torch.float64):
+            found = explain({"attention_mask": given.to(dtype)})
+            torch.testing.assert_close(found, truth)
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        torch.testing.assert_close(explain(given.to(dtype)), truth)  # the classifier's second
+
+
+@pytest.mark.skipif(TRANSFORMERS_4, reason="models of transformers 4 take masks (B, L) only")
+def test_masks_of_more_axes_are_the_models_affair():
+    model = build("jamba")
+    causal = torch.ones(7, 7).tril().bool().expand(2, 1, 7, 7)
+    blind = causal & (torch.arange(7) != 2)
+    for method in (RawAttention, MambaLRP):
+        truth = method(model).attribute(TOKENS, target=4)
+        extra = {"attention_mask": causal}
+        found = method(model).attribute(TOKENS, target=4, additional_forward_args=extra)
+        torch.testing.assert_close(found, truth)
+        extra = {"attention_mask": blind}
+        other = method(model).attribute(TOKENS, target=4, additional_forward_args=extra)
+        assert not torch.allclose(other, truth)  # the attention layers have read it
+
+
+def test_an_image_may_come_with_a_mask_of_its_tokens():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vim = VisionMamba((8, 12), 4, classes=5, width=8, depth=2, state=4)
+
+        def forward(self, images, attention_mask=None):
+            return self.vim(images)
+
+    model, images = Masked().eval(), torch.randn(2, 3, 8, 12)
+    extra = {"attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    truth = MambaRollout(model).attribute(images)
+    found = MambaRollout(model).attribute(images, additional_forward_args=extra)
+    torch.testing.assert_close(found, truth)
+
+
+def test_components_may_be_one_name_or_come_once():
+    method, options = UnifiedImplicitAttention(tiny()), {"aggregation": "rollout"}
+    truth = method.attribute(TOKENS, components=["conv"], **options)
+    assert not torch.equal(truth, method.attribute(TOKENS, **options))
+    maps = hidden_attention(tiny(), TOKENS, formulation="unified", components=["conv"])
+    for once in ("conv", iter(["conv"])):
+        assert torch.equal(method.attribute(TOKENS, components=once, **options), truth)
+    for once in ("conv", iter(["conv"])):
+        found = hidden_attention(tiny(), TOKENS, formulation="unified", components=once)
+        assert all(torch.equal(found[path], m) for path, m in maps.items())

@@ -56,6 +56,12 @@ class Words:
         return [int(token[1:]) for token in tokens]
 
 
+class NoText(Words):
+    """A tokenizer that cannot decode."""
+
+    decode = None
+
+
 WORDS = Words()
 
 
@@ -224,7 +230,26 @@ BAD_CALLS = {
         ValueError,
         "attr_target is 'prob'; accepted",
     ),
-    "no batch": (lambda: _attribute(internal_batch_size=0), ValueError, "at least 1"),
+    "no batch": (
+        lambda: _attribute(internal_batch_size=0),
+        ValueError,
+        "internal_batch_size is 0; accepted are integers from 1 on",
+    ),
+    "no number for a batch": (
+        lambda: _attribute(internal_batch_size=None),
+        ValueError,
+        "internal_batch_size is None; accepted are integers from 1 on",
+    ),
+    "no tokenizer": (
+        lambda: SSMLLMAttribution(RawAttention(tiny()), None),
+        TypeError,
+        "tokenizer is a NoneType without encode, decode, convert_ids_to_tokens",
+    ),
+    "a tokenizer without texts": (
+        lambda: SSMLLMAttribution(RawAttention(tiny()), NoText()),
+        TypeError,
+        "tokenizer is a NoText without decode; accepted",
+    ),
     "another method": (
         lambda: SSMLLMAttribution(Saliency(tiny()), WORDS),
         AssertionError,
@@ -239,6 +264,35 @@ BAD_CALLS = {
         lambda: continuation_relevance(RawAttention(tiny()), ids(2, 4), ids(1, 3)[0]),
         InputError,
         "the prompt has shape",
+    ),
+    **{
+        f"{name} of {kind}": (
+            lambda kind=kind, arguments=arguments: continuation_relevance(kind(tiny()), *arguments),
+            error,
+            message,
+        )
+        for kind in (RawAttention, MambaLRP)
+        for name, (arguments, error, message) in {
+            "a prompt as a list": (([3, 4], ids(1, 3)[0]), TypeError, "the prompt is a list"),
+            "a text": ((ids(1, 4), "w3 w4"), TypeError, "the continuation is a str; .* token ids"),
+            "a fraction": (
+                (ids(1, 4), torch.tensor([2.5])),
+                TypeError,
+                "the continuation is torch.float32; accepted are token ids",
+            ),
+            "a prompt of floats": ((ids(1, 4).float(), ids(1, 3)[0]), TypeError, "the prompt is"),
+            "an id outside": (
+                (ids(1, 4), torch.tensor([3, VOCABULARY])),
+                InputError,
+                "the continuation holds ids from 3 to 37; .* 0 .. 36",
+            ),
+            "an id below 0": ((ids(1, 4), torch.tensor([-1])), InputError, "ids from -1 to -1"),
+        }.items()
+    },
+    "a name for a method": (
+        lambda: continuation_relevance("latim", ids(1, 4), ids(1, 3)[0]),
+        TypeError,
+        r"method is a str; .* MambaLRP\(model\)",
     ),
 }
 

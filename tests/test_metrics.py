@@ -260,6 +260,39 @@ def test_errors_of_perturbation():
         perturbation(vote, torch.rand(2, 5, 3), relevance, label, removal="blur")
 
 
+CLASSES = {
+    "a class outside": (torch.tensor([0, 99]), ValueError, r"from 0 to 99; .* \(2, 2\), .* 0 .. 1"),
+    "a class below 0": (torch.tensor([-1, 0]), ValueError, "from -1 to 0"),
+    "classes of another batch": (torch.zeros(3).long(), ValueError, r"\(3,\) for a batch of 2"),
+    "fractions of classes": (torch.tensor([0.5, 1.0]), TypeError, "is torch.float32; accepted"),
+    "words": (["a", "b"], TypeError, "is list; accepted"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_errors_of_classes(name):
+    given, error, message = CLASSES[name]
+    tokens, relevance = ids(2, 5), torch.rand(2, 5)
+    for score in (perturbation, flipping, delta_af, activation):
+        with pytest.raises(error, match=message):
+            score(vote, tokens, relevance, given, removal=UNK)
+    model = vision()
+
+    def two(images):
+        return model(images)[:, :2]
+
+    with pytest.raises(error, match=message):
+        layer_knockout(two, torch.randn(2, 3, 8, 12), given, model=model)
+
+
+def test_classes_of_any_form_are_the_same():
+    tokens, relevance = ids(2, 5), torch.rand(2, 5)
+    for score in (perturbation, flipping):
+        truth = score(vote, tokens, relevance, torch.tensor([1, 1]), removal=UNK).values
+        for given in ([1, 1], torch.tensor([1]), torch.tensor(1), 1, torch.tensor([True, True])):
+            assert torch.equal(score(vote, tokens, relevance, given, removal=UNK).values, truth)
+
+
 # Segmentation
 
 

@@ -13,7 +13,13 @@ from typing_extensions import Self
 
 from captum_ssm._captum import Attribution, format_output, format_tensor_into_tuples, is_tuple
 from captum_ssm._capture import is_model
-from captum_ssm._frozen import FrozenModel, exact_arithmetic, freeze
+from captum_ssm._frozen import (
+    FrozenModel,
+    check_forward,
+    exact_arithmetic,
+    freeze,
+    resolve_model,
+)
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._memory import memory_limit
 
@@ -33,6 +39,11 @@ class TokenAttribution(Attribution):
         memory_limit (int, optional): bytes the method may work in, beside the model and what it
             returns; picks the size of tiles. Default: None
 
+    Raises:
+        TypeError: for a ``forward_func`` or ``model`` that is no model, such as a class or a
+            configuration.
+        ValueError: for a plain callable without ``model``, or an unknown ``interpolate_mode``.
+
     Examples::
 
         >>> method = MambaRollout(lambda ids: model(ids).logits, model=model)
@@ -49,6 +60,8 @@ class TokenAttribution(Attribution):
         interpolate_mode: str | None = None,
         memory_limit: int | None = None,
     ) -> None:
+        check_forward(forward_func)
+        resolve_model(forward_func, model)
         super().__init__(forward_func)
         if interpolate_mode not in (None, *INTERPOLATIONS):
             raise ValueError(

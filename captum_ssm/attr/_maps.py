@@ -71,8 +71,8 @@ class MapOptions:
             raise ValueError(f"reduction is {self.reduction!r}; accepted are {REDUCTIONS}.")
         if self.sign not in SIGNS:
             raise ValueError(f"sign is {self.sign!r}; accepted are {SIGNS}.")
-        if not 0 <= self.discard_ratio < 1:
-            raise ValueError(f"discard_ratio is {self.discard_ratio}; accepted is 0 <= r < 1.")
+        if not _is_share(self.discard_ratio):
+            raise ValueError(f"discard_ratio is {self.discard_ratio!r}; accepted is 0 <= r < 1.")
 
     @classmethod
     def of(cls, choices: MapChoices, **fixed: Any) -> MapOptions:
@@ -292,6 +292,13 @@ def rollout_matrix(maps: Sequence[LayerMap]) -> Tensor:
         rho = beta if rho is None else beta @ rho
     assert rho is not None
     return rho
+
+
+def _is_share(ratio: Any) -> bool:
+    try:
+        return bool(0 <= ratio < 1)
+    except (TypeError, RuntimeError):  # a word; a tensor of several
+        return False
 
 
 def _discard(matrix: Tensor, ratio: float) -> Tensor:

@@ -161,6 +161,8 @@ def _rule(node: Node, reaching: set[int]) -> Rule | None:
         return _norm(node, node._saved_result2, centred=True)
     if kind == "FusedRmsNorm":
         return _norm(node, node._saved_result1, centred=False)
+    if kind == "LayerNormFn":
+        return _added_norm(node)
     # Fused functions of flash-linear-attention.
     if kind == "SquaredReLUFunction":
         return _times(0.5, (0,))
@@ -236,5 +238,29 @@ def _norm(node: Node, scale: Tensor, centred: bool) -> Rule:
         if centred:
             pulled = pulled - pulled.mean(dims, keepdim=True)
         return (pulled, *inner[1:])
+
+    return rule
+
+
+def _added_norm(node: Node) -> Rule | None:
+    # mamba-ssm's fused norm of a layer's output and the residual it is added to.
+    _, weight, _, weight1, _, rowscale, _, _, rstd = node.saved_tensors
+    if node.has_x1 or weight1 is not None or rowscale is not None:
+        return None
+    scale, centred = rstd.detach().unsqueeze(-1) * weight.detach(), not node.is_rms_norm
+    has_residual, prenorm, shape = node.has_residual, node.prenorm, node.x_shape_og
+
+    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
+        pulled = scale.new_zeros(shape)
+        if outer[0] is not None:
+            pulled = outer[0] * scale.view(shape)
+            if centred:
+                pulled = pulled - pulled.mean(-1, keepdim=True)
+        if prenorm and outer[1] is not None:
+            pulled = pulled + outer[1]
+        takes = (0, 3) if has_residual else (0,)
+        return tuple(
+            pulled.to(g.dtype) if i in takes and g is not None else g for i, g in enumerate(inner)
+        )
 
     return rule

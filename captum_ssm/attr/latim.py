@@ -13,10 +13,14 @@ from captum_ssm._errors import TargetError
 from captum_ssm._frozen import (
     FrozenLayer,
     FrozenModel,
+    as_integers,
     call_forward,
+    check_inputs,
+    extra_arguments,
     extract_logits,
     freeze,
     resolve_model,
+    token_ids,
 )
 from captum_ssm._progress import progress
 from captum_ssm.attr._base import TokenAttribution, format_attributions, single_input
@@ -139,7 +143,7 @@ class LaTIM(TokenAttribution):
             if layer is None:
                 row, delta = _logit_row(frozen, ResidualStream.of(frozen), activation)
             else:
-                chosen = frozen.select(layer)
+                chosen = [frozen.select_one(layer)]
                 parts = _contributions(chosen, activation, frozen.mask)
                 if to_logit:
                     stream = ResidualStream.of(frozen)
@@ -185,9 +189,9 @@ class LaTIM(TokenAttribution):
                 stream = ResidualStream.of(frozen)
                 if layer is None:
                     return frozen.mask_matrix(_logit_matrix(frozen, stream, activation))
-                parts = _contributions(frozen.select(layer), activation, frozen.mask)
+                parts = _contributions([frozen.select_one(layer)], activation, frozen.mask)
                 return frozen.mask_matrix(parts.dot_matrix(stream.direction))
-            chosen = frozen.select(layer)
+            chosen = [frozen.select_one(layer)]
             parts = _contributions(chosen, activation, frozen.mask)
             reduce = _reduction(aggregation, _output(chosen))
             rows = [tile for _, tile in parts.reduced_tiles(reduce)]
@@ -214,8 +218,7 @@ class LaTIM(TokenAttribution):
         """
         frozen = self._freeze_all(inputs, additional_forward_args, None, False)
         with self._computing():
-            chosen = frozen.select(layer)
-            parts = _contributions(chosen, activation, frozen.mask)
+            parts = _contributions([frozen.select_one(layer)], activation, frozen.mask)
             index = frozen.row_index(rows)
             vectors = parts.vectors(index)
             if frozen.mask is not None:
@@ -244,21 +247,15 @@ class LaTIM(TokenAttribution):
         if not to_logit:
             return self._freeze(inputs, additional_forward_args, None, query=False)
 
-        tensor = single_input(inputs)
+        model = resolve_model(self.forward_func, self._model())
+        tensor = check_inputs(single_input(inputs), model)
+        extra = extra_arguments(self.forward_func, tensor, additional_forward_args)
 
-        def summed(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            logits = extract_logits(call_forward(self.forward_func, tensor, (args, kwargs)))
+        def summed(tensor: Tensor) -> Tensor:
+            logits = extract_logits(call_forward(self.forward_func, tensor, extra))
             return _chosen_logits(logits, target).sum(1)
 
-        return freeze(
-            summed,
-            resolve_model(self.forward_func, self._model()),
-            tensor,
-            additional_forward_args,
-            gradients=True,
-            norms=True,
-            check=self.check,
-        )
+        return freeze(summed, model, tensor, gradients=True, norms=True, check=self.check)
 
 
 def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
@@ -267,19 +264,14 @@ def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
             f"the model returns an output of shape {tuple(logits.shape)}; interactions with "
             "aggregation='alti_logit' need logits (B, L, V), one row a token."
         )
-    token = logits.argmax(-1) if target is None else torch.as_tensor(target).to(logits.device)
-    if token.shape != logits.shape[:2] or token.is_floating_point():
-        raise ValueError(
-            f"target has shape {tuple(token.shape)} and dtype {token.dtype}; accepted is one "
-            f"token id a position, of shape {tuple(logits.shape[:2])}."
-        )
-    vocabulary = logits.shape[-1]
-    if bool(((token < 0) | (token >= vocabulary)).any()):
+    token = logits.argmax(-1) if target is None else as_integers(target, logits.device)
+    if token is None or token.shape != logits.shape[:2]:
+        given = f"shape {tuple(target.shape)} and {target.dtype}" if torch.is_tensor(target) else ""
         raise TargetError(
-            f"target holds ids from {int(token.min())} to {int(token.max())}; the model's "
-            f"vocabulary has ids 0 .. {vocabulary - 1}."
+            f"target is {given or repr(target)}; accepted is one token id a position, "
+            f"integers of shape {tuple(logits.shape[:2])}."
         )
-    return logits.gather(-1, token[..., None])[..., 0]
+    return logits.gather(-1, token_ids(token, logits.shape[-1])[..., None])[..., 0]
 
 
 def _check_aggregation(aggregation: str | float) -> str | float | None:

@@ -115,8 +115,8 @@ class MambaLRP(TokenAttribution):
         """
         tensor = single_input(inputs)
         model = resolve_model(self.forward_func, self._model())
-        check_inputs(tensor, model)
-        extra = extra_arguments(additional_forward_args, tensor)
+        tensor = check_inputs(tensor, model)
+        extra = extra_arguments(self.forward_func, tensor, additional_forward_args)
         leaves: list[Tensor] = []
         rebuilt: list[tuple[MixerCall, Tensor]] = []
         if tensor.is_floating_point():

@@ -19,6 +19,7 @@ from captum_ssm.attr._maps import (
     rollout_matrix,
     rollout_row,
 )
+from captum_ssm.mixers import check_components
 
 AGGREGATIONS = ("raw", "rollout", "attribution")
 
@@ -168,7 +169,7 @@ class UnifiedImplicitAttention(TokenAttribution):
             raise ValueError(f"aggregation is {aggregation!r}; accepted are {AGGREGATIONS}.")
         gradients = aggregation == "attribution"
         paper = MapChoices(sign="clamp") if gradients else MapChoices()
-        chosen = None if components is None else tuple(components)
+        chosen = check_components("unified", components)
         options = MapOptions.of(paper | choices, formulation="unified", components=chosen)
         frozen = self._freeze(
             inputs, additional_forward_args, position, target=target, gradients=gradients

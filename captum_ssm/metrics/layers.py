@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from captum_ssm._capture import unwrap
 from captum_ssm._hidden_attention import hidden_attention
-from captum_ssm.metrics.perturbation import _logits
+from captum_ssm.metrics.perturbation import classes, read_logits
 from captum_ssm.mixers import find_mixers
 
 
@@ -66,8 +66,8 @@ def layer_knockout(
     def score() -> Tensor:
         with torch.no_grad():
             parts = inputs.split(len(inputs) if batch_size is None else batch_size)
-            logits = torch.cat([_logits(forward_func(part)) for part in parts])
-        return logits.gather(1, target.to(logits.device)[:, None])[:, 0]
+            logits = torch.cat([read_logits(forward_func(part)) for part in parts])
+        return logits.gather(1, classes("target", target, logits)[:, None])[:, 0]
 
     whole, drops = score(), {}
     for path in chosen:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from captum_ssm._frozen import as_integers
 from captum_ssm.metrics._estimate import Estimate, bootstrap
 
 Removal = str | int | float | Tensor | Callable[[Tensor], Tensor]
@@ -103,7 +104,9 @@ def perturbation(
 
     Raises:
         ValueError: for an order, shares or a removal that are not accepted, relevance that is
-            not finite or does not fit, or a ``forward_func`` that returns something else.
+            not finite or does not fit, classes that the logits do not have, or a
+            ``forward_func`` that returns something else.
+        TypeError: for classes that are no integers.
 
     Examples::
 
@@ -118,7 +121,7 @@ def perturbation(
     runs = _runs(
         forward_func, inputs, attributions, order, removal, shares, patch, mask, batch_size, seed
     )
-    hits = [(logits.argmax(-1) == labels.to(logits.device)).double() for logits in runs]
+    hits = [(logits.argmax(-1) == classes("labels", labels, logits)).double() for logits in runs]
     return Curve(torch.tensor(list(shares), dtype=torch.float64), torch.stack(hits, 1).cpu())
 
 
@@ -338,14 +341,15 @@ def _runs(
             changed = (torch.where(_on_inputs(gone, inputs, side), replacement, inputs),)
         with torch.no_grad():
             parts = zip(*(each.split(step) for each in changed), strict=True)
-            yield torch.cat([_logits(forward_func(*part)) for part in parts])
+            yield torch.cat([read_logits(forward_func(*part)) for part in parts])
 
 
 def _side(patch: int | tuple[int, int]) -> tuple[int, int]:
     return (patch, patch) if isinstance(patch, int) else patch
 
 
-def _logits(output: Any) -> Tensor:
+def read_logits(output: Any) -> Tensor:
+    """What ``forward_func`` returned, or its ``.logits``, where it is ``(B, V)``."""
     logits = getattr(output, "logits", output)
     if not torch.is_tensor(logits) or logits.dim() != 2:
         raise ValueError(
@@ -353,6 +357,24 @@ def _logits(output: Any) -> Tensor:
             f"{tuple(logits.shape) if torch.is_tensor(logits) else type(output).__name__}."
         )
     return logits
+
+
+def classes(name: str, given: Any, logits: Tensor) -> Tensor:
+    """The class of each example, ``(B,)``, where it is one of the columns of ``logits (B, V)``."""
+    (B, V), accepted = logits.shape, "accepted is one class an example, integers (B,)"
+    yes_or_no = isinstance(given, Tensor) and given.dtype == torch.bool
+    found = as_integers(given.long() if yes_or_no else given, logits.device)
+    if found is None:
+        kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"{name} is {kind}; {accepted}.")
+    if found.numel() != 1 and tuple(found.shape) != (B,):
+        raise ValueError(f"{name} has shape {tuple(found.shape)} for a batch of {B}; {accepted}.")
+    if bool(((found < 0) | (found >= V)).any()):
+        raise ValueError(
+            f"{name} holds classes from {int(found.min())} to {int(found.max())}; forward_func "
+            f"returns logits of shape {tuple(logits.shape)}, so of classes 0 .. {V - 1}."
+        )
+    return found.reshape(-1).expand(B)
 
 
 def _unit_relevance(attributions: Tensor, inputs: Tensor, side: tuple[int, int]) -> Tensor:
@@ -414,5 +436,5 @@ def _target_curve(runs: Iterator[Tensor], target: Tensor, probability: bool) -> 
     found = []
     for logits in runs:
         scores = logits.double().softmax(-1) if probability else logits.double()
-        found.append(scores.gather(1, target.to(logits.device)[:, None])[:, 0])
+        found.append(scores.gather(1, classes("target", target, logits)[:, None])[:, 0])
     return torch.stack(found, 1).cpu()

@@ -281,6 +281,8 @@ def check_components(formulation: str, components: Iterable[str] | None) -> tupl
             "components were given with formulation='hidden', which is the recurrence alone; "
             "pass formulation='unified' to choose components."
         )
+    if not isinstance(components, Iterable):
+        raise TypeError(f"components is {components!r}; accepted are any of {COMPONENTS}.")
     chosen = (components,) if isinstance(components, str) else tuple(components)
     unknown = [c for c in chosen if c not in COMPONENTS]
     if unknown:
@@ -381,15 +383,26 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
     adapter that reads the module wrongly raises ``ReconstructionError`` instead of explaining
     another model.
     """
-    name = (
-        module_type
-        if isinstance(module_type, str)
-        else f"{module_type.__module__}.{module_type.__qualname__}"
-    )
-    if freeze is None:
-        return lambda function: register_mixer(name, function)
-    _REGISTRY[name] = freeze
-    return freeze
+    if isinstance(module_type, type):
+        name = f"{module_type.__module__}.{module_type.__qualname__}"
+    elif isinstance(module_type, str) and module_type:
+        name = module_type
+    else:
+        given = repr(module_type) if isinstance(module_type, str) else type(module_type).__name__
+        raise TypeError(
+            f"module_type is {given}; accepted are a module class and its dotted name, a str."
+        )
+
+    def register(function: Freeze) -> Freeze:
+        if not callable(function):
+            raise TypeError(
+                f"freeze is a {type(function).__name__}; accepted is a function that takes a "
+                "MixerCall and returns a FrozenMixer."
+            )
+        _REGISTRY[name] = function
+        return function
+
+    return register if freeze is None else register(freeze)
 
 
 def find_adapter(module: nn.Module) -> Freeze | None:
