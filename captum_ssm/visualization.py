@@ -1,16 +1,15 @@
-"""Figures and HTML for token relevance, on matplotlib's and Captum's own functions.
+"""Figures and HTML for relevance of tokens and images, on matplotlib's and Captum's own functions.
 
 Every function returns what it made and shows nothing by itself, so that notebooks, scripts and
-machines without a screen are served alike. Images need nothing of ours: an attribution has the
-image's shape, and ``captum.attr.visualization.visualize_image_attr`` takes it as it is.
+machines without a screen are served alike.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +19,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
+__all__ = [
+    "image_overlay",
+    "interaction_map",
+    "layer_overview",
+    "readable_tokens",
+    "text_html",
+    "text_record",
+]
+
+SIGNS = ("all", "positive", "negative", "absolute_value")
+_DRAWINGS = ("original_image", "heat_map", "blended_heat_map", "masked_image", "alpha_scaling")
+_Layout = Literal["constrained", "tight"]
 _VISIBLE = {" ": "␣", "▁": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 
 
@@ -163,6 +174,76 @@ def layer_overview(
     return figure
 
 
+def image_overlay(
+    relevance: Tensor,
+    images: Tensor,
+    *,
+    methods: Sequence[str] = ("original_image", "blended_heat_map"),
+    signs: str | Sequence[str] | None = None,
+    titles: Sequence[str] | None = None,
+    **options: Any,
+) -> Figure:
+    """Images and their relevance: one row an image, one column a way to draw it.
+
+    Each cell is drawn by Captum's ``visualize_image_attr``, which scales relevance by itself in
+    every image and clips its largest values.
+
+    Args:
+        relevance (Tensor): ``(B, C, H, W)`` as a method returns it, summed over C; or
+            ``(B, H, W)``.
+        images (Tensor): ``(B, C, H, W)`` with one or three colours. Integers are in 0 .. 255;
+            floating values beyond [0, 1], as in images a model's statistics were taken out of,
+            are stretched to it, each image from its own smallest to its largest.
+        methods (sequence of str, optional): Captum's ways to draw, one a column, of
+            ``"original_image"``, ``"heat_map"``, ``"blended_heat_map"``, ``"masked_image"`` and
+            ``"alpha_scaling"``. Default: the image and the blended heat map
+        signs (str or sequence of str, optional): which relevance is drawn, ``"all"``,
+            ``"positive"``, ``"negative"`` or ``"absolute_value"``, for all columns or one a
+            column; ``"all"`` is not for the last two methods. None is ``"positive"`` where no
+            relevance is negative, else ``"all"``, or the absolute value in those two.
+            Default: None
+        titles (sequence of str, optional): one an image. Default: None
+        **options: of Captum's function: ``outlier_perc``, ``cmap``, ``alpha_overlay``,
+            ``show_colorbar``.
+
+    Returns:
+        matplotlib.figure.Figure: not shown; ``figure.savefig("images.png")`` writes it.
+
+    Raises:
+        ValueError: where relevance, titles or signs do not fit, or hold what cannot be drawn.
+
+    Examples::
+
+        >>> vim = VisionMamba(image_size=32, patch_size=8, classes=5, width=16, depth=2).eval()
+        >>> images = torch.rand(2, 3, 32, 32)
+        >>> relevance = MambaAttribution(vim).attribute(images, target=4)
+        >>> figure = image_overlay(relevance, images, titles=["a cat", "a dog"])
+        >>> figure.savefig(folder / "images.png")
+    """
+    pictures, values = _pictures(images), _array(relevance)
+    values = values.sum(1) if values.ndim == 4 else values
+    if values.shape != pictures.shape[:3]:
+        raise ValueError(
+            f"relevance has shape {tuple(relevance.shape)} for images of shape "
+            f"{tuple(images.shape)}; give it in their shape, as a method returns it, or (B, H, W)."
+        )
+    if not np.isfinite(values).all():
+        raise ValueError("relevance holds NaN or Inf.")
+    if titles is not None and (isinstance(titles, str) or len(titles) != len(pictures)):
+        raise ValueError(f"titles is {titles!r}; give one an image, {len(pictures)} in all.")
+    chosen = _signs(methods, signs, bool((values < 0).any()))
+    rows, columns = len(pictures), len(chosen)
+    height = 2.4 * values.shape[1] / values.shape[2] + 0.4
+    # Captum's colour bars are of a kind that the other layout leaves out.
+    figure, cells = _figure(columns, (2.4 * columns, height * rows), rows, layout="tight")
+    for k, (picture, value) in enumerate(zip(pictures, values, strict=True)):
+        for column, (method, sign) in enumerate(chosen):
+            title = titles[k] if titles is not None and column == 0 else None
+            cell = figure, cells[k * columns + column]
+            _draw(cell, picture, value, method, sign, title=title, **options)
+    return figure
+
+
 def text_record(
     relevance: Tensor,
     tokens: Sequence[str],
@@ -221,12 +302,23 @@ def text_html(records: Sequence[Any], title: str | None = None) -> str:
     Returns:
         str: HTML, to be written to a file.
 
+    Raises:
+        TypeError: for something else than records in a sequence.
+
     Examples::
 
         >>> record = text_record(torch.tensor([0.5, -1.0]), ["The", "Ġcat"])
         >>> page = text_html([record], title="Why?")
         >>> _ = (folder / "why.html").write_text(page, encoding="utf-8")
     """
+    kind = captum_visualization.VisualizationDataRecord
+    alone = not isinstance(records, Iterable)
+    wrong = [records] if alone else [r for r in records if not isinstance(r, kind)]
+    if wrong:
+        raise TypeError(
+            f"records {'is' if alone else 'holds'} a {type(wrong[0]).__name__}; accepted is a "
+            "list of what text_record returns: text_html([record])."
+        )
     rows = "".join(_table_row(record) for record in records)
     legend = captum_visualization.format_word_importances(
         ["Negative", "Neutral", "Positive"], np.array([-1.0, 0.0, 1.0])
@@ -262,11 +354,76 @@ def _table_row(record: Any) -> str:
     return f"<tr>{''.join(cells)}{words}</tr>"
 
 
-def _figure(columns: int, size: tuple[float, float]) -> tuple[Figure, list[Any]]:
+def _pictures(images: Tensor) -> np.ndarray:
+    # (B, H, W, 3) in [0, 1], whichever the values of the images (B, C, H, W).
+    if images.dim() != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
+        raise ValueError(
+            f"images has shape {tuple(images.shape)}; accepted is (B, C, H, W) with one or three "
+            "colours, images[None] for a single one."
+        )
+    values = _array(images if images.is_floating_point() else images / 255)
+    if not np.isfinite(values).all():
+        raise ValueError("images holds NaN or Inf.")
+    values = values.transpose(0, 2, 3, 1).repeat(3 // images.shape[1], 3)
+    low, high = values.min((1, 2, 3), keepdims=True), values.max((1, 2, 3), keepdims=True)
+    beyond = (low < 0) | (high > 1)
+    return np.where(beyond, (values - low) / np.maximum(high - low, 1e-30), values)
+
+
+def _signs(
+    methods: Sequence[str], signs: str | Sequence[str] | None, has_negative: bool
+) -> list[tuple[str, str]]:
+    # The columns: a way to draw, and the sign of what is drawn.
+    methods = [methods] if isinstance(methods, str) else list(methods)
+    unknown = [method for method in methods if method not in _DRAWINGS]
+    if unknown or not methods:
+        raise ValueError(f"methods is {methods!r}; accepted are some of {_DRAWINGS}.")
+    without = ("masked_image", "alpha_scaling")
+    if signs is None:
+        both = "all" if has_negative else "positive"
+        chosen = ["absolute_value" if method in without else both for method in methods]
+    else:
+        chosen = [signs] * len(methods) if isinstance(signs, str) else list(signs)
+    if len(chosen) != len(methods) or any(sign not in SIGNS for sign in chosen):
+        raise ValueError(
+            f"signs is {signs!r}; accepted are one of {SIGNS} or one for each of the "
+            f"{len(methods)} methods."
+        )
+    found = list(zip(methods, chosen, strict=True))
+    for method, sign in found:
+        if sign == "all" and method in without:
+            raise ValueError(f"signs holds 'all', which {method} cannot draw; choose another.")
+    return found
+
+
+def _draw(
+    cell: tuple[Figure, Any],
+    picture: np.ndarray,
+    values: np.ndarray,
+    method: str,
+    sign: str,
+    **options: Any,
+) -> None:
+    # Captum warns of small values, which a pixel's share of a token's relevance always is, and
+    # stops where nothing has the sign: a map of ones is drawn there, and taken out.
+    part = {"positive": values.clip(min=0), "negative": values.clip(max=0)}.get(sign, values)
+    largest = float(np.abs(part).max())
+    shown = part / largest if largest else np.full_like(part, -1 if sign == "negative" else 1)
+    captum_visualization.visualize_image_attr(
+        shown, picture, method, sign, plt_fig_axis=cell, use_pyplot=False, **options
+    )
+    if not largest and method != "original_image":
+        drawn = cell[1].images[-1]
+        drawn.set_data(0 * drawn.get_array())
+
+
+def _figure(
+    columns: int, size: tuple[float, float], rows: int = 1, layout: _Layout = "constrained"
+) -> tuple[Figure, list[Any]]:
     # Not through pyplot: nothing is kept open, and no window system is asked for.
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout=layout)
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def _image(axes: Any, values: np.ndarray, cmap: str | None) -> Any:

@@ -4,15 +4,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from captum.attr import visualization as captum_visualization
 from matplotlib.figure import Figure
 from models import ids, tiny
 
-from captum_ssm import LaTIM, MambaAttribution, MambaLRP, hidden_attention
+from captum_ssm import LaTIM, MambaLRP, hidden_attention
 from captum_ssm.models import VisionMamba
 from captum_ssm.visualization import (
+    image_overlay,
     interaction_map,
     layer_overview,
     readable_tokens,
@@ -135,18 +137,112 @@ def test_the_records_are_captums(capsys):
     assert words in text_html([record])
 
 
-def test_captum_shows_an_image(tmp_path):
+def drawn(figure: Figure, cell: int = 1) -> np.ndarray:
+    """What lies on top in a cell of a figure."""
+    return np.asarray(figure.axes[cell].images[-1].get_array())
+
+
+def test_images_and_their_relevance(tmp_path):
+    torch.manual_seed(0)
     model = VisionMamba(image_size=16, patch_size=4, classes=3, width=12, depth=2).eval()
-    image = torch.rand(1, 3, 16, 16)
-    relevance = MambaAttribution(model).attribute(image, target=1)
-    figure, _ = captum_visualization.visualize_image_attr(
+    images = torch.rand(2, 3, 16, 16)
+    relevance = MambaLRP(model).attribute(images, target=1)
+    titles = ["one", "two"]
+    figure = image_overlay(relevance, images, titles=titles, show_colorbar=True)
+    assert isinstance(figure, Figure)
+    cells = [axes for axes in figure.axes if axes.images]
+    assert [cell.get_title() for cell in cells] == ["one", "", "two", ""]
+    for k in range(2):
+        picture, (_, heat) = cells[2 * k].images[-1], cells[2 * k + 1].images
+        expected = (images[k] * 255).int().permute(1, 2, 0).numpy()
+        assert np.array_equal(picture.get_array(), expected)
+        # Captum clips the largest values, and only those.
+        total = relevance[k].sum(0).numpy()
+        scaled = np.asarray(heat.get_array())
+        inside = np.abs(scaled) < 1
+        assert 0.5 < inside.mean() < 1
+        ratio = scaled[inside] / total[inside]
+        assert np.allclose(ratio, ratio[0], rtol=1e-4)
+        assert np.array_equal(np.sign(scaled), np.sign(total))
+        assert heat.get_clim() == (-1, 1)
+    assert size_of(figure, tmp_path / "images.png") > 5000
+
+
+@pytest.mark.parametrize(
+    "method", ["heat_map", "blended_heat_map", "masked_image", "alpha_scaling"]
+)
+@pytest.mark.parametrize("sign", ["positive", "negative", "absolute_value"])
+def test_each_way_to_draw_is_captums_own(method, sign):
+    torch.manual_seed(0)
+    image, relevance = torch.rand(1, 3, 6, 8), torch.randn(1, 3, 6, 8)
+    figure = image_overlay(relevance, image, methods=["original_image", method], signs=sign)
+    theirs, axes = captum_visualization.visualize_image_attr(
         relevance[0].permute(1, 2, 0).numpy(),
         image[0].permute(1, 2, 0).numpy(),
-        "blended_heat_map",
-        sign="absolute_value",
+        method,
+        sign,
         use_pyplot=False,
     )
-    size_of(figure, tmp_path / "image.png")
+    assert np.allclose(drawn(figure), np.asarray(axes.images[-1].get_array()), atol=1e-5)
+    assert figure.axes[1].images[-1].get_clim() == axes.images[-1].get_clim()
+    assert isinstance(theirs, Figure)
+
+
+def test_the_sign_is_chosen_for_the_relevance():
+    image, relevance = torch.rand(1, 3, 4, 4), torch.rand(1, 4, 4)
+    assert figure_limits(image_overlay(relevance, image)) == (0, 1)
+    assert figure_limits(image_overlay(relevance - 0.5, image)) == (-1, 1)
+    methods = ["masked_image", "heat_map"]
+    figure = image_overlay(relevance - 0.5, image, methods=methods, signs=["positive", "all"])
+    assert (drawn(figure, 0) > 0).any(2).sum() < 16
+    assert (drawn(figure) < 0).any()
+    image_overlay(relevance - 0.5, image, methods="alpha_scaling")  # which takes no "all"
+
+
+def figure_limits(figure: Figure) -> tuple[float, float]:
+    return figure.axes[1].images[-1].get_clim()
+
+
+@pytest.mark.parametrize(
+    "method", ["heat_map", "blended_heat_map", "masked_image", "alpha_scaling"]
+)
+def test_nothing_of_a_sign_is_nothing_drawn(method, tmp_path):
+    images = torch.rand(2, 3, 4, 4)
+    relevance = torch.stack([torch.ones(4, 4), -torch.ones(4, 4)])
+    for sign, empty in (("positive", 1), ("negative", 0)):
+        figure = image_overlay(relevance, images, methods=[method], signs=sign)
+        assert not drawn(figure, empty).any()
+        assert drawn(figure, 1 - empty).any()
+        size_of(figure, tmp_path / f"{sign}.png")
+    assert not drawn(image_overlay(0 * relevance, images, methods=[method]), 0).any()
+
+
+def test_small_relevance_is_drawn_without_a_warning():
+    relevance = torch.rand(1, 3, 4, 4)
+    images = torch.rand(1, 3, 4, 4)
+    small = drawn(image_overlay(1e-9 * relevance, images))
+    assert np.allclose(small, drawn(image_overlay(relevance, images)), atol=1e-5)
+
+
+def test_images_of_any_values():
+    relevance = torch.rand(1, 4, 4)
+    levels = torch.randint(0, 256, (1, 3, 4, 4), dtype=torch.uint8)
+    expected = levels[0].permute(1, 2, 0).numpy()
+    # Rounded down by Captum, so one level may be missing.
+    for images in (levels, levels.int(), levels / 255, (levels / 255).bfloat16()):
+        shown = drawn(image_overlay(relevance, images), 0)
+        off = 2 if images.dtype == torch.bfloat16 else 1
+        assert np.abs(shown.astype(int) - expected).max() <= off
+    dark = drawn(image_overlay(relevance, torch.ones(1, 3, 4, 4, dtype=torch.uint8)), 0)
+    assert (dark <= 1).all()  # one of 255 levels, not all of them
+    normalised = (levels / 255 - 0.45) / 0.22
+    stretched = drawn(image_overlay(relevance, normalised), 0)
+    low, high = int(expected.min()), int(expected.max())
+    truth = (expected.astype(float) - low) / (high - low) * 255
+    assert np.abs(stretched - truth).max() <= 1.01
+    grey = drawn(image_overlay(relevance, levels[:, :1]), 0)
+    assert grey.shape == (4, 4, 3)
+    assert np.abs(grey.astype(int) - expected[..., :1]).max() <= 1
 
 
 BAD_CALLS = {
@@ -175,7 +271,55 @@ BAD_CALLS = {
         r"relevance has shape \(1, 2\)",
     ),
     "no token": (lambda: text_record(torch.zeros(0), []), "nothing to show"),
+    "an image without a batch": (
+        lambda: image_overlay(torch.rand(3, 4, 4), torch.rand(3, 4, 4)),
+        r"images has shape \(3, 4, 4\); .* images\[None\]",
+    ),
+    "two colours": (
+        lambda: image_overlay(torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4, 4)),
+        "one or three colours",
+    ),
+    "relevance of tokens": (
+        lambda: image_overlay(torch.rand(1, 5), torch.rand(1, 3, 4, 4)),
+        r"relevance has shape \(1, 5\) for images of shape \(1, 3, 4, 4\)",
+    ),
+    "relevance that is no number": (
+        lambda: image_overlay(torch.full((1, 4, 4), torch.nan), torch.rand(1, 3, 4, 4)),
+        "relevance holds NaN or Inf",
+    ),
+    "an image that is no number": (
+        lambda: image_overlay(torch.rand(1, 4, 4), torch.full((1, 3, 4, 4), torch.inf)),
+        "images holds NaN or Inf",
+    ),
+    "one title": (
+        lambda: image_overlay(torch.rand(2, 4, 4), torch.rand(2, 3, 4, 4), titles="ab"),
+        "titles is 'ab'; give one an image, 2",
+    ),
+    "an unknown sign": (
+        lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), signs="both"),
+        "signs is 'both'; accepted are one of",
+    ),
+    "too many signs": (
+        lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), signs=["all"] * 3),
+        "one for each of the 2 methods",
+    ),
+    "an unknown method": (
+        lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), methods=["map"]),
+        r"methods is \['map'\]; accepted",
+    ),
+    "all signs in a mask": (
+        lambda: image_overlay(
+            torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), methods=["masked_image"], signs="all"
+        ),
+        "'all', which masked_image cannot draw",
+    ),
 }
+
+
+@pytest.mark.parametrize("records", [text_record(torch.ones(1), ["a"]), [1], ["record"], 3])
+def test_a_page_of_something_else(records):
+    with pytest.raises(TypeError, match=r"accepted is a list .* text_html\(\[record\]\)"):
+        text_html(records)
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
@@ -190,7 +334,10 @@ def test_without_a_screen_and_without_ipython(tmp_path):
     code = (
         "import sys; sys.modules['IPython'] = None\n"
         "import torch\n"
-        "from captum_ssm.visualization import interaction_map, text_html, text_record\n"
+        "from captum_ssm.visualization import image_overlay, interaction_map, text_html\n"
+        "from captum_ssm.visualization import text_record\n"
+        "images = torch.rand(2, 3, 4, 4)\n"
+        f"image_overlay(images, images).savefig({str(tmp_path / 'b.png')!r})\n"
         f"interaction_map(torch.eye(2), ['a', 'b']).savefig({str(tmp_path / 'a.png')!r})\n"
         "assert '<mark' in text_html([text_record(torch.ones(2), ['a', 'b'])])\n"
         "assert 'matplotlib.pyplot' not in sys.modules or not "
@@ -206,3 +353,4 @@ def test_without_a_screen_and_without_ipython(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "a.png").exists()
+    assert (tmp_path / "b.png").exists()
