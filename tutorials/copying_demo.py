@@ -103,12 +103,14 @@ def main() -> None:
     whole = torch.tensor([[*source, SYMBOLS.index("<SEP>"), *source[:-1]]])
     steps = [(n + k, source[k]) for k in range(n)]
     relevance = captum_ssm.MambaLRP(model).attribute(whole.expand(n, -1), target=steps)
-    interaction_map(
+    figure = interaction_map(
         relevance[:, :n],
         list(args.string),
-        row_tokens=["<SEP>", *args.string[:-1]],
-        title="MambaLRP: the source token each step copies",
-    ).savefig(args.output / "copying.png", dpi=130)
+        row_tokens=list(args.string),
+        title="MambaLRP: the source token behind each predicted token",
+    )
+    figure.axes[0].set(xlabel="source token", ylabel="predicted token")
+    figure.savefig(args.output / "copying.png", dpi=130)
     overview = {name: row[:n] for name, row in rows.items()}
     layer_overview(
         overview, tokens[:n], title=f"Why {SYMBOLS[target]!r}? The source string, by every method"

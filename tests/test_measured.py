@@ -1,0 +1,128 @@
+"""The numbers that texts print are those of the results, to the last printed digit."""
+
+import importlib
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from captum_ssm.metrics import alignment_scores, hit_rate
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+COPYING = {
+    "hidden attention, best layer": "Mamba-Attention",
+    "the same, absolute values": "Mamba-Attention, absolute",
+    "`MambaRollout`": "Rollout",
+    "`MambaAttribution`": "Mamba-Attribution",
+    "unified attention, best layer": "Unified (raw)",
+    "`UnifiedImplicitAttention`": "Unified (attribution)",
+    "`LaTIM` (l2), best layer": "LaTIM (l2, silu)",
+    "`LaTIM` (ALTI), best layer": "LaTIM (ALTI, silu)",
+    '`LaTIM` (ALTI-Logit), `activation="silu"`': "LaTIM (ALTI-Logit, silu)",
+    '`LaTIM` (ALTI-Logit), `activation="gate"`': "LaTIM (ALTI-Logit, gate)",
+    "`MambaLRP`": "MambaLRP",
+}
+IMAGES = {
+    "`MambaAttribution` (Ali et al.)": "Attribution, hidden",
+    "`UnifiedImplicitAttention` (Zimerman et al.)": "Attribution, unified",
+    '`LaTIM` (ALTI-Logit, `"gate"`)': "LaTIM, ALTI-Logit",
+    "`MambaLRP`": "MambaLRP",
+    "Captum's `IntegratedGradients`": "Integrated gradients",
+    "Captum's `Saliency`": "Saliency",
+    "brightness of the pixels": "Brightness",
+    "random maps": "Random maps",
+}
+
+
+def results(path):
+    return json.loads((ROOT / "benchmarks" / path).read_text(encoding="utf-8"))
+
+
+def readme_rows(heading):
+    """The cells of the table under a heading of the README, by the first one."""
+    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in cells}
+
+
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("tables")
+
+
+def test_the_readme_says_what_copying_measured(monkeypatch):
+    rows = readme_rows("Which method finds the copied token?")
+    found = [results(f"copying/results/{m}.json") for m in ("copying-mamba", "copying-mamba2")]
+    random = tables(monkeypatch).chance(20)
+    assert {f["length"] for f in found} == {20}
+    for name, cells in rows.items():
+        chance = name == "random maps"
+        scores = [random if chance else f["methods"][COPYING[name]] for f in found]
+        assert cells == [x for m in scores for x in (f"{m['hit']:.1%}", f"{m['ap']:.2f}")], name
+    assert len(rows) == len(COPYING) + 1
+
+
+def test_the_readme_says_what_the_images_measured():
+    rows = readme_rows("Which explanation finds the object?")
+    found = results("vision/results/digits-black.json")["scores"]
+    for name, cells in rows.items():
+        scores = (found[IMAGES[name]][key] for key in ("positive", "negative", "miou"))
+        told = [[f"{100 * s[k]:.1f}" for k in ("value", "low", "high")] for s in scores]
+        assert cells == [f"{value} [{low}, {high}]" for value, low, high in told], name
+    assert len(rows) == len(IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("told", "method"),
+    [
+        ("MambaLRP points to the value in {}", "MambaLRP"),
+        ("LaTIM's ALTI-Logit in {}", "LaTIM (ALTI-Logit, gate)"),
+        ("LaTIM's ALTI-Logit in {}", "LaTIM (ALTI-Logit, silu)"),
+        ("unified rollout in {}", "Unified (rollout)"),
+        ("attention and its rollout in {}", "Mamba-Attention"),
+        ("attention and its rollout in {}", "Rollout"),
+    ],
+)
+def test_the_readme_says_what_passkey_measured(told, method):
+    share = results("passkey/results/passkey-mamba.json")["methods"][method]["contexts"]["256"]
+    assert told.format(f"{share['token']:.0%}") in re.sub(r"\s+", " ", README)
+
+
+def test_the_readme_says_what_a_rollout_adds():
+    rows = results("results/end_to_end_more.json")["rows"]
+    added = {
+        r["length"]: f"{r['rollout_extra_in_forwards']:.2f}" for r in rows if r["layers"] == 24
+    }
+    (line,) = [line for line in README.splitlines() if "a rollout through a whole model" in line]
+    assert f"adds {added[1024]} of the model's own forward" in line
+    assert f"at 1,024 tokens, {added[4096]} at 4,096" in line
+
+
+def test_random_maps_reach_the_scores_that_the_tables_give_them(monkeypatch):
+    length = 4
+    orders = torch.tensor(list(itertools.permutations(range(length)))).float()
+    maps = orders[:, None].expand(-1, length, -1)  # every ranking of the tokens, in each row
+    copied = torch.arange(length)
+    truth = (copied[:, None] - copied).abs() <= 1
+    measured = alignment_scores(maps, truth)
+    measured["hit"] = hit_rate(maps, copied.expand(len(orders), -1))
+    for key, value in tables(monkeypatch).chance(length).items():
+        assert measured[key] == pytest.approx(value, abs=1e-9), key
+
+
+def test_every_measured_row_has_a_name_of_this_library(monkeypatch, tmp_path):
+    tables(monkeypatch).write(tmp_path)
+    text = (tmp_path / "measured.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### .*", text, re.MULTILINE)
+    assert len(headings) == len(set(headings)) == 8
+    methods = text.split("(measured-row)=")[0]
+    names = re.findall(r"^\| (.*?) \| [\d.]+[%| ]", methods, re.MULTILINE)
+    assert len(names) > 100
+    known = r"`\w+`|\*(Captum's|at random|brightness of the pixels)\*"
+    assert all(re.match(known, name) for name in names)
