@@ -1,0 +1,73 @@
+"""The code of the how-to pages runs as it is printed, from the repository's folder."""
+
+import re
+import warnings
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+import captum_ssm
+
+matplotlib.use("Agg")
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    page.stem: re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for page in sorted((ROOT / "docs" / "how_to").glob("*.md"))
+}
+NEEDS = {"large_models": "accelerate"}
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    pytest.importorskip(NEEDS.get(page, "torch"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
+    names = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", captum_ssm.ops.ExtensionWarning)
+        for block in PAGES[page]:
+            exec(compile(block, f"{page}.md", "exec"), names)
+    plt.close("all")
+    CHECKS[page](names, tmp_path)
+
+
+def as_alone(names, folder):
+    """Each text of the padded batch is explained as it is by itself."""
+    for i, text in enumerate(names["texts"]):
+        ids = names["tokenizer"](text, return_tensors="pt").input_ids
+        alone = names["method"].attribute(ids, target=names["targets"][i])[0]
+        padded = names["relevance"][i]
+        torch.testing.assert_close(padded[: len(alone)], alone, atol=1e-5, rtol=1e-4)
+        assert not padded[len(alone) :].any()
+    assert not names["batch"].attention_mask.all()
+
+
+def generated(names, folder):
+    """Both ways give the same numbers, up to what falls on the continuation."""
+    found, rows = names["result"].token_attr, names["rows"]
+    assert found.shape == (2, names["prompt_ids"].shape[1])
+    torch.testing.assert_close(rows[:, : found.shape[1]], found, atol=1e-5, rtol=1e-4)
+
+
+def of_shape(names, folder):
+    assert names["relevance"].shape == names["ids"].shape
+    assert names["relevance"].abs().sum() > 0
+
+
+def drawn(names, folder):
+    assert names["relevance"].shape == names["images"].shape
+    assert (folder / "overlay.png").stat().st_size > 0
+
+
+CHECKS = {
+    "generation": generated,
+    "hybrids": of_shape,
+    "images": drawn,
+    "large_models": of_shape,
+    "long_sequences": of_shape,
+    "padding_and_positions": as_alone,
+}
