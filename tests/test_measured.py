@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 COPYING = {
-    "hidden attention, best layer": "Mamba-Attention",
-    "the same, absolute values": "Mamba-Attention, absolute",
+    "`RawAttention`, best layer": "Mamba-Attention",
+    'the same, `sign="absolute"`': "Mamba-Attention, absolute",
     "`MambaRollout`": "Rollout",
     "`MambaAttribution`": "Mamba-Attribution",
     "unified attention, best layer": "Unified (raw)",
