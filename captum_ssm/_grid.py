@@ -24,9 +24,22 @@ class TokenGrid:
         mode (str, optional): how relevance of patches is put on pixels, ``"bilinear"``,
             ``"nearest"`` or ``"bicubic"``. Default: ``"bilinear"``
 
-    Example::
+    Raises:
+        ValueError: for an index that is not ``(H, W)`` of integers, or an unknown ``mode``.
 
-        def token_grid(self, height, width):  # a CLS token in front
+    Examples::
+
+        >>> grid = TokenGrid(1 + torch.arange(6).view(2, 3))  # a CLS token, 2 x 3 patches
+        >>> relevance = torch.tensor([[9.0, 1, 2, 3, 4, 5, 6]])
+        >>> grid.patches(relevance)
+        tensor([[[1., 2., 3.],
+                 [4., 5., 6.]]])
+        >>> grid.pixels(relevance, (32, 48)).shape
+        torch.Size([1, 32, 48])
+
+    In a model::
+
+        def token_grid(self, height, width):
             rows, columns = height // 16, width // 16
             return TokenGrid(1 + torch.arange(rows * columns).view(rows, columns))
     """

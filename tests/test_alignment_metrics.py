@@ -57,6 +57,8 @@ def test_alignment_error_rate_by_hand() -> None:
         (lambda: alignment_scores(torch.full((1, 3), torch.nan), torch.eye(3)[:1]), "NaN"),
         (lambda: alignment_scores(torch.rand(1, 3), torch.zeros(1, 3)), "nothing to score"),
         (lambda: alignment_error_rate([], []), "not defined"),
+        (lambda: hit_rate(torch.eye(3), torch.zeros(3, 1).long()), r"\(3, 1\) .* \(3,\)"),
+        (lambda: hit_rate(torch.eye(3), torch.zeros(2).long()), "one token a query"),
     ],
 )
 def test_bad_calls(call, part: str) -> None:

@@ -1,5 +1,6 @@
 """The documentation: every public name says what it takes, and its examples run."""
 
+import ast
 import dataclasses
 import doctest
 import importlib
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 import torch
 from models import ids, tiny
 from test_generation import WORDS
+from typing_extensions import is_typeddict
 
 import captum_ssm
 import captum_ssm.visualization
@@ -76,7 +79,8 @@ def examples():
 def namespace(folder: Path):
     """What the examples take for granted: the library, a model, its input."""
     names = {key: getattr(captum_ssm, key) for key in captum_ssm.__all__}
-    for module in (captum_ssm.metrics, captum_ssm.models, captum_ssm.visualization):
+    for name in MODULES[1:]:
+        module = importlib.import_module(name)
         public = getattr(module, "__all__", [k for k in vars(module) if k[0] != "_"])
         names |= {key: getattr(module, key) for key in public}
     names["Estimate"] = captum_ssm.Estimate
@@ -109,34 +113,52 @@ def test_an_example_of_a_docstring_runs(test, tmp_path, monkeypatch):
     assert not report, "".join(report)
 
 
-WITH_EXAMPLES = [
-    name
-    for name in PUBLIC
-    if name.count(".") == 1 or name.split(".")[1] in ("generation", "metrics", "visualization")
-]
-
-
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_has_an_example_and_says_what_it_takes(name):
     value = PUBLIC[name]
     told = inspect.getdoc(value) or ""
     assert ">>> " in told
-    if inspect.isclass(value) and issubclass(value, Exception):
+    if inspect.isclass(value) and issubclass(value, (Exception, Warning)):
         return
-    takes = [p for p in inspect.signature(value).parameters if p not in ("args", "kwargs", "self")]
+    # A dict with named keys has no signature.
+    given = value.__annotations__ if is_typeddict(value) else inspect.signature(value).parameters
+    takes = [p for p in given if p not in ("args", "kwargs", "self")]
     unnamed = [p for p in takes if not re.search(rf"\b{p}\b", told)]
     refers = re.search(r"are those of|as for", told)
     assert not unnamed or refers, unnamed
 
 
+def functions(name):
+    """A public function or class's own functions, each with the docstring that speaks of it."""
+    value = PUBLIC[name]
+    if not inspect.isclass(value):
+        return [(name, value, inspect.getdoc(value))]
+    found = []
+    for key, method in vars(value).items():
+        method = getattr(method, "__func__", method)  # of a class method
+        # What a dataclass makes by itself has no source.
+        if inspect.isfunction(method) and Path(method.__code__.co_filename).exists():
+            if key in ("__init__", "__post_init__"):
+                found.append((f"{name}.{key}", method, inspect.getdoc(value)))
+            elif key[0] != "_":
+                found.append((f"{name}.{key}", method, inspect.getdoc(getattr(value, key))))
+    return found
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_and_its_methods_are_documented(name):
-    value = PUBLIC[name]
-    assert inspect.getdoc(value)
-    if inspect.isclass(value):
-        for key, method in vars(value).items():
-            if inspect.isfunction(method) and key[0] != "_":
-                assert inspect.getdoc(getattr(value, key)), f"{name}.{key}"
+    assert inspect.getdoc(PUBLIC[name])
+    for path, function, told in functions(name):
+        assert told, path
+        refers = re.search(r"are those of", told)
+        body = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        if any(isinstance(node, ast.Raise) for node in ast.walk(body)):
+            assert "Raises:" in told or refers, f"{path} raises"
+        takes = inspect.signature(function, eval_str=False).parameters.values()
+        tensors = [p.name for p in takes if re.match(r"(torch\.)?Tensor", str(p.annotation))]
+        if tensors:
+            shaped = re.search(r"\(B|\(\.\.\.|``\(|any shape|as for", told)
+            assert shaped or refers, f"{path}: which shape have {tensors}?"
 
 
 def test_getting_started_runs(tmp_path, monkeypatch):

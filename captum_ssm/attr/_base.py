@@ -83,6 +83,14 @@ class TokenAttribution(Attribution):
         Args:
             inputs (Tensor or tuple of one Tensor): as for ``attribute``.
             additional_forward_args (Any, optional): as for ``attribute``. Default: None
+
+        Raises:
+            ValueError, TypeError: as for ``attribute``.
+
+        Examples::
+
+            >>> frozen = RawAttention(model).freeze_once(input_ids)
+            >>> rows = [frozen.attribute(input_ids, position=i) for i in (3, 6)]
         """
         shared = copy(self)
         shared._frozen = self._freeze(inputs, additional_forward_args, None, query=False)

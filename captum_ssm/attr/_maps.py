@@ -25,7 +25,21 @@ SIGNS = (None, "clamp", "absolute")
 
 
 class MapChoices(TypedDict, total=False):
-    """The keyword arguments of the methods that are fields of :class:`MapOptions`."""
+    """The keyword arguments of the methods that are fields of :class:`MapOptions`.
+
+    Args:
+        reduction (str): over channels: ``"mean"``, ``"max"``, ``"min"``, ``"prod"``.
+        sign (str, optional): ``"clamp"``, ``"absolute"`` or None.
+        discard_ratio (float): share of the entries that is set to zero, in [0, 1).
+        min_max (bool): rescale the nonzero entries to [0, 1].
+        normalize_rows (bool): divide each row by its sum.
+
+    Examples::
+
+        >>> paper = captum_ssm.attr.MapChoices(sign="absolute", normalize_rows=True)
+        >>> MambaRollout(model).attribute(input_ids, **paper).shape
+        torch.Size([1, 7])
+    """
 
     reduction: str
     sign: str | None
@@ -51,6 +65,9 @@ class MapOptions:
             Default: False
         normalize_rows (bool, optional): divide each row, with the residual's identity where
             there is one, by its sum. Default: False
+
+    Raises:
+        ValueError: for a ``reduction``, ``sign`` or ``discard_ratio`` that is not accepted.
 
     Examples::
 

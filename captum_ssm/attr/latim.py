@@ -173,9 +173,22 @@ class LaTIM(TokenAttribution):
             aggregation (str or float, optional): as for :meth:`attribute`. Default: ``"l2"``
             target (Tensor, optional): for ``"alti_logit"``, the token whose logit is explained
                 at each position, ``(B, L)``; None for the one the model predicts there.
-                Default: None
+                As there, -1 is the last of the vocabulary. Default: None
             activation (str, optional): as for :meth:`attribute`. Default: ``"silu"``
             additional_forward_args (Any, optional): as for :meth:`attribute`. Default: None
+
+        Returns:
+            Tensor: ``(B, L, L)``; row i is of query token i.
+
+        Raises:
+            ValueError: for a layer, an aggregation, an activation or a target that is not
+                accepted, and as for :meth:`attribute`.
+            TypeError: for inputs of a wrong type or dtype.
+
+        Examples::
+
+            >>> LaTIM(model).interactions(input_ids, layer=0).shape
+            torch.Size([1, 7, 7])
         """
         to_logit = _check_aggregation(aggregation) is None
         if layer is None and not to_logit:
@@ -215,6 +228,20 @@ class LaTIM(TokenAttribution):
                 end. Each row holds L vectors of the model's width: ask for those you need.
             activation (str, optional): as for :meth:`attribute`. Default: ``"silu"``
             additional_forward_args (Any, optional): as for :meth:`attribute`. Default: None
+
+        Returns:
+            Tensor: ``(B, R, L, E)``, in the units of the mixer's output.
+
+        Raises:
+            ValueError: for a layer, rows or an activation that are not accepted, and as for
+                :meth:`attribute`.
+            TypeError: for rows that are no integers, or inputs of a wrong type or dtype.
+
+        Examples::
+
+            >>> vectors = LaTIM(model).contributions(input_ids, -1, [3, -1], activation="gate")
+            >>> vectors.shape
+            torch.Size([1, 2, 7, 16])
         """
         frozen = self._freeze_all(inputs, additional_forward_args, None, False)
         with self._computing():
@@ -231,7 +258,21 @@ class LaTIM(TokenAttribution):
     ) -> list[Tensor]:
         """The decomposition error of each layer, ``(B,)``, relative to the layer's output.
 
-        The arguments are those of :meth:`attribute`.
+        The norm of what the contributions miss of the output, over the output's; zero for
+        ``"gate"``, up to rounding. The arguments are those of :meth:`attribute`.
+
+        Returns:
+            list of Tensor: one a mixer, in forward order.
+
+        Raises:
+            ValueError: for an activation that is not accepted, and as for :meth:`attribute`.
+            TypeError: for inputs of a wrong type or dtype.
+
+        Examples::
+
+            >>> errors = LaTIM(model).layer_errors(input_ids, activation="gate")
+            >>> len(errors), errors[0].shape
+            (2, torch.Size([1]))
         """
         frozen = self._freeze_all(inputs, additional_forward_args, None, False)
         with self._computing():

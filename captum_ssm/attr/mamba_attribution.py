@@ -66,8 +66,9 @@ class MambaAttribution(TokenAttribution):
                 ``(B, L, E)`` or images ``(B, C, H, W)``.
             target (int, tuple, Tensor or list, optional): the explained output, in every form
                 Captum takes. For logits ``(B, L, V)`` an int or one id an example names the
-                token read at ``position``, a tuple ``(position, token)`` sets both. May be None
-                where the model returns one value per example. Default: None
+                token read at ``position``, a tuple ``(position, token)`` sets both. As in Captum,
+                -1 is the last class or token. May be None where the model returns one value per
+                example. Default: None
             additional_forward_args (Any, optional): further arguments of ``forward_func``, as
                 in Captum; a dict is passed by keyword. Default: None
             position (int or Tensor, optional): the token whose row is explained, an int or
@@ -114,7 +115,16 @@ class MambaAttribution(TokenAttribution):
     ) -> Tensor:
         r"""The whole product :math:`\rho`, ``(B, L, L)``, for the target read at ``position``.
 
-        The arguments are those of :meth:`attribute`.
+        The arguments are those of :meth:`attribute`. It takes memory quadratic in the sequence.
+
+        Raises:
+            ValueError, TypeError: as for :meth:`attribute`.
+            MemoryLimitError: where the matrices do not fit ``memory_limit``.
+
+        Examples::
+
+            >>> MambaAttribution(model).rollout(input_ids, target=token).shape
+            torch.Size([1, 7, 7])
         """
         chosen = MapOptions.of(_PAPER | options)
         frozen = self._freeze(

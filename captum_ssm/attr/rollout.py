@@ -95,7 +95,16 @@ class MambaRollout(TokenAttribution):
     ) -> Tensor:
         r"""The whole product :math:`\rho`, every token a query: ``(B, L, L)``.
 
-        The arguments are those of :meth:`attribute`.
+        The arguments are those of :meth:`attribute`. It takes memory quadratic in the sequence.
+
+        Raises:
+            ValueError, TypeError: as for :meth:`attribute`.
+            MemoryLimitError: where the matrices do not fit ``memory_limit``.
+
+        Examples::
+
+            >>> MambaRollout(model).rollout(input_ids).shape
+            torch.Size([1, 7, 7])
         """
         chosen = MapOptions.of(options)
         frozen = self._freeze(inputs, additional_forward_args, None, query=False)

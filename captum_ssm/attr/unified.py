@@ -134,7 +134,16 @@ class UnifiedImplicitAttention(TokenAttribution):
     ) -> Tensor:
         """The whole product over layers, ``(B, L, L)``, for ``"rollout"`` or ``"attribution"``.
 
-        The arguments are those of :meth:`attribute`.
+        The arguments are those of :meth:`attribute`. It takes memory quadratic in the sequence.
+
+        Raises:
+            ValueError, TypeError: as for :meth:`attribute`, and for ``"raw"``.
+            MemoryLimitError: where the matrices do not fit ``memory_limit``.
+
+        Examples::
+
+            >>> UnifiedImplicitAttention(model).rollout(input_ids, target=token).shape
+            torch.Size([1, 7, 7])
         """
         if aggregation == "raw":
             raise ValueError(

@@ -56,6 +56,9 @@ def bootstrap(
     Returns:
         Estimate: NaN where there is no sample.
 
+    Raises:
+        ValueError: for values of different numbers of samples, or a ``level`` outside (0, 1).
+
     Examples::
 
         >>> found = bootstrap(torch.arange(100.0))

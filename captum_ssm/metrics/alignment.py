@@ -88,12 +88,23 @@ def hit_rate(scores: Tensor, source: Tensor, within: int = 1) -> float:
     Returns:
         float: in [0, 1].
 
+    Raises:
+        ValueError: where ``source`` does not give one token a query.
+
     Examples::
 
         >>> hit_rate(torch.eye(4), torch.tensor([0, 1, 2, 0]))
         0.75
     """
-    distance = (scores.argmax(-1) - source).abs()
+    best = scores.argmax(-1)
+    try:
+        source = source.expand(best.shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"source has shape {tuple(source.shape)} for scores of shape {tuple(scores.shape)}; "
+            f"accepted is one token a query, {tuple(best.shape)}."
+        ) from error
+    distance = (best - source).abs()
     return float((distance <= within).double().mean())
 
 
@@ -106,6 +117,9 @@ def alignment_error_rate(predicted: Links, sure: Links, possible: Links | None =
         predicted (iterable of pairs): A, links (source, target).
         sure (iterable of pairs): S.
         possible (iterable of pairs, optional): P; S is added to it. Default: None
+
+    Returns:
+        float: in [0, 1]; 0 where every link is right and no sure one is missing.
 
     Raises:
         ValueError: where neither a predicted nor a sure link is given.
@@ -128,6 +142,9 @@ def links(scores: Tensor, rows: Iterable[int] | None = None) -> set[tuple[int, i
     Args:
         scores (Tensor): ``(R, L)``.
         rows (iterable of int, optional): the queries; None for all. Default: None
+
+    Returns:
+        set of pairs of int.
 
     Examples::
 
@@ -152,6 +169,9 @@ def decomposition_error(
     Returns:
         list of float: per layer, the norm of what the contributions miss of its output relative
         to the output's, averaged over examples. Zero for ``"gate"``, up to rounding.
+
+    Raises:
+        ValueError, TypeError: as for :meth:`captum_ssm.LaTIM.layer_errors`.
 
     Examples::
 

@@ -44,7 +44,13 @@ def layer_knockout(
         batch_size (int, optional): examples run at once; None for all. Default: None
 
     Returns:
-        dict: by path, ``(B,)``: the score of the whole model less that without the layer.
+        dict: by path, ``(B,)``: the score of the whole model less that without the layer, in the
+        logits' unit.
+
+    Raises:
+        ValueError: for layers that are no mixers of the model, a ``replacement`` or classes that
+            are not accepted, or a ``forward_func`` that does not return ``(B, V)``.
+        TypeError: for classes that are no integers.
 
     Examples::
 
@@ -106,6 +112,9 @@ def token_similarity(tokens: Tensor) -> Tensor:
     Returns:
         Tensor: ``(B,)``, in [-1, 1]; 1 where all tokens point the same way.
 
+    Raises:
+        ValueError: for tokens of another shape, or a single one.
+
     Examples::
 
         >>> [round(float(m), 3) for m in token_similarity(torch.ones(2, 5, 3))]
@@ -139,6 +148,12 @@ def oversmoothing(
             Default: None
         leave_out (sequence of int, optional): tokens that are not compared; the paper leaves
             out the CLS token. Default: none
+
+    Returns:
+        dict: by path of a block, ``(B,)``, in [-1, 1].
+
+    Raises:
+        ValueError: where less than two tokens are left to compare.
 
     Examples::
 
@@ -182,6 +197,9 @@ def cls_influence(
     Returns:
         dict: by path of a mixer, ``(B, L)``: the magnitude of its row at ``position``.
 
+    Raises:
+        ValueError, TypeError: as for :func:`captum_ssm.hidden_attention`.
+
     Examples::
 
         >>> found = cls_influence(model, input_ids, 3)
@@ -205,6 +223,9 @@ def position_bias(influence: Tensor, position: int) -> Tensor:
 
     Returns:
         Tensor: ``(...)``; 1 where nearer tokens always have more, 0 for no bias.
+
+    Raises:
+        ValueError: for a position outside the sequence.
 
     Examples::
 

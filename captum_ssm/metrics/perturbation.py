@@ -146,7 +146,10 @@ def flipping(
         target (Tensor): ``(B,)``, the class explained.
         probability (bool, optional): its probability instead. Default: False
 
-    The other arguments, and the order's names, are those of :func:`perturbation`.
+    The other arguments, and the errors, are those of :func:`perturbation`.
+
+    Returns:
+        Curve: of logits, or probabilities.
 
     Examples::
 
@@ -176,7 +179,10 @@ def delta_af(
 
     The target's logit while the least relevant tokens are removed first, less that while the
     most relevant are: the higher the area the better, and zero on average for relevance that
-    means nothing. The arguments are those of :func:`flipping`.
+    means nothing. The arguments and the errors are those of :func:`flipping`.
+
+    Returns:
+        Curve: of differences of logits.
 
     Examples::
 
@@ -210,7 +216,11 @@ def activation(
 
     From an input that is removed altogether, for text a sentence of UNK, tokens come back from
     the most relevant on. The area under the curve is the AUAC: the higher the better. The
-    arguments are those of :func:`perturbation`; ``shares`` are of tokens given back.
+    arguments and the errors are those of :func:`perturbation`; ``shares`` are of tokens given
+    back.
+
+    Returns:
+        Curve: of probabilities.
 
     Examples::
 
@@ -246,7 +256,10 @@ def pruning(
 
     The mean squared difference to the logits of the whole input; the lower the area the better
     (Ali et al., 2022; Ali et al., 2025, appendix A). Relevance is ordered by magnitude, as in
-    the paper's pruning task. The arguments are those of :func:`perturbation`.
+    the paper's pruning task. The arguments and the errors are those of :func:`perturbation`.
+
+    Returns:
+        Curve: of squared logits.
 
     Examples::
 

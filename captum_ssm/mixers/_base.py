@@ -88,7 +88,10 @@ class MixerCall:
         return mask.to(self.output.device, self.dtype)
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """``layer(x)`` in the working dtype; a layer without plain weights computes in its own."""
+        """``layer(x)`` for ``x (..., in)`` in the working dtype: ``(..., out)``.
+
+        A layer without plain weights (quantised, with adapters) computes in its own dtype.
+        """
         with weights_loaded(layer):
             weight = getattr(layer, "weight", None)
             if torch.is_tensor(weight):
@@ -110,7 +113,7 @@ class MixerCall:
             return (self.linear(layer, ones) - self.linear(layer, 0 * ones[:1])).mT
 
     def parameter(self, value: Tensor) -> Tensor:
-        """A parameter, detached, in the working dtype."""
+        """A parameter of any shape, detached, in the working dtype."""
         return value.detach().to(self.dtype)
 
 
@@ -271,7 +274,27 @@ class FrozenMixer:
 
 
 def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...]:
-    """The chosen components, or a ValueError that says what is accepted."""
+    """The chosen components, by name.
+
+    Args:
+        formulation (str): ``"hidden"`` or ``"unified"``.
+        components (iterable of str, optional): any of :data:`COMPONENTS`, or one of them; None for
+            the paper's choice, all but the skip.
+
+    Returns:
+        tuple of str.
+
+    Raises:
+        ValueError: for an unknown formulation or component, or components without ``"unified"``.
+        TypeError: for components that cannot be gone through.
+
+    Examples::
+
+        >>> check_components("unified", ["gate"])
+        ('gate',)
+        >>> check_components("unified", None)
+        ('conv', 'activation', 'gate', 'norm')
+    """
     if formulation not in FORMULATIONS:
         raise ValueError(f"formulation is {formulation!r}; accepted are {FORMULATIONS}.")
     if components is None:
@@ -291,7 +314,21 @@ def check_components(formulation: str, components: Iterable[str] | None) -> tupl
 
 
 def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
-    """The factor f with ``act(psi) = f * psi``: for SiLU the sigmoid. Exact at zero by limit."""
+    """The factor f with ``act(psi) = f * psi``: for SiLU the sigmoid. Exact at zero by limit.
+
+    Args:
+        act (Callable): an activation with ``act(0) = 0``, such as SiLU, GELU or ReLU.
+        psi (Tensor): its argument, of any shape.
+
+    Returns:
+        Tensor: of the shape of ``psi``.
+
+    Examples::
+
+        >>> psi = torch.randn(1, 7, 4)
+        >>> factor = activation_factor(nn.functional.gelu, psi)
+        >>> torch.testing.assert_close(factor * psi, nn.functional.gelu(psi))
+    """
     if isinstance(act, nn.SiLU) or act is F.silu:
         return torch.sigmoid(psi)
     tiny = 1e-4
@@ -300,13 +337,21 @@ def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
 
 
 def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) -> Tensor:
-    """The frozen scale of an RMS norm of ``y (B, L, D)`` over groups of channels: ``(B, L, D)``.
+    """The frozen scale of an RMS norm over groups of channels.
 
     Args:
-        y (Tensor): what the norm normalises.
-        weight (Tensor, optional): its weight, ``(D,)`` or of one group's width. Default: None
+        y (Tensor): what the norm normalises, ``(B, L, D)``.
+        weight (Tensor, optional): its weight, ``(D,)`` or of one group's width.
         eps (float): its epsilon.
         groups (int, optional): number of equal groups of channels. Default: 1
+
+    Returns:
+        Tensor: ``(B, L, D)``.
+
+    Examples::
+
+        >>> norm, y = nn.RMSNorm(4, eps=1e-5), torch.randn(1, 7, 4)
+        >>> torch.testing.assert_close(rms_factor(y, norm.weight, norm.eps) * y, norm(y))
     """
     parts = y.unflatten(-1, (groups, -1))
     scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps).expand_as(parts)
@@ -323,6 +368,12 @@ class ShortConv:
         inputs (Tensor): u, ``(B, L, D)``.
         taps (Tensor, optional): ``(D, K)``. Default: None
         bias (Tensor, optional): ``(D,)``, or ``(B, L, D)``. Default: None
+
+    Examples::
+
+        >>> u, conv = torch.randn(1, 7, 4), nn.Conv1d(4, 4, 3, groups=4, padding=2)
+        >>> found = ShortConv(u, conv.weight[:, 0], conv.bias)
+        >>> torch.testing.assert_close(found.output, conv(u.mT)[..., :7].mT)
     """
 
     inputs: Tensor
@@ -343,13 +394,45 @@ class ShortConv:
 
 
 def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
-    """The module's causal depthwise ``conv`` of ``u (B, L, D)``."""
+    """The convolution of a module as :class:`ShortConv`.
+
+    Args:
+        call (MixerCall): says which dtype to work in.
+        conv (nn.Conv1d): causal and depthwise.
+        u (Tensor): what it acts on, ``(B, L, D)``.
+
+    Returns:
+        ShortConv: over the L tokens.
+
+    Examples::
+
+        >>> module, x = model.backbone.layers[0].mixer, torch.randn(1, 7, 16)
+        >>> call = MixerCall("mixer", module, (x,), {}, module(x))
+        >>> u = torch.randn(1, 7, 32)
+        >>> found = short_conv(call, module.conv1d, u)
+        >>> torch.testing.assert_close(found.output, module.conv1d(u.mT)[..., :7].mT)
+    """
     bias = None if conv.bias is None else call.parameter(conv.bias)
     return ShortConv(u, call.parameter(conv.weight)[:, 0], bias)
 
 
 def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
-    """The tokens ``(B, L, E)`` with padding zeroed, and the ``(B, L)`` mask, if there is one."""
+    """The tokens that entered a mixer, with padding zeroed, and the mask.
+
+    Args:
+        call (MixerCall): the recorded call.
+
+    Returns:
+        tuple: ``(B, L, E)``, and the mask ``(B, L)`` or None where the mixer was given none.
+
+    Examples::
+
+        >>> module, x = model.backbone.layers[0].mixer, torch.randn(1, 7, 16)
+        >>> call = MixerCall("mixer", module, (x,), {}, module(x))
+        >>> tokens, mask = masked_tokens(call)
+        >>> tokens.shape, mask
+        (torch.Size([1, 7, 16]), None)
+    """
     x, mask = call.tokens(), call.token_mask()
     return (x if mask is None else x * mask[..., None]), mask
 
@@ -370,6 +453,10 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
 
     Returns:
         The ``freeze`` function.
+
+    Raises:
+        TypeError: for a ``module_type`` that is neither a class nor a name, or a ``freeze`` that
+            cannot be called.
 
     Examples::
 
@@ -406,7 +493,21 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
 
 
 def find_adapter(module: nn.Module) -> Freeze | None:
-    """The registered ``freeze`` for this module's class or its nearest base class, or None."""
+    """The registered ``freeze`` for a module's class or its nearest base class.
+
+    Args:
+        module (nn.Module): a mixer, or something else.
+
+    Returns:
+        Callable, or None where the library does not know the module.
+
+    Examples::
+
+        >>> find_adapter(model.backbone.layers[0].mixer).__name__
+        'freeze_s6'
+        >>> find_adapter(nn.Linear(2, 2)) is None
+        True
+    """
     for cls in type(module).__mro__:
         parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
         for start in range(len(parts)):
@@ -417,12 +518,33 @@ def find_adapter(module: nn.Module) -> Freeze | None:
 
 
 def registered() -> list[str]:
-    """The names of the mixers the library knows, sorted."""
+    """The names of the mixers the library knows.
+
+    Returns:
+        list of str: sorted.
+
+    Examples::
+
+        >>> "MambaMixer" in registered()
+        True
+    """
     return sorted(_REGISTRY)
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The known mixers of a model, ``(path, module)``, not looking inside a mixer found."""
+    """The known mixers of a model, not looking inside a mixer found.
+
+    Args:
+        model (nn.Module): the model.
+
+    Yields:
+        tuple: path and module, in the order of ``named_modules``.
+
+    Examples::
+
+        >>> [path for path, module in find_mixers(model)]
+        ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
+    """
     inside: str | None = None
     for path, module in model.named_modules():
         if inside is not None and path.startswith(inside):

@@ -33,6 +33,16 @@ class SS2D(nn.Module):
         dt_rank (int, optional): None for E / 16, rounded up. Default: None
         gated (bool, optional): False leaves z out. Default: True
         bias (bool, optional): of the input and output projections. Default: False
+
+    Raises:
+        ValueError: for an even ``conv``.
+
+    Examples::
+
+        >>> mixer = SS2D(16, grid=(4, 4), state=4)
+        >>> mixer(torch.randn(1, 16, 16)).shape
+        torch.Size([1, 16, 16])
+        >>> maps = hidden_attention(mixer, torch.randn(1, 16, 16), reduction="mean")
     """
 
     def __init__(
@@ -67,7 +77,11 @@ class SS2D(nn.Module):
         self.out_proj = nn.Linear(inner, width, bias=bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Mixed tokens ``(B, L, E)`` of ``hidden_states (B, L, E)``, L = H W."""
+        """Mixed tokens ``(B, L, E)`` of ``hidden_states (B, L, E)``.
+
+        Raises:
+            ValueError: for another number of tokens than H W.
+        """
         rows, columns = self.grid
         if hidden_states.shape[1] != rows * columns:
             raise ValueError(

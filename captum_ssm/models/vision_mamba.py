@@ -44,6 +44,18 @@ class BidirectionalMamba(nn.Module):
         bias (bool, optional): of the input and output projections. Default: False
         layer_scale (float, optional): start of a learned factor per output channel.
             Default: None
+
+    Raises:
+        ValueError: for an unknown ``bimamba_type``.
+
+    Examples::
+
+        >>> mixer = BidirectionalMamba(16, state=4)
+        >>> mixer(torch.randn(1, 9, 16)).shape
+        torch.Size([1, 9, 16])
+        >>> (weights,) = hidden_attention(mixer, torch.randn(1, 9, 16), reduction="mean").values()
+        >>> bool(weights[0, 0, 1:].any())  # the first token is told of later ones
+        True
     """
 
     def __init__(
@@ -168,6 +180,9 @@ class VisionMamba(nn.Module):
             are taken. Default: True
         eps (float, optional): of the norms. Default: 1e-5
         **mixer: see :class:`BidirectionalMamba`.
+
+    Raises:
+        ValueError: for a ``cls``, ``pool``, ``norm`` or ``bimamba_type`` that is not accepted.
 
     Examples::
 
@@ -312,7 +327,11 @@ class VisionMamba(nn.Module):
         return cls_positions(self.cls, rows * columns)
 
     def embed(self, images: Tensor) -> Tensor:
-        """The tokens ``(B, L, E)`` of ``images (B, C, H, W)``, CLS and positions included."""
+        """The tokens ``(B, L, E)`` of ``images (B, C, H, W)``, CLS and positions included.
+
+        Raises:
+            ValueError: for images of another size than the positions.
+        """
         size = (int(images.shape[-2]), int(images.shape[-1]))
         if images.dim() != 4 or (self.pos_embed is not None and size != self.image_size):
             raise ValueError(

@@ -35,6 +35,18 @@ class TokenOperator(ABC):
         maps (int): M; D is a multiple of it.
         dtype (torch.dtype): float32 or float64, the dtype of all results.
         device (torch.device): device of all results.
+
+    Raises:
+        ValueError: from a method, for a ``reduction`` that is not accepted.
+
+    Examples::
+
+        >>> operator = BandOperator(torch.rand(1, 5, 4))
+        >>> isinstance(operator, TokenOperator), operator.length, operator.maps
+        (True, 5, 4)
+        >>> v, w = torch.randn(2, 1, 5, 4)
+        >>> there, back = (w * operator.apply(v)).sum(), (operator.vecmat(w) * v).sum()
+        >>> torch.testing.assert_close(there, back)  # vecmat is the adjoint of apply
     """
 
     @property
@@ -143,6 +155,9 @@ class TokenOperator(ABC):
 
         Returns:
             Tensor: ``(B, M, R, L)``, or ``(B, R, L)`` with a reduction.
+
+        Raises:
+            ValueError: for an unknown reduction.
         """
         if reduction is None:
             return self.map_rows(index, 0, self.maps)

@@ -20,6 +20,12 @@ class BandOperator(TokenOperator):
         diagonal (Tensor): ``(B, L, D)``.
         conv (Tensor, optional): ``(D, K)``, causal taps as in :class:`torch.nn.Conv1d`.
             Default: None
+
+    Examples::
+
+        >>> skip = BandOperator(torch.rand(1, 5, 4))
+        >>> skip.matrix().shape  # one diagonal matrix a channel
+        torch.Size([1, 4, 5, 5])
     """
 
     diagonal: Tensor
@@ -98,6 +104,12 @@ class SumOperator(TokenOperator):
 
     Args:
         parts (tuple of TokenOperator): at least one.
+
+    Examples::
+
+        >>> one, other = BandOperator(torch.rand(1, 5, 4)), BandOperator(torch.rand(1, 5, 4))
+        >>> total = SumOperator((one, other))
+        >>> torch.testing.assert_close(total.matrix(), one.matrix() + other.matrix())
     """
 
     parts: tuple[TokenOperator, ...]
@@ -145,6 +157,12 @@ class ChainOperator(TokenOperator):
     Args:
         first (TokenOperator): the operator applied last, with one map per channel.
         second (BandOperator): the operator applied to the values.
+
+    Examples::
+
+        >>> conv = BandOperator(torch.ones(1, 5, 4), conv=torch.rand(4, 2))
+        >>> chain = ChainOperator(BandOperator(torch.rand(1, 5, 4)), conv)
+        >>> torch.testing.assert_close(chain.matrix(), chain.first.matrix() @ conv.matrix())
     """
 
     first: TokenOperator

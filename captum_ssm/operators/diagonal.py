@@ -47,6 +47,19 @@ class DiagonalOperator(TokenOperator):
         left (Tensor, optional): ``(B, L, D)``, row factors. Default: None
         conv (Tensor, optional): ``(D, K)``, causal taps applied before the recurrence.
             Default: None
+
+    Raises:
+        ValueError, TypeError: at the first use, for tensors that do not fit together.
+
+    Examples::
+
+        >>> dt, (B, C) = torch.rand(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
+        >>> operator = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
+        >>> v = torch.randn(1, 5, 4)
+        >>> y = torch.einsum("bdij,bjd->bid", operator.matrix(), v)  # from whole maps
+        >>> torch.testing.assert_close(operator.apply(v), y)
+        >>> operator.rows(torch.tensor([[4]]), "mean").shape  # the last row alone, in linear time
+        torch.Size([1, 1, 5])
     """
 
     dt: Tensor

@@ -29,6 +29,16 @@ class HeadOperator(TokenOperator):
 
     Attributes:
         width (int): P, the channels of a head.
+
+    Raises:
+        ValueError: for a ``reduction`` that is not accepted.
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 5, 2, 3)
+        >>> operator = LinearAttentionOperator(query, key, torch.zeros(1, 5, 2, 1), width=4)
+        >>> isinstance(operator, HeadOperator), operator.maps, operator.channels
+        (True, 2, 8)
     """
 
     width: int
@@ -94,6 +104,17 @@ class ComposedOperator(TokenOperator):
         left (Tensor, optional): ``(B, L, D)``, row factors. Default: None
         right (Tensor, optional): ``(B, L, D)``, column factors. Default: None
         conv (Tensor, optional): ``(D, K)``, causal taps. Default: None
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 5, 2, 3)
+        >>> inner = LinearAttentionOperator(query, key, torch.zeros(1, 5, 2, 1), width=4)
+        >>> gate = torch.rand(1, 5, 8)
+        >>> gated = ComposedOperator(inner, left=gate)  # a map a channel: the gate differs in each
+        >>> v = torch.randn(1, 5, 8)
+        >>> torch.testing.assert_close(gated.apply(v), gate * inner.apply(v))
+        >>> inner.matrix().shape, gated.matrix().shape
+        (torch.Size([1, 2, 5, 5]), torch.Size([1, 8, 5, 5]))
     """
 
     inner: HeadOperator

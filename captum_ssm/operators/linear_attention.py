@@ -44,6 +44,16 @@ class LinearAttentionOperator(HeadOperator):
         bonus (Tensor, optional): ``(B, L, H)``. With it the output reads the state ahead of the
             token's own decay and write, and the token's own value enters with this weight
             (RWKV). Default: None
+
+    Raises:
+        ValueError, TypeError: at the first use, for tensors that do not fit together.
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 5, 2, 3)
+        >>> operator = LinearAttentionOperator(query, key, torch.zeros(1, 5, 2, 1), width=4)
+        >>> scores = torch.einsum("bihn,bjhn->bhij", query, key).tril()  # without any decay
+        >>> torch.testing.assert_close(operator.matrix(), scores)
     """
 
     query: Tensor

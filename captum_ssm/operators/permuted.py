@@ -29,6 +29,13 @@ class PermutedOperator(TokenOperator):
         inner (TokenOperator): :math:`\alpha`, over the tokens in the order it scans them.
         order (Tensor): ``(L,)`` int64, a permutation; the t-th token of ``inner`` is token
             ``order[t]``. Reversed for a backward scan.
+
+    Examples::
+
+        >>> dt, (B, C) = torch.rand(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
+        >>> forward = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
+        >>> backward = PermutedOperator(forward, torch.arange(5).flip(0))
+        >>> torch.testing.assert_close(backward.matrix(), forward.matrix().flip(2, 3))
     """
 
     inner: TokenOperator
@@ -102,6 +109,18 @@ class ConvolvedOperator(TokenOperator):
             zero-padded :class:`torch.nn.Conv2d`.
         grid (tuple of int, optional): (H, W) of the image's patches, H W = L, for 2-D taps.
             Default: None
+
+    Raises:
+        ValueError: for an operator of fewer maps than channels.
+
+    Examples::
+
+        >>> inner, taps = BandOperator(torch.rand(1, 6, 4)), torch.rand(4, 3, 3)
+        >>> operator = ConvolvedOperator(inner, taps, grid=(2, 3))
+        >>> images = torch.randn(1, 4, 2, 3)
+        >>> behind = nn.functional.conv2d(images, taps[:, None], padding=1, groups=4)
+        >>> y = operator.apply(images.flatten(2).mT)
+        >>> torch.testing.assert_close(y, inner.apply(behind.flatten(2).mT))
     """
 
     inner: TokenOperator

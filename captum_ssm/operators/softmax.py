@@ -27,6 +27,14 @@ class SoftmaxOperator(HeadOperator):
         softcap (float, optional): scores s become ``softcap * tanh(s / softcap)``. Default: None
         sinks (Tensor, optional): ``(H,)``, a score per head that takes probability and has no
             value. Default: None
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 2, 5, 3)
+        >>> operator = SoftmaxOperator(query, key, scale=3**-0.5, width=4)
+        >>> v = torch.randn(1, 2, 5, 4)
+        >>> y = nn.functional.scaled_dot_product_attention(query, key, v, is_causal=True)
+        >>> torch.testing.assert_close(operator.apply_heads(v), y)
     """
 
     query: Tensor

@@ -19,7 +19,16 @@ from torch import Tensor
 
 
 class ExtensionWarning(UserWarning):
-    """The compiled extension is missing, so the slower PyTorch forms are used."""
+    """The compiled extension is missing, so the slower PyTorch forms are used.
+
+    Given once a process, by the first call that would have used it; ``CAPTUM_SSM_PURE_TORCH=1`` in
+    the environment chooses the PyTorch forms without it.
+
+    Examples::
+
+        >>> import warnings
+        >>> warnings.filterwarnings("ignore", category=ExtensionWarning)
+    """
 
 
 def _load(name: str) -> ImportError | None:
@@ -41,7 +50,13 @@ _warned = False
 
 
 def extension_loaded() -> bool:
-    """Whether the compiled CPU kernels are in use."""
+    """Whether the compiled CPU kernels are in use.
+
+    Examples::
+
+        >>> extension_loaded() in (True, False)  # False: see ExtensionWarning
+        True
+    """
     return _MISSING is None
 
 

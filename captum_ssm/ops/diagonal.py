@@ -90,13 +90,26 @@ def diagonal_scan(
     """Apply the recurrence to values: ``y_d = alpha_d v_d`` for every channel, in linear time.
 
     Args:
-        v: values ``(B, L, D)``. The other arguments are described at the top of this module.
+        v (Tensor): values, ``(B, L, D)``.
+        dt (Tensor): ``(B, L, D)``, what a channel decays by ahead of each token, at least 0.
+        right (Tensor): ``(B, L, D)``, the weight of each token's value.
+        A (Tensor): ``(D, N)``, the rates, at most 0.
+        Bm, Cm (Tensor): ``(B, L, G, N)``, what tokens write with and read with; a group has D / G
+            channels.
+        left (Tensor, optional): ``(B, L, D)``, a factor of each output. Default: None
 
     Returns:
-        ``(B, L, D)``. Differentiable; the gradient with respect to ``v`` is one more scan.
+        Tensor: ``(B, L, D)``. Differentiable; the gradient with respect to ``v`` is one more scan.
 
     Raises:
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> diagonal_scan(v, dt, dt, A, Bm, Cm).shape
+        torch.Size([1, 5, 4])
     """
     args = contiguous(promote(v=v, dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left))
     _check_coefficients(dt, right, A, Bm, Cm, left, None)
@@ -120,15 +133,30 @@ def diagonal_vecmat(
     """Multiply row vectors with the maps, ``u_d = w_d^T (alpha_d Conv_d)``, in linear time.
 
     Args:
-        w: ``(B, L, D)``, or ``(B, L)`` for one row vector shared by all channels. The other
-            arguments are described at the top of this module.
-        mean: return the mean over channels, in O(L) memory beyond the arguments.
+        w (Tensor): ``(B, L, D)``, or ``(B, L)`` for one row vector shared by all channels.
+        dt (Tensor): ``(B, L, D)``, what a channel decays by ahead of each token, at least 0.
+        right (Tensor): ``(B, L, D)``, the weight of each token's value.
+        A (Tensor): ``(D, N)``, the rates, at most 0.
+        Bm, Cm (Tensor): ``(B, L, G, N)``, what tokens write with and read with; a group has D / G
+            channels.
+        left (Tensor, optional): ``(B, L, D)``, a factor of each output. Default: None
+        conv (Tensor, optional): ``(D, K)``, the taps of a convolution in front. Default: None
+        mean (bool, optional): return the mean over channels, in O(L) memory beyond the arguments.
+            Default: False
 
     Returns:
-        ``(B, L, D)``, or ``(B, L)`` with ``mean``. Differentiable.
+        Tensor: ``(B, L, D)``, or ``(B, L)`` with ``mean``. Differentiable.
 
     Raises:
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> last = torch.eye(5)[-1:]
+        >>> row = diagonal_vecmat(last, dt, dt, A, Bm, Cm, mean=True)
+        >>> torch.testing.assert_close(row, diagonal_mean(dt, dt, A, Bm, Cm)[:, -1])
     """
     args = contiguous(promote(w=w, dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv))
     _check_coefficients(dt, right, A, Bm, Cm, left, conv)
@@ -156,15 +184,30 @@ def diagonal_mean(
     caller can stream tiles of rows (256 or more at a time) in O(R L) memory.
 
     Args:
-        start, stop: the rows wanted, ``0 <= start < stop <= L``; None stands for ``L``. The
-            other arguments are described at the top of this module.
+        dt (Tensor): ``(B, L, D)``, what a channel decays by ahead of each token, at least 0.
+        right (Tensor): ``(B, L, D)``, the weight of each token's value.
+        A (Tensor): ``(D, N)``, the rates, at most 0.
+        Bm, Cm (Tensor): ``(B, L, G, N)``, what tokens write with and read with; a group has D / G
+            channels.
+        left (Tensor, optional): ``(B, L, D)``, a factor of each output. Default: None
+        conv (Tensor, optional): ``(D, K)``, the taps of a convolution in front. Default: None
+        start, stop (int, optional): the rows wanted, ``0 <= start < stop <= L``; a ``stop`` of None
+            stands for L. Default: all rows
 
     Returns:
-        ``(B, stop - start, L)``. Differentiable.
+        Tensor: ``(B, stop - start, L)``. Differentiable.
 
     Raises:
-        ValueError, TypeError: an argument's shape, dtype or device is not accepted, or the
-            range of rows is empty or leaves the sequence.
+        ValueError, TypeError: an argument's shape, dtype or device is not accepted, or the range of
+            rows is empty or leaves the sequence.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> tile = diagonal_mean(dt, dt, A, Bm, Cm, start=2, stop=4)
+        >>> tile.shape
+        torch.Size([1, 2, 5])
     """
     args = contiguous(promote(dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv))
     _check_coefficients(dt, right, A, Bm, Cm, left, conv)
@@ -186,16 +229,30 @@ def diagonal_rows(
     """Rows of every channel's own matrix ``alpha_d Conv_d``.
 
     Args:
-        index: rows wanted, ``(B, R)`` int64 (or ``(R,)`` for the same rows in every sequence),
-            each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices. The other
-            arguments are described at the top of this module.
+        index (Tensor): the rows wanted, ``(B, R)`` int64 (or ``(R,)`` for the same rows in every
+            sequence), each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices.
+        dt (Tensor): ``(B, L, D)``, what a channel decays by ahead of each token, at least 0.
+        right (Tensor): ``(B, L, D)``, the weight of each token's value.
+        A (Tensor): ``(D, N)``, the rates, at most 0.
+        Bm, Cm (Tensor): ``(B, L, G, N)``, what tokens write with and read with; a group has D / G
+            channels.
+        left (Tensor, optional): ``(B, L, D)``, a factor of each output. Default: None
+        conv (Tensor, optional): ``(D, K)``, the taps of a convolution in front. Default: None
 
     Returns:
-        ``(B, D, R, L)``. Differentiable.
+        Tensor: ``(B, D, R, L)``. Differentiable.
 
     Raises:
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
         IndexError: a row outside the sequence was asked for.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> maps = diagonal_rows(torch.arange(5), dt, dt, A, Bm, Cm)  # (B, D, L, L)
+        >>> y = torch.einsum("bdij,bjd->bid", maps, v)
+        >>> torch.testing.assert_close(y, diagonal_scan(v, dt, dt, A, Bm, Cm))
     """
     args = contiguous(promote(dt=dt, right=right, A=A, Bm=Bm, Cm=Cm, left=left, conv=conv))
     _check_coefficients(dt, right, A, Bm, Cm, left, conv)
@@ -303,7 +360,21 @@ def diagonal_scan_torch(
     Cm: Tensor,
     left: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch form of :func:`diagonal_scan` for arguments of one dtype."""
+    """PyTorch form of :func:`diagonal_scan`.
+
+    The arguments are those of :func:`diagonal_scan`, of one floating dtype and device, and are
+    not checked.
+
+    Returns:
+        Tensor: ``(B, L, D)``.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> y = diagonal_scan_torch(v, dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(y, diagonal_scan(v, dt, dt, A, Bm, Cm))
+    """
     return _scaled(_recurrence((v * right)[:, None], dt, A, Bm, Cm)[:, 0], left)
 
 
@@ -318,7 +389,21 @@ def diagonal_vecmat_torch(
     conv: Tensor | None = None,
     mean: bool = False,
 ) -> Tensor:
-    """PyTorch form of :func:`diagonal_vecmat` for arguments of one dtype."""
+    """PyTorch form of :func:`diagonal_vecmat`.
+
+    The arguments are those of :func:`diagonal_vecmat`, of one floating dtype and device, and are
+    not checked.
+
+    Returns:
+        Tensor: ``(B, L, D)``, or ``(B, L)`` with ``mean``.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> u = diagonal_vecmat_torch(v, dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(u, diagonal_vecmat(v, dt, dt, A, Bm, Cm))
+    """
     w = w if w.dim() == 3 else w[..., None].expand_as(dt)
     s = _reversed_recurrence(_scaled(w, left)[:, None], dt, A, Cm, Bm)[:, 0]
     u = _convolve_transposed(s * right, conv)
@@ -389,11 +474,24 @@ def diagonal_mean_torch(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """PyTorch form of :func:`diagonal_mean` for arguments of one dtype.
+    """PyTorch form of :func:`diagonal_mean`.
 
     Rows are cut in tiles. What lies left of a tile is one matrix product, with decays split at
     the tile's first row; the tiles' own triangles are halved until nothing is left, every level
     of all tiles being one batched product.
+
+    The arguments are those of :func:`diagonal_mean`, of one floating dtype and device; they are not
+    checked.
+
+    Returns:
+        Tensor: ``(B, stop - start, L)``.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> mean = diagonal_mean_torch(dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(mean, diagonal_mean(dt, dt, A, Bm, Cm))
     """
     batch, length, channels = dt.shape
     groups, states = Bm.shape[2:]
@@ -473,7 +571,22 @@ def diagonal_rows_torch(
     left: Tensor | None = None,
     conv: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch form of :func:`diagonal_rows` for arguments of one dtype: row i is e_i^T alpha."""
+    """PyTorch form of :func:`diagonal_rows`: row i is e_i^T alpha.
+
+    The arguments are those of :func:`diagonal_rows`, of one floating dtype and device, and are
+    not checked.
+
+    Returns:
+        Tensor: ``(B, D, R, L)``.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> rows = diagonal_rows_torch(torch.tensor([[1, 4]]), dt, dt, A, Bm, Cm)
+        >>> expected = diagonal_rows(torch.tensor([1, 4]), dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(rows, expected)
+    """
     batch, length, channels = dt.shape
     rows = index.shape[1]
     if rows == 0:
@@ -501,7 +614,28 @@ def naive_diagonal_matrix(
     left: Tensor | None = None,
     conv: Tensor | None = None,
 ) -> Tensor:
-    """The maps of all channels, ``(B, D, L, L)``, line by line in float64."""
+    """The maps of all channels, line by line in float64.
+
+    Args:
+        dt (Tensor): ``(B, L, D)``, what a channel decays by ahead of each token, at least 0.
+        right (Tensor): ``(B, L, D)``, the weight of each token's value.
+        A (Tensor): ``(D, N)``, the rates, at most 0.
+        Bm, Cm (Tensor): ``(B, L, G, N)``, what tokens write with and read with; a group has D / G
+            channels.
+        left (Tensor, optional): ``(B, L, D)``, a factor of each output. Default: None
+        conv (Tensor, optional): ``(D, K)``, the taps of a convolution in front. Default: None
+
+    Returns:
+        Tensor: ``(B, D, L, L)``, float64.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> maps = naive_diagonal_matrix(dt, dt, A, Bm, Cm)
+        >>> expected = diagonal_rows(torch.arange(5), dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(maps.float(), expected)
+    """
     dt, right, A, Bm, Cm = (x.double() for x in (dt, right, A, Bm, Cm))
     batch, length, channels = dt.shape
     group = torch.arange(channels) // (channels // Bm.shape[2])
@@ -525,12 +659,43 @@ def naive_diagonal_matrix(
 
 
 def naive_diagonal_scan(v: Tensor, *coefficients: Any) -> Tensor:
-    """:func:`diagonal_scan` through the matrices, in float64."""
+    """:func:`diagonal_scan` through the matrices, in float64.
+
+    Args:
+        v (Tensor): values, ``(B, L, D)``.
+        *coefficients: those of :func:`naive_diagonal_matrix`, in its order.
+
+    Returns:
+        Tensor: ``(B, L, D)``, float64.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> y = naive_diagonal_scan(v, dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(y.float(), diagonal_scan(v, dt, dt, A, Bm, Cm))
+    """
     return torch.einsum("bdij,bjd->bid", naive_diagonal_matrix(*coefficients), v.double())
 
 
 def naive_diagonal_vecmat(w: Tensor, *coefficients: Any, mean: bool = False) -> Tensor:
-    """:func:`diagonal_vecmat` through the matrices, in float64."""
+    """:func:`diagonal_vecmat` through the matrices, in float64.
+
+    Args:
+        w (Tensor): ``(B, L, D)`` or ``(B, L)``.
+        *coefficients: those of :func:`naive_diagonal_matrix`, in its order.
+        mean (bool, optional): return the mean over channels. Default: False
+
+    Returns:
+        Tensor: ``(B, L, D)``, or ``(B, L)`` with ``mean``, float64.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> u = naive_diagonal_vecmat(v, dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(u.float(), diagonal_vecmat(v, dt, dt, A, Bm, Cm))
+    """
     matrix = naive_diagonal_matrix(*coefficients)
     w = w.double() if w.dim() == 3 else w.double()[..., None].expand(-1, -1, matrix.shape[1])
     u = torch.einsum("bid,bdij->bjd", w, matrix)
@@ -538,12 +703,43 @@ def naive_diagonal_vecmat(w: Tensor, *coefficients: Any, mean: bool = False) -> 
 
 
 def naive_diagonal_mean(*coefficients: Any, start: int = 0, stop: int | None = None) -> Tensor:
-    """:func:`diagonal_mean` through the matrices, in float64."""
+    """:func:`diagonal_mean` through the matrices, in float64.
+
+    Args:
+        *coefficients: those of :func:`naive_diagonal_matrix`, in its order.
+        start, stop (int, optional): the rows wanted. Default: all rows
+
+    Returns:
+        Tensor: ``(B, stop - start, L)``, float64.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> mean = naive_diagonal_mean(dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(mean.float(), diagonal_mean(dt, dt, A, Bm, Cm))
+    """
     return naive_diagonal_matrix(*coefficients).mean(1)[:, start:stop]
 
 
 def naive_diagonal_rows(index: Tensor, *coefficients: Any) -> Tensor:
-    """:func:`diagonal_rows` through the matrices, in float64."""
+    """:func:`diagonal_rows` through the matrices, in float64.
+
+    Args:
+        index (Tensor): the rows wanted, ``(B, R)`` int64.
+        *coefficients: those of :func:`naive_diagonal_matrix`, in its order.
+
+    Returns:
+        Tensor: ``(B, D, R, L)``, float64.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> A, (Bm, Cm) = -torch.ones(4, 3), torch.randn(2, 1, 5, 1, 3)
+        >>> rows = naive_diagonal_rows(torch.tensor([[1, 4]]), dt, dt, A, Bm, Cm)
+        >>> expected = diagonal_rows(torch.tensor([1, 4]), dt, dt, A, Bm, Cm)
+        >>> torch.testing.assert_close(rows.float(), expected)
+    """
     matrix = naive_diagonal_matrix(*coefficients)
     return torch.stack([matrix[b][:, index[b]] for b in range(len(matrix))])
 

@@ -84,14 +84,25 @@ def linear_scan(
     """Apply the recurrence to values: ``y_h = alpha_h v_h`` for every head, in linear time.
 
     Args:
-        v: values ``(B, L, H, P)``. The other arguments are described at the top of this module.
+        v (Tensor): values, ``(B, L, H, P)``.
+        query, key (Tensor): ``(B, L, H, N)``.
+        log_decay (Tensor): ``(B, L, H, 1)``, or ``(B, L, H, N)``; at most 0.
+        erase, probe (Tensor, optional): ``(B, L, H, N)``, both for the delta rule. Default: None
+        bonus (Tensor, optional): ``(B, L, H)``, as in RWKV. Default: None
 
     Returns:
-        ``(B, L, H, P)``. Differentiable; the gradient with respect to ``v`` is one
+        Tensor: ``(B, L, H, P)``. Differentiable; the gradient with respect to ``v`` is one
         :func:`linear_vecmat`.
 
     Raises:
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> linear_scan(v, query, key, log_decay).shape
+        torch.Size([1, 5, 2, 3])
     """
     args = promote(
         v=v, query=query, key=key, log_decay=log_decay, erase=erase, probe=probe, bonus=bonus
@@ -115,14 +126,26 @@ def linear_vecmat(
     """Multiply row vectors with the maps, ``u_h = w_h^T alpha_h``, in linear time.
 
     Args:
-        w: ``(B, L, H, P)``, P row vectors for each head, or ``(B, L, 1, P)`` for all of them.
-            The other arguments are described at the top of this module.
+        w (Tensor): ``(B, L, H, P)``, P row vectors for each head, or ``(B, L, 1, P)`` for all of
+            them.
+        query, key (Tensor): ``(B, L, H, N)``.
+        log_decay (Tensor): ``(B, L, H, 1)``, or ``(B, L, H, N)``; at most 0.
+        erase, probe (Tensor, optional): ``(B, L, H, N)``, both for the delta rule. Default: None
+        bonus (Tensor, optional): ``(B, L, H)``, as in RWKV. Default: None
 
     Returns:
-        ``(B, L, H, P)``. Differentiable.
+        Tensor: ``(B, L, H, P)``. Differentiable.
 
     Raises:
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> last = torch.eye(5)[-1].view(1, 5, 1, 1)
+        >>> row = linear_vecmat(last, query, key, log_decay)[..., 0].mean(-1)
+        >>> torch.testing.assert_close(row, linear_mean(query, key, log_decay)[:, -1])
     """
     args = promote(
         w=w, query=query, key=key, log_decay=log_decay, erase=erase, probe=probe, bonus=bonus
@@ -147,16 +170,27 @@ def linear_rows(
     """Rows of every head's matrix. All of them together cost what half a matrix product does.
 
     Args:
-        index: rows wanted, ``(B, R)`` int64 (or ``(R,)`` for the same rows in every sequence),
-            each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices. The other
-            arguments are described at the top of this module.
+        index (Tensor): the rows wanted, ``(B, R)`` int64 (or ``(R,)`` for the same rows in every
+            sequence), each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices.
+        query, key (Tensor): ``(B, L, H, N)``.
+        log_decay (Tensor): ``(B, L, H, 1)``, or ``(B, L, H, N)``; at most 0.
+        erase, probe (Tensor, optional): ``(B, L, H, N)``, both for the delta rule. Default: None
+        bonus (Tensor, optional): ``(B, L, H)``, as in RWKV. Default: None
 
     Returns:
-        ``(B, H, R, L)``. Differentiable.
+        Tensor: ``(B, H, R, L)``. Differentiable.
 
     Raises:
         ValueError, TypeError: an argument's shape, dtype or device is not accepted.
         IndexError: a row outside the sequence was asked for.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> maps = linear_rows(torch.arange(5), query, key, log_decay)  # (B, H, L, L)
+        >>> y = torch.einsum("bhij,bjhp->bihp", maps, v)
+        >>> torch.testing.assert_close(y, linear_scan(v, query, key, log_decay))
     """
     args = promote(query=query, key=key, log_decay=log_decay, erase=erase, probe=probe, bonus=bonus)
     _check_coefficients(query, key, log_decay, erase, probe, bonus)
@@ -181,15 +215,26 @@ def linear_mean(
     its share of the whole.
 
     Args:
-        start, stop: the rows wanted, ``0 <= start < stop <= L``; None stands for ``L``. The
-            other arguments are described at the top of this module.
+        query, key (Tensor): ``(B, L, H, N)``.
+        log_decay (Tensor): ``(B, L, H, 1)``, or ``(B, L, H, N)``; at most 0.
+        erase, probe (Tensor, optional): ``(B, L, H, N)``, both for the delta rule. Default: None
+        bonus (Tensor, optional): ``(B, L, H)``, as in RWKV. Default: None
+        start, stop (int, optional): the rows wanted, ``0 <= start < stop <= L``; a ``stop`` of None
+            stands for L. Default: all rows
 
     Returns:
-        ``(B, stop - start, L)``. Differentiable.
+        Tensor: ``(B, stop - start, L)``. Differentiable.
 
     Raises:
-        ValueError, TypeError: an argument's shape, dtype or device is not accepted, or the
-            range of rows is empty or leaves the sequence.
+        ValueError, TypeError: an argument's shape, dtype or device is not accepted, or the range of
+            rows is empty or leaves the sequence.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> linear_mean(query, key, log_decay, start=2, stop=4).shape
+        torch.Size([1, 2, 5])
     """
     args = promote(query=query, key=key, log_decay=log_decay, erase=erase, probe=probe, bonus=bonus)
     _check_coefficients(query, key, log_decay, erase, probe, bonus)
@@ -212,7 +257,21 @@ def linear_scan_torch(
     probe: Tensor | None = None,
     bonus: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch form of :func:`linear_scan` for arguments of one dtype."""
+    """PyTorch form of :func:`linear_scan`.
+
+    The arguments are those of :func:`linear_scan`, of one floating dtype and device, and are
+    not checked.
+
+    Returns:
+        Tensor: ``(B, L, H, P)``.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> y = linear_scan_torch(v, query, key, log_decay)
+        >>> torch.testing.assert_close(y, linear_scan(v, query, key, log_decay))
+    """
     B, _, H, N = query.shape
     state = v.new_zeros(B, H, N, v.shape[-1])
     out = []
@@ -240,7 +299,21 @@ def linear_vecmat_torch(
     probe: Tensor | None = None,
     bonus: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch form of :func:`linear_vecmat` for arguments of one dtype."""
+    """PyTorch form of :func:`linear_vecmat`.
+
+    The arguments are those of :func:`linear_vecmat`, of one floating dtype and device, and are
+    not checked.
+
+    Returns:
+        Tensor: ``(B, L, H, P)``.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> u = linear_vecmat_torch(v, query, key, log_decay)
+        >>> torch.testing.assert_close(u, linear_vecmat(v, query, key, log_decay))
+    """
     B, L, H, N = query.shape
     w = w.expand(B, L, H, -1)
     state = w.new_zeros(B, H, N, w.shape[-1])
@@ -269,7 +342,22 @@ def linear_rows_torch(
     probe: Tensor | None = None,
     bonus: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch form of :func:`linear_rows` for arguments of one dtype: row i is e_i^T alpha."""
+    """PyTorch form of :func:`linear_rows`: row i is e_i^T alpha.
+
+    The arguments are those of :func:`linear_rows`, of one floating dtype and device, and are
+    not checked.
+
+    Returns:
+        Tensor: ``(B, H, R, L)``.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> rows = linear_rows_torch(torch.tensor([[1, 4]]), query, key, log_decay)
+        >>> expected = linear_rows(torch.tensor([1, 4]), query, key, log_decay)
+        >>> torch.testing.assert_close(rows, expected)
+    """
     w = F.one_hot(index, query.shape[1]).to(query.dtype).mT.unsqueeze(2)  # (B, L, 1, R)
     u = linear_vecmat_torch(w, query, key, log_decay, erase, probe, bonus)
     return u.permute(0, 2, 3, 1)
@@ -285,7 +373,21 @@ def linear_mean_torch(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """PyTorch form of :func:`linear_mean` for arguments of one dtype."""
+    """PyTorch form of :func:`linear_mean`.
+
+    The arguments are those of :func:`linear_mean`, of one floating dtype and device, and are
+    not checked.
+
+    Returns:
+        Tensor: ``(B, stop - start, L)``.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> mean = linear_mean_torch(query, key, log_decay)
+        >>> torch.testing.assert_close(mean, linear_mean(query, key, log_decay))
+    """
     B, L, H, _ = query.shape
     index = torch.arange(start, L if stop is None else stop, device=query.device).expand(B, -1)
     total = query.new_zeros(B, index.shape[1], L)
@@ -405,7 +507,25 @@ def naive_linear_matrix(
     probe: Tensor | None = None,
     bonus: Tensor | None = None,
 ) -> Tensor:
-    """Every head's map, ``(B, H, L, L)``: the recurrence with unit vectors for values."""
+    """Every head's map: the recurrence with unit vectors for values, in float64.
+
+    Args:
+        query, key (Tensor): ``(B, L, H, N)``.
+        log_decay (Tensor): ``(B, L, H, 1)``, or ``(B, L, H, N)``; at most 0.
+        erase, probe (Tensor, optional): ``(B, L, H, N)``, both for the delta rule. Default: None
+        bonus (Tensor, optional): ``(B, L, H)``, as in RWKV. Default: None
+
+    Returns:
+        Tensor: ``(B, H, L, L)``, float64.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> maps = naive_linear_matrix(query, key, log_decay)
+        >>> expected = linear_rows(torch.arange(5), query, key, log_decay)
+        >>> torch.testing.assert_close(maps.float(), expected)
+    """
     q, k, a = (t.double() for t in (query, key, log_decay.double().exp()))
     B, L, H, N = q.shape
     state = torch.zeros(B, H, N, L, dtype=torch.float64)
@@ -423,25 +543,86 @@ def naive_linear_matrix(
 
 
 def naive_linear_scan(v: Tensor, *coefficients: Any) -> Tensor:
-    """:func:`linear_scan` through the matrices, in float64."""
+    """:func:`linear_scan` through the matrices, in float64.
+
+    Args:
+        v (Tensor): values, ``(B, L, H, P)``.
+        *coefficients: those of :func:`naive_linear_matrix`, in its order.
+
+    Returns:
+        Tensor: ``(B, L, H, P)``, float64.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> y = naive_linear_scan(v, query, key, log_decay)
+        >>> torch.testing.assert_close(y.float(), linear_scan(v, query, key, log_decay))
+    """
     return torch.einsum("bhij,bjhp->bihp", naive_linear_matrix(*coefficients), v.double())
 
 
 def naive_linear_vecmat(w: Tensor, *coefficients: Any) -> Tensor:
-    """:func:`linear_vecmat` through the matrices, in float64."""
+    """:func:`linear_vecmat` through the matrices, in float64.
+
+    Args:
+        w (Tensor): ``(B, L, H, P)`` or ``(B, L, 1, P)``.
+        *coefficients: those of :func:`naive_linear_matrix`, in its order.
+
+    Returns:
+        Tensor: ``(B, L, H, P)``, float64.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> u = naive_linear_vecmat(v, query, key, log_decay)
+        >>> torch.testing.assert_close(u.float(), linear_vecmat(v, query, key, log_decay))
+    """
     matrix = naive_linear_matrix(*coefficients)
     w = w.double().expand(-1, -1, matrix.shape[1], -1)
     return torch.einsum("bihp,bhij->bjhp", w, matrix)
 
 
 def naive_linear_rows(index: Tensor, *coefficients: Any) -> Tensor:
-    """:func:`linear_rows` through the matrices, in float64."""
+    """:func:`linear_rows` through the matrices, in float64.
+
+    Args:
+        index (Tensor): the rows wanted, ``(B, R)`` int64.
+        *coefficients: those of :func:`naive_linear_matrix`, in its order.
+
+    Returns:
+        Tensor: ``(B, H, R, L)``, float64.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> rows = naive_linear_rows(torch.tensor([[1, 4]]), query, key, log_decay)
+        >>> expected = linear_rows(torch.tensor([1, 4]), query, key, log_decay)
+        >>> torch.testing.assert_close(rows.float(), expected)
+    """
     matrix = naive_linear_matrix(*coefficients)
     return torch.stack([matrix[b][:, index[b]] for b in range(len(matrix))])
 
 
 def naive_linear_mean(*coefficients: Any, start: int = 0, stop: int | None = None) -> Tensor:
-    """:func:`linear_mean` through the matrices, in float64."""
+    """:func:`linear_mean` through the matrices, in float64.
+
+    Args:
+        *coefficients: those of :func:`naive_linear_matrix`, in its order.
+        start, stop (int, optional): the rows wanted. Default: all rows
+
+    Returns:
+        Tensor: ``(B, stop - start, L)``, float64.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> log_decay = -torch.rand(1, 5, 2, 1)
+        >>> mean = naive_linear_mean(query, key, log_decay)
+        >>> torch.testing.assert_close(mean.float(), linear_mean(query, key, log_decay))
+    """
     return naive_linear_matrix(*coefficients).mean(1)[:, start:stop]
 
 

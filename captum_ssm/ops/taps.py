@@ -18,15 +18,24 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
     m is the map of channel d: the channels of a map are consecutive. Not differentiable.
 
     Args:
-        rows: ``(B, M, R, L)``.
-        values: ``(K, B, D, L)``, what is put in at each token through each of K taps; D is a
-            multiple of M.
-        left: ``(B, D, R)``, or None.
-        out: ``(B, D, R, C)`` with C at most L, contiguous but for its first dimension.
+        rows (Tensor): ``(B, M, R, L)``.
+        values (Tensor): ``(K, B, D, L)``, what is put in at each token through each of K taps; D is
+            a multiple of M.
+        left (Tensor, optional): ``(B, D, R)``, or None.
+        out (Tensor): ``(B, D, R, C)`` with C at most L, contiguous but for its first dimension;
+            written to.
 
     Raises:
         ValueError: a shape is not accepted.
         TypeError: the tensors are not of one dtype.
+
+    Examples::
+
+        >>> rows, values = torch.rand(1, 2, 3, 5), torch.rand(4, 1, 6, 5)
+        >>> out = torch.empty(1, 6, 3, 5)
+        >>> tap_rows(rows, values, None, out)
+        >>> last = rows[0, 0, 0, 4] * values[0, 0, 0, 4]  # the last token has one tap to go through
+        >>> torch.testing.assert_close(out[0, 0, 0, 4], last)
     """
     for name, x, dim in (("out", out, 4), ("rows", rows, 4), ("values", values, 4)):
         if x.dim() != dim:
@@ -47,7 +56,19 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
 
 
 def tap_rows_torch(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> None:
-    """The same in PyTorch."""
+    """PyTorch form of :func:`tap_rows`.
+
+    The arguments are those of :func:`tap_rows`; they are not checked.
+
+    Examples::
+
+        >>> rows, values = torch.rand(1, 2, 3, 5), torch.rand(4, 1, 6, 5)
+        >>> out = torch.empty(1, 6, 3, 5)
+        >>> tap_rows(rows, values, None, out)
+        >>> other = torch.empty_like(out)
+        >>> tap_rows_torch(rows, values, None, other)
+        >>> torch.testing.assert_close(other, out)
+    """
     C, L = out.shape[-1], rows.shape[-1]
     rows = rows.repeat_interleave(out.shape[1] // rows.shape[1], 1)
     for lag, value in enumerate(values[:L]):
