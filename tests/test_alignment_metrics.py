@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -48,6 +50,12 @@ def test_alignment_error_rate_by_hand() -> None:
     # A = {00, 21, 33}: one sure, one more possible: 1 - (1 + 2) / (3 + 2).
     assert alignment_error_rate({(0, 0), (2, 1), (3, 3)}, sure, possible) == pytest.approx(0.4)
     assert links(torch.eye(3)) == {(0, 0), (1, 1), (2, 2)}
+
+
+def test_without_scikit_learn(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    with pytest.raises(ImportError, match=r"pip install captum-ssm\[metrics\]"):
+        alignment_scores(torch.eye(3), torch.eye(3))
 
 
 @pytest.mark.parametrize(

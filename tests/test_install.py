@@ -1,5 +1,6 @@
 """Source distribution and wheels, with and without a compiler, in an environment of their own."""
 
+import ast
 import os
 import re
 import shutil
@@ -8,9 +9,15 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Iterator, Mapping
+from configparser import ConfigParser
+from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -18,6 +25,68 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 SKIPPED = shutil.ignore_patterns(
     ".*", "build", "dist", "out", "_build", "*.so", "*.egg-info", "__pycache__"
 )
+
+
+@cache
+def installed_packages() -> Mapping[str, list[str]]:
+    return packages_distributions()
+
+
+def distribution(module: str) -> str:
+    """The name under which the package of a module is installed."""
+    (name, *_) = installed_packages().get(module, [module])
+    return canonicalize_name(name)
+
+
+def imports(node: ast.AST, later: bool = False) -> Iterator[tuple[str, bool]]:
+    """The packages of others that a module imports, and whether it runs without them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            names = [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom):
+            names = [] if child.level else [child.module]
+        else:
+            # Within a function, and where its absence is dealt with.
+            optional = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Try)
+            yield from imports(child, later or isinstance(child, optional))
+            continue
+        for name in names:
+            top = name.partition(".")[0]
+            if top not in sys.stdlib_module_names and top != "captum_ssm":
+                yield distribution(top), later
+
+
+def declared(section: str, option: str) -> set[str]:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = config[section][option].strip().splitlines()
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def test_what_is_imported_is_installed_with_the_package():
+    found = {}
+    for path in sorted((ROOT / "captum_ssm").rglob("*.py")):
+        for name, later in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(name, []).append((later, path.name))
+    required = declared("options", "install_requires")
+    at_once = {name for name, places in found.items() if not all(later for later, _ in places)}
+    assert at_once <= required, {name: found[name] for name in at_once - required}
+    assert required <= set(found)  # and nothing is installed for nothing
+    # What only some functions import may be left to an extra, one that users are told of.
+    extras = [declared("options.extras_require", name) for name in ("distributed", "metrics")]
+    missing = set(found) - required - set().union(*extras)
+    assert not missing, {name: found[name] for name in missing}
+
+
+def test_imports_are_told_apart():
+    code = "import torch.nn\nfrom sklearn import metrics\ntry: import numpy\nexcept ImportError: 0"
+    assert list(imports(ast.parse(code))) == [
+        ("torch", False),
+        ("scikit-learn", False),
+        ("numpy", True),
+    ]
+    code = "import os, captum_ssm.ops\nfrom . import x\ndef f():\n if f: import tqdm.auto"
+    assert list(imports(ast.parse(code))) == [("tqdm", True)]
 
 
 def run(*command: object, cwd: Path, **variables: str) -> str:

@@ -35,6 +35,7 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
 
     Raises:
         ValueError: where shapes do not fit, scores are not finite, or no row can be scored.
+        ImportError: without scikit-learn, which ``captum-ssm[metrics]`` installs.
 
     Examples::
 
@@ -43,8 +44,12 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
         >>> found["auc"], found["recall_at_k"]
         (1.0, 1.0)
     """
-    from sklearn.metrics import average_precision_score, roc_auc_score
-
+    try:
+        from sklearn.metrics import average_precision_score, roc_auc_score
+    except ImportError as error:
+        raise ImportError(
+            "alignment_scores needs scikit-learn: pip install captum-ssm[metrics]"
+        ) from error
     try:
         truth = truth.expand_as(scores) if truth.shape != scores.shape else truth
         mask = torch.ones_like(scores) if mask is None else mask.expand_as(scores)
