@@ -2,7 +2,8 @@
 
 The package is written for CUDA: it imports a compiled extension and Triton, and its modules call
 their kernels. Under :func:`on_cpu` the extension and (where it is missing) Triton are empty
-stand-ins, and every kernel is replaced by the reference function that the package has for it.
+stand-ins, and every kernel is replaced: the scan by the package's own reference function, the fused
+norm by its equations, so that its autograd function is run as it is.
 """
 
 import importlib
@@ -48,17 +49,10 @@ def _import() -> SimpleNamespace:
     simple = load("modules.mamba_simple")
     mixer_seq = load("models.mixer_seq_simple")
 
-    def norm_fn(x, weight, bias, residual=None, eps=1e-6, prenorm=False, is_rms_norm=False, **_):
-        reference = norm.rms_norm_ref if is_rms_norm else norm.layer_norm_ref
-        return reference(x, weight, bias, residual, eps=eps, prenorm=prenorm)
-
-    def rms_norm_fn(*args, **kwargs):
-        return norm_fn(*args, **kwargs, is_rms_norm=True)
-
     references = {
         scan.selective_scan_fn: scan.selective_scan_ref,
-        norm.layer_norm_fn: norm_fn,
-        norm.rms_norm_fn: rms_norm_fn,
+        norm._layer_norm_fwd: _norm_forward,
+        norm._layer_norm_bwd: _norm_backward,
     }
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "mamba_ssm":
@@ -71,6 +65,29 @@ def _import() -> SimpleNamespace:
         MambaLMHeadModel=mixer_seq.MambaLMHeadModel,
         MambaConfig=load("models.config_mamba").MambaConfig,
     )
+
+
+def _norm_forward(x, weight, bias, eps, residual=None, *_, is_rms_norm=False, **__):
+    # What the kernel behind mamba_ssm's LayerNormFn returns, for a residual of x's dtype.
+    added = x if residual is None else x + residual
+    mean = None if is_rms_norm else added.mean(-1)
+    centred = added if mean is None else added - mean[:, None]
+    rstd = (centred.square().mean(-1) + eps).rsqrt()
+    y = centred * rstd[:, None] * weight
+    return y if bias is None else y + bias, None, mean, rstd, added, None, None, None
+
+
+def _norm_backward(dy, x, weight, bias, eps, mean, rstd, dresidual, *others, **_):
+    *_, has_residual, has_x1, is_rms_norm = others
+    assert not has_x1
+    assert is_rms_norm == (mean is None)
+    centred = x if mean is None else x - mean[:, None]
+    normed, pulled = centred * rstd[:, None], dy * weight
+    dx = pulled - normed * (pulled * normed).mean(-1, keepdim=True)
+    dx = (dx if mean is None else dx - pulled.mean(-1, keepdim=True)) * rstd[:, None]
+    dx = dx if dresidual is None else dx + dresidual
+    db = None if bias is None else dy.sum(0)
+    return dx, (dy * normed).sum(0), db, dx if has_residual else None, None, None, None
 
 
 def _triton() -> dict[str, ModuleType]:

@@ -8,14 +8,14 @@ from mamba_ssm_cpu import on_cpu
 from models import VOCABULARY, ids, randomize, tiny
 from torch import nn
 
-from captum_ssm import MambaAttribution, MambaRollout, RawAttention, hidden_attention
+from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, RawAttention, hidden_attention
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mamba_ssm") is None,
     reason="mamba_ssm is not installed; without CUDA: MAMBA_SKIP_CUDA_BUILD=TRUE "
     "MAMBA_FORCE_BUILD=TRUE pip install --no-build-isolation --no-deps mamba-ssm",
 )
-METHODS = [RawAttention, MambaRollout, MambaAttribution]
+METHODS = [RawAttention, MambaRollout, MambaAttribution, MambaLRP]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,23 @@ def test_same_attributions(pair, method):
     ours, theirs = (method(m).attribute(ids(2, 9), target=[3, 4], position=7) for m in pair)
     assert theirs.abs().max() > 0.1
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_fused_layer_norm_conserves_what_a_plain_one_does(mamba_ssm):
+    found = []
+    for fused in (True, False):
+        config = mamba_ssm.MambaConfig(
+            d_model=16,
+            n_layer=2,
+            vocab_size=VOCABULARY,
+            ssm_cfg={"layer": "Mamba1", "d_state": 4, "dt_rank": 3},
+            rms_norm=False,
+            fused_add_norm=fused,
+        )
+        model = randomize(mamba_ssm.MambaLMHeadModel(config)).eval()
+        found.append(MambaLRP(model).attribute(ids(2, 9), 3, return_convergence_delta=True))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_logits_of_the_last_tokens_only(pair):

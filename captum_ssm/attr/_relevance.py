@@ -244,11 +244,13 @@ def _norm(node: Node, scale: Tensor, centred: bool) -> Rule:
 
 def _added_norm(node: Node) -> Rule | None:
     # mamba-ssm's fused norm of a layer's output and the residual it is added to.
-    _, weight, _, weight1, _, rowscale, _, _, rstd = node.saved_tensors
+    _, weight, bias, weight1, _, rowscale, _, _, rstd = node.saved_tensors
     if node.has_x1 or weight1 is not None or rowscale is not None:
         return None
     scale, centred = rstd.detach().unsqueeze(-1) * weight.detach(), not node.is_rms_norm
-    has_residual, prenorm, shape = node.has_residual, node.prenorm, node.x_shape_og
+    prenorm, shape = node.prenorm, node.x_shape_og
+    # Its tensors: what is normed, the weight, the bias if any, the residual if any.
+    takes = (0, 2 if bias is None else 3) if node.has_residual else (0,)
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         pulled = scale.new_zeros(shape)
@@ -258,7 +260,6 @@ def _added_norm(node: Node) -> Rule | None:
                 pulled = pulled - pulled.mean(-1, keepdim=True)
         if prenorm and outer[1] is not None:
             pulled = pulled + outer[1]
-        takes = (0, 3) if has_residual else (0,)
         return tuple(
             pulled.to(g.dtype) if i in takes and g is not None else g for i, g in enumerate(inner)
         )
