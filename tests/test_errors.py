@@ -474,6 +474,17 @@ def test_hidden_attention_of_no_model(model, says):
     assert "forward_func" not in str(caught.value)  # it has no such argument
 
 
+def test_a_frozen_method_explains_its_own_inputs_only():
+    frozen = RawAttention(tiny()).freeze_once(TOKENS)
+    truth = RawAttention(tiny()).attribute(TOKENS, position=3)
+    for same in (TOKENS, TOKENS.clone(), (TOKENS.int(),)):
+        found = frozen.attribute(same, position=3)
+        assert torch.equal(found[0] if isinstance(found, tuple) else found, truth)
+    for other in (TOKENS.flip(1), TOKENS[:, :6], TOKENS[:1], TOKENS.tolist()):
+        with pytest.raises(ValueError, match="not those that freeze_once was given"):
+            frozen.attribute(other, position=3)
+
+
 INTERACTIONS = {
     "several layers": ({"layer": [0, 1]}, ["layer is [0, 1]", "0 .. 1"]),
     "no such layer": ({"layer": 2}, ["layer is 2", "0 .. 1"]),

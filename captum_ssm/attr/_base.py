@@ -73,12 +73,13 @@ class TokenAttribution(Attribution):
         self.memory_limit = memory_limit
         self._constructed_with = forward_func
         self._frozen: FrozenModel | None = None
+        self._frozen_at: Tensor | None = None
 
     def freeze_once(self, inputs: Any, additional_forward_args: Any = None) -> Self:
         """A copy that has run the model once, at ``inputs``, and reads every row off that run.
 
-        Its ``attribute`` has to be called with the same inputs and with a ``position``. Calls that
-        take gradients run the model all the same.
+        Its ``attribute`` has to be called with the same inputs and arguments, and with a
+        ``position``. Calls that take gradients run the model all the same.
 
         Args:
             inputs (Tensor or tuple of one Tensor): as for ``attribute``.
@@ -94,6 +95,7 @@ class TokenAttribution(Attribution):
         """
         shared = copy(self)
         shared._frozen = self._freeze(inputs, additional_forward_args, None, query=False)
+        shared._frozen_at = single_input(inputs)
         return shared
 
     @contextmanager
@@ -120,6 +122,7 @@ class TokenAttribution(Attribution):
         norms: bool = False,
     ) -> FrozenModel:
         if self._frozen is not None and position is not None and not gradients:
+            _check_same(self._frozen_at, single_input(inputs))
             return self._frozen.at(position)
         frozen = freeze(
             self.forward_func,
@@ -169,6 +172,18 @@ class TokenAttribution(Attribution):
                 f"{self.get_name()} is not a decomposition of the output, so it has no "
                 "convergence delta; leave return_convergence_delta at False."
             )
+
+
+def _check_same(frozen: Tensor | None, given: Any) -> None:
+    if given is frozen:
+        return
+    assert frozen is not None
+    alike = isinstance(given, Tensor) and given.shape == frozen.shape
+    if not alike or not bool((given.to(frozen.device) == frozen).all()):
+        raise ValueError(
+            "inputs are not those that freeze_once was given; call freeze_once with these, or "
+            "attribute of the method it was called on."
+        )
 
 
 def single_input(inputs: Any) -> Any:
