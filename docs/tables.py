@@ -213,14 +213,14 @@ def _perturbation(found: dict[str, Any]) -> str:
         f"The same model; {REMOVED[about['removal']]}, {about['images']} held-out images. How "
         "often the prediction stays while 10 to 90% of the patches are removed, in percent: the "
         "most relevant first (*positive*, lower is better) or last (*negative*, higher is "
-        "better). ΔA^F: the difference between the two in the predicted class's logit."
+        "better). $\\Delta A^F$: the difference between the two in the predicted class's logit."
         f"{caveat} 95% bootstrap intervals over images. `{command}` measures it anew."
     )
     return _section(
         f"removal-{about['removal']}",
         f"Images: does removing patches change the prediction? ({about['removal']})",
         text,
-        _table(["method", "positive ↓", "negative ↑", "ΔA^F ↑"], rows),
+        _table(["method", "positive ↓", "negative ↑", "$\\Delta A^F$ ↑"], rows),
     )
 
 
