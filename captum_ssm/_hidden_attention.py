@@ -1,4 +1,4 @@
-"""The researchers' side door: the implicit attention matrices themselves."""
+"""Direct access to the implicit attention matrices of every mixer."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ r"""From per-channel operators to one map a layer, and from maps to a row of rel
 A layer's map is :math:`M = f(g \odot \mathrm{red}_d[\alpha^d])`: the channels reduced, rows
 scaled by a gradient where a method has one, then the published choices f. Rows of it are summed
 (raw attention) or carried through the layers (rollout). Wherever f leaves M linear in the
-operator a row costs linear time and no ``(L, L)`` tensor exists; else it is built in row tiles.
+operator a row costs linear time and no ``(L, L)`` tensor exists. Else the rows that are asked for
+are built: a few by themselves, in linear time each; many in row tiles.
 """
 
 from __future__ import annotations
