@@ -2,6 +2,7 @@
 
 from captum_ssm import metrics as metrics
 from captum_ssm import visualization as visualization
+from captum_ssm._cost import Estimate, estimate
 from captum_ssm._errors import (
     InputError,
     ReconstructionError,
@@ -9,7 +10,7 @@ from captum_ssm._errors import (
     UnsupportedModelError,
 )
 from captum_ssm._hidden_attention import hidden_attention
-from captum_ssm._memory import Estimate, MemoryLimitError, estimate
+from captum_ssm._memory import MemoryLimitError
 from captum_ssm.attr import (
     LaTIM,
     MambaAttribution,

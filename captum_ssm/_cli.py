@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import captum_ssm
-from captum_ssm._frozen import (
-    TOLERANCE,
-    FrozenLayer,
-    check_inputs,
-    exact_arithmetic,
-    extract_logits,
-    freeze,
-)
-from captum_ssm._memory import estimate, readable_bytes, tensors_of
+from captum_ssm._frozen import check_inputs, extract_logits
+from captum_ssm._supported import first_line, report
 from captum_ssm.generation import continuation_relevance
-from captum_ssm.mixers import find_adapter, find_mixers
 from captum_ssm.ops import ExtensionWarning
 
 METHODS: dict[str, Any] = {
@@ -54,7 +46,6 @@ OPTIONS: dict[str, dict[str, str]] = {
     "activation": {"latim": "activation"},
 }
 PICTURES = (".png", ".svg", ".pdf")
-PROBE_LENGTH = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,11 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     given.add_argument("--text", help="the text the model reads")
     given.add_argument("--ids", help="token ids in its place, such as '3,1,4'")
     explain.add_argument("--method", choices=METHODS, default="latim", help="default: latim")
-    explain.add_argument(
+    wanted = explain.add_mutually_exclusive_group()
+    wanted.add_argument(
         "--target",
         help="the explained continuation (with --ids: token ids); one row a token. "
         "Default: the token the model predicts",
     )
+    wanted.add_argument("--target-ids", help="its token ids in its place, such as '3,1,4'")
     explain.add_argument(
         "--position",
         type=int,
@@ -167,6 +160,9 @@ def _explain(args: argparse.Namespace) -> None:
     target = None
     if args.target is not None:
         target = vocabulary.encode(args.target, "--target", special=False)
+        vocabulary.require_known(args.target, target)
+    elif args.target_ids is not None:
+        target = _Vocabulary(None).encode(args.target_ids, "--target-ids")
     method = METHODS[args.method](model)
     explained = _explained(model, method, prompt, target, args.position, options)
     explained.report(vocabulary)
@@ -219,7 +215,7 @@ class _Vocabulary:
         except (OSError, ValueError, KeyError, ImportError) as error:
             why = error
         raise ValueError(
-            f"no tokenizer could be loaded from {name!r} ({_first_line(why)}); pass token ids "
+            f"no tokenizer could be loaded from {name!r} ({first_line(why)}); pass token ids "
             "with --ids in place of --text."
         )
 
@@ -231,11 +227,26 @@ class _Vocabulary:
                 found = [int(part) for part in text.replace(",", " ").split()]
             except ValueError:
                 raise ValueError(
-                    f"{name} is {text!r}; with --ids it has to be token ids such as '3,1,4'."
+                    f"{name} is {text!r}; it has to be token ids such as '3,1,4'."
                 ) from None
         if not found:
             raise ValueError(f"{name} is {text!r}, which holds no token.")
         return torch.tensor(found)
+
+    def require_known(self, text: str, ids: Tensor) -> None:
+        """Raise where the tokenizer put its unknown token for a part of ``text``."""
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        asked = unknown is not None and self.tokenizer.unk_token in text
+        if unknown is None or asked or unknown not in ids.tolist():
+            return
+        known = sorted(set(self.tokenizer.get_vocab()) - set(self.tokenizer.all_special_tokens))
+        near = get_close_matches(text.strip(), known, n=5)
+        shown = [*near, *(token for token in known if token not in near)][:20]
+        raise ValueError(
+            f"--target is {text!r}, which the tokenizer reads as {' '.join(self.tokens(ids))}: "
+            f"a part of it is not in the vocabulary. Among its {len(known)} tokens are "
+            f"{', '.join(shown)}; --target-ids takes ids in place of words."
+        )
 
     def tokens(self, ids: Tensor) -> list[str]:
         if self.tokenizer is None:
@@ -335,137 +346,60 @@ def _explained(
 def _supported(args: argparse.Namespace) -> None:
     if args.length < 1:
         raise ValueError(f"--length is {args.length}; at least one token is needed.")
-    model = _load(args)
-    found = list(find_mixers(model))
-    kinds: dict[str, list[str]] = {}
-    for path, module in found:
-        kinds.setdefault(type(module).__name__, []).append(path)
-    print(f"{type(model).__name__}, {_count(_parameters(model)).strip()} parameters")
-    print(f"{len(found)} token mixers that captum_ssm knows:")
-    modules = dict(found)
-    for kind, paths in kinds.items():
-        print(f"  {len(paths):3d} x {kind:28s} {paths[0]} .. {paths[-1]}")
-        print(f"        {_family(modules[paths[0]])}")
-    if not found:
-        known = ", ".join(captum_ssm.mixers.registered())
-        raise captum_ssm.UnsupportedModelError(
-            f"{type(model).__name__} holds no token mixer that captum_ssm knows. Supported: "
-            f"{known}. A new one is taught with captum_ssm.register_mixer."
-        )
-    if args.config_only:
-        print("\nno weights were loaded, so nothing was run: leave out --config-only for the rest")
-        return
-
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    vocabulary = embeddings.num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1, PROBE_LENGTH), generator=generator).to(args.device)
-    frozen = freeze(model, None, ids, query=False, check=False)
-    with exact_arithmetic():
-        rows = [_Probe.of(layer) for layer in frozen.layers]
-    print(
-        f"\nfrozen at {PROBE_LENGTH} random tokens (error: frozen mixer against the mixer itself)"
-    )
-    print(f"  {'mixer':52s} {'maps':>6s} {'error':>9s}")
-    # Equal neighbours on one line.
-    for _, group in groupby(rows, key=lambda row: (row.kind, row.maps, row.fits)):
-        same = list(group)
-        name = same[0].path if len(same) == 1 else f"{same[0].path} .. {same[-1].path}"
-        error = max(row.error for row in same)
-        verdict = "" if same[0].fits else "  NOT reproduced: methods raise ReconstructionError"
-        print(f"  {name:52s} {same[0].maps:6d} {error:9.1e}{verdict}")
-    if any(row.activated for row in rows):
-        print("  LaTIM: exact with activation='gate'; the other choices approximate SiLU")
-    _print_costs(model, rows, ids[:, :1].expand(-1, args.length))
-
-
-@dataclass(frozen=True)
-class _Probe:
-    # What a short run tells of one mixer.
-    path: str
-    kind: str
-    maps: int
-    channels: int
-    width: int
-    error: float
-    fits: bool
-    activated: bool
-    numbers: int  # that its frozen form holds for each token
-
-    @classmethod
-    def of(cls, layer: FrozenLayer) -> _Probe:
-        mixer = layer.mixer
-        expected = layer.call.output
-        rebuilt = mixer.output()
-        error = float((rebuilt - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
-        _, length, channels, maps = mixer.recurrence.sizes
-        return cls(
-            layer.name,
-            type(layer.call.module).__name__,
-            maps,
-            channels,
-            expected.shape[-1],
-            error,
-            error <= TOLERANCE[expected.dtype],
-            mixer.activation is not None,
-            sum(t.numel() for t in tensors_of(mixer)) // length,
-        )
-
-
-def _print_costs(model: nn.Module, rows: list[_Probe], ids: Tensor) -> None:
-    L, E = ids.shape[1], rows[0].width
-    forward = 2 * _parameters(model) * L
-    recorded = sum(2 * 4 * L * row.width for row in rows)  # each mixer's input and output
-
-    def of(request: str, **options: Any) -> tuple[float, float]:
-        found = estimate(model, ids, request=request, **options)
-        return found.total_bytes, found.flops
-
-    vectors = sum(2 * L * L * row.channels * row.width for row in rows)
-    costs = {
-        "raw-attention, rollout": of("row"),
-        "unified, raw or rollout": of("row", formulation="unified"),
-        "mamba-attribution": of("streamed"),
-        "unified, attribution": of("streamed", formulation="unified"),
-        # Tiles of 64 rows of vectors; then a graph through everything, and its gradients.
-        "latim": (2 * recorded + 4 * 64 * L * E, vectors),
-        "mamba-lrp": (4 * recorded + 4 * L * sum(row.numbers for row in rows), 2 * forward),
-        "rollout, all rows": of("rollout"),
-        "hidden_attention, mean of each layer": of("hidden_attention", reduction="mean"),
-        "hidden_attention, all maps": of("hidden_attention"),
-    }
-    print(
-        f"\nroughly, for one text of {L} tokens, beside one forward pass of {_count(forward)}FLOP:"
-    )
-    print(f"  {'':42s} {'memory':>10s} {'FLOP':>10s}")
-    for name, (memory, work) in costs.items():
-        print(f"  {name:42s} {readable_bytes(memory):>10s} {_count(work):>10s}")
-
-
-def _family(module: nn.Module) -> str:
-    adapter = find_adapter(module)
-    home = sys.modules.get(getattr(adapter, "__module__", ""))
-    return _first_line(home.__doc__ or "") if home is not None else ""
+    report(_load(args, images=True), args.length, with_weights=not args.config_only)
 
 
 # both
 
 
-def _load(args: argparse.Namespace) -> nn.Module:
+def _load(args: argparse.Namespace, images: bool = False) -> nn.Module:
     import transformers
 
     auto = transformers.AutoModelForCausalLM
+    device = _device(args.device)
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    vision = Path(args.model, "model.safetensors")
     try:
+        if vision.exists() and not Path(args.model, "config.json").exists():
+            return _load_vision(vision, images).to(device, None if dtype == "auto" else dtype)
         if getattr(args, "config_only", False):
             config = transformers.AutoConfig.from_pretrained(args.model)
             with torch.device("meta"):
                 return auto.from_config(config)
-        dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-        return auto.from_pretrained(args.model, dtype=dtype).eval().to(args.device)
+        return auto.from_pretrained(args.model, dtype=dtype).eval().to(device)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
-            f"no language model could be loaded from {args.model!r}: {_first_line(error)}"
+            f"no language model could be loaded from {args.model!r}: {first_line(error)}\n"
+            "A model of another kind is explained in Python: "
+            "captum_ssm.LaTIM(model).attribute(inputs), captum_ssm.estimate(model, inputs)."
         ) from error
+
+
+def _load_vision(path: Path, wanted: bool) -> nn.Module:
+    from safetensors.torch import load_file
+
+    from captum_ssm.models import VisionMamba
+
+    model = VisionMamba.from_state_dict(load_file(path))
+    if not wanted:
+        raise ValueError(
+            "it holds a VisionMamba, which reads images; explain takes text. "
+            "docs/how_to/images.md shows how images are explained."
+        )
+    return model
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        known = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        raise ValueError(
+            f"--device is {name!r}, which torch {torch.__version__} cannot use here "
+            f"({first_line(error)}); it can use {', '.join(known)}."
+        ) from error
+    return device
 
 
 @contextmanager
@@ -482,20 +416,3 @@ def _quiet_loading() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _first_line(value: Any) -> str:
-    text = str(value).strip()
-    return text.splitlines()[0] if text else type(value).__name__
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def _count(value: float) -> str:
-    for unit in (" ", " k", " M", " G", " T"):
-        if value < 1000:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g} P"

@@ -1,18 +1,17 @@
-"""How much memory a request takes, and keeping to a limit."""
+"""Keeping to a limit of memory."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _LIMIT: ContextVar[int | None] = ContextVar("captum_ssm_memory_limit", default=None)
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class MemoryLimitError(ValueError):
@@ -130,150 +129,6 @@ def readable_bytes(count: float) -> str:
     raise AssertionError
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a request will cost, beside the model's own forward pass.
-
-    Args:
-        result_bytes (int): what is returned.
-        working_bytes (int): the most that exists at a time besides: the recorded tokens of all
-            mixers, one mixer's coefficients, a tile.
-        flops (int): floating point operations of the request, leading order.
-        layers (int): mixers involved.
-
-    Examples::
-
-        >>> estimate(model, input_ids).layers
-        2
-    """
-
-    result_bytes: int
-    working_bytes: int
-    flops: int
-    layers: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Result and working memory together."""
-        return self.result_bytes + self.working_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layers} mixers: returns {readable_bytes(self.result_bytes)}, works in "
-            f"{readable_bytes(self.working_bytes)}, {self.flops / 1e9:.1f} GFLOP"
-        )
-
-
-def estimate(
-    model: Any,
-    inputs: Any,
-    *,
-    request: str = "row",
-    layers: int | str | Sequence[int | str] | None = None,
-    formulation: str = "hidden",
-    components: Iterable[str] | None = None,
-    reduction: str | None = None,
-    rows: int | None = None,
-    additional_forward_args: Any = None,
-) -> Estimate:
-    """What a request on this model and these inputs would cost, before it is run.
-
-    The model itself is run on the first few tokens only, to read its sizes.
-
-    Args:
-        model (nn.Module or nnsight model): holds the mixers.
-        inputs (Tensor): token ids ``(B, L)`` or embeddings ``(B, L, E)`` of the length in
-            question; their values do not matter.
-        request (str, optional): ``"row"`` (``attribute`` of a method whose row costs linear
-            time), ``"streamed"`` (one whose maps are built in row tiles: ``MambaAttribution``,
-            any ``sign`` or reduction), ``"rollout"`` (whole ``(B, L, L)`` products) or
-            ``"hidden_attention"``. Default: ``"row"``
-        layers, formulation, components, reduction (optional): as for
-            :func:`~captum_ssm.hidden_attention`.
-        rows (int, optional): how many rows of each map are asked for; None for all.
-            Default: None
-        additional_forward_args (Any, optional): as in Captum; tensors of one entry a token, such
-            as a mask, are cut like the inputs. Default: None
-
-    Returns:
-        Estimate: bytes and floating point operations.
-
-    Raises:
-        ValueError: for inputs or a request that are not accepted, or an unsupported model.
-        TypeError: for inputs of a wrong type or dtype.
-
-    Examples::
-
-        >>> print(estimate(model, input_ids, request="hidden_attention"))
-        2 mixers: returns ... KiB, works in ... KiB, 0.0 GFLOP
-    """
-    from captum_ssm._errors import InputError
-    from captum_ssm._frozen import check_inputs, exact_arithmetic, freeze, resolve_model
-    from captum_ssm.attr._base import single_input
-
-    requests = ("row", "streamed", "rollout", "hidden_attention")
-    if request not in requests:
-        raise ValueError(f"request is {request!r}; accepted are {requests}.")
-    if rows is not None and (not isinstance(rows, int) or rows < 1):
-        raise ValueError(f"rows is {rows!r}; accepted are how many rows, at least 1, and None.")
-    tensor = single_input(inputs)
-    check_inputs(tensor, resolve_model(model, None))
-    if tensor.dim() == 4:
-        raise InputError(
-            f"inputs has shape {tuple(tensor.shape)}; estimate takes token ids (B, L) and "
-            "embeddings (B, L, E). The methods take images."
-        )
-    B, L = tensor.shape[:2]
-    sample = tensor[:1, : min(L, 8)]
-    extra = _cut(additional_forward_args, (B, L), sample.shape[1])
-    frozen = freeze(model, None, sample, extra, query=False, check=False)
-    chosen = frozen.select(layers)
-    R = L if rows is None else rows
-    entry = torch.finfo(chosen[0].call.dtype).bits // 8
-    recorded = sum(2 * layer.call.output.shape[-1] for layer in frozen.layers) * B * L * entry
-    result = coefficients = tile = flops = 0
-    for layer in chosen:
-        with exact_arithmetic():
-            mixer = layer.mixer
-            operator = mixer.operator(formulation, components)
-        D, M = operator.channels, operator.maps
-        own = sum(t.numel() for t in tensors_of(mixer)) // sample.shape[1]
-        coefficients = max(coefficients, own * B * L * entry)
-        state = _state_size(operator)
-        if request == "row":
-            flops += 6 * B * L * D * state
-        elif request == "hidden_attention":
-            maps = 1 if reduction else M
-            result += B * maps * R * L * entry
-            tile = max(tile, min(B * M * R * L, 1 << 24) * entry)
-            flops += B * R * L * D * state
-        else:
-            tile = max(tile, B * 256 * L * entry)
-            flops += B * L * L * D * state
-    if request == "rollout":
-        result = B * L * L * entry
-        tile += 2 * B * L * L * entry
-        flops += len(chosen) * 2 * B * L**3
-    elif request != "hidden_attention":
-        result = tensor.numel() * entry
-    return Estimate(result, recorded + coefficients + tile, int(flops), len(chosen))
-
-
-def _cut(value: Any, shape: tuple[int, int], tokens: int) -> Any:
-    # Arguments of one entry a token, for the first tokens of the first example.
-    if isinstance(value, dict):
-        return {name: _cut(item, shape, tokens) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_cut(item, shape, tokens) for item in value)
-    if not torch.is_tensor(value) or value.dim() < 2 or value.shape[1] != shape[1]:
-        return value
-    if value.shape[0] not in (1, shape[0]):
-        return value
-    first = value[:1, :tokens]
-    # A mask that begins with padding would leave nothing to run.
-    return first if bool(first.any()) else torch.ones_like(first)
-
-
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """The tensors held by a frozen mixer or operator, each once."""
     from dataclasses import fields, is_dataclass
@@ -293,21 +148,3 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
                 yield from walk(getattr(value, f.name))
 
     return walk(value)
-
-
-def _state_size(operator: Any) -> int:
-    # N, the state behind each channel; the key width of attention.
-    from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, SoftmaxOperator
-
-    for kind, size in (
-        (DiagonalOperator, lambda o: o.A.shape[-1]),
-        (LinearAttentionOperator, lambda o: o.query.shape[-1]),
-        (SoftmaxOperator, lambda o: o.query.shape[-1]),
-    ):
-        if isinstance(operator, kind):
-            return size(operator)
-    inner = getattr(operator, "inner", None) or getattr(operator, "first", None)
-    if inner is not None:
-        return _state_size(inner)
-    parts = getattr(operator, "parts", ())
-    return sum(_state_size(part) for part in parts) if parts else 1

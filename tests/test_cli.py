@@ -16,8 +16,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from captum_ssm import LaTIM, MambaLRP, MambaRollout
+from captum_ssm import LaTIM, MambaLRP, MambaRollout, estimate
 from captum_ssm._cli import METHODS, main
+from captum_ssm._memory import readable_bytes
+from captum_ssm._supported import count, shortened
 
 ROOT = Path(__file__).parents[1]
 COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
@@ -93,7 +95,7 @@ def test_a_position_and_options(folder, capsys):
 
 BAD_CALLS = {
     "no tokenizer": (("--text", "hello"), "no tokenizer could be loaded from"),
-    "ids that are none": (("--ids", "a,b"), "has to be token ids such as '3,1,4'"),
+    "ids that are none": (("--ids", "a,b"), "the text is 'a,b'; it has to be token ids"),
     "no ids": (("--ids", " "), "which holds no token"),
     "an id outside": (("--ids", "3,99"), "the model's vocabulary has ids 0 .. 26"),
     "a target outside": (("--ids", "3,4", "--target", "99"), "--target is [99]"),
@@ -109,7 +111,7 @@ BAD_CALLS = {
     "an aggregation": (("--ids", "3,4", "--aggregation", "mean"), "aggregation is 'mean'"),
     "a layer outside": (
         ("--ids", "3,4", "--layer", "7", "--aggregation", "l1"),
-        "layers holds 7; this model has 3 mixers",
+        "layer is 7; this model has 3 mixers",
     ),
     "a suffix": (("--ids", "3,4", "--output", "a.txt"), "accepted are names that end in .html"),
 }
@@ -138,38 +140,146 @@ def test_an_unknown_method_and_no_command(capsys):
     assert "invalid choice: 'magic'" in capsys.readouterr().err
 
 
+def lines(*arguments: str, capsys) -> list[str]:
+    assert main(["supported", *arguments]) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert max(map(len, found)) <= 110
+    return found
+
+
 def test_supported(capsys):
-    assert main(["supported", COPYING, "--length", "100"]) == 0
-    said = capsys.readouterr().out
+    said = "\n".join(lines(COPYING, "--length", "100", capsys=capsys))
     for part in (
         "3 token mixers",
-        "3 x MambaMixer",
+        "3 x MambaMixer  backbone.layers.{0-2}.mixer",
         "The S6 mixer",
-        "backbone.layers.0.mixer .. backbone.layers.2.mixer",
         " 128 ",
-        "for one text of 100 tokens",
-        "exact with activation='gate'",
+        "outside the maps: Embedding, 4 x MambaRMSNorm, Linear",
+        "for one text of 100 tokens, measured",
         "hidden_attention, all maps",
     ):
         assert part in said
     assert "NOT reproduced" not in said
+    assert "act on one another" not in said
+
+
+def test_what_it_says_is_exact_is_what_the_methods_measure(capsys):
+    said = lines(COPYING, "--length", "20", capsys=capsys)
+    (row,) = [line for line in said if line.startswith("  backbone.layers.{0-2}.mixer ")]
+    model = AutoModelForCausalLM.from_pretrained(COPYING).eval()
+    probe = torch.randint(27, (1, 16), generator=torch.Generator().manual_seed(0))
+    worst = max(float(error) for error in LaTIM(model).layer_errors(probe))
+    assert row.split()[-2:] == [f"{100 * worst:.3g}%", "nothing"]
+    best = int(model(probe).logits[0, -1].argmax())
+    score = float(model(probe).logits[0, -1, best].detach())
+    total = float(MambaLRP(model).attribute(probe, target=best).sum())
+    assert any(f"relevance adds up to {total:.4g}, the score is {score:.4g}" in x for x in said)
+
+
+def test_what_it_says_of_costs_is_what_estimate_says(capsys):
+    said = lines(COPYING, "--length", "400", capsys=capsys)
+    assert "for one text of 400 tokens, judged by runs of 128 and 256 tokens:" in said
+    model = AutoModelForCausalLM.from_pretrained(COPYING).eval()
+    ids = torch.zeros(1, 400, dtype=torch.long)
+    for name, asked in (
+        ("raw-attention, rollout ", {"request": "row"}),
+        ("mamba-attribution, unified", {"request": "attribution"}),
+        ("latim", {"request": "latim"}),
+        ("mamba-lrp", {"request": "lrp"}),
+        ("hidden_attention, all maps", {"request": "hidden_attention"}),
+    ):
+        (line,) = [line for line in said if line.startswith(f"  {name} ") and "iB" in line]
+        memory = readable_bytes(estimate(model, ids, **asked).total_bytes)
+        assert memory in line
 
 
 @pytest.mark.parametrize("family", ["jamba", "mamba2", "qwen3_next"])
 def test_supported_families(family, tmp_path, capsys):
     build(family).save_pretrained(tmp_path)
-    assert main(["supported", str(tmp_path), "--length", "50"]) == 0
-    said = capsys.readouterr().out
+    said = "\n".join(lines(str(tmp_path), "--length", "50", capsys=capsys))
     assert "NOT reproduced" not in said
     assert ("Attention" in said) == (family != "mamba2")
+    assert " .. " not in said
+    assert "not on this model" not in said
+
+
+def test_supported_finds_what_mixes_tokens_outside_the_maps(tmp_path, capsys):
+    build("rwkv").save_pretrained(tmp_path)
+    said = lines(str(tmp_path), "--length", "20", capsys=capsys)
+    (mixing,) = [line for line in said if "tokens act on one another there" in line]
+    assert "RwkvFeedForward" in mixing
+    assert "Norm" not in mixing
+    assert "Embedding" not in mixing
+
+
+def test_supported_knows_the_vision_model(capsys):
+    folder = str(ROOT / "tutorials" / "models" / "digits-vim")
+    said = "\n".join(lines(folder, capsys=capsys))
+    for part in (
+        "4 x BidirectionalMamba  layers.{0-3}.mixer",
+        "for one image of 40 x 40 pixels, 101 tokens, measured",
+        "an image of noise",
+    ):
+        assert part in said
+    assert "not on this model" not in said
+    assert explain("--ids", "3", model=folder) == 1
+    assert "reads images; explain takes text" in capsys.readouterr().err
 
 
 def test_supported_by_its_configuration(tmp_path, capsys):
     tiny().config.save_pretrained(tmp_path)  # no weights at all
-    assert main(["supported", str(tmp_path), "--config-only"]) == 0
-    said = capsys.readouterr().out
+    said = "\n".join(lines(str(tmp_path), "--config-only", capsys=capsys))
     assert "2 x MambaMixer" in said
+    assert "outside the maps: Embedding, 3 x MambaRMSNorm, Linear" in said
     assert "nothing was run" in said
+
+
+def test_paths_and_numbers_are_short():
+    layers = [f"model.layers.{i}.linear_attn" for i in range(48) if i % 4 != 3]
+    assert shortened(layers) == "model.layers.{0-2, 4-6, .., 44-46}.linear_attn"
+    assert shortened(layers[:1]) == "model.layers.0.linear_attn"
+    assert shortened(layers[:2]) == "model.layers.{0-1}.linear_attn"
+    assert shortened(["a.0.x", "a.2.x"]) == "a.{0, 2}.x"
+    assert shortened(["a.0.x", "a.1.y"]) == "a.0.x .. a.1.y"
+    assert shortened(["shared", "shared:1"]) == "shared .. shared:1"
+    counts = [count(n) for n in (5, 1500, 999_600, 6e9, 7e15)]
+    assert counts == ["5", "1.5 k", "1 M", "6 G", "7,000 T"]
+    assert [readable_bytes(2**n) for n in (10, 51, 60)] == ["1.0 KiB", "2.0 PiB", "1.0 EiB"]
+
+
+def test_a_device_that_is_not_there(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    assert main(["supported", COPYING, "--device", "cuda"]) == 1
+    assert explain("--ids", "3,4", "--device", "cuda") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert all("--device is 'cuda', which torch" in line for line in said)
+    assert all(line.endswith("it can use cpu.") for line in said)
+    assert main(["supported", COPYING, "--device", "gpu"]) == 1
+    assert "--device is 'gpu'" in capsys.readouterr().err
+
+
+def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
+    tiny().save_pretrained(tmp_path)
+    words = {"<unk>": 0, "hill": 1, "ball": 2, "red": 3}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    given = ("--text", "red ball", "--method", "rollout")
+    assert explain(*given, "--target", "red Paris", model=str(tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert "--target is 'red Paris', which the tokenizer reads as red <unk>" in said
+    assert "Among its 3 tokens are ball, hill, red; --target-ids takes ids" in said
+    assert explain(*given, "--target", "bal", model=str(tmp_path)) == 1
+    assert "tokens are ball, " in capsys.readouterr().err
+    # The token itself may be asked for, and an id.
+    assert explain(*given, "--target", "<unk>", model=str(tmp_path)) == 0
+    assert explain(*given, "--target-ids", "2,3", model=str(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "'ball', probability" in said
+    assert "'red', probability" in said
+    assert explain(*given, "--target-ids", "red", model=str(tmp_path)) == 1
+    assert "--target-ids is 'red'; it has to be token ids" in capsys.readouterr().err
 
 
 def test_supported_says_no(tmp_path, capsys):

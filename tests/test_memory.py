@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from families import build
+from peak_memory import RUNS
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from captum_ssm import (
     LaTIM,
@@ -15,8 +24,14 @@ from captum_ssm import (
     estimate,
     hidden_attention,
 )
+from captum_ssm._cost import Asked, Costs
+from captum_ssm._meter import OBJECTS, fitted, grown, measured
 
 L = 23
+ROOT = Path(__file__).parents[1]
+# What `peak_memory.RUNS` runs, as it is asked of `estimate`.
+ASKED = {name: {"request": name} for name in RUNS}
+ASKED["unified"] = {"request": "attribution", "formulation": "unified"}
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +94,142 @@ def test_estimates_grow_as_the_work_does() -> None:
     assert "mixers: returns" in str(whole[0])
     with pytest.raises(ValueError, match="request is 'map'"):
         estimate(model, short, request="map")
+
+
+def allocated(run) -> int:
+    """The most bytes of torch's allocator at a time, by its own account of them."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        run()
+    events = seen.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(("family", "batch"), [("mamba2", 3), ("qwen3_next", 1)])
+def test_estimates_are_within_a_factor_of_two_of_what_is_allocated(
+    family: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("captum_ssm._cost.SMALL", 0)  # as if the model were large
+    model, length = build(family), 500
+    tokens = torch.randint(1, 30, (batch, length), generator=torch.Generator().manual_seed(0))
+    costs = Costs(model, tokens)
+    assert costs.lengths[-1] <= 192
+    for name, run in RUNS.items():
+        real = allocated(lambda run=run: run(model, tokens))
+        found = costs.of(Asked(**ASKED[name]))
+        assert real / 2 < found.total_bytes < 2 * real, name
+        assert found.forwards >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["copying-mamba", "stories-rwkv", "stories-qwen3next"])
+def test_estimates_are_within_a_factor_of_two_of_the_resident_set(name: str) -> None:
+    folder, length = ROOT / "tutorials" / "models" / name, 512
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "peak_memory.py"), str(folder), str(length)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        # What is freed is given back, so that each request starts from the same level.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stderr
+    real = json.loads(run.stdout.splitlines()[-1])
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    costs = Costs(model, torch.zeros(1, length, dtype=torch.long))
+    for request, asked in ASKED.items():
+        found = costs.of(Asked(**asked))
+        assert real[request] / 2 < found.total_bytes < 2 * real[request], request
+
+
+def test_an_estimate_leaves_the_model_as_it_was(ids: torch.Tensor) -> None:
+    model = build("mamba")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = [dict(module.__dict__) for module in model.modules()]
+    for request in ("attribution", "latim", "lrp"):
+        estimate(model, ids, request=request)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    after = [module.__dict__ for module in model.modules()]
+    assert [a.keys() for a in after] == [b.keys() for b in attributes]
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_estimates_of_a_few_tokens_and_of_embeddings(length: int) -> None:
+    model = build("mamba")
+    tokens = torch.ones(2, length, dtype=torch.long)
+    for asked in ASKED.values():
+        assert estimate(model, tokens, **asked).total_bytes > 0
+    embeddings = model.get_input_embeddings()(tokens).detach()
+    for request in ("row", "attribution", "latim", "lrp"):
+        found = estimate(model, embeddings, request=request)
+        assert found.result_bytes == embeddings.numel() * 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "given"),
+    [("latim", {"layers": 0}), ("lrp", {"formulation": "unified"}), ("row", {"reduction": "max"})],
+)
+def test_an_estimate_takes_what_its_request_takes(request_, given, ids: torch.Tensor) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"{name} is .* which takes .* leave {name} out"):
+        estimate(build("mamba"), ids, request=request_, **given)
+
+
+def test_the_meter_counts_what_exists_together() -> None:
+    owned = torch.zeros(1000)
+
+    def call(mark) -> None:
+        a = owned + 1
+        b = a + 1  # two
+        del a
+        mark()
+        c = b.view(10, 100) * 2 + owned.view(10, 100)  # b, its double, and the sum
+        del b, c
+
+    one = 4000 + OBJECTS
+    found = measured(call, [owned])
+    assert (found.peak, found.kept, found.later_peak) == (2 * one, one, 3 * one)
+    assert found.seconds > 0
+    assert found.later_seconds > 0
+
+
+def test_the_meter_sees_what_a_graph_keeps_and_backward_makes() -> None:
+    x = torch.randn(1000, requires_grad=True)
+
+    def call(mark) -> None:
+        y = x.exp()
+        for _ in range(5):
+            y = y.exp()  # each is kept for the way back
+        mark()
+        y.sum().backward()
+        x.grad = None
+
+    found = measured(call, [x])
+    assert found.peak == found.kept == 6 * (4000 + OBJECTS)
+    assert found.later_peak >= 7 * 4000
+
+
+def test_lines_and_parabolas_are_carried_exactly() -> None:
+    def total(lengths, f, length, **options) -> float:
+        return sum(fitted(lengths, [f(n) for n in lengths], length, **options))
+
+    assert total([64, 128], lambda n: 7 + 3 * n, 1000) == pytest.approx(3007)
+    fixed, growing = fitted([64, 128], [7 + 3 * 64, 7 + 3 * 128], 1000)
+    assert (fixed, growing) == pytest.approx((7, 3000))
+    curve = total([64, 128, 192], lambda n: 7 + 3 * n + 2 * n * n, 1000, curved=True)
+    assert curve == pytest.approx(7 + 3000 + 2_000_000)
+    # A line where it was not allowed to curve, and nothing that falls.
+    assert total([64, 128, 192], lambda n: 5 * n, 1000) == pytest.approx(5000)
+    assert total([64, 128], lambda n: 500 - n, 1000) == pytest.approx(372)
+    for exact in (lambda n: 3 * n, lambda n: 2 * n * n, lambda n: 3 * n + 2 * n * n):
+        assert grown([64, 128], [exact(64), exact(128)], 1000) == pytest.approx(exact(1000))
+    # Between a line and a parabola, whatever the clock says.
+    assert grown([64, 128], [1.0, 1.0], 1280) == pytest.approx(10)
+    assert grown([64, 128], [0.0, 1.0], 1280) == pytest.approx(100)
