@@ -117,8 +117,9 @@ def estimate(
         inputs (Tensor): token ids ``(B, L)`` or embeddings ``(B, L, E)`` of the length in
             question; what stands behind the first few hundred tokens does not matter.
         request (str, optional): ``"row"``, ``attribute`` of a method whose row costs linear time
-            (``RawAttention``, ``MambaRollout``, the unified ``"raw"`` and ``"rollout"``);
-            ``"streamed"``, the same with a ``sign``, which builds the maps in row tiles;
+            (``RawAttention`` and the unified ``"raw"``, with a ``sign`` too; ``MambaRollout`` and
+            the unified ``"rollout"``); ``"streamed"``, a rollout with a ``sign``, which builds
+            the maps in row tiles;
             ``"attribution"``, ``MambaAttribution`` and the unified ``"attribution"`` with their
             gradients; ``"latim"``, ``LaTIM``'s ``"alti_logit"`` of all layers; ``"lrp"``,
             ``MambaLRP``; ``"rollout"``, whole ``(B, L, L)`` products; ``"hidden_attention"``.

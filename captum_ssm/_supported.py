@@ -31,7 +31,7 @@ from captum_ssm.models import VisionMamba
 PROBE_LENGTH = 16
 REQUESTS = {
     "raw-attention, rollout": Asked("row"),
-    "raw-attention, rollout with a sign": Asked("streamed"),
+    "rollout with a sign": Asked("streamed"),
     "mamba-attribution, unified": Asked("attribution"),
     "latim": Asked("latim"),
     "mamba-lrp": Asked("lrp"),
