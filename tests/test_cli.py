@@ -176,10 +176,11 @@ def test_what_it_says_is_exact_is_what_the_methods_measure(capsys):
     assert any(f"relevance adds up to {total:.4g}, the score is {score:.4g}" in x for x in said)
 
 
-def test_what_it_says_of_costs_is_what_estimate_says(capsys):
-    said = lines(COPYING, "--length", "400", capsys=capsys)
+def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys):
+    model = build("mamba2")
+    model.save_pretrained(tmp_path)
+    said = lines(str(tmp_path), "--length", "400", capsys=capsys)
     assert "for one text of 400 tokens, judged by runs of 128 and 256 tokens:" in said
-    model = AutoModelForCausalLM.from_pretrained(COPYING).eval()
     ids = torch.zeros(1, 400, dtype=torch.long)
     for name, asked in (
         ("raw-attention, rollout ", {"request": "row"}),
