@@ -203,7 +203,7 @@ def test_the_table_of_rows_says_how_it_was_measured(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path):
-    pytest.importorskip("furo")
+    pytest.importorskip("alabaster")
     pytest.importorskip("myst_nb")
     docs = tmp_path / "docs"
     shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("_build", "tutorials"))
