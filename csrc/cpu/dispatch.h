@@ -1,10 +1,9 @@
-// From tensors to kernels: the instruction set, the dtype.
+// The kernels of this processor.
 #pragma once
 
 #include <cstdlib>
 #include <cstring>
 
-#include "../dtype.h"
 #include "kernels.h"
 
 namespace captum_ssm {

@@ -8,61 +8,28 @@
 #include <optional>
 #include <vector>
 
+#include "../arguments.h"
 #include "dispatch.h"
 #include "parallel.h"
 
 namespace captum_ssm {
 namespace {
 
-// The coefficients as given to an operator. Heads may share memory, and tokens may lie anywhere:
-// only the numbers of one token and head have to be contiguous.
-struct HeadArguments {
-  Tensor query, key, log_decay;
-  std::optional<Tensor> erase, probe, bonus;
-  int64_t batch, L, H, N;
+template <class T>
+Rows<const T> rows_of(const Tensor& x, int64_t b) {
+  return {x.const_data_ptr<T>() + b * x.stride(0), x.stride(1), x.size(2) == 1 ? 0 : x.stride(2)};
+}
+template <class T>
+Rows<const T> rows_of(const std::optional<Tensor>& x, int64_t b) {
+  return x ? rows_of<T>(*x, b) : Rows<const T>{};
+}
 
-  HeadArguments(const Tensor& query_, const Tensor& key_, const Tensor& log_decay_,
-                const std::optional<Tensor>& erase_, const std::optional<Tensor>& probe_,
-                const std::optional<Tensor>& bonus_)
-      : query(rows(query_, query_)), key(rows(key_, query_)), log_decay(rows(log_decay_, query_)) {
-    batch = query.size(0), L = query.size(1), H = query.size(2), N = query.size(3);
-    STD_TORCH_CHECK(L > 0 && H > 0 && N > 0, "captum_ssm: an argument is empty");
-    STD_TORCH_CHECK(erase_.has_value() == probe_.has_value(),
-                    "captum_ssm: erase and probe go together");
-    if (erase_) erase = rows(*erase_, query_), probe = rows(*probe_, query_);
-    if (bonus_) bonus = rows(torch::stable::unsqueeze(*bonus_, -1), query_);
-    const bool fit = fits(key, H, N) && (fits(log_decay, H, 1) || fits(log_decay, H, N)) &&
-                     (!erase || (fits(*erase, H, N) && fits(*probe, H, N))) &&
-                     (!bonus || fits(*bonus, H, 1));
-    STD_TORCH_CHECK(fit, "captum_ssm: the shapes of the coefficients do not agree");
-  }
-
-  static Tensor rows(const Tensor& x, const Tensor& like) {
-    STD_TORCH_CHECK(x.scalar_type() == like.scalar_type(),
-                    "captum_ssm: the arguments must have one dtype");
-    STD_TORCH_CHECK(x.dim() == 4, "captum_ssm: an argument has the wrong number of dimensions");
-    return x.size(3) == 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
-  }
-  bool fits(const Tensor& x, int64_t heads, int64_t size) const {
-    return x.size(0) == batch && x.size(1) == L && x.size(2) == heads && x.size(3) == size;
-  }
-
-  template <class T>
-  static Rows<const T> of(const Tensor& x, int64_t b) {
-    return {x.const_data_ptr<T>() + b * x.stride(0), x.stride(1), x.size(2) == 1 ? 0 : x.stride(2)};
-  }
-  template <class T>
-  static Rows<const T> of(const std::optional<Tensor>& x, int64_t b) {
-    return x ? of<T>(*x, b) : Rows<const T>{};
-  }
-  template <class T>
-  Heads<T> heads(int64_t b) const {
-    return {of<T>(query, b), of<T>(key, b),   of<T>(log_decay, b),
-            of<T>(erase, b), of<T>(probe, b), of<T>(bonus, b),
-            L,               H,               N,
-            log_decay.size(3) > 1};
-  }
-};
+template <class T>
+Heads<T> heads(const HeadArguments& a, int64_t b) {
+  return {rows_of<T>(a.query, b), rows_of<T>(a.key, b),   rows_of<T>(a.log_decay, b),
+          rows_of<T>(a.erase, b), rows_of<T>(a.probe, b), rows_of<T>(a.bonus, b),
+          a.L, a.H, a.N, a.log_decay.size(3) > 1};
+}
 
 int64_t threads() { return torch::stable::get_num_threads(); }
 
@@ -91,7 +58,7 @@ void run_narrow(const HeadArguments& a, bool backward, const Tensor& input, Tens
   std::fill_n(state.get(), units * chunks * states, T(0));
   auto make = [&](int64_t unit, int64_t c) {
     const int64_t b = unit / groups, h0 = unit % groups * per_group;
-    HeadsRun<T> r{a.heads<T>(b), backward, HeadArguments::of<T>(input, b)};
+    HeadsRun<T> r{heads<T>(a, b), backward, rows_of<T>(input, b)};
     r.P = P;
     r.h0 = h0, r.h1 = std::min(a.H, h0 + per_group);
     r.state = state.get() + (unit * chunks + c) * states;
@@ -156,11 +123,11 @@ void run_wide(const HeadArguments& a, bool backward, const Tensor& input, Tensor
   const int64_t parts = up(P, share.columns), groups = up(a.H, share.heads);
   T* y = out.mutable_data_ptr<T>();
   each_task<T>(a.batch * groups * parts,
-               k.wide_scratch(a.heads<T>(0), share.heads, share.columns),
+               k.wide_scratch(heads<T>(a, 0), share.heads, share.columns),
                [&](int64_t task, T* space) {
                  const int64_t first = task % parts * share.columns, unit = task / parts;
                  const int64_t b = unit / groups;
-                 HeadsRun<T> r{a.heads<T>(b), backward, HeadArguments::of<T>(input, b)};
+                 HeadsRun<T> r{heads<T>(a, b), backward, rows_of<T>(input, b)};
                  r.input.data += first;
                  r.output = {y + b * a.L * a.H * P + first, a.H * P, P};
                  r.P = std::min(P - first, share.columns);
@@ -170,10 +137,8 @@ void run_wide(const HeadArguments& a, bool backward, const Tensor& input, Tensor
 }
 
 Tensor run(const HeadArguments& a, bool backward, const Tensor& given) {
-  const Tensor input = HeadArguments::rows(given, a.query);
+  const Tensor input = a.values(given, backward);
   const int64_t P = input.size(3);
-  STD_TORCH_CHECK(a.fits(input, a.H, P) || (backward && a.fits(input, 1, P)),
-                  "captum_ssm: the values must be (B, L, H, P)");
   Tensor out = torch::stable::new_empty(a.query, {a.batch, a.L, a.H, P});
   if (out.numel() == 0) return out;
   dispatch(a.query, [&](auto zero) {
@@ -215,12 +180,12 @@ void head_rows(const HeadArguments& a, const int64_t* index, int64_t count, T* o
     }
   }
   const int64_t units = a.batch * a.H, width = Share::of<T>(a, count, 1, units).columns;
-  const int64_t parts = up(count, width), scratch = k.wide_scratch(a.heads<T>(0), 1, width);
+  const int64_t parts = up(count, width), scratch = k.wide_scratch(heads<T>(a, 0), 1, width);
   each_task<T>(units * parts, scratch, [&](int64_t task, T* space) {
     const int64_t unit = task % units, first = task / units * width;
     const int64_t b = unit / a.H, at = b * count + first;
     const int64_t h = unit % a.H;
-    k.rows({a.heads<T>(b), h, h + 1, rows.data() + at, slots.data() + at,
+    k.rows({heads<T>(a, b), h, h + 1, rows.data() + at, slots.data() + at,
             std::min(count - first, width), out + unit * count * a.L, nullptr},
            space);
   });
@@ -230,10 +195,7 @@ Tensor linear_rows(const Tensor& index, const Tensor& query, const Tensor& key,
                    const Tensor& log_decay, const std::optional<Tensor>& erase,
                    const std::optional<Tensor>& probe, const std::optional<Tensor>& bonus) {
   const HeadArguments a(query, key, log_decay, erase, probe, bonus);
-  STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long && index.dim() == 2 &&
-                      index.size(0) == a.batch,
-                  "captum_ssm: index must be int64 of shape (B, R)");
-  const Tensor rows = torch::stable::contiguous(index);
+  const Tensor rows = row_index(index, a.query);
   Tensor out = torch::stable::new_empty(a.query, {a.batch, a.H, rows.size(1), a.L});
   if (out.numel() == 0) return out;
   dispatch(a.query, [&](auto zero) {
@@ -248,7 +210,7 @@ template <class T>
 void mean_rows(const HeadArguments& a, int64_t start, int64_t stop, T* out) {
   const HeadsKernels<T>& k = kernels<T>().heads;
   const int64_t count = stop - start, width = Share::of<T>(a, count, 1, a.batch).columns;
-  const int64_t parts = up(count, width), scratch = k.wide_scratch(a.heads<T>(0), 1, width);
+  const int64_t parts = up(count, width), scratch = k.wide_scratch(heads<T>(a, 0), 1, width);
   std::vector<int64_t> rows(count);
   for (int64_t r = 0; r < count; ++r) rows[r] = stop - 1 - r;
   each_task<T>(a.batch * parts, scratch, [&](int64_t task, T* space) {
@@ -257,7 +219,7 @@ void mean_rows(const HeadArguments& a, int64_t start, int64_t stop, T* out) {
     const int64_t columns = std::min(count - first, width);
     Buffer<T> sum(a.L * columns);
     std::fill_n(sum.get(), a.L * columns, T(0));
-    k.rows({a.heads<T>(b), 0, a.H, rows.data() + first, nullptr, columns, nullptr, sum.get()},
+    k.rows({heads<T>(a, b), 0, a.H, rows.data() + first, nullptr, columns, nullptr, sum.get()},
            space);
     constexpr int64_t kSquare = 16;
     const T scale = T(1) / T(a.H);
@@ -274,8 +236,7 @@ Tensor linear_mean(const Tensor& query, const Tensor& key, const Tensor& log_dec
                    const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
                    const std::optional<Tensor>& bonus, int64_t start, int64_t stop) {
   const HeadArguments a(query, key, log_decay, erase, probe, bonus);
-  STD_TORCH_CHECK(0 <= start && start < stop && stop <= a.L,
-                  "captum_ssm: the rows asked for leave the sequence");
+  check_range(start, stop, a.L);
   Tensor out = torch::stable::new_empty(a.query, {a.batch, stop - start, a.L});
   if (out.numel() == 0) return out;
   dispatch(a.query, [&](auto zero) {

@@ -12,55 +12,24 @@
 #include <optional>
 #include <vector>
 
+#include "../arguments.h"
 #include "dispatch.h"
 #include "parallel.h"
 
 namespace captum_ssm {
 namespace {
 
-// The coefficients as given to an operator. Python made them contiguous and of one dtype; this
-// holds on to them, and is the last guard of memory for callers of torch.ops.
-struct Arguments {
-  Tensor dt, right, A, B, C;
-  std::optional<Tensor> left, conv;
-  int64_t batch, L, D, N, G, K;
-
-  Arguments(const Tensor& dt_, const Tensor& right_, const Tensor& A_, const Tensor& B_,
-            const Tensor& C_, const std::optional<Tensor>& left_,
-            const std::optional<Tensor>& conv_)
-      : dt(check(dt_, dt_, 3)), right(check(right_, dt_, 3)), A(check(A_, dt_, 2)),
-        B(check(B_, dt_, 4)), C(check(C_, dt_, 4)) {
-    batch = dt.size(0), L = dt.size(1), D = dt.size(2);
-    N = A.size(1), G = B.size(2), K = 1;
-    if (left_) left = check(*left_, dt_, 3);
-    if (conv_) conv = check(*conv_, dt_, 2), K = conv->size(1);
-    STD_TORCH_CHECK(L > 0 && D > 0 && N > 0 && G > 0 && K > 0 && D % G == 0,
-                    "captum_ssm: an argument is empty, or the groups do not divide the channels");
-    STD_TORCH_CHECK(right.numel() == dt.numel() && A.numel() == D * N &&
-                        B.numel() == batch * L * G * N && C.numel() == B.numel() &&
-                        (!left || left->numel() == dt.numel()) && (!conv || conv->size(0) == D),
-                    "captum_ssm: the shapes of the coefficients do not agree");
-  }
-
-  static Tensor check(const Tensor& x, const Tensor& like, int64_t dim) {
-    STD_TORCH_CHECK(x.scalar_type() == like.scalar_type(),
-                    "captum_ssm: the arguments must have one dtype");
-    STD_TORCH_CHECK(x.dim() == dim, "captum_ssm: an argument has the wrong number of dimensions");
-    return torch::stable::contiguous(x);
-  }
-
-  template <class T>
-  Maps<T> maps(int64_t b) const {
-    return {dt.const_data_ptr<T>() + b * L * D,
-            right.const_data_ptr<T>() + b * L * D,
-            A.const_data_ptr<T>(),
-            B.const_data_ptr<T>() + b * L * G * N,
-            C.const_data_ptr<T>() + b * L * G * N,
-            left ? left->const_data_ptr<T>() + b * L * D : nullptr,
-            conv ? conv->const_data_ptr<T>() : nullptr,
-            L, D, N, G, K};
-  }
-};
+template <class T>
+Maps<T> maps(const DiagonalArguments& a, int64_t b) {
+  return {a.dt.const_data_ptr<T>() + b * a.L * a.D,
+          a.right.const_data_ptr<T>() + b * a.L * a.D,
+          a.A.const_data_ptr<T>(),
+          a.B.const_data_ptr<T>() + b * a.L * a.G * a.N,
+          a.C.const_data_ptr<T>() + b * a.L * a.G * a.N,
+          a.left ? a.left->const_data_ptr<T>() + b * a.L * a.D : nullptr,
+          data<T>(a.conv),
+          a.L, a.D, a.N, a.G, a.K};
+}
 
 // ---- recurrences ----------------------------------------------------------------------------
 
@@ -70,7 +39,7 @@ struct Division {
   int64_t groups, per_group;  // of blocks of channels, `lanes` each
   int64_t chunks, per_chunk;  // of time
 
-  Division(const Arguments& a, int64_t lanes) {
+  Division(const DiagonalArguments& a, int64_t lanes) {
     const int64_t blocks = up(a.D, lanes), threads = torch::stable::get_num_threads();
     const int64_t wanted = threads > 1 ? up(4 * threads, std::max<int64_t>(1, a.batch)) : 1;
     per_group = up(blocks, std::min(blocks, wanted));
@@ -86,7 +55,7 @@ struct Division {
 };
 
 template <class T>
-void recurrence(const Arguments& a, bool backward, const Tensor& input, T* output, T* mean) {
+void recurrence(const DiagonalArguments& a, bool backward, const Tensor& input, T* output, T* mean) {
   const Kernels<T>& k = kernels<T>();
   const Division part(a, k.lanes);
   const int64_t width = part.per_group * k.lanes, overlap = backward && a.conv ? a.K - 1 : 0;
@@ -97,7 +66,7 @@ void recurrence(const Arguments& a, bool backward, const Tensor& input, T* outpu
   auto make = [&](int64_t unit) {
     const int64_t b = unit / part.groups, g = unit % part.groups;
     Run<T> r{};
-    r.maps = a.maps<T>(b);
+    r.maps = maps<T>(a, b);
     r.backward = backward;
     r.input = in + b * a.L * (shared ? 1 : a.D);
     r.shared = shared;
@@ -159,8 +128,8 @@ void recurrence(const Arguments& a, bool backward, const Tensor& input, T* outpu
 
 Tensor diagonal_scan(const Tensor& v, const Tensor& dt, const Tensor& right, const Tensor& A,
                      const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left) {
-  const Arguments a(dt, right, A, Bm, Cm, left, std::nullopt);
-  const Tensor in = Arguments::check(v, dt, 3);
+  const DiagonalArguments a(dt, right, A, Bm, Cm, left, std::nullopt);
+  const Tensor in = whole(v, dt, 3);
   STD_TORCH_CHECK(in.numel() == a.dt.numel(), "captum_ssm: v must have the shape of dt");
   Tensor out = torch::stable::new_empty(a.dt, {a.batch, a.L, a.D});
   dispatch(dt, [&](auto zero) {
@@ -173,8 +142,8 @@ Tensor diagonal_scan(const Tensor& v, const Tensor& dt, const Tensor& right, con
 Tensor diagonal_vecmat(const Tensor& w, const Tensor& dt, const Tensor& right, const Tensor& A,
                        const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left,
                        const std::optional<Tensor>& conv, bool mean) {
-  const Arguments a(dt, right, A, Bm, Cm, left, conv);
-  const Tensor in = Arguments::check(w, dt, w.dim() == 2 ? 2 : 3);
+  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+  const Tensor in = whole(w, dt, w.dim() == 2 ? 2 : 3);
   STD_TORCH_CHECK(in.numel() == a.batch * a.L * (w.dim() == 2 ? 1 : a.D),
                   "captum_ssm: w must have the shape of dt, or its first two dimensions");
   Tensor out = mean ? torch::stable::new_empty(a.dt, {a.batch, a.L})
@@ -191,7 +160,7 @@ Tensor diagonal_vecmat(const Tensor& w, const Tensor& dt, const Tensor& right, c
 
 // Sums of dt over stretches of kStretch positions, (batch, stretches, D), for positions below end.
 template <class T>
-Buffer<double> sums_between(const Arguments& a, int64_t end) {
+Buffer<double> sums_between(const DiagonalArguments& a, int64_t end) {
   const int64_t stretches = up(end, kStretch);
   Buffer<double> sums(a.batch * stretches * a.D);
   each_task<T>(a.batch * stretches, 0, [&](int64_t task, T*) {
@@ -237,7 +206,7 @@ int64_t tile_size(int64_t start, int64_t stop, int64_t batch) {
 }
 
 template <class T>
-void mean_rows(const Arguments& a, int64_t start, int64_t stop, T* out) {
+void mean_rows(const DiagonalArguments& a, int64_t start, int64_t stop, T* out) {
   const Kernels<T>& k = kernels<T>();
   const int64_t size = tile_size(start, stop, a.batch), rows = stop - start;
   const auto strips = row_tiles(start, stop, size);
@@ -256,12 +225,12 @@ void mean_rows(const Arguments& a, int64_t start, int64_t stop, T* out) {
   const int64_t stretches = up(stop, kStretch);
   std::vector<char> locks(a.batch * strips.size(), 0);
   const bool overlap = a.conv && a.K > 1;
-  each_task<T>(a.batch * tasks.size(), k.tile_scratch(a.maps<T>(0), size),
+  each_task<T>(a.batch * tasks.size(), k.tile_scratch(maps<T>(a, 0), size),
                [&](int64_t task, T* space) {
                  const int64_t b = task % a.batch;
                  const Task& t = tasks[task / a.batch];
                  char* lock = locks.data() + b * strips.size() + t.strip;
-                 k.tile_mean(a.maps<T>(b), t.tile, size, between.get() + b * stretches * a.D,
+                 k.tile_mean(maps<T>(a, b), t.tile, size, between.get() + b * stretches * a.D,
                              T(1) / T(a.D), out + b * rows * a.L, a.L, start,
                              overlap ? reinterpret_cast<bool*>(lock) : nullptr, space);
                });
@@ -270,9 +239,8 @@ void mean_rows(const Arguments& a, int64_t start, int64_t stop, T* out) {
 Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, const Tensor& Bm,
                      const Tensor& Cm, const std::optional<Tensor>& left,
                      const std::optional<Tensor>& conv, int64_t start, int64_t stop) {
-  const Arguments a(dt, right, A, Bm, Cm, left, conv);
-  STD_TORCH_CHECK(0 <= start && start < stop && stop <= a.L,
-                  "captum_ssm: the rows asked for leave the sequence");
+  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+  check_range(start, stop, a.L);
   Tensor out = torch::stable::new_zeros(a.dt, {a.batch, stop - start, a.L});
   dispatch(dt, [&](auto zero) {
     using T = decltype(zero);
@@ -282,7 +250,7 @@ Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, con
 }
 
 template <class T>
-void channel_rows(const Arguments& a, const int64_t* index, int64_t count, T* out) {
+void channel_rows(const DiagonalArguments& a, const int64_t* index, int64_t count, T* out) {
   const Kernels<T>& k = kernels<T>();
   constexpr int64_t kSize = 128, kChannels = 16;
   struct Strip {
@@ -310,12 +278,12 @@ void channel_rows(const Arguments& a, const int64_t* index, int64_t count, T* ou
   }
   const Buffer<double> between = sums_between<T>(a, a.L);
   const int64_t stretches = up(a.L, kStretch), parts = up(a.D, kChannels);
-  each_task<T>(strips.size() * parts, k.tile_scratch(a.maps<T>(0), kSize),
+  each_task<T>(strips.size() * parts, k.tile_scratch(maps<T>(a, 0), kSize),
                [&](int64_t task, T* space) {
                  const Strip& s = strips[strips.size() - 1 - task / parts];
                  const int64_t d0 = task % parts * kChannels;
                  for (const Tile& t : tiles_of(s.rows, kSize))
-                   k.tile_rows(a.maps<T>(s.batch), t, kSize,
+                   k.tile_rows(maps<T>(a, s.batch), t, kSize,
                                between.get() + s.batch * stretches * a.D, d0,
                                std::min(a.D, d0 + kChannels), s.wanted.data(), s.slots.data(),
                                int64_t(s.wanted.size()), out + s.batch * a.D * count * a.L, count,
@@ -326,11 +294,8 @@ void channel_rows(const Arguments& a, const int64_t* index, int64_t count, T* ou
 Tensor diagonal_rows(const Tensor& index, const Tensor& dt, const Tensor& right, const Tensor& A,
                      const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left,
                      const std::optional<Tensor>& conv) {
-  const Arguments a(dt, right, A, Bm, Cm, left, conv);
-  STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long && index.dim() == 2 &&
-                      index.size(0) == a.batch,
-                  "captum_ssm: index must be int64 of shape (B, R)");
-  const Tensor rows = torch::stable::contiguous(index);
+  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+  const Tensor rows = row_index(index, a.dt);
   Tensor out = torch::stable::new_empty(a.dt, {a.batch, a.D, rows.size(1), a.L});
   dispatch(dt, [&](auto zero) {
     using T = decltype(zero);

@@ -1,0 +1,148 @@
+// The operators' arguments, on any device. Python checks them with better messages; this is the last
+// guard of memory for callers of torch.ops, and holds on to what was made contiguous.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+
+namespace captum_ssm {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Calls f(T()) for the dtype of x.
+template <class F>
+void dispatch(const Tensor& x, const F& f) {
+  if (x.scalar_type() == ScalarType::Float) {
+    f(float());
+  } else {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double,
+                    "captum_ssm: the kernels take float32 and float64");
+    f(double());
+  }
+}
+
+template <class T>
+const T* data(const std::optional<Tensor>& x) {
+  return x ? x->const_data_ptr<T>() : nullptr;
+}
+
+inline void check_alike(const Tensor& x, const Tensor& like, int64_t dim) {
+  STD_TORCH_CHECK(x.scalar_type() == like.scalar_type(),
+                  "captum_ssm: the arguments must have one dtype");
+  STD_TORCH_CHECK(x.is_cuda() == like.is_cuda() && x.get_device_index() == like.get_device_index(),
+                  "captum_ssm: the arguments must be on one device");
+  STD_TORCH_CHECK(x.dim() == dim, "captum_ssm: an argument has the wrong number of dimensions");
+}
+
+// x, contiguous.
+inline Tensor whole(const Tensor& x, const Tensor& like, int64_t dim) {
+  check_alike(x, like, dim);
+  return torch::stable::contiguous(x);
+}
+
+// x of (B, L, H, size); only the numbers of one token and head are made contiguous.
+inline Tensor rows(const Tensor& x, const Tensor& like) {
+  check_alike(x, like, 4);
+  return x.size(3) == 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
+}
+
+// Rows wanted, (B, R).
+inline Tensor row_index(const Tensor& x, const Tensor& like) {
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Long && x.dim() == 2 &&
+                      x.size(0) == like.size(0) && x.is_cuda() == like.is_cuda(),
+                  "captum_ssm: index must be int64 of shape (B, R), on the device of the others");
+  return torch::stable::contiguous(x);
+}
+
+inline void check_range(int64_t start, int64_t stop, int64_t L) {
+  STD_TORCH_CHECK(0 <= start && start < stop && stop <= L,
+                  "captum_ssm: the rows asked for leave the sequence");
+}
+
+// The coefficients of a diagonal recurrence.
+struct DiagonalArguments {
+  Tensor dt, right, A, B, C;
+  std::optional<Tensor> left, conv;
+  int64_t batch, L, D, N, G, K;
+
+  DiagonalArguments(const Tensor& dt_, const Tensor& right_, const Tensor& A_, const Tensor& B_,
+                    const Tensor& C_, const std::optional<Tensor>& left_,
+                    const std::optional<Tensor>& conv_)
+      : dt(whole(dt_, dt_, 3)), right(whole(right_, dt_, 3)), A(whole(A_, dt_, 2)),
+        B(whole(B_, dt_, 4)), C(whole(C_, dt_, 4)) {
+    batch = dt.size(0), L = dt.size(1), D = dt.size(2);
+    N = A.size(1), G = B.size(2), K = 1;
+    if (left_) left = whole(*left_, dt_, 3);
+    if (conv_) conv = whole(*conv_, dt_, 2), K = conv->size(1);
+    STD_TORCH_CHECK(L > 0 && D > 0 && N > 0 && G > 0 && K > 0 && D % G == 0,
+                    "captum_ssm: an argument is empty, or the groups do not divide the channels");
+    STD_TORCH_CHECK(right.numel() == dt.numel() && A.numel() == D * N &&
+                        B.numel() == batch * L * G * N && C.numel() == B.numel() &&
+                        (!left || left->numel() == dt.numel()) && (!conv || conv->size(0) == D),
+                    "captum_ssm: the shapes of the coefficients do not agree");
+  }
+};
+
+// The coefficients of a recurrence on a matrix-valued state. Heads may share memory, and tokens may
+// lie anywhere.
+struct HeadArguments {
+  Tensor query, key, log_decay;
+  std::optional<Tensor> erase, probe, bonus;
+  int64_t batch, L, H, N;
+
+  HeadArguments(const Tensor& query_, const Tensor& key_, const Tensor& log_decay_,
+                const std::optional<Tensor>& erase_, const std::optional<Tensor>& probe_,
+                const std::optional<Tensor>& bonus_)
+      : query(rows(query_, query_)), key(rows(key_, query_)), log_decay(rows(log_decay_, query_)) {
+    batch = query.size(0), L = query.size(1), H = query.size(2), N = query.size(3);
+    STD_TORCH_CHECK(L > 0 && H > 0 && N > 0, "captum_ssm: an argument is empty");
+    STD_TORCH_CHECK(erase_.has_value() == probe_.has_value(),
+                    "captum_ssm: erase and probe go together");
+    if (erase_) erase = rows(*erase_, query_), probe = rows(*probe_, query_);
+    if (bonus_) bonus = rows(torch::stable::unsqueeze(*bonus_, -1), query_);
+    STD_TORCH_CHECK(fits(key, H, N) && (fits(log_decay, H, 1) || fits(log_decay, H, N)) &&
+                        (!erase || (fits(*erase, H, N) && fits(*probe, H, N))) &&
+                        (!bonus || fits(*bonus, H, 1)),
+                    "captum_ssm: the shapes of the coefficients do not agree");
+  }
+
+  bool fits(const Tensor& x, int64_t heads, int64_t size) const {
+    return x.size(0) == batch && x.size(1) == L && x.size(2) == heads && x.size(3) == size;
+  }
+
+  // Values, (B, L, H, P), or row vectors shared by the heads, (B, L, 1, P).
+  Tensor values(const Tensor& x, bool backward) const {
+    const Tensor found = rows(x, query);
+    STD_TORCH_CHECK(fits(found, H, found.size(3)) || (backward && fits(found, 1, found.size(3))),
+                    "captum_ssm: the values must be (B, L, H, P)");
+    return found;
+  }
+};
+
+// What tap_rows reads, and the tensor it fills: contiguous but for its first dimension.
+struct TapArguments {
+  Tensor rows, values;
+  std::optional<Tensor> left;
+  int64_t B, M, D, R, L, C, K, stride;
+
+  TapArguments(const Tensor& rows_, const Tensor& values_, const std::optional<Tensor>& left_,
+               const Tensor& out)
+      : rows(whole(rows_, rows_, 4)), values(whole(values_, rows_, 4)) {
+    check_alike(out, rows_, 4);
+    if (left_) left = whole(*left_, rows_, 3);
+    B = out.size(0), D = out.size(1), R = out.size(2), C = out.size(3);
+    M = rows.size(1), L = rows.size(3), K = values.size(0), stride = out.stride(0);
+    STD_TORCH_CHECK(M > 0 && D % M == 0 && K > 0 && rows.size(0) == B && rows.size(2) == R &&
+                        values.size(1) == B && values.size(2) == D && values.size(3) == L &&
+                        C <= L && (!left || left->numel() == B * D * R),
+                    "captum_ssm: the shapes of the arguments do not agree");
+    STD_TORCH_CHECK(out.stride(3) == 1 && out.stride(2) == C && out.stride(1) == R * C,
+                    "captum_ssm: out must be contiguous within a sequence");
+  }
+};
+
+}  // namespace captum_ssm
