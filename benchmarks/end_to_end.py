@@ -162,15 +162,15 @@ def main() -> None:
                 row[f"{name}_extra_MiB"] = peak - idle
         rows.append(row)
         print(json.dumps(row, indent=1), flush=True)
-    save(
-        args.output,
-        "end_to_end",
-        rows,
-        cpu_time=args.cpu_time,
-        transformers=transformers.__version__,
-        kernels=ops.extension_loaded(),
-        difference=difference,
-    )
+        save(
+            args.output,
+            "end_to_end",
+            rows,
+            cpu_time=args.cpu_time,
+            transformers=transformers.__version__,
+            kernels=ops.extension_loaded(),
+            difference=difference,
+        )
 
 
 if __name__ == "__main__":
