@@ -22,7 +22,7 @@ types: $(STAMP)
 
 notebooks: $(STAMP)
 	mkdir -p out/notebooks
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/jupyter nbconvert --to notebook --execute --ExecutePreprocessor.timeout=180 --output-dir out/notebooks tutorials/*.ipynb
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/jupyter nbconvert --to notebook --execute --ExecutePreprocessor.timeout=600 --output-dir out/notebooks tutorials/*.ipynb
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]"
