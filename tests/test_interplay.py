@@ -261,7 +261,8 @@ def test_layers_that_are_not_plain_are_explained_by_what_they_compute(kind, fami
 
     model = with_linears(build(family), make)
     same = with_linears(build(family), partial(plain, make=make))
-    torch.testing.assert_close(model(TOKENS).logits, same(TOKENS).logits)
+    # Two sums instead of one: rounded in another order.
+    torch.testing.assert_close(model(TOKENS).logits, same(TOKENS).logits, rtol=1e-4, atol=1e-4)
     before = fingerprint(model)
     found = method(model).attribute(TOKENS, target=5)
     truth = method(same).attribute(TOKENS, target=5)
