@@ -234,12 +234,15 @@ def _norm(node: Node, scale: Tensor, centred: bool) -> Rule:
     dims = tuple(range(-len(node._saved_normalized_shape), 0))
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        pulled = outer[0] * scale
-        if centred:
-            pulled = pulled - pulled.mean(dims, keepdim=True)
-        return (pulled, *inner[1:])
+        return (_through_norm(outer[0], scale, dims, centred), *inner[1:])
 
     return rule
+
+
+def _through_norm(given: Tensor, scale: Tensor, dims: tuple[int, ...], centred: bool) -> Tensor:
+    # What a norm with a constant scale hands to its input.
+    pulled = given * scale
+    return pulled - pulled.mean(dims, keepdim=True) if centred else pulled
 
 
 def _added_norm(node: Node) -> Rule | None:
@@ -255,9 +258,7 @@ def _added_norm(node: Node) -> Rule | None:
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         pulled = scale.new_zeros(shape)
         if outer[0] is not None:
-            pulled = outer[0] * scale.view(shape)
-            if centred:
-                pulled = pulled - pulled.mean(-1, keepdim=True)
+            pulled = _through_norm(outer[0], scale.view(shape), (-1,), centred)
         if prenorm and outer[1] is not None:
             pulled = pulled + outer[1]
         return tuple(
