@@ -217,6 +217,11 @@ class FrozenMixer:
         v = ShortConv(self.inputs, self.conv, self.conv_bias).output
         return v if self.activation is None else v * self.activation
 
+    def with_values(self, values: Tensor) -> FrozenMixer:
+        """This mixer, spared computing ``values`` once more."""
+        self.__dict__["values"] = values  # where cached_property looks; a copy computes its own
+        return self
+
     def operator(
         self, formulation: str = "hidden", components: Iterable[str] | None = None
     ) -> TokenOperator:
@@ -253,7 +258,7 @@ class FrozenMixer:
         """The input of the output projection, ``(B, L, D)``, by way of the operator."""
         y = self.recurrence.apply(self.values)
         if self.skip is not None:
-            y = y + self.skip * self.values
+            y = torch.addcmul(y, self.skip, self.values)
         for factor in (self.gate, self.norm):
             if factor is not None:
                 y = y * factor
@@ -329,7 +334,7 @@ def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
         >>> factor = activation_factor(nn.functional.gelu, psi)
         >>> torch.testing.assert_close(factor * psi, nn.functional.gelu(psi))
     """
-    if isinstance(act, nn.SiLU) or act is F.silu:
+    if act is F.silu or isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
         return torch.sigmoid(psi)
     tiny = 1e-4
     safe = torch.where(psi.abs() < tiny, torch.full_like(psi, tiny), psi)

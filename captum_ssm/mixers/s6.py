@@ -35,6 +35,7 @@ def _freeze(
     C: Tensor,
     conv: ShortConv,
     activation: Tensor,
+    values: Tensor,
     mask: Tensor | None,
 ) -> FrozenMixer:
     module = call.module
@@ -53,7 +54,7 @@ def _freeze(
         activation=activation,
         gate=F.silu(z),
         gate_argument=z,
-    )
+    ).with_values(values)
 
 
 def _values(call: MixerCall, u: Tensor, mask: Tensor | None) -> tuple[ShortConv, Tensor, Tensor]:
@@ -83,7 +84,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
         for name, part in (("dt_layernorm", step), ("b_layernorm", B), ("c_layernorm", C))
     )
     dt = F.softplus(call.linear(module.dt_proj, step))
-    return _freeze(call, z, dt, B[:, :, None], C[:, :, None], conv, activation, mask)
+    return _freeze(call, z, dt, B[:, :, None], C[:, :, None], conv, activation, values, mask)
 
 
 @register_mixer("ZambaMambaMixer")
@@ -100,7 +101,7 @@ def freeze_zamba(call: MixerCall) -> FrozenMixer:
     step, B, C = projected.split([rank, N, N], dim=-1)
     step = torch.einsum("blgr,gpr->blgp", step, call.parameter(module.dt_proj_weight))
     dt = F.softplus(step + call.parameter(module.dt_proj_bias)).flatten(2)
-    return _freeze(call, z, dt, B, C, conv, activation, mask)
+    return _freeze(call, z, dt, B, C, conv, activation, values, mask)
 
 
 def _normalise(call: MixerCall, name: str, part: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm.operators._base import TokenOperator, check_vecmat
 
@@ -241,14 +241,19 @@ def with_skip(
 
 def causal_conv(v: Tensor, taps: Tensor) -> Tensor:
     """A causal depthwise convolution of ``v (B, L, D)`` with ``taps (D, K)``: ``(B, L, D)``."""
-    padded = nn.functional.pad(v.transpose(1, 2), (taps.shape[-1] - 1, 0))
-    out = nn.functional.conv1d(padded, taps[:, None, :], groups=taps.shape[0])
-    return out.transpose(1, 2)
+    # Tap by tap: torch's convolution wants time last, and the two copies cost more than the work.
+    out = v * taps[:, -1]
+    for lag in range(1, min(taps.shape[-1], v.shape[1])):
+        out[:, lag:].addcmul_(v[:, :-lag], taps[:, -1 - lag])
+    return out
 
 
 def causal_conv_transpose(w: Tensor, taps: Tensor) -> Tensor:
     """The adjoint of :func:`causal_conv`: ``(B, L, D)`` to ``(B, L, D)``."""
-    return causal_conv(w.flip(1), taps).flip(1)
+    out = w * taps[:, -1]
+    for lag in range(1, min(taps.shape[-1], w.shape[1])):
+        out[:, :-lag].addcmul_(w[:, lag:], taps[:, -1 - lag])
+    return out
 
 
 def conv_columns(rows: Tensor, taps: Tensor) -> Tensor:
