@@ -11,12 +11,24 @@ first checked against the product of matrices.
 The model's own scan on a CPU holds three tensors of (length, 1536, 16) float32, 18 GiB at 65,536
 tokens, and reads them across their rows. Where that does not fit, `--fast-scan` puts this library's
 scan in its place: what a method adds is then measured beside a forward pass that is itself faster.
+`--own SECONDS` also runs transformers' own forward, in a process that is stopped after that time: a
+method that adds less than that adds less than one forward.
+
+    MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 \
+        python benchmarks/end_to_end.py --layers 24 --lengths 16384 32768 65536 \
+        --only rollout --fast-scan --own 600 --repeats 1
+
+The two settings keep glibc from asking the kernel for new pages at every tensor of 32 MiB and more,
+which otherwise takes half of the time of both sides at such lengths.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +134,30 @@ def sides(layers: int, length: int, fast: bool = False) -> dict[str, Callable[[]
 LINEAR = ("rollout", "unified_rollout")
 
 
+def own_forward(layers: int, length: int) -> None:
+    """Print a line when all is ready, and the seconds of transformers' own forward."""
+    forward = sides(layers, length)["forward"]
+    print("ready", flush=True)
+    print(seconds(forward, 1, time.perf_counter), flush=True)
+
+
+def within(layers: int, length: int, limit: float) -> dict[str, float]:
+    """The seconds of transformers' own forward in a process of its own, or that it took more."""
+    code = f"import end_to_end; end_to_end.own_forward({layers}, {length})"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            printed, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return {"own_forward_more_than_s": limit}
+    if process.returncode:
+        raise SystemExit(f"transformers' own forward ended with {process.returncode}")
+    return {"own_forward_s": float(printed)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=2)
@@ -131,6 +167,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only", nargs="+", help="methods to measure beside the forward; all")
     parser.add_argument("--fast-scan", action="store_true", help="in place of transformers' own")
+    parser.add_argument("--own", type=float, help="seconds for transformers' own forward")
     parser.add_argument("--memory", action="store_true", help="also the peak memory of each")
     parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
     parser.add_argument("--output", type=Path, default=RESULTS / "end_to_end.json")
@@ -160,6 +197,13 @@ def main() -> None:
             if args.memory:
                 peak = peak_mib(__file__, "sides", name, *own)
                 row[f"{name}_extra_MiB"] = peak - idle
+        if args.own:
+            own_s = within(args.layers, length, args.own)
+            row |= own_s
+            for name in runs:
+                if name != "forward" and f"{name}_s" in row:
+                    added = row[f"{name}_s"] - base
+                    row[f"{name}_extra_in_own_forwards_at_most"] = added / max(own_s.values())
         rows.append(row)
         print(json.dumps(row, indent=1), flush=True)
         save(
@@ -167,6 +211,7 @@ def main() -> None:
             "end_to_end",
             rows,
             cpu_time=args.cpu_time,
+            malloc={k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
             transformers=transformers.__version__,
             kernels=ops.extension_loaded(),
             difference=difference,

@@ -12,7 +12,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from typing_extensions import TypeIs
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm.mixers import MixerCall, find_adapter, registered
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 
 if TYPE_CHECKING:
     from nnsight import Envoy
 
 
 # A traced model carries the trace in its modules: one run at a time, whichever the thread.
-_LOCK = threading.RLock()
+ONE_RUN = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,24 @@ class Capture:
     def with_gradients(self, target: Tensor) -> Capture:
         """The same capture with each call's gradient of ``target`` (summed over the batch)."""
         require_graph(target)
-        calls = [*self.calls, *self.others]
-        outputs = [call.output for call in calls]
-        wanted = [i for i, output in enumerate(outputs) if output.requires_grad]
-        found = torch.autograd.grad(target.sum(), [outputs[i] for i in wanted], allow_unused=True)
-        gradients = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
-        count = len(self.calls)
-        if not any(i < count for i in gradients):
+        outputs = {call.order: call.output for call in (*self.calls, *self.others)}
+        wanted = {order: output for order, output in outputs.items() if output.requires_grad}
+        found = torch.autograd.grad(target.sum(), list(wanted.values()), allow_unused=True)
+        return self.carrying(dict(zip(wanted, found, strict=True)))
+
+    def carrying(self, gradients: Mapping[int, Tensor | None]) -> Capture:
+        """The same capture with gradients at the calls' outputs, by the calls' order."""
+        if all(gradients.get(call.order) is None for call in self.calls):
             # A score may have a graph of its own: that of a head behind a detached backbone.
-            raise _no_graph()
-        calls = [
-            replace(call, gradient=gradients.get(i, torch.zeros_like(call.output)))
-            for i, call in enumerate(calls)
-        ]
-        return replace(self, calls=calls[:count], others=calls[count:])
+            raise no_graph()
+
+        def one(call: MixerCall) -> MixerCall:
+            found = gradients.get(call.order)
+            return replace(call, gradient=torch.zeros_like(call.output) if found is None else found)
+
+        return replace(
+            self, calls=[one(call) for call in self.calls], others=[one(c) for c in self.others]
+        )
 
     def detached(self) -> Capture:
         """The same capture without its autograd graph."""
@@ -81,7 +85,7 @@ class Capture:
 def require_graph(score: Tensor) -> None:
     """Raise unless a gradient of ``score`` can be taken."""
     if not score.requires_grad:
-        raise _no_graph()
+        raise no_graph()
 
 
 def gradient_at(leaf: Tensor, score: Tensor) -> Tensor:
@@ -90,11 +94,11 @@ def gradient_at(leaf: Tensor, score: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         (gradient,) = torch.autograd.grad(score.sum(), leaf, allow_unused=True)
     if gradient is None:
-        raise _no_graph()
+        raise no_graph()
     return gradient
 
 
-def _no_graph() -> ValueError:
+def no_graph() -> ValueError:
     return ValueError(
         "the target does not depend differentiably on the mixers' outputs: forward_func "
         "detaches them or runs under torch.no_grad() itself. Let it return the model's "
@@ -154,18 +158,13 @@ def capture(
         )
     grad_mode = torch.enable_grad if gradients else torch.no_grad
     with (
-        _LOCK,
+        ONE_RUN,
         _without_compiler(),
         torch.inference_mode(False),
         grad_mode(),
-        _instrumented(model) as root,
+        instrumented(model) as root,
     ):
-        envoys = [e for e in _outermost(root) if find_adapter(e._module) is not None]
-        if not envoys:
-            raise _unsupported(root._module)
-        mixers = set(envoys)
-        if also is not None:
-            envoys = envoys + [e for e in _outermost(root) if e not in mixers and also(e._module)]
+        mixers, others = find_envoys(root, also)
 
         def put(envoy: Envoy, inputs: Any, value: Any) -> Any:
             if substitute is not None:
@@ -176,23 +175,51 @@ def capture(
                 return _as_leaf(value)
             return value
 
-        output, visits, root_visits = _trace(root, envoys, run, put)
+        output, visits, root_visits = _trace(root, [*mixers, *others], run, put)
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
-        calls: list[MixerCall] = []
-        others: list[MixerCall] = []
-        for order, (envoy, (args, kwargs), result) in enumerate(visits):
-            module = envoy._module
-            call = MixerCall(names[module], module, args, kwargs, result, order=order)
-            (calls if envoy in mixers else others).append(call)
+        calls = [
+            MixerCall(names[envoy._module], envoy._module, args, kwargs, result, order=order)
+            for order, (envoy, (args, kwargs), result) in enumerate(visits)
+        ]
         arguments = _bind(root._module, *root_visits[0]) if root_visits else {}
-    if not calls:
+    captured = Capture(output, *split_calls(model, calls), arguments)
+    return captured if gradients else captured.detached()
+
+
+def find_envoys(
+    root: Envoy, also: Callable[[nn.Module], bool] | None
+) -> tuple[list[Envoy], list[Envoy]]:
+    """The mixers of a wrapped model, and what else ``also`` picks outside of them.
+
+    Raises:
+        UnsupportedModelError: the model holds no mixer that the registry knows.
+    """
+    mixers = [e for e in _outermost(root) if find_adapter(e._module) is not None]
+    if not mixers:
+        raise _unsupported(root._module)
+    if also is None:
+        return mixers, []
+    known = set(mixers)
+    return mixers, [e for e in _outermost(root) if e not in known and also(e._module)]
+
+
+def split_calls(
+    model: nn.Module | Envoy, calls: list[MixerCall]
+) -> tuple[list[MixerCall], list[MixerCall]]:
+    """The calls of mixers, and those of what else was recorded.
+
+    Raises:
+        UnsupportedModelError: there are none of mixers.
+    """
+    mixers = [call for call in calls if find_adapter(call.module) is not None]
+    if not mixers:
+        known = sum(1 for _ in find_mixers(unwrap(model)))
         raise UnsupportedModelError(
-            f"forward_func did not reach any of the {len(mixers)} mixers of model="
+            f"forward_func did not reach any of the {known} mixers of model="
             f"{type(unwrap(model)).__name__}; pass the model that forward_func runs."
         )
-    captured = Capture(output, calls, others, arguments)
-    return captured if gradients else captured.detached()
+    return mixers, [call for call in calls if find_adapter(call.module) is None]
 
 
 def _trace(
@@ -232,7 +259,7 @@ def _trace(
 
 
 @contextmanager
-def _instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
+def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
     # nnsight replaces the forward of every module it wraps, for good, and some models keep
     # recurrent states in plain attributes. A model leaves with the attributes it came with.
     for module in unwrap(model).modules():

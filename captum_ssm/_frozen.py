@@ -23,6 +23,7 @@ from captum_ssm._capture import Capture, capture, is_model, is_norm, unwrap
 from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, ReconstructionError, TargetError
 from captum_ssm._grid import TokenGrid, find_token_grid
+from captum_ssm._remote import check_remote, remote_capture
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._base import is_quantised
 from captum_ssm.operators import DiagonalOperator
@@ -171,6 +172,7 @@ def freeze(
     gradients: bool = False,
     norms: bool = False,
     check: bool = True,
+    remote: bool | str = False,
 ) -> FrozenModel:
     """Run the model once and freeze every mixer it visits.
 
@@ -188,6 +190,8 @@ def freeze(
         norms (bool, optional): also keep the norms outside the mixers. Default: False
         check (bool, optional): raise where a frozen mixer does not reproduce its output.
             Default: True
+        remote (bool or str, optional): where an nnsight model runs, as in its ``trace``.
+            Default: False
     """
     model = resolve_model(forward_func, model)
     inputs = check_inputs(inputs, model)
@@ -196,14 +200,20 @@ def freeze(
     def run() -> Any:
         return call_forward(forward_func, inputs, extra)
 
-    captured = capture(
-        run,
-        model,
-        gradients=gradients,
-        also=is_norm if norms else None,
-        # What replaces a mixer has to be checked against it.
-        substitute=_with_quick_gradient if gradients and check else None,
-    )
+    also = is_norm if norms else None
+    if remote:
+        check_remote(remote, forward_func, model)
+        asked = module_arguments(unwrap(model), inputs, extra, by_name=True)
+        captured = remote_capture(model, remote, *asked, gradients=gradients, also=also)
+    else:
+        captured = capture(
+            run,
+            model,
+            gradients=gradients,
+            also=also,
+            # What replaces a mixer has to be checked against it.
+            substitute=_with_quick_gradient if gradients and check else None,
+        )
     B, L = token_shape(captured.calls, inputs)
     mask = padding_mask(captured, B, L)
     check_finite(captured.calls)
@@ -218,7 +228,8 @@ def freeze(
         score = score.detach()
     elif query and position is None and not _is_per_token(extract_logits(captured.output), L):
         with torch.inference_mode(False), torch.enable_grad():
-            weights = _probe_readout(capture(run, model, gradients=True))
+            run_again = captured if remote else capture(run, model, gradients=True)
+            weights = _probe_readout(run_again)
     elif query:
         weights = _query(position, B, L, mask, captured.calls[0])
     dtype = captured.calls[0].dtype
@@ -420,9 +431,9 @@ def check_reconstruction(name: str, call: MixerCall, rebuilt: Tensor, mask: Tens
         raise ReconstructionError(
             f"the frozen operator of {name} ({type(call.module).__name__}) does not "
             f"reproduce its output: largest error {relative:.2e} of the largest entry, accepted "
-            f"is {tolerance:.0e} for {call.output.dtype}. The mixer computes something this library "
-            "does not know (a variant, a patched kernel, a generation cache that is not empty); "
-            "register an adapter with register_mixer, or pass check=False to look at the "
+            f"is {tolerance:.0e} for {call.output.dtype}. The mixer computes something this "
+            "library does not know (a variant, a patched kernel, a generation cache that is not "
+            "empty); register an adapter with register_mixer, or pass check=False to look at the "
             "operator all the same."
         )
 
@@ -495,20 +506,33 @@ def _side_by_side(first: MixerCall, second: MixerCall) -> bool:
 
 def call_forward(forward_func: Callable[..., Any], inputs: Tensor, extra: Any) -> Any:
     function = unwrap(forward_func) if is_model(forward_func) else forward_func
-    inputs = _for_autograd(inputs)
-    positional = tuple(_for_autograd(value) for value in extra[0])
-    named = {name: _for_autograd(value) for name, value in extra[1].items()}
     if isinstance(function, nn.Module):
-        names = _parameters(function)
-        if "use_cache" in names[len(positional) + 1 :]:
-            # Nothing is generated here, and RWKV writes its cache in place, which no gradient
-            # survives.
-            named.setdefault("use_cache", False)
-        if _takes_embeddings(names, inputs):
-            # Embeddings go where a language model takes them, not where it takes ids.
-            named = {**dict(zip(names[1:], positional, strict=False)), **named}
-            return function(inputs_embeds=inputs, **named)
-    return function(inputs, *positional, **named)
+        args, kwargs = module_arguments(function, inputs, extra)
+    else:
+        args, kwargs = (inputs, *extra[0]), extra[1]
+    return function(
+        *map(_for_autograd, args), **{name: _for_autograd(value) for name, value in kwargs.items()}
+    )
+
+
+def module_arguments(
+    module: nn.Module, inputs: Tensor, extra: Any, *, by_name: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model's ``forward`` is called with; with ``by_name`` only ``inputs`` by position."""
+    positional, named = extra
+    named, names = dict(named), _parameters(module)
+    if "use_cache" in names[len(positional) + 1 :]:
+        # Nothing is generated here, and RWKV writes its cache in place, which no gradient
+        # survives.
+        named.setdefault("use_cache", False)
+    embeds = _takes_embeddings(names, inputs)
+    if embeds or by_name:
+        named = {**dict(zip(names[1:], positional, strict=False)), **named}
+        positional = ()
+    if embeds:
+        # Embeddings go where a language model takes them, not where it takes ids.
+        return (), {"inputs_embeds": inputs, **named}
+    return (inputs, *positional), named
 
 
 def _parameters(model: nn.Module) -> list[str]:

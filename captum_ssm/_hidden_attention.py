@@ -11,6 +11,7 @@ from captum_ssm._frozen import FrozenLayer, FrozenModel, check_model, exact_arit
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
 from captum_ssm._progress import progress
+from captum_ssm._remote import check_remote
 from captum_ssm.attr._base import single_input
 from captum_ssm.mixers import check_components
 from captum_ssm.operators import REDUCTIONS
@@ -28,6 +29,7 @@ def hidden_attention(
     additional_forward_args: Any = None,
     check: bool = True,
     memory_limit: int | None = None,
+    remote: bool | str = False,
 ) -> dict[str, Tensor]:
     r"""The implicit attention matrices of a model's mixers at one input.
 
@@ -54,6 +56,8 @@ def hidden_attention(
             Default: True
         memory_limit (int, optional): bytes for the result and the work on it; a request that
             needs more raises, and says what would fit. Default: None
+        remote (bool or str, optional): where an nnsight model runs, as in its ``trace``; maps are
+            computed here. Default: False
 
     Returns:
         dict of str to Tensor: by module path, in forward order, ``(B, M, R, L)`` with one map
@@ -78,8 +82,15 @@ def hidden_attention(
     if reduction is not None and reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; accepted are {REDUCTIONS} and None.")
     model = check_model(model)
+    check_remote(remote, model, None)
     frozen = freeze(
-        model, None, single_input(inputs), additional_forward_args, query=False, check=check
+        model,
+        None,
+        single_input(inputs),
+        additional_forward_args,
+        query=False,
+        check=check,
+        remote=remote,
     )
     maps = {}
     visited = frozen.select(layers)

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +32,18 @@ def one_thread() -> Iterator[None]:
 def seeded() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Words w3, w4, ... as ids 3, 4, ..., behind three special tokens, for the tiny models."""
+    from models import VOCABULARY
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )

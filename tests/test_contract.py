@@ -730,19 +730,6 @@ def test_a_model_wrapped_by_nnsight(method):
     assert list(maps) == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-
-
 @each_method
 @pytest.mark.parametrize("kind", ["LanguageModel", "TransformersModel", "lazy"])
 def test_nnsights_language_model(method, kind, tokenizer, tmp_path):

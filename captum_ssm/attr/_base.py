@@ -22,6 +22,7 @@ from captum_ssm._frozen import (
 )
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._memory import memory_limit
+from captum_ssm._remote import check_remote
 
 
 class TokenAttribution(Attribution):
@@ -38,11 +39,15 @@ class TokenAttribution(Attribution):
             ``token_grid``, bilinear unless it says otherwise. Default: None
         memory_limit (int, optional): bytes the method may work in, beside the model and what it
             returns; picks the size of tiles. Default: None
+        remote (bool or str, optional): where an nnsight model runs, as in its ``trace``: False is
+            here, True the server of nnsight's configuration, a str another one's address. Maps are
+            computed here in any case. Default: False
 
     Raises:
         TypeError: for a ``forward_func`` or ``model`` that is no model, such as a class or a
-            configuration.
-        ValueError: for a plain callable without ``model``, or an unknown ``interpolate_mode``.
+            configuration, and with ``remote`` for what has no name on a server.
+        ValueError: for a plain callable without ``model``, an unknown ``interpolate_mode``, or
+            ``remote`` with a method that cannot do it.
 
     Examples::
 
@@ -50,6 +55,9 @@ class TokenAttribution(Attribution):
         >>> method.attribute(input_ids).shape
         torch.Size([1, 7])
     """
+
+    # Whether a recording of the model's run is all that the method needs of it.
+    _needs_a_recording_only = True
 
     def __init__(
         self,
@@ -59,9 +67,17 @@ class TokenAttribution(Attribution):
         check: bool = True,
         interpolate_mode: str | None = None,
         memory_limit: int | None = None,
+        remote: bool | str = False,
     ) -> None:
         check_forward(forward_func)
         resolve_model(forward_func, model)
+        check_remote(remote, forward_func, model)
+        if remote and not self._needs_a_recording_only:
+            raise ValueError(
+                f"remote is {remote!r}; {self.get_name()} changes what the model does while it "
+                "runs, which a server does not offer. Leave remote at False, or choose another "
+                "method."
+            )
         super().__init__(forward_func)
         if interpolate_mode not in (None, *INTERPOLATIONS):
             raise ValueError(
@@ -71,6 +87,7 @@ class TokenAttribution(Attribution):
         self.check = check
         self.interpolate_mode = interpolate_mode
         self.memory_limit = memory_limit
+        self.remote = remote
         self._constructed_with = forward_func
         self._frozen: FrozenModel | None = None
         self._frozen_at: Tensor | None = None
@@ -135,6 +152,7 @@ class TokenAttribution(Attribution):
             gradients=gradients,
             norms=norms,
             check=self.check,
+            remote=self.remote,
         )
         if frozen.grid is None or self.interpolate_mode is None:
             return frozen

@@ -58,7 +58,7 @@ class LaTIM(TokenAttribution):
         model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
             where it is a plain callable. Default: None
         check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
-        interpolate_mode, memory_limit (optional): see
+        interpolate_mode, memory_limit, remote (optional): see
             :class:`~captum_ssm.attr.TokenAttribution`. Default: None
 
     Examples::
@@ -288,6 +288,12 @@ class LaTIM(TokenAttribution):
         if not to_logit:
             return self._freeze(inputs, additional_forward_args, None, query=False)
 
+        if self.remote:
+            raise ValueError(
+                f"remote is {self.remote!r}; interactions with aggregation='alti_logit' explain a "
+                "score of this library's own, which a server does not compute. Choose another "
+                "aggregation, or leave remote at False."
+            )
         model = resolve_model(self.forward_func, self._model())
         tensor = check_inputs(single_input(inputs), model)
         extra = extra_arguments(self.forward_func, tensor, additional_forward_args)

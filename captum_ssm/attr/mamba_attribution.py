@@ -39,7 +39,7 @@ class MambaAttribution(TokenAttribution):
         model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
             where it is a plain callable. Default: None
         check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
-        interpolate_mode, memory_limit (optional): see
+        interpolate_mode, memory_limit, remote (optional): see
             :class:`~captum_ssm.attr.TokenAttribution`. Default: None
 
     Examples::

@@ -62,6 +62,7 @@ class MambaLRP(TokenAttribution):
         memory_limit (int, optional): bytes that the graph of the run may keep, beside the model;
             a run that needs more raises :class:`~captum_ssm.MemoryLimitError`. Default: None
         interpolate_mode (optional): not used; an image's pixels have relevance of their own.
+        remote (bool, optional): must be False: the run is changed, not only recorded.
 
     Examples::
 
@@ -69,6 +70,8 @@ class MambaLRP(TokenAttribution):
         ...     input_ids, target=token, return_convergence_delta=True
         ... )
     """
+
+    _needs_a_recording_only = False
 
     def get_name(self) -> str:
         """The method's name."""

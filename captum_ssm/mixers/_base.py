@@ -218,7 +218,7 @@ class FrozenMixer:
         return v if self.activation is None else v * self.activation
 
     def with_values(self, values: Tensor) -> FrozenMixer:
-        """This mixer, spared computing ``values`` once more."""
+        """This mixer, spared computing ``values``, ``(B, L, D)``, once more."""
         self.__dict__["values"] = values  # where cached_property looks; a copy computes its own
         return self
 

@@ -1,0 +1,212 @@
+"""Recording a model that runs on an nnsight server: its mixers' tensors travel, not the model.
+
+One request brings back what entered and left each mixer, and the weights of the mixers that are
+not loaded here. Freezing, the reconstruction check and the maps are then computed here, as for a
+local run. Where gradients are needed a second request takes that of the score at the logits along.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from captum_ssm._capture import (
+    ONE_RUN,
+    Capture,
+    find_envoys,
+    gradient_at,
+    instrumented,
+    split_calls,
+    unwrap,
+)
+from captum_ssm.mixers import MixerCall
+
+if TYPE_CHECKING:
+    from nnsight import Envoy
+
+# As in nnsight: True is the server of its configuration, a str another one's address.
+Remote: TypeAlias = bool | str
+
+Places: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class RemoteCapture(Capture):
+    """A capture of a run elsewhere, where gradients are asked for too.
+
+    Args:
+        request (Callable): takes the places and values of a gradient at the logits that is zero
+            elsewhere, and returns that at the output of each call, by the calls' order.
+    """
+
+    request: Callable[[Places, Tensor], dict[int, Tensor | None]] = field(kw_only=True)
+
+    def with_gradients(self, target: Tensor) -> Capture:
+        at_logits = gradient_at(self.output, target)
+        places = at_logits.nonzero(as_tuple=True)
+        return self.carrying(self.request(places, at_logits[places]))
+
+
+def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
+    """Raise unless ``remote`` is accepted for this model."""
+    if not isinstance(remote, (bool, str)):
+        raise TypeError(
+            f"remote is a {type(remote).__name__}; accepted are False, True (the server of "
+            "nnsight's configuration) and a str, the address of another."
+        )
+    if remote == "local":
+        raise ValueError(
+            "remote is 'local', nnsight's rehearsal of a request in this process, which does not "
+            "run blocks within blocks; accepted are False, True and the address of a server."
+        )
+    if not remote:
+        return
+    from nnsight.modeling.mixins.remotable import Remotable
+
+    asked = forward_func if model is None else model
+    if forward_func is not asked or not isinstance(asked, Remotable):
+        raise TypeError(
+            f"remote is {remote!r}, and forward_func is a {type(forward_func).__name__}; what "
+            "runs on a server is an nnsight model that has a name there, such as "
+            "nnsight.LanguageModel: pass it as forward_func, and no model beside it."
+        )
+
+
+def remote_capture(
+    model: Any,
+    remote: Remote,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    gradients: bool = False,
+    also: Callable[[nn.Module], bool] | None = None,
+) -> Capture:
+    """As :func:`~captum_ssm._capture.capture`, of a run of ``model`` on a server.
+
+    Args:
+        model (nnsight model): with an identity there; its weights need not be loaded.
+        remote (bool or str): as in nnsight's ``trace``.
+        args, kwargs: what ``model.trace`` is called with.
+        gradients (bool, optional): bring the logits back too, so that
+            :meth:`RemoteCapture.with_gradients` can be asked. Default: False
+        also (Callable, optional): says which modules outside the mixers to record too.
+            Default: None
+
+    Raises:
+        UnsupportedModelError: the model holds no mixer that the registry knows, or the run
+            reached none.
+    """
+    mixers, others = find_envoys(model, also)
+    envoys = [*mixers, *others]
+    names = {module: path for path, module in unwrap(model).named_modules()}
+    absent = [i for i, envoy in enumerate(envoys) if _is_absent(envoy._module)]
+    modules = {i: envoy._module for i, envoy in enumerate(envoys)}
+    paths = {i: names[module] for i, module in modules.items()}
+
+    def ask(**request: Any) -> tuple[list[Any], dict[int, dict[str, Tensor]], list[Any]]:
+        with ONE_RUN, instrumented(model), torch.inference_mode(False):
+            return _ask(model, remote, envoys, args, kwargs, **request)
+
+    visits, weights, (output,) = ask(absent=absent, whole=gradients)
+    for i in absent:
+        modules[i] = _with_weights(modules[i], weights[i])
+    calls = [
+        MixerCall(paths[i], modules[i], inputs[0], inputs[1], result, order=order)
+        for order, (i, inputs, result) in enumerate(visits)
+    ]
+
+    def request(places: Places, values: Tensor) -> dict[int, Tensor | None]:
+        _, _, found = ask(at_logits=(places, values))
+        return dict(enumerate(found))
+
+    if gradients:
+        output.requires_grad_(True)
+    return RemoteCapture(output, *split_calls(model, calls), kwargs, request=request)
+
+
+def _ask(
+    root: Any,
+    remote: Remote,
+    envoys: list[Envoy],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    absent: Sequence[int] = (),
+    whole: bool = False,
+    at_logits: tuple[Places, Tensor] | None = None,
+) -> tuple[list[Any], dict[int, dict[str, Tensor]], list[Any]]:
+    # Without at_logits the visits, the weights of absent modules and the logits (whole, or their
+    # shape); with it the gradients at the visits' outputs, in place of the logits.
+    # The block names nothing but torch, nnsight and Python's own library: this package is not
+    # installed where it runs. And it is one block for both, as a server keeps the text of the
+    # first that it got from a file.
+    from nnsight import save
+    from nnsight.intervention.interleaver import OutOfOrderError
+
+    visits: list[Any] = []
+    weights: dict[int, dict[str, Tensor]] = {}
+    found: list[Any] = []
+    with root.trace(remote=remote) as tracer:
+        visits, weights, found, outputs = save([]), save({}), save([]), []
+        for number, envoy in enumerate(envoys):
+            with tracer.invoke():  # noqa: SIM117
+                with suppress(OutOfOrderError):
+                    for _ in tracer.iter[:]:
+                        visit = (number, envoy.inputs, envoy.output)
+                        if at_logits is None:
+                            visits.append(
+                                tree_map(
+                                    lambda x: x.detach().cpu() if torch.is_tensor(x) else x, visit
+                                )
+                            )
+                            continue
+                        value = visit[2]
+                        packed = isinstance(value, (tuple, list))
+                        first = value[0] if packed else value
+                        if not first.requires_grad:
+                            # A frozen model fed with ids has no graph: it starts here.
+                            first = first.detach().clone().requires_grad_(True)
+                            envoy.output = type(value)([first, *value[1:]]) if packed else first
+                        outputs.append(first)
+        with tracer.invoke(*args, **kwargs):
+            result = tracer.result
+            logits = result if torch.is_tensor(result) else result["logits"]
+            if at_logits is None:
+                found.append(logits.detach().cpu() if whole else logits.detach().to("meta"))
+            else:
+                places, values = at_logits
+                score = (logits[places] * values.to(logits)).sum()
+                gradients = torch.autograd.grad(score, outputs, allow_unused=True)
+                found.extend(None if g is None else g.cpu() for g in gradients)
+            for number in absent:
+                part = envoys[number]._module
+                weights[number] = {
+                    name: value.detach().cpu()
+                    for name, value in chain(part.named_parameters(), part.named_buffers())
+                }
+    return visits, weights, found
+
+
+def _is_absent(module: nn.Module) -> bool:
+    return any(t.is_meta for t in chain(module.parameters(), module.buffers()))
+
+
+def _with_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    # A copy of a module without weights that has them; the user's stays as it is.
+    module = copy.deepcopy(module)
+    for name, value in weights.items():
+        path, _, leaf = name.rpartition(".")
+        part = module.get_submodule(path)
+        if leaf in part._parameters:
+            part._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        else:
+            part._buffers[leaf] = value
+    return module
