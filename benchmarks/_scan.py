@@ -1,10 +1,11 @@
-"""A selective scan that trains quickly on a CPU.
+"""Mamba's scan and RWKV's, so that they train quickly on a CPU.
 
 Without the CUDA kernels, transformers steps through the sequence by indexing tensors of shape
 ``(batch, channels, length, state)``; autograd then fills a zero tensor of that size for every step,
 so the cost of the backward pass grows with the square of the length.  :func:`selective_scan` has
 the signature of the function it stands in for and computes the same numbers, with the backward
-pass written out.  It is for training only: the saved model runs on the stock code.
+pass written out; :func:`wkv` does with two products what there are a dozen small operations a token
+for.  They are for training only: the saved model runs on the stock code.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.models.mamba import modeling_mamba
+from transformers.models.rwkv import modeling_rwkv
 
 
 class _Scan(torch.autograd.Function):
@@ -108,15 +110,45 @@ def selective_scan(
     return out
 
 
+def wkv(
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Any = None,
+    return_state: bool = False,
+) -> tuple[Tensor, None]:
+    """Stand-in for transformers' ``rwkv_linear_attention``: ``(batch, length, channels)`` in, out.
+
+    Decays do not change over time, so a channel's sums over the past are a product with one matrix,
+    quadratic in a length that is short here.
+    """
+    if state is not None or return_state:
+        raise NotImplementedError("the training scan keeps no cache; pass use_cache=False")
+    places = torch.arange(key.shape[1])
+    lag = places[:, None] - places - 1  # the token before has not decayed yet
+    decays = torch.exp(-torch.exp(time_decay)[:, None, None] * lag.clamp(min=0)) * (lag >= 0)
+    weight = torch.exp(key - key.amax(1, keepdim=True).detach())  # of both sums: it cancels
+    own = torch.exp(time_first) * weight
+
+    def past(x: Tensor) -> Tensor:
+        return (decays @ x.permute(2, 1, 0)).permute(2, 1, 0)
+
+    return (past(weight * value) + own * value) / (past(weight) + own), None
+
+
 @contextmanager
 def fast_scan() -> Iterator[None]:
-    """Let transformers' Mamba use :func:`selective_scan` inside the ``with`` block."""
+    """Let transformers' Mamba and RWKV use these inside the ``with`` block."""
     stock = getattr(modeling_mamba, "mamba_selective_scan", None)
     if stock is None:
         # Older releases have the scan inline, where nothing can be put in its place.
         raise RuntimeError(f"transformers {transformers.__version__} has no scan to replace")
+    stock_wkv = modeling_rwkv.rwkv_linear_attention
     modeling_mamba.mamba_selective_scan = selective_scan
+    modeling_rwkv.rwkv_linear_attention = wkv
     try:
         yield
     finally:
         modeling_mamba.mamba_selective_scan = stock
+        modeling_rwkv.rwkv_linear_attention = stock_wkv

@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -142,17 +143,20 @@ def own_forward(layers: int, length: int) -> None:
 
 
 def within(layers: int, length: int, limit: float) -> dict[str, float]:
-    """The seconds of transformers' own forward in a process of its own, or that it took more."""
+    """The seconds of transformers' own forward in another process, or how long it ran in vain."""
     code = f"import end_to_end; end_to_end.own_forward({layers}, {length})"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
+        start = time.perf_counter()
         try:
             printed, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             process.kill()
             return {"own_forward_more_than_s": limit}
+    if process.returncode == -signal.SIGKILL:
+        return {"own_forward_out_of_memory_after_s": time.perf_counter() - start}
     if process.returncode:
         raise SystemExit(f"transformers' own forward ended with {process.returncode}")
     return {"own_forward_s": float(printed)}
@@ -178,6 +182,8 @@ def main() -> None:
     difference = check(model_of(args.layers))
     rows: list[dict[str, Any]] = []
     for length in args.lengths:
+        # First: later this process holds what the other needs.
+        own_s = within(args.layers, length, args.own) if args.own else {}
         own = args.layers, length, args.fast_scan
         runs = sides(*own)
         base = seconds(runs["forward"], args.repeats, clock)
@@ -197,8 +203,7 @@ def main() -> None:
             if args.memory:
                 peak = peak_mib(__file__, "sides", name, *own)
                 row[f"{name}_extra_MiB"] = peak - idle
-        if args.own:
-            own_s = within(args.layers, length, args.own)
+        if own_s:
             row |= own_s
             for name in runs:
                 if name != "forward" and f"{name}_s" in row:

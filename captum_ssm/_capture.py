@@ -62,7 +62,7 @@ class Capture:
         """The same capture with gradients at the calls' outputs, by the calls' order."""
         if all(gradients.get(call.order) is None for call in self.calls):
             # A score may have a graph of its own: that of a head behind a detached backbone.
-            raise no_graph()
+            raise _no_graph()
 
         def one(call: MixerCall) -> MixerCall:
             found = gradients.get(call.order)
@@ -85,7 +85,7 @@ class Capture:
 def require_graph(score: Tensor) -> None:
     """Raise unless a gradient of ``score`` can be taken."""
     if not score.requires_grad:
-        raise no_graph()
+        raise _no_graph()
 
 
 def gradient_at(leaf: Tensor, score: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ def gradient_at(leaf: Tensor, score: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         (gradient,) = torch.autograd.grad(score.sum(), leaf, allow_unused=True)
     if gradient is None:
-        raise no_graph()
+        raise _no_graph()
     return gradient
 
 
-def no_graph() -> ValueError:
+def _no_graph() -> ValueError:
     return ValueError(
         "the target does not depend differentiably on the mixers' outputs: forward_func "
         "detaches them or runs under torch.no_grad() itself. Let it return the model's "
