@@ -102,6 +102,9 @@ def test_the_readme_says_what_a_rollout_adds():
     (line,) = [line for line in README.splitlines() if "a rollout through a whole model" in line]
     assert f"adds {added[1024]} of the model's own forward" in line
     assert f"at 1,024 tokens, {added[4096]} at 4,096" in line
+    (longest,) = results("results/end_to_end_long.json")["rows"][-1:]
+    assert (longest["length"], longest["scan"]) == (65536, "captum_ssm")
+    assert f"{longest['rollout_extra_in_forwards']:.2f} of a forward with ours in its place" in line
 
 
 def test_random_maps_reach_the_scores_that_the_tables_give_them(monkeypatch):
