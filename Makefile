@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed.stamp
 
-.PHONY: demo test lint types notebooks docs check-cuda clean
+.PHONY: demo test lint types notebooks docs check-cuda check-aarch64 clean
 
 demo: $(STAMP)
 	$(BIN)/python tutorials/copying_demo.py --output out
@@ -30,6 +30,9 @@ docs: $(STAMP)
 
 check-cuda: $(STAMP)
 	PYTHON=$(BIN)/python bash csrc/check_cuda.sh
+
+check-aarch64: $(STAMP)
+	PYTHON=$(BIN)/python sh csrc/check_aarch64.sh
 
 # torch first: a build that finds no torch would fetch another one, with gigabytes of CUDA.
 $(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)

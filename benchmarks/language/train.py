@@ -87,9 +87,9 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv": (
         "Rwkv",
         {
-            "hidden_size": 64,
-            "attention_hidden_size": 128,
-            "intermediate_size": 128,
+            "hidden_size": 96,
+            "attention_hidden_size": 96,
+            "intermediate_size": 96,
             "num_hidden_layers": 3,
             "context_length": 256,
             "rescale_every": 0,
