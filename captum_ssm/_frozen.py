@@ -228,8 +228,12 @@ def freeze(
         score = score.detach()
     elif query and position is None and not _is_per_token(extract_logits(captured.output), L):
         with torch.inference_mode(False), torch.enable_grad():
-            run_again = captured if remote else capture(run, model, gradients=True)
-            weights = _probe_readout(run_again)
+            if remote:
+                raise ValueError(
+                    f"remote is {remote!r}, and the model pools its tokens; the token that it "
+                    "reads its output from is looked for in a run here only: pass position="
+                )
+            weights = _probe_readout(capture(run, model, gradients=True))
     elif query:
         weights = _query(position, B, L, mask, captured.calls[0])
     dtype = captured.calls[0].dtype
@@ -433,8 +437,8 @@ def check_reconstruction(name: str, call: MixerCall, rebuilt: Tensor, mask: Tens
             f"reproduce its output: largest error {relative:.2e} of the largest entry, accepted "
             f"is {tolerance:.0e} for {call.output.dtype}. The mixer computes something this "
             "library does not know (a variant, a patched kernel, a generation cache that is not "
-            "empty); register an adapter with register_mixer, or pass check=False to look at the "
-            "operator all the same."
+            "empty), or the model changes its result in place; register an adapter with "
+            "register_mixer, or pass check=False to look at the operator all the same."
         )
 
 
@@ -526,6 +530,15 @@ def module_arguments(
         # survives.
         named.setdefault("use_cache", False)
     embeds = _takes_embeddings(names, inputs)
+    if by_name:
+        taken = inspect.signature(type(module).forward).parameters
+        plain = [n for n in names if taken[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
+        if len(positional) > len(plain) or set(plain[: len(positional)]) & set(named):
+            raise TypeError(
+                f"additional_forward_args holds {len(positional)} arguments without a name, which "
+                f"forward of {type(module).__name__} cannot all take by position; pass a dict, by "
+                "name."
+            )
     if embeds or by_name:
         named = {**dict(zip(names[1:], positional, strict=False)), **named}
         positional = ()

@@ -2,14 +2,14 @@
 
 One request brings back what entered and left each mixer, and the weights of the mixers that are
 not loaded here. Freezing, the reconstruction check and the maps are then computed here, as for a
-local run. Where gradients are needed a second request takes that of the score at the logits along.
+local run. Where gradients are needed the logits come back too, and a second request takes the
+gradient of the score at them along.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -57,10 +57,10 @@ class RemoteCapture(Capture):
 
 def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
     """Raise unless ``remote`` is accepted for this model."""
-    if not isinstance(remote, (bool, str)):
+    if not isinstance(remote, (bool, str)) or remote == "":
         raise TypeError(
-            f"remote is a {type(remote).__name__}; accepted are False, True (the server of "
-            "nnsight's configuration) and a str, the address of another."
+            f"remote is {remote!r}; accepted are Python's False and True (the server of nnsight's "
+            "configuration) and a str, the address of another."
         )
     if remote == "local":
         raise ValueError(
@@ -145,9 +145,9 @@ def _ask(
 ) -> tuple[list[Any], dict[int, dict[str, Tensor]], list[Any]]:
     # Without at_logits the visits, the weights of absent modules and the logits (whole, or their
     # shape); with it the gradients at the visits' outputs, in place of the logits.
-    # The block names nothing but torch, nnsight and Python's own library: this package is not
-    # installed where it runs. And it is one block for both, as a server keeps the text of the
-    # first that it got from a file.
+    # The block names nothing but torch and nnsight: this package is not installed where it runs,
+    # and a server may refuse other modules, Python's own among them. And it is one block for both,
+    # as a server keeps the text of the first that it got from a file.
     from nnsight import save
     from nnsight.intervention.interleaver import OutOfOrderError
 
@@ -157,9 +157,10 @@ def _ask(
     with root.trace(remote=remote) as tracer:
         visits, weights, found, outputs = save([]), save({}), save([]), []
         for number, envoy in enumerate(envoys):
-            with tracer.invoke():  # noqa: SIM117
-                with suppress(OutOfOrderError):
-                    for _ in tracer.iter[:]:
+            with tracer.invoke():
+                steps = tracer.iter[:]  # a block may not begin with try
+                try:
+                    for _ in steps:
                         visit = (number, envoy.inputs, envoy.output)
                         if at_logits is None:
                             visits.append(
@@ -176,22 +177,26 @@ def _ask(
                             first = first.detach().clone().requires_grad_(True)
                             envoy.output = type(value)([first, *value[1:]]) if packed else first
                         outputs.append(first)
+                except OutOfOrderError:  # a visit that the run did not make
+                    pass
         with tracer.invoke(*args, **kwargs):
             result = tracer.result
-            logits = result if torch.is_tensor(result) else result["logits"]
+            logits = result if torch.is_tensor(result) else getattr(result, "logits", None)
+            if logits is None:
+                values = result.values() if isinstance(result, dict) else result
+                logits = next(value for value in values if torch.is_tensor(value))
             if at_logits is None:
                 found.append(logits.detach().cpu() if whole else logits.detach().to("meta"))
             else:
-                places, values = at_logits
-                score = (logits[places] * values.to(logits)).sum()
-                gradients = torch.autograd.grad(score, outputs, allow_unused=True)
-                found.extend(None if g is None else g.cpu() for g in gradients)
+                places, factors = at_logits
+                score = (logits[places] * factors.to(logits)).sum()
+                if score.requires_grad:
+                    gradients = torch.autograd.grad(score, outputs, allow_unused=True)
+                    found.extend(None if g is None else g.cpu() for g in gradients)
             for number in absent:
                 part = envoys[number]._module
-                weights[number] = {
-                    name: value.detach().cpu()
-                    for name, value in chain(part.named_parameters(), part.named_buffers())
-                }
+                named = [*part.named_parameters(), *part.named_buffers()]
+                weights[number] = {name: value.detach().cpu() for name, value in named}
     return visits, weights, found
 
 

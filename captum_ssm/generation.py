@@ -68,6 +68,11 @@ class SSMLLMAttribution(LLMGradientAttribution):
                 f"{type(attr_method.forward_func).__name__}; generation needs the language model "
                 "itself there, so that it can be asked for a continuation."
             )
+        if ours and attr_method.remote:
+            raise ValueError(
+                f"{type(attr_method).__name__} was made with remote={attr_method.remote!r}; "
+                "scoring a continuation needs a run here: make it without remote."
+            )
         super().__init__(attr_method, tokenizer)
         self.attr_target = attr_target
         if ours:

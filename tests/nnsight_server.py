@@ -1,13 +1,15 @@
 """What an nnsight server does with requests: run their blocks on the model it holds.
 
 Run as a program, in a process of its own and without this package: reads requests from standard
-input, each behind its length in eight bytes, and writes what their blocks saved in the same form.
+input, each behind its length in eight bytes, and writes what their blocks saved, or a
+traceback, in the same form.
 
     python nnsight_server.py CHECKPOINT
 """
 
 import io
 import sys
+import traceback
 
 import torch
 from nnsight import TransformersModel
@@ -38,7 +40,11 @@ def main() -> None:
     model = TransformersModel(folder, tokenizer=tokenizer, task="text-generation", dispatch=True)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     while size := incoming.read(8):
-        result = answer(model, incoming.read(int.from_bytes(size, "big")))
+        request = incoming.read(int.from_bytes(size, "big"))
+        try:
+            result = answer(model, request)
+        except Exception:
+            result = b"error" + traceback.format_exc().encode()
         outgoing.write(len(result).to_bytes(8, "big") + result)
         outgoing.flush()
 

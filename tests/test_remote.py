@@ -1,5 +1,6 @@
 """Models that run on an nnsight server: only a recording comes back."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     ReconstructionError,
+    SSMLLMAttribution,
     hidden_attention,
 )
 from captum_ssm.mixers import find_mixers
@@ -59,7 +61,9 @@ def server(monkeypatch, process):
         size = int.from_bytes(process.stdout.read(8), "big")
         assert size, "the server ended"
         sent.append((len(blob), size))
-        return self.finalize(process.stdout.read(size))
+        result = process.stdout.read(size)
+        assert not result.startswith(b"error"), result.decode()
+        return self.finalize(result)
 
     monkeypatch.setattr(RemoteBackend, "request", answer)
     # Its name on a hub, which can't be asked here.
@@ -106,6 +110,22 @@ def test_every_method(method, dispatch, checkpoint, server):
     tokens, elsewhere = ids(2, 7), wrapped(folder, dispatch=dispatch)
     found = method(elsewhere, remote=True).attribute(tokens, target=4)
     assert_close(found, method(tiny(family)).attribute(tokens, target=4))
+
+
+def test_forms_of_arguments_and_results(checkpoint, server):
+    family, folder = checkpoint
+    tokens, mask = ids(2, 7), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    elsewhere, here = wrapped(folder), tiny(family)
+    names = list(inspect.signature(type(here).forward).parameters)[1:]
+    extra = (*[None] * (names.index("attention_mask") - 1), mask)
+    for arguments in (extra, {"return_dict": False, "attention_mask": mask}):
+        found, truth = (
+            MambaAttribution(model, **where).attribute(
+                tokens, target=4, additional_forward_args=arguments
+            )
+            for model, where in ((elsewhere, {"remote": True}), (here, {}))
+        )
+        assert_close(found, truth)
 
 
 def test_weights_travel_only_where_they_are_wanted(checkpoint, server):
@@ -161,8 +181,14 @@ def test_refusals(checkpoint):
         MambaRollout(lambda t: elsewhere(t), elsewhere, remote=True)
     with pytest.raises(TypeError, match="LanguageModel"):
         hidden_attention(model, tokens, remote=True)
-    with pytest.raises(TypeError, match="remote is a int"):
+    with pytest.raises(TypeError, match="remote is 3"):
         MambaRollout(elsewhere, remote=3)
+    with pytest.raises(TypeError, match="remote is ''"):
+        MambaRollout(elsewhere, remote="")
+    with pytest.raises(TypeError, match="by name"):
+        MambaRollout(elsewhere, remote=True).attribute(tokens, additional_forward_args=(None,) * 40)
+    with pytest.raises(ValueError, match="needs a run here"):
+        SSMLLMAttribution(MambaRollout(elsewhere, remote=True), elsewhere.tokenizer)
     with pytest.raises(ValueError, match="rehearsal"):
         MambaRollout(elsewhere, remote="local")
     with pytest.raises(ValueError, match="MambaLRP changes what the model does"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.operators._base import TokenOperator, check_vecmat
 
@@ -241,7 +241,12 @@ def with_skip(
 
 def causal_conv(v: Tensor, taps: Tensor) -> Tensor:
     """A causal depthwise convolution of ``v (B, L, D)`` with ``taps (D, K)``: ``(B, L, D)``."""
-    # Tap by tap: torch's convolution wants time last, and the two copies cost more than the work.
+    if taps.shape[-1] > 8:
+        padded = nn.functional.pad(v.transpose(1, 2), (taps.shape[-1] - 1, 0))
+        out = nn.functional.conv1d(padded, taps[:, None, :], groups=taps.shape[0])
+        return out.transpose(1, 2)
+    # Tap by tap: torch's convolution wants time last, and for few taps the two copies cost more
+    # than the work.
     out = v * taps[:, -1]
     for lag in range(1, min(taps.shape[-1], v.shape[1])):
         out[:, lag:].addcmul_(v[:, :-lag], taps[:, -1 - lag])
@@ -250,10 +255,7 @@ def causal_conv(v: Tensor, taps: Tensor) -> Tensor:
 
 def causal_conv_transpose(w: Tensor, taps: Tensor) -> Tensor:
     """The adjoint of :func:`causal_conv`: ``(B, L, D)`` to ``(B, L, D)``."""
-    out = w * taps[:, -1]
-    for lag in range(1, min(taps.shape[-1], w.shape[1])):
-        out[:, :-lag].addcmul_(w[:, lag:], taps[:, -1 - lag])
-    return out
+    return causal_conv(w.flip(1), taps).flip(1)
 
 
 def conv_columns(rows: Tensor, taps: Tensor) -> Tensor:
