@@ -194,6 +194,7 @@ def freeze(
             Default: False
     """
     model = resolve_model(forward_func, model)
+    check_remote(remote, forward_func, model)
     inputs = check_inputs(inputs, model)
     extra = extra_arguments(forward_func, inputs, additional_forward_args)
 
@@ -202,7 +203,6 @@ def freeze(
 
     also = is_norm if norms else None
     if remote:
-        check_remote(remote, forward_func, model)
         asked = module_arguments(unwrap(model), inputs, extra, by_name=True)
         captured = remote_capture(model, remote, *asked, gradients=gradients, also=also)
     else:

@@ -11,7 +11,6 @@ from captum_ssm._frozen import FrozenLayer, FrozenModel, check_model, exact_arit
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
 from captum_ssm._progress import progress
-from captum_ssm._remote import check_remote
 from captum_ssm.attr._base import single_input
 from captum_ssm.mixers import check_components
 from captum_ssm.operators import REDUCTIONS
@@ -82,7 +81,6 @@ def hidden_attention(
     if reduction is not None and reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; accepted are {REDUCTIONS} and None.")
     model = check_model(model)
-    check_remote(remote, model, None)
     frozen = freeze(
         model,
         None,
