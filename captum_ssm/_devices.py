@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from captum_ssm._nested import map_tensors
+
+V = TypeVar("V")
 
 
 @contextmanager
@@ -25,26 +28,13 @@ def weights_loaded(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def moved(value: V, device: torch.device) -> V:
     """A copy of ``value`` whose tensors are on ``device``, and whose functions return theirs there.
 
-    Tuples, lists, dicts and dataclasses are gone through; modules stay where they are.
+    Containers and dataclasses are gone through; modules stay where they are.
     """
-    if torch.is_tensor(value):
-        return value.to(device)
-    if type(value) in (tuple, list):
-        return type(value)(moved(v, device) for v in value)
-    if type(value) is dict:
-        return {k: moved(v, device) for k, v in value.items()}
-    if isinstance(value, nn.Module):
-        return value
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: moved(getattr(value, f.name), device) for f in fields(value)}
-        return replace(value, **parts)
-    if callable(value) and not isinstance(value, type):
-        return _moving(value, device)
-    return value
 
+    def moving(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: moved(function(*args), device)
 
-def _moving(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    return lambda *args: moved(function(*args), device)
+    return map_tensors(lambda tensor: tensor.to(device), value, moving)

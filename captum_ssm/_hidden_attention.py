@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from captum_ssm._frozen import FrozenLayer, FrozenModel, check_model, exact_arithmetic, freeze
+from captum_ssm._capture import FrozenModel, Request, check_model, exact_arithmetic, freeze
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
 from captum_ssm._progress import progress
-from captum_ssm.attr._base import single_input
 from captum_ssm.mixers import check_components
-from captum_ssm.operators import REDUCTIONS
+from captum_ssm.operators import REDUCTIONS, TokenOperator
 
 
 def hidden_attention(
@@ -79,24 +78,21 @@ def hidden_attention(
     chosen = check_components(formulation, components)
     folded = None if formulation == "hidden" else chosen
     if reduction is not None and reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; accepted are {REDUCTIONS} and None.")
-    model = check_model(model)
-    frozen = freeze(
-        model,
-        None,
-        single_input(inputs),
-        additional_forward_args,
-        query=False,
-        check=check,
-        remote=remote,
-    )
-    maps = {}
+        raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS}, or None.")
+    request = Request.of(check_model(model), None, inputs, additional_forward_args, remote)
+    frozen = freeze(request, query=False, check=check)
     visited = frozen.select(layers)
+    maps = {}
     with limit_memory(memory_limit), exact_arithmetic():
+        operators: Iterable[TokenOperator] = (
+            layer.mixer.operator(formulation, folded) for layer in visited
+        )
         if memory_limit is not None:
-            _require_memory(frozen, visited, formulation, folded, reduction, rows)
-        for layer in progress(visited, "layers"):
-            operator = layer.mixer.operator(formulation, folded)
+            if reduction is None:  # its operators, far smaller than its maps, are made first
+                operators = list(operators)
+            counts = [op.maps for op in operators] if reduction is None else [1] * len(visited)
+            _require_memory(frozen, counts, rows)
+        for layer, operator in zip(progress(visited, "layers"), operators, strict=True):
             if rows is None:
                 maps[layer.name] = frozen.mask_matrix(operator.matrix(reduction))
             else:
@@ -107,33 +103,22 @@ def hidden_attention(
 
 
 def _require_memory(
-    frozen: FrozenModel,
-    layers: list[FrozenLayer],
-    formulation: str,
-    components: Iterable[str] | None,
-    reduction: str | None,
-    rows: int | Sequence[int] | Tensor | None,
+    frozen: FrozenModel, maps: list[int], rows: int | Sequence[int] | Tensor | None
 ) -> None:
-    (B, L), size, largest = frozen.shape, layers[0].call.dtype.itemsize, 0
+    (B, L), size = frozen.shape, frozen.layers[0].call.dtype.itemsize
     R = L if rows is None else frozen.row_index(rows).shape[1]
-    maps = []
-    for layer in layers:
-        count = 1 if reduction else layer.mixer.operator(formulation, components).maps
-        maps.append(count)
-        largest = max(largest, count)
 
     def needs(maps: int, rows: int) -> int:
         return B * maps * rows * L * size
 
-    one_row = needs(sum(maps), 1)
     require(
         needs(sum(maps), R),
-        f"hidden_attention of {len(layers)} layers, {sum(maps)} maps and {R} rows",
+        f"hidden_attention of {len(maps)} layers, {sum(maps)} maps and {R} rows",
         [
-            ("reduction='mean'", needs(len(layers), R)),
-            ("one layer", needs(largest, R)),
-            ("rows=-1, one row", one_row),
-            ("reduction='mean', rows=-1", needs(len(layers), 1)),
+            ("reduction='mean'", needs(len(maps), R)),
+            ("one layer", needs(max(maps), R)),
+            ("rows=-1, one row", needs(sum(maps), 1)),
+            ("reduction='mean', rows=-1", needs(len(maps), 1)),
         ],
     )
 

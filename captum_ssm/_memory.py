@@ -127,24 +127,3 @@ def readable_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors held by a frozen mixer or operator, each once."""
-    from dataclasses import fields, is_dataclass
-
-    seen: set[int] = set()
-
-    def walk(value: Any) -> Iterator[torch.Tensor]:
-        if torch.is_tensor(value):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield value
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                yield from walk(item)
-        elif is_dataclass(value):
-            for f in fields(value):
-                yield from walk(getattr(value, f.name))
-
-    return walk(value)

@@ -9,16 +9,12 @@ import torch
 from captum.attr import InterpretableInput, LLMAttributionResult, LLMGradientAttribution
 from torch import Tensor, nn
 
-from captum_ssm._capture import is_model, unwrap
+from captum_ssm._capture import is_model, resolve_model, unwrap
+from captum_ssm._capture.request import as_ids
+from captum_ssm._capture.target import extract_logits
 from captum_ssm._errors import InputError
-from captum_ssm._frozen import as_ids, as_index, extract_logits, resolve_model
-from captum_ssm.attr import (
-    LaTIM,
-    MambaRollout,
-    RawAttention,
-    TokenAttribution,
-    UnifiedImplicitAttention,
-)
+from captum_ssm._integers import as_index
+from captum_ssm.attr import TokenAttribution
 
 ATTR_TARGETS = ("logit", "log_prob")
 
@@ -209,14 +205,14 @@ def continuation_relevance(
         method = _of_log_probabilities(method)
     P, T = prompt.shape[1], continuation.numel()
     ids = torch.cat([prompt, continuation[None, :-1].to(prompt)], 1)
-    if options.get("discard_ratio") or options.get("min_max"):
-        # What these do to a row depends on all others, so a row must not see later tokens.
+    if method.reads_whole_maps(**options):
+        # A row must not see later tokens.
         rows = []
         for k, token in enumerate(continuation.tolist()):
             row = method.attribute(ids[:, : P + k], target=token, **options)
             rows.append(nn.functional.pad(row, (0, T - 1 - k)))
         return torch.cat(rows)
-    if _ignores_target(method, options):
+    if not method.needs_target(**options):
         frozen = method.freeze_once(ids)
         return torch.cat([frozen.attribute(ids, position=P - 1 + k, **options) for k in range(T)])
     pairs = [(P - 1 + k, token) for k, token in enumerate(continuation.tolist())]
@@ -239,14 +235,6 @@ def _of_log_probabilities(method: TokenAttribution) -> TokenAttribution:
     found.model = model if method.model is None else method.model
     found.forward_func = log_probabilities
     return found
-
-
-def _ignores_target(method: TokenAttribution, options: dict[str, Any]) -> bool:
-    if isinstance(method, UnifiedImplicitAttention):
-        return options.get("aggregation", "attribution") != "attribution"
-    if isinstance(method, LaTIM):
-        return options.get("aggregation", "alti_logit") != "alti_logit"
-    return isinstance(method, (RawAttention, MambaRollout))
 
 
 def _check_attr_target(attr_target: str) -> None:

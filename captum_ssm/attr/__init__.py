@@ -1,7 +1,8 @@
 """The attribution methods, one a file."""
 
-from captum_ssm.attr._base import TokenAttribution
-from captum_ssm.attr._maps import MapChoices, MapOptions
+from captum_ssm.attr._base import TokenAttribution, methods
+from captum_ssm.attr._maps import MapChoices
+from captum_ssm.attr._options import Option
 from captum_ssm.attr.latim import LaTIM
 from captum_ssm.attr.mamba_attribution import MambaAttribution
 from captum_ssm.attr.mamba_lrp import MambaLRP
@@ -15,8 +16,9 @@ __all__ = [
     "MambaLRP",
     "MambaRollout",
     "MapChoices",
-    "MapOptions",
+    "Option",
     "RawAttention",
     "TokenAttribution",
     "UnifiedImplicitAttention",
+    "methods",
 ]

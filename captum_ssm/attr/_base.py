@@ -1,4 +1,4 @@
-"""What the methods share: their construction, and relevance in the shape of the input."""
+"""What the methods share: their construction, how they describe themselves, and their results."""
 
 from __future__ import annotations
 
@@ -6,27 +6,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Self
 
-from captum_ssm._captum import Attribution, format_output, format_tensor_into_tuples, is_tuple
-from captum_ssm._capture import is_model
-from captum_ssm._frozen import (
+from captum_ssm._capture import (
     FrozenModel,
+    Request,
+    Substitution,
     check_forward,
+    check_remote,
     exact_arithmetic,
     freeze,
+    is_model,
     resolve_model,
+    single_input,
 )
+from captum_ssm._captum import Attribution, format_output
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._memory import memory_limit
-from captum_ssm._remote import check_remote
+from captum_ssm.attr._options import Option, described, no_delta, options_of
 
 
 class TokenAttribution(Attribution):
     """Base of the methods of this library: an attribution of one output to the input's tokens.
+
+    A method is a subclass with an ``attribute`` of its own. It describes itself: everything that
+    lists methods (the command line, the language model wrapper, ``supported``, ``estimate``)
+    reads the attributes below and the signature of ``attribute``.
 
     Args:
         forward_func (nn.Module, nnsight model or Callable): what is explained.
@@ -37,11 +45,20 @@ class TokenAttribution(Attribution):
         interpolate_mode (str, optional): how relevance of patches is put on an image's pixels,
             ``"bilinear"``, ``"nearest"`` or ``"bicubic"``; None leaves it to the model's
             ``token_grid``, bilinear unless it says otherwise. Default: None
-        memory_limit (int, optional): bytes the method may work in, beside the model and what it
-            returns; picks the size of tiles. Default: None
+        memory_limit (int, optional): bytes the method may work in, in addition to the model and
+            the result; picks the size of tiles. Default: None
         remote (bool or str, optional): where an nnsight model runs, as in its ``trace``: False is
             here, True the server of nnsight's configuration, a str another one's address. Maps are
-            computed here in any case. Default: False
+            computed here in any case. Experimental: no public server has run it yet.
+            Default: False
+
+    Attributes:
+        name (str): on the command line and in tables.
+        summary (str): what it computes, in a few words.
+        cost (str): of what follows the run of the model, in the number of tokens, with the
+            default options: ``"linear"`` or ``"quadratic"``.
+        needs_run_here (bool): whether it changes the run of the model, which a server does not
+            offer.
 
     Raises:
         TypeError: for a ``forward_func`` or ``model`` that is no model, such as a class or a
@@ -56,8 +73,15 @@ class TokenAttribution(Attribution):
         torch.Size([1, 7])
     """
 
-    # Whether a recording of the model's run is all that the method needs of it.
-    _needs_a_recording_only = True
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+    cost: ClassVar[str] = "linear"
+    needs_run_here: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "attribute" in vars(cls):
+            cls.attribute = described(vars(cls)["attribute"])  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -72,7 +96,7 @@ class TokenAttribution(Attribution):
         check_forward(forward_func)
         resolve_model(forward_func, model)
         check_remote(remote, forward_func, model)
-        if remote and not self._needs_a_recording_only:
+        if remote and self.needs_run_here:
             raise ValueError(
                 f"remote is {remote!r}; {self.get_name()} changes what the model does while it "
                 "runs, which a server does not offer. Leave remote at False, or choose another "
@@ -81,7 +105,8 @@ class TokenAttribution(Attribution):
         super().__init__(forward_func)
         if interpolate_mode not in (None, *INTERPOLATIONS):
             raise ValueError(
-                f"interpolate_mode is {interpolate_mode!r}; accepted are {INTERPOLATIONS} and None."
+                f"interpolate_mode is {interpolate_mode!r}; expected one of {INTERPOLATIONS}, or "
+                "None."
             )
         self.model = model
         self.check = check
@@ -90,7 +115,25 @@ class TokenAttribution(Attribution):
         self.remote = remote
         self._constructed_with = forward_func
         self._frozen: FrozenModel | None = None
-        self._frozen_at: Tensor | None = None
+
+    def get_name(self) -> str:
+        """The method's name: that of its class."""
+        return type(self).__name__
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """The method's own keyword arguments of ``attribute``, by name."""
+        return options_of(cls.attribute)
+
+    @classmethod
+    def needs_target(cls, **options: Any) -> bool:
+        """Whether relevance depends on the target, given options of ``attribute``."""
+        return True
+
+    @classmethod
+    def reads_whole_maps(cls, **options: Any) -> bool:
+        """Whether a row depends on the rows of later tokens, given options of ``attribute``."""
+        return False
 
     def freeze_once(self, inputs: Any, additional_forward_args: Any = None) -> Self:
         """A copy that has run the model once, at ``inputs``, and reads every row off that run.
@@ -111,52 +154,8 @@ class TokenAttribution(Attribution):
             >>> rows = [frozen.attribute(input_ids, position=i) for i in (3, 6)]
         """
         shared = copy(self)
-        shared._frozen = self._freeze(inputs, additional_forward_args, None, query=False)
-        shared._frozen_at = single_input(inputs)
+        shared._frozen = self._freeze(self._request(inputs, additional_forward_args), query=False)
         return shared
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        # Around everything behind the run of the model.
-        with memory_limit(self.memory_limit), exact_arithmetic():
-            yield
-
-    def _model(self) -> Any:
-        if self.model is None and not is_model(self.forward_func):
-            # Captum's wrappers put a function of theirs in the place of the model it runs.
-            return self._constructed_with if is_model(self._constructed_with) else None
-        return self.model
-
-    def _freeze(
-        self,
-        inputs: Any,
-        additional_forward_args: Any,
-        position: Any,
-        *,
-        target: Any = None,
-        query: bool = True,
-        gradients: bool = False,
-        norms: bool = False,
-    ) -> FrozenModel:
-        if self._frozen is not None and position is not None and not gradients:
-            _check_same(self._frozen_at, single_input(inputs))
-            return self._frozen.at(position)
-        frozen = freeze(
-            self.forward_func,
-            self._model(),
-            single_input(inputs),
-            additional_forward_args,
-            position=position,
-            target=target,
-            query=query,
-            gradients=gradients,
-            norms=norms,
-            check=self.check,
-            remote=self.remote,
-        )
-        if frozen.grid is None or self.interpolate_mode is None:
-            return frozen
-        return replace(frozen, grid=replace(frozen.grid, mode=self.interpolate_mode))
 
     def compute_convergence_delta(
         self,
@@ -166,66 +165,112 @@ class TokenAttribution(Attribution):
         additional_forward_args: Any = None,
         *,
         position: Any = None,
+        **options: Any,
     ) -> Tensor:
-        """The explained score less the sum of attributions, ``(B,)``: what is not accounted for.
+        """What attributions that claim to add up leave out, ``(B,)``.
 
-        Only for methods whose attributions claim to add up to the score
-        (``has_convergence_delta()``); the arguments are those of ``attribute``, and its result.
+        The same number as that of ``attribute(..., return_convergence_delta=True)``, for any
+        attributions: what the method decomposes less their sum.
+
+        Args:
+            attributions (Tensor or tuple of one Tensor): of the shape of ``inputs``.
+            inputs, target, additional_forward_args, position: those of ``attribute``.
+            **options: those of ``attribute``.
 
         Raises:
             ValueError: for a method without a convergence delta.
         """
         if not self.has_convergence_delta():
-            self._no_delta(True)
-        frozen = self._freeze(
-            inputs, additional_forward_args, position, target=target, gradients=True
+            raise no_delta(self.get_name())
+        request = self._request(inputs, additional_forward_args)
+        return delta(self._claimed(request, target, position, **options), attributions)
+
+    def _claimed(self, request: Request, target: Any, position: Any) -> Tensor:
+        # What attributions claim to add up to, (B,).
+        return self._freeze(request, position, target=target, gradients=True).require_score()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        # Around everything after the run of the model.
+        with memory_limit(self.memory_limit), exact_arithmetic():
+            yield
+
+    def _request(self, inputs: Any, additional_forward_args: Any) -> Request:
+        model = self.model
+        if model is None and not is_model(self.forward_func):
+            # Captum's wrappers put a function of theirs in the place of the model it runs.
+            model = self._constructed_with if is_model(self._constructed_with) else None
+        return Request.of(self.forward_func, model, inputs, additional_forward_args, self.remote)
+
+    def _freeze(
+        self,
+        request: Request,
+        position: Any = None,
+        *,
+        target: Any = None,
+        query: bool = True,
+        gradients: bool = False,
+        also: Callable[[nn.Module], bool] | None = None,
+        substitution: Substitution | None = None,
+    ) -> FrozenModel:
+        if self._frozen is not None and position is not None and not gradients and substitution is None:
+            if not request.same_as(self._frozen.request):
+                raise ValueError(
+                    "inputs or additional_forward_args are not those that freeze_once was given; "
+                    "call freeze_once with these, or attribute of the method it was called on."
+                )
+            return self._frozen.at(position)
+        frozen = freeze(
+            request,
+            position=position,
+            target=target,
+            query=query,
+            gradients=gradients,
+            also=also,
+            substitution=substitution,
+            check=self.check,
         )
-        assert frozen.score is not None
-        total = single_input(attributions).flatten(1).sum(1)
-        return frozen.score.to(total) - total
-
-    def _no_delta(self, return_convergence_delta: bool) -> None:
-        if return_convergence_delta:
-            raise ValueError(
-                f"{self.get_name()} is not a decomposition of the output, so it has no "
-                "convergence delta; leave return_convergence_delta at False."
-            )
+        if frozen.grid is None or self.interpolate_mode is None:
+            return frozen
+        return replace(frozen, grid=replace(frozen.grid, mode=self.interpolate_mode))
 
 
-def _check_same(frozen: Tensor | None, given: Any) -> None:
-    if given is frozen:
-        return
-    assert frozen is not None
-    alike = isinstance(given, Tensor) and given.shape == frozen.shape
-    if not alike or not bool((given.to(frozen.device) == frozen).all()):
-        raise ValueError(
-            "inputs are not those that freeze_once was given; call freeze_once with these, or "
-            "attribute of the method it was called on."
-        )
+def methods() -> dict[str, type[TokenAttribution]]:
+    """Every method that was defined, by its name.
+
+    Returns:
+        dict of str to type: this library's methods, and the user's own.
+
+    Examples::
+
+        >>> captum_ssm.attr.methods()["rollout"].__name__
+        'MambaRollout'
+    """
+    found: dict[str, type[TokenAttribution]] = {}
+    classes = TokenAttribution.__subclasses__()
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+        if "name" in vars(cls):
+            found[cls.name] = cls
+    return dict(sorted(found.items()))
 
 
-def single_input(inputs: Any) -> Any:
-    """The one tensor of ``inputs``, a tensor or a 1-tuple."""
-    if is_tuple(inputs):
-        if len(inputs) != 1:
-            raise ValueError(
-                f"inputs is a tuple of {len(inputs)}; accepted are one tensor and a tuple of "
-                "one. What else the model takes goes into additional_forward_args."
-            )
-        return inputs[0]
-    return inputs
+def delta(claimed: Tensor, attributions: Any) -> Tensor:
+    """What attributions should add up to, ``(B,)``, less what they do."""
+    total = single_input(attributions).flatten(1).double().sum(1)
+    return (claimed.detach().to(total) - total).to(claimed.dtype)
 
 
-def format_attributions(relevance: Tensor, frozen: FrozenModel, inputs: Any) -> Any:
+def format_attributions(relevance: Tensor, frozen: FrozenModel) -> Any:
     """Token relevance ``(B, L)`` in the shape of the input, zero on padding.
 
     Where the input has feature axes the relevance is spread evenly over them, so that summing
     them gives the token's relevance back. On an image the relevance of patches is interpolated
-    (Ali et al., section 4.2); tokens that are no patch are left out.
+    (Ali et al., section 4.2); tokens that are no patch are dropped.
     """
     if frozen.mask is not None:
         relevance = relevance * frozen.mask
-    tensor = single_input(inputs)
+    tensor = frozen.request.inputs
     relevance = relevance.to(tensor.device)
     if tensor.dim() == 3:
         width = tensor.shape[-1]
@@ -237,7 +282,7 @@ def format_attributions(relevance: Tensor, frozen: FrozenModel, inputs: Any) -> 
                 "of this model; give it a method token_grid(height, width) that returns a "
                 "captum_ssm.models.TokenGrid."
             )
-        _, colours, height, width = tensor.shape
+        _, colors, height, width = tensor.shape
         pixels = frozen.grid.pixels(relevance, (height, width))
-        relevance = (pixels / colours)[:, None].expand(-1, colours, -1, -1).contiguous()
-    return format_output(is_tuple(inputs), format_tensor_into_tuples(relevance.detach()))
+        relevance = (pixels / colors)[:, None].expand(-1, colors, -1, -1).contiguous()
+    return format_output(frozen.request.packed, (relevance.detach(),))

@@ -9,15 +9,15 @@ are built: a few by themselves, in linear time each; many in row tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from captum_ssm._frozen import FrozenLayer
+from captum_ssm._capture import FrozenLayer
 from captum_ssm._memory import require, tile_entries
 from captum_ssm._progress import progress
 from captum_ssm.operators import REDUCTIONS, TokenOperator
@@ -26,14 +26,20 @@ SIGNS = (None, "clamp", "absolute")
 
 
 class MapChoices(TypedDict, total=False):
-    """The keyword arguments of the methods that are fields of :class:`MapOptions`.
+    """How a layer's map is made from its channels: options of every method of maps.
 
     Args:
-        reduction (str): over channels: ``"mean"``, ``"max"``, ``"min"``, ``"prod"``.
-        sign (str, optional): ``"clamp"``, ``"absolute"`` or None.
-        discard_ratio (float): share of the entries that is set to zero, in [0, 1).
-        min_max (bool): rescale the nonzero entries to [0, 1].
-        normalize_rows (bool): divide each row by its sum.
+        reduction (str): over channels. Default: ``"mean"``
+        sign (str, optional): ``"clamp"`` drops negative entries, ``"absolute"`` drops signs, None
+            keeps them. Default: None, except where a method's page says otherwise
+        discard_ratio (float): share of the nonzero entries of each map, the smallest by
+            magnitude, that is set to zero, in [0, 1). Default: 0.0
+        min_max (bool): rescale the nonzero entries of each map to [0, 1]. Default: False
+        normalize_rows (bool): divide each row, with the residual's identity where there is one,
+            by its sum. Default: False
+
+    With the defaults a row costs time linear in the sequence; with a ``sign`` or another
+    ``reduction`` its rows are made in tiles; with ``discard_ratio`` or ``min_max`` whole maps are.
 
     Examples::
 
@@ -42,8 +48,8 @@ class MapChoices(TypedDict, total=False):
         torch.Size([1, 7])
     """
 
-    reduction: str
-    sign: str | None
+    reduction: Literal["mean", "max", "min", "prod"]
+    sign: Literal["clamp", "absolute"] | None
     discard_ratio: float
     min_max: bool
     normalize_rows: bool
@@ -51,29 +57,14 @@ class MapChoices(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class MapOptions:
-    """The published choices of how an attention map is made (see the methods' pages).
+    """:class:`MapChoices`, checked, and the operator that maps are made from.
 
     Args:
         formulation (str, optional): ``"hidden"`` or ``"unified"``. Default: ``"hidden"``
         components (iterable of str, optional): for ``"unified"``. Default: None
-        reduction (str, optional): over channels: ``"mean"``, ``"max"``, ``"min"``, ``"prod"``.
-            Default: ``"mean"``
-        sign (str, optional): ``"clamp"`` drops negative entries, ``"absolute"`` drops signs.
-            Default: None
-        discard_ratio (float, optional): share of the nonzero entries of each map, the smallest
-            by magnitude, that is set to zero. Default: 0.0
-        min_max (bool, optional): rescale the nonzero entries of each map to [0, 1].
-            Default: False
-        normalize_rows (bool, optional): divide each row, with the residual's identity where
-            there is one, by its sum. Default: False
 
     Raises:
-        ValueError: for a ``reduction``, ``sign`` or ``discard_ratio`` that is not accepted.
-
-    Examples::
-
-        >>> MambaRollout(model).attribute(input_ids, sign="absolute", normalize_rows=True).shape
-        torch.Size([1, 7])
+        ValueError: for a ``reduction``, ``sign`` or ``discard_ratio`` that is not expected.
     """
 
     formulation: str = "hidden"
@@ -86,11 +77,11 @@ class MapOptions:
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction is {self.reduction!r}; accepted are {REDUCTIONS}.")
+            raise ValueError(f"reduction is {self.reduction!r}; expected one of {REDUCTIONS}.")
         if self.sign not in SIGNS:
-            raise ValueError(f"sign is {self.sign!r}; accepted are {SIGNS}.")
+            raise ValueError(f"sign is {self.sign!r}; expected one of {SIGNS}.")
         if not _is_share(self.discard_ratio):
-            raise ValueError(f"discard_ratio is {self.discard_ratio!r}; accepted is 0 <= r < 1.")
+            raise ValueError(f"discard_ratio is {self.discard_ratio!r}; expected 0 <= r < 1.")
 
     @classmethod
     def of(cls, choices: MapChoices, **fixed: Any) -> MapOptions:
@@ -99,14 +90,16 @@ class MapOptions:
         Raises:
             TypeError: for a name that is no option.
         """
-        accepted = tuple(MapChoices.__annotations__)
-        unknown = [name for name in choices if name not in accepted]
+        known = tuple(MapChoices.__annotations__)
+        unknown = [name for name in choices if name not in known]
         if unknown:
-            raise TypeError(
-                f"the method has no option {unknown[0]!r}; beside its own arguments it accepts "
-                f"{accepted}."
-            )
+            raise TypeError(f"there is no option {unknown[0]!r}; expected any of {known}.")
         return cls(**fixed, **choices)
+
+    @staticmethod
+    def rescales(options: Mapping[str, Any]) -> bool:
+        """Whether options of a method rescale whole maps, so that entries depend on one another."""
+        return bool(options.get("discard_ratio") or options.get("min_max"))
 
     @property
     def is_linear(self) -> bool:
@@ -140,7 +133,7 @@ class MixerMap:
         L = self.operator.length
         return self._transform(self._reduced_rows(0, L), slice(0, L))
 
-    def vecmat(self, w: Tensor) -> Tensor:
+    def rmatvec(self, w: Tensor) -> Tensor:
         """w^T M for ``w (B, L)``: ``(B, L)``."""
         options, operator = self.options, self.operator
         if options.is_linear:
@@ -221,9 +214,9 @@ class LayerMap:
         """M, ``(B, L, L)``, before row normalisation."""
         return torch.stack([part.matrix() for part in self.parts]).sum(0)
 
-    def vecmat(self, w: Tensor) -> Tensor:
+    def rmatvec(self, w: Tensor) -> Tensor:
         """w^T M for ``w (B, L)``: ``(B, L)``."""
-        return torch.stack([part.vecmat(w) for part in self.parts]).sum(0)
+        return torch.stack([part.rmatvec(w) for part in self.parts]).sum(0)
 
     def row_sums(self) -> Tensor:
         """Row sums of M, ``(B, L)``."""
@@ -277,12 +270,7 @@ def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
     """The query's row, averaged over layers: ``(B, L)``."""
     total = torch.zeros_like(query)
     for m in progress(maps, "layers", len(maps)):
-        w = query
-        if m.options.normalize_rows:
-            sums = m.row_sums()
-            # A row that holds nothing (padding; all negative, and clamped) has no sum to divide by.
-            w = torch.where(sums == 0, 0, query / sums)
-        total += m.vecmat(w)
+        total += m.rmatvec(_over(query, m.row_sums()) if m.options.normalize_rows else query)
     return total / len(maps)
 
 
@@ -291,8 +279,8 @@ def rollout_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
     w = query
     for m in progress(reversed(maps), "rollout", len(maps)):
         if m.options.normalize_rows:
-            w = w / (1 + m.row_sums())
-        w = w + m.vecmat(w)
+            w = _over(w, 1 + m.row_sums())
+        w = w + m.rmatvec(w)
     return w
 
 
@@ -306,10 +294,16 @@ def rollout_matrix(maps: Sequence[LayerMap]) -> Tensor:
         beta = m.matrix()
         beta.diagonal(dim1=-2, dim2=-1).add_(1)
         if m.options.normalize_rows:
-            beta = beta / beta.sum(-1, keepdim=True)
+            beta = _over(beta, beta.sum(-1, keepdim=True))
         rho = beta if rho is None else beta @ rho
     assert rho is not None
     return rho
+
+
+def _over(values: Tensor, sums: Tensor) -> Tensor:
+    # A row that holds nothing (padding; all negative, and clamped), or whose entries cancel, has
+    # no sum to divide by.
+    return torch.where(sums == 0, 0, values / sums)
 
 
 def _is_share(ratio: Any) -> bool:

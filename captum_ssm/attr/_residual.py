@@ -7,15 +7,16 @@ experts, a multiplier on a branch) acts on one token at a time and stays with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from captum_ssm._frozen import FrozenLayer, FrozenModel
+from captum_ssm._capture import FrozenLayer, FrozenModel
+from captum_ssm._capture.recording import is_norm
 from captum_ssm.attr._norms import FrozenNorm, first_input
-from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers import MixerCall, find_mixers
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class ResidualStream:
 
     Args:
         stages (list of Stage): in forward order.
-        final (Tensor): the stream ahead of the last norm, ``(B, L, E)``.
-        direction (Tensor): ``(B, L, E)``: the gradient of the score behind the last norm (the
+        final (Tensor): the stream before the last norm, or before the head where there is no
+            norm, ``(B, L, E)``.
+        direction (Tensor): ``(B, L, E)``: the gradient of the score after the last norm (the
             unembedding row of the target token), taken through the norm with its denominator
             frozen. Zero for tokens the score is not read from.
     """
@@ -64,20 +66,10 @@ class ResidualStream:
                 groups[-1].append(layer)
             else:
                 groups.append([layer])
-        after = [n for n in frozen.norms if n.order > frozen.layers[-1].call.order]
-        width = frozen.layers[-1].call.output.shape
-        after = [n for n in after if n.output.shape == width]
-        if not after:
-            raise ValueError(
-                "no norm was found behind the model's last mixer, so the direction in which the "
-                "score is read from the residual stream is not known; pass layer= and another "
-                "aggregation for a map of one layer."
-            )
-        last = after[-1]
-        final = first_input(last)
+        final, direction = _read_out(frozen)
         # A mixer that does not read the stream itself (Zamba's shared attention reads it beside
         # the embeddings) is no stage; what comes of it is local to the tokens.
-        found = [(group, _stream_before(group[0].call, frozen.norms)) for group in groups]
+        found = [(group, _stream_before(group[0].call, frozen.others)) for group in groups]
         found = [(group, before) for group, before in found if before.shape == final.shape]
         groups = [group for group, _ in found]
         streams = [before for _, before in found]
@@ -85,15 +77,50 @@ class ResidualStream:
         for group, before, following in zip(groups, streams, [*streams[1:], final], strict=True):
             mixed = torch.stack([layer.call.output.to(before.dtype) for layer in group]).sum(0)
             stages.append(Stage(group, before, mixed, following - before - mixed))
-        assert last.gradient is not None
-        norm = FrozenNorm.of(last)
+        return cls(stages, final, direction)
+
+
+def norms_and_head(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Says which modules of ``model`` to keep: norms, and its head where no norm precedes that."""
+    mixers = [module for _, module in find_mixers(model)]
+    inside = {part for mixer in mixers for part in mixer.modules()}
+    after: list[nn.Module] = []
+    for module in model.modules():
+        after = [] if module in inside else [*after, module]
+    linear = [module for module in after if isinstance(module, nn.Linear)]
+    head = None if any(map(is_norm, after)) or not linear else linear[-1]
+    return lambda module: is_norm(module) or module is head
+
+
+def _read_out(frozen: FrozenModel) -> tuple[Tensor, Tensor]:
+    # The final stream and the direction in which the score is read from it.
+    last = frozen.layers[-1].call
+    width = last.output.shape[-1]
+    after = [call for call in frozen.others if call.order > last.order]
+    after = [call for call in after if first_input(call).shape == (*frozen.shape, width)]
+    norms = [call for call in after if is_norm(call.module) and call.output.shape[-1] == width]
+    heads = [call for call in after if isinstance(call.module, nn.Linear)]
+    if norms:
+        call, norm = norms[-1], FrozenNorm.of(norms[-1])
         if norm is None:
             raise ValueError(
-                f"the model's last norm, {last.path} ({type(last.module).__name__}), is neither "
+                f"the model's last norm, {call.path} ({type(call.module).__name__}), is neither "
                 "an RMS norm nor a layer norm; pass layer= and another aggregation for a map of "
                 "one layer."
             )
-        return cls(stages, final, norm.pull_back(last.gradient.to(final.dtype)))
+        final = first_input(call)
+        assert call.gradient is not None
+        return final, norm.pull_back(call.gradient.to(final.dtype))
+    if heads:
+        call = heads[-1]
+        final = first_input(call)
+        assert call.gradient is not None
+        return final, call.gradient.to(final.dtype) @ call.weight(call.module)
+    raise ValueError(
+        "neither a norm nor a linear head was found after the model's last mixer, so the "
+        "direction in which the score is read from the residual stream is not known; pass layer= "
+        "and another aggregation for a map of one layer."
+    )
 
 
 def _stream_before(call: MixerCall, norms: Sequence[MixerCall]) -> Tensor:
@@ -107,5 +134,5 @@ def _stream_before(call: MixerCall, norms: Sequence[MixerCall]) -> Tensor:
             inner = (x * y).sum() ** 2
             if bool(inner >= (1 - 1e-3) * x.square().sum() * y.square().sum()):
                 return first_input(norm)
-    # Without a norm in front, the mixer reads the stream itself.
+    # Without a norm before it, the mixer reads the stream itself.
     return tokens

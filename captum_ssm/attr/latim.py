@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from captum_ssm._captum import TargetType, log_usage
+from captum_ssm._capture import FrozenLayer, FrozenModel, Request
+from captum_ssm._capture.target import extract_logits, token_ids
+from captum_ssm._captum import TargetType
 from captum_ssm._errors import TargetError
-from captum_ssm._frozen import (
-    FrozenLayer,
-    FrozenModel,
-    as_integers,
-    call_forward,
-    check_inputs,
-    extra_arguments,
-    extract_logits,
-    freeze,
-    resolve_model,
-    token_ids,
-)
+from captum_ssm._integers import as_integers
 from captum_ssm._progress import progress
-from captum_ssm.attr._base import TokenAttribution, format_attributions, single_input
+from captum_ssm.attr._base import TokenAttribution, delta, format_attributions
 from captum_ssm.attr._contributions import Contributions, sum_of
-from captum_ssm.attr._residual import ResidualStream, Stage
+from captum_ssm.attr._residual import ResidualStream, Stage, norms_and_head
 
 LOGIT = "alti_logit"
 
@@ -53,13 +45,7 @@ class LaTIM(TokenAttribution):
     last two for models retrained with them), and ``"gate"`` freezes its factor,
     :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`, which is exact on any model.
 
-    Args:
-        forward_func (nn.Module, nnsight model or Callable): what is explained.
-        model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
-            where it is a plain callable. Default: None
-        check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
-        interpolate_mode, memory_limit, remote (optional): see
-            :class:`~captum_ssm.attr.TokenAttribution`. Default: None
+    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 
@@ -70,15 +56,19 @@ class LaTIM(TokenAttribution):
         >>> heatmap = latim.interactions(input_ids, layer=-1, aggregation="l2")  # (B, L, L)
     """
 
-    def get_name(self) -> str:
-        """The method's name."""
-        return "LaTIM"
+    name = "latim"
+    summary = "contribution vectors, by way of the logit"
+    cost = "quadratic"
+
+    @classmethod
+    def needs_target(cls, **options: Any) -> bool:
+        """Whether the aggregation decomposes a logit."""
+        return options.get("aggregation", LOGIT) == LOGIT
 
     def has_convergence_delta(self) -> bool:
         """True: the contributions claim to add up, and the delta says how well they do."""
         return True
 
-    @log_usage()
     def attribute(
         self,
         inputs: Any,
@@ -87,22 +77,18 @@ class LaTIM(TokenAttribution):
         *,
         position: Any = None,
         layer: int | str | None = None,
-        aggregation: str | float = LOGIT,
-        activation: str = "silu",
+        aggregation: Literal["alti_logit", "alti", "l1", "l2"] | float = LOGIT,
+        activation: Literal["silu", "taylor1", "taylor2", "relu", "identity", "gate"] = "silu",
         return_convergence_delta: bool = False,
     ) -> Any:
-        r"""Relevance of each input token.
+        """Relevance of each input token.
+
+        The delta of ``"alti_logit"`` is what the activation makes the decomposition miss, zero
+        for ``"gate"``: the score, or with ``layer`` what that layer adds to it, less the bias
+        terms and the sum of relevance. The other aggregations decompose nothing; how much of a
+        layer's output its vectors miss is returned by :meth:`layer_errors`.
 
         Args:
-            inputs (Tensor or tuple of one Tensor): token ids ``(B, L)``, embeddings
-                ``(B, L, E)`` or images ``(B, C, H, W)``.
-            target (int, tuple, Tensor or list, optional): as for
-                :class:`~captum_ssm.MambaAttribution`; needed by ``"alti_logit"``, ignored by
-                the other aggregations. Default: None
-            additional_forward_args (Any, optional): further arguments of ``forward_func``, as
-                in Captum; a dict is passed by keyword. Default: None
-            position (int or Tensor, optional): the token whose row is explained, an int or
-                ``(B,)``; None for the one the model reads its output from. Default: None
             layer (int or str, optional): explain one layer's map, by index (negative from the
                 end) or module path. None is all layers, for ``"alti_logit"`` only.
                 Default: None
@@ -110,49 +96,55 @@ class LaTIM(TokenAttribution):
                 ``"l2"`` or a number p. Default: ``"alti_logit"``
             activation (str, optional): ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"``,
                 ``"identity"`` or ``"gate"``. Default: ``"silu"``
-            return_convergence_delta (bool, optional): also return the decomposition error
-                (the paper's section 3.3), ``(B,)``: for ``"alti_logit"`` over all layers the
-                score less the relevance and the biases, else the norm of the layer's output
-                less the sum of its contributions, relative to the output's. Default: False
-
-        Returns:
-            Tensor or tuple: relevance of the shape of ``inputs``, zero on padding; with
-            ``return_convergence_delta`` a pair of it and the delta.
-
-        Raises:
-            ValueError: for inputs, a target, a position or options that are not accepted, an
-                unsupported model, or a mixer whose frozen operator does not reproduce its
-                output.
-            TypeError: for inputs of a wrong type or dtype.
         """
-        to_logit = _check_aggregation(aggregation) is None
-        if layer is None and not to_logit:
+        to_logit = _to_logit(layer, aggregation)
+        if return_convergence_delta and not to_logit:
             raise ValueError(
-                f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
-                "None; pass layer=, an index or a module path."
+                f"aggregation is {aggregation!r}, which is not a decomposition of the score, so it "
+                "has no convergence delta; layer_errors() says how much of each layer's output "
+                "its vectors miss."
             )
-        frozen = self._freeze(
-            inputs,
-            additional_forward_args,
-            position,
-            target=target if to_logit else None,
-            gradients=to_logit,
-            norms=to_logit,
-        )
-        with self._computing():
-            if layer is None:
-                row, delta = _logit_row(frozen, ResidualStream.of(frozen), activation)
-            else:
+        request = self._request(inputs, additional_forward_args)
+        if not to_logit:
+            frozen = self._freeze(request, position)
+            with self._computing():
                 chosen = [frozen.select_one(layer)]
                 parts = _contributions(chosen, activation, frozen.mask)
-                if to_logit:
-                    stream = ResidualStream.of(frozen)
-                    row = parts.dot_row(stream.direction)
-                else:
-                    row = _query_row(frozen, chosen, parts, aggregation)
-                delta = _layer_error(chosen, parts, frozen.mask)
-            relevance = format_attributions(row, frozen, inputs)
-        return (relevance, delta) if return_convergence_delta else relevance
+                return format_attributions(_query_row(frozen, chosen, parts, aggregation), frozen)
+        frozen = self._freeze_score(request, target, position)
+        with self._computing():
+            stream = ResidualStream.of(frozen)
+            if layer is None:
+                row, bias = _logit_row(frozen, stream, activation)
+            else:
+                parts = _contributions([frozen.select_one(layer)], activation, frozen.mask)
+                row, bias = parts.dot_row(stream.direction), _bias(stream, parts)
+            relevance = format_attributions(row, frozen)
+            if not return_convergence_delta:
+                return relevance
+            return relevance, delta(_decomposed(frozen, stream, layer) - bias, relevance)
+
+    def _claimed(
+        self,
+        request: Request,
+        target: Any,
+        position: Any,
+        *,
+        layer: int | str | None = None,
+        aggregation: str | float = LOGIT,
+        activation: str = "gate",
+    ) -> Tensor:
+        if not _to_logit(layer, aggregation):
+            raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
+        frozen = self._freeze_score(request, target, position)
+        with self._computing():
+            stream = ResidualStream.of(frozen)
+            stages = [stage.layers for stage in stream.stages]
+            groups = stages if layer is None else [[frozen.select_one(layer)]]
+            # The activation changes what relevance misses, not what is decomposed.
+            parts = [_contributions(group, "gate", frozen.mask) for group in groups]
+            bias = sum_of([_bias(stream, part) for part in parts])
+            return _decomposed(frozen, stream, layer) - bias
 
     def interactions(
         self,
@@ -190,13 +182,9 @@ class LaTIM(TokenAttribution):
             >>> LaTIM(model).interactions(input_ids, layer=0).shape
             torch.Size([1, 7, 7])
         """
-        to_logit = _check_aggregation(aggregation) is None
-        if layer is None and not to_logit:
-            raise ValueError(
-                f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
-                "None; pass layer=, an index or a module path."
-            )
-        frozen = self._freeze_all(inputs, additional_forward_args, target, to_logit)
+        to_logit = _to_logit(layer, aggregation)
+        request = self._request(inputs, additional_forward_args)
+        frozen = self._freeze_sum(request, target) if to_logit else self._freeze_all(request)
         with self._computing():
             if to_logit:
                 stream = ResidualStream.of(frozen)
@@ -243,7 +231,7 @@ class LaTIM(TokenAttribution):
             >>> vectors.shape
             torch.Size([1, 2, 7, 16])
         """
-        frozen = self._freeze_all(inputs, additional_forward_args, None, False)
+        frozen = self._freeze_all(self._request(inputs, additional_forward_args))
         with self._computing():
             parts = _contributions([frozen.select_one(layer)], activation, frozen.mask)
             index = frozen.row_index(rows)
@@ -274,48 +262,56 @@ class LaTIM(TokenAttribution):
             >>> len(errors), errors[0].shape
             (2, torch.Size([1]))
         """
-        frozen = self._freeze_all(inputs, additional_forward_args, None, False)
+        frozen = self._freeze_all(self._request(inputs, additional_forward_args))
         with self._computing():
             return [
                 _layer_error([layer], _contributions([layer], activation, frozen.mask), frozen.mask)
                 for layer in frozen.layers
             ]
 
-    def _freeze_all(
-        self, inputs: Any, additional_forward_args: Any, target: Tensor | None, to_logit: bool
-    ) -> FrozenModel:
-        # Frozen for every token at once: with a score, the sum of one logit a position.
-        if not to_logit:
-            return self._freeze(inputs, additional_forward_args, None, query=False)
+    def _freeze_all(self, request: Request) -> FrozenModel:
+        return self._freeze(request, query=False)
 
+    def _freeze_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
+        # Frozen for every token at once: the score is the sum of one logit per position.
         if self.remote:
             raise ValueError(
                 f"remote is {self.remote!r}; interactions with aggregation='alti_logit' explain a "
                 "score of this library's own, which a server does not compute. Choose another "
                 "aggregation, or leave remote at False."
             )
-        model = resolve_model(self.forward_func, self._model())
-        tensor = check_inputs(single_input(inputs), model)
-        extra = extra_arguments(self.forward_func, tensor, additional_forward_args)
 
-        def summed(tensor: Tensor) -> Tensor:
-            logits = extract_logits(call_forward(self.forward_func, tensor, extra))
-            return _chosen_logits(logits, target).sum(1)
+        def summed(inputs: Tensor, *_: Any, **__: Any) -> Tensor:
+            return _chosen_logits(extract_logits(request.run(inputs)), target).sum(1)
 
-        return freeze(summed, model, tensor, gradients=True, norms=True, check=self.check)
+        return self._freeze_score(replace(request, forward_func=summed), None, None)
+
+    def _freeze_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
+        also = norms_and_head(request.module)
+        return self._freeze(request, position, target=target, gradients=True, also=also)
+
+
+def _to_logit(layer: int | str | None, aggregation: str | float) -> bool:
+    to_logit = _check_aggregation(aggregation) is None
+    if layer is None and not to_logit:
+        raise ValueError(
+            f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
+            "None; pass layer=, an index or a module path."
+        )
+    return to_logit
 
 
 def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
     if logits.dim() != 3:
         raise ValueError(
             f"the model returns an output of shape {tuple(logits.shape)}; interactions with "
-            "aggregation='alti_logit' need logits (B, L, V), one row a token."
+            "aggregation='alti_logit' need logits (B, L, V), one row per token."
         )
     token = logits.argmax(-1) if target is None else as_integers(target, logits.device)
     if token is None or token.shape != logits.shape[:2]:
         given = f"shape {tuple(target.shape)} and {target.dtype}" if torch.is_tensor(target) else ""
         raise TargetError(
-            f"target is {given or repr(target)}; accepted is one token id a position, "
+            f"target is {given or repr(target)}; expected one token id per position, "
             f"integers of shape {tuple(logits.shape[:2])}."
         )
     return logits.gather(-1, token_ids(token, logits.shape[-1])[..., None])[..., 0]
@@ -330,7 +326,7 @@ def _check_aggregation(aggregation: str | float) -> str | float | None:
     if is_number and float(aggregation) > 0:
         return float(aggregation)
     raise ValueError(
-        f"aggregation is {aggregation!r}; accepted are {tuple(named)} and a number p > 0."
+        f"aggregation is {aggregation!r}; expected one of {tuple(named)}, or a number p > 0."
     )
 
 
@@ -415,10 +411,10 @@ def _mixing(stage: Stage, parts: Contributions) -> Callable[[], Any]:
 def _logit_row(
     frozen: FrozenModel, stream: ResidualStream, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """Relevance ``(B, L)`` of eq. 8 at the query, and the decomposition error ``(B,)``."""
+    """Relevance ``(B, L)`` of eq. 8 at the query, and what bias terms add to the score, ``(B,)``."""
     direction = stream.direction
     v = torch.zeros_like(direction[..., 0])
-    nobody = torch.zeros_like(v[:, 0])
+    bias = torch.zeros_like(v[:, 0])
     for stage in progress(reversed(stream.stages), "layers", len(stream.stages)):
         parts = _contributions(stage.layers, activation, frozen.mask)
         v = v + (direction * stage.local).sum(-1)
@@ -428,10 +424,18 @@ def _logit_row(
                 carried += torch.einsum("bi,bij->bj", v[:, rows], tile)
             v = carried
         v = v + parts.dot_row(direction)
-        nobody = nobody + (direction * parts.bias()).sum((1, 2))
-    v = v + (direction * stream.stages[0].before).sum(-1)
-    score = (direction * stream.final).sum((1, 2))
-    return v, score - nobody - v.sum(1)
+        bias = bias + _bias(stream, parts)
+    return v + (direction * stream.stages[0].before).sum(-1), bias
+
+
+def _bias(stream: ResidualStream, parts: Contributions) -> Tensor:
+    return (stream.direction * parts.bias()).sum((1, 2))
+
+
+def _decomposed(frozen: FrozenModel, stream: ResidualStream, layer: int | str | None) -> Tensor:
+    """What vectors and bias terms add up to, ``(B,)``: the score, or one layer's part of it."""
+    vectors = stream.final if layer is None else _output([frozen.select_one(layer)])
+    return (stream.direction * vectors).sum((1, 2))
 
 
 def _logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) -> Tensor:

@@ -7,15 +7,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from captum_ssm._captum import TargetType, log_usage
+from captum_ssm._captum import TargetType
 from captum_ssm.attr._base import TokenAttribution, format_attributions
-from captum_ssm.attr._maps import (
-    LayerMaps,
-    MapChoices,
-    MapOptions,
-    rollout_matrix,
-    rollout_row,
-)
+from captum_ssm.attr._maps import LayerMaps, MapChoices, MapOptions, rollout_matrix, rollout_row
 
 
 class MambaRollout(TokenAttribution):
@@ -26,23 +20,29 @@ class MambaRollout(TokenAttribution):
 
     the latest layer leftmost, read at the query's row (Ali et al.,
     `The Hidden Attention of Mamba Models <https://arxiv.org/abs/2403.01590>`_, eq. 21-22).
-    Class-agnostic: ``target`` is accepted and ignored. The row is carried backwards through the
+    Class-agnostic: ``target`` is accepted and ignored. The row is carried backward through the
     layers, one reversed scan each, in time linear in the sequence and without a matrix.
 
-    Args:
-        forward_func (nn.Module, nnsight model or Callable): what is explained.
-        model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
-            where it is a plain callable. Default: None
-        check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
-        interpolate_mode, memory_limit, remote (optional): see
-            :class:`~captum_ssm.attr.TokenAttribution`. Default: None
+    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 
         >>> relevance = MambaRollout(model).attribute(input_ids)  # (B, L)
     """
 
-    @log_usage()
+    name = "rollout"
+    summary = "hidden attention, multiplied over layers"
+
+    @classmethod
+    def needs_target(cls, **options: Any) -> bool:
+        """False: attention is the same for every target."""
+        return False
+
+    @classmethod
+    def reads_whole_maps(cls, **options: Any) -> bool:
+        """Whether the options rescale whole maps."""
+        return MapOptions.rescales(options)
+
     def attribute(
         self,
         inputs: Any,
@@ -54,36 +54,17 @@ class MambaRollout(TokenAttribution):
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
-        r"""Relevance of each input token.
+        """Relevance of each input token.
 
         Args:
-            inputs (Tensor or tuple of one Tensor): token ids ``(B, L)``, embeddings
-                ``(B, L, E)`` or images ``(B, C, H, W)``.
-            target (optional): ignored. Default: None
-            additional_forward_args (Any, optional): further arguments of ``forward_func``, as
-                in Captum; a dict is passed by keyword. Default: None
-            position (int or Tensor, optional): the token whose row is explained, an int or
-                ``(B,)``; None for the one the model reads its output from. Default: None
             start_layer (int, optional): the first layer of the product. Default: 0
-            return_convergence_delta (bool, optional): must be False. Default: False
-            **options: how a layer's map is made from its channels (``reduction``, ``sign``,
-                ``discard_ratio``, ``min_max``, ``normalize_rows``); see
-                :class:`~captum_ssm.attr.MapOptions`.
-
-        Returns:
-            Tensor or tuple of one Tensor: of the shape of ``inputs``; zero on padding.
-
-        Raises:
-            ValueError: for inputs, a position or options that are not accepted, an unsupported
-                model, or a mixer whose frozen operator does not reproduce its output.
-            TypeError: for inputs of a wrong type or dtype.
+            **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
         """
-        self._no_delta(return_convergence_delta)
         chosen = MapOptions.of(options)
-        frozen = self._freeze(inputs, additional_forward_args, position)
+        frozen = self._freeze(self._request(inputs, additional_forward_args), position)
         with self._computing():
             maps = LayerMaps(frozen.from_layer(start_layer), chosen, frozen.mask)
-            return format_attributions(rollout_row(maps, frozen.require_query()), frozen, inputs)
+            return format_attributions(rollout_row(maps, frozen.require_query()), frozen)
 
     def rollout(
         self,
@@ -107,7 +88,7 @@ class MambaRollout(TokenAttribution):
             torch.Size([1, 7, 7])
         """
         chosen = MapOptions.of(options)
-        frozen = self._freeze(inputs, additional_forward_args, None, query=False)
+        frozen = self._freeze(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
             maps = LayerMaps(frozen.from_layer(start_layer), chosen, frozen.mask)
             return frozen.mask_matrix(rollout_matrix(maps))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from typing_extensions import Unpack
 
-from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._frozen import FrozenModel
+from captum_ssm._capture import FrozenModel
+from captum_ssm._captum import TargetType
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import (
     LayerMaps,
@@ -39,13 +39,7 @@ class UnifiedImplicitAttention(TokenAttribution):
     attention, rollout and attribution (their table 1). A row costs time linear in the sequence
     for ``"raw"`` and ``"rollout"``, and for ``"attribution"`` with ``sign=None``.
 
-    Args:
-        forward_func (nn.Module, nnsight model or Callable): what is explained.
-        model (nn.Module or nnsight model, optional): the model ``forward_func`` runs; required
-            where it is a plain callable. Default: None
-        check (bool, optional): see :class:`~captum_ssm.ReconstructionError`. Default: True
-        interpolate_mode, memory_limit, remote (optional): see
-            :class:`~captum_ssm.attr.TokenAttribution`. Default: None
+    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 
@@ -56,7 +50,20 @@ class UnifiedImplicitAttention(TokenAttribution):
         ... )
     """
 
-    @log_usage()
+    name = "unified"
+    summary = "the whole mixer's attention times gradients, multiplied over layers"
+    cost = "quadratic"
+
+    @classmethod
+    def needs_target(cls, **options: Any) -> bool:
+        """Whether the aggregation takes gradients."""
+        return options.get("aggregation", "attribution") == "attribution"
+
+    @classmethod
+    def reads_whole_maps(cls, **options: Any) -> bool:
+        """Whether the options rescale whole maps."""
+        return MapOptions.rescales(options)
+
     def attribute(
         self,
         inputs: Any,
@@ -64,48 +71,26 @@ class UnifiedImplicitAttention(TokenAttribution):
         additional_forward_args: Any = None,
         *,
         position: Any = None,
-        aggregation: str = "attribution",
+        aggregation: Literal["raw", "rollout", "attribution"] = "attribution",
         components: Iterable[str] | None = None,
         start_layer: int = 0,
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
-        r"""Relevance of each input token for the target.
+        r"""Relevance of each input token, for the target if gradients are taken.
 
         Args:
-            inputs (Tensor or tuple of one Tensor): token ids ``(B, L)``, embeddings
-                ``(B, L, E)`` or images ``(B, C, H, W)``.
-            target (int, tuple, Tensor or list, optional): as for
-                :class:`~captum_ssm.MambaAttribution`; ignored by ``"raw"`` and ``"rollout"``.
-                Default: None
-            additional_forward_args (Any, optional): further arguments of ``forward_func``, as
-                in Captum; a dict is passed by keyword. Default: None
-            position (int or Tensor, optional): the token whose row is explained, an int or
-                ``(B,)``; None for the one the model reads its output from. Default: None
             aggregation (str, optional): ``"raw"`` averages the layers' rows, ``"rollout"``
                 multiplies :math:`I + H` over layers, ``"attribution"`` does so with the
                 gradient-weighted, clamped maps (Ali et al., eq. 24).
                 Default: ``"attribution"``
             components (iterable of str, optional): the parts folded in, any of ``"conv"``,
-                ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for all but the skip,
-                as in the paper. Default: None
+                ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for those of the
+                mixer's own paper, all but the skip in most. Default: None
             start_layer (int, optional): the first layer. Default: 0
-            return_convergence_delta (bool, optional): must be False. Default: False
-            **options: how a layer's map is made from its channels (``reduction``, ``sign``,
-                ``discard_ratio``, ``min_max``, ``normalize_rows``); see
-                :class:`~captum_ssm.attr.MapOptions`. ``sign`` defaults to ``"clamp"`` for
-                ``"attribution"``.
-
-        Returns:
-            Tensor or tuple of one Tensor: of the shape of ``inputs``; zero on padding.
-
-        Raises:
-            ValueError: for inputs, a target, a position or options that are not accepted, an
-                unsupported model, or a mixer whose frozen operator does not reproduce its
-                output.
-            TypeError: for inputs of a wrong type or dtype.
+            **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
+                ``sign`` defaults to ``"clamp"`` for ``"attribution"``.
         """
-        self._no_delta(return_convergence_delta)
         frozen, maps = self._maps(
             inputs,
             target,
@@ -118,7 +103,7 @@ class UnifiedImplicitAttention(TokenAttribution):
         )
         read = raw_row if aggregation == "raw" else rollout_row
         with self._computing():
-            return format_attributions(read(maps, frozen.require_query()), frozen, inputs)
+            return format_attributions(read(maps, frozen.require_query()), frozen)
 
     def rollout(
         self,
@@ -127,7 +112,7 @@ class UnifiedImplicitAttention(TokenAttribution):
         additional_forward_args: Any = None,
         *,
         position: Any = None,
-        aggregation: str = "attribution",
+        aggregation: Literal["raw", "rollout", "attribution"] = "attribution",
         components: Iterable[str] | None = None,
         start_layer: int = 0,
         **options: Unpack[MapChoices],
@@ -147,7 +132,7 @@ class UnifiedImplicitAttention(TokenAttribution):
         """
         if aggregation == "raw":
             raise ValueError(
-                "aggregation is 'raw', which multiplies no layers; accepted are 'rollout' and "
+                "aggregation is 'raw', which multiplies no layers; expected 'rollout' or "
                 "'attribution'. Single maps are returned by captum_ssm.hidden_attention."
             )
         frozen, maps = self._maps(
@@ -159,6 +144,7 @@ class UnifiedImplicitAttention(TokenAttribution):
             components,
             start_layer,
             options,
+            query=False,
         )
         with self._computing():
             return frozen.mask_matrix(rollout_matrix(maps))
@@ -173,16 +159,18 @@ class UnifiedImplicitAttention(TokenAttribution):
         components: Iterable[str] | None,
         start_layer: int,
         choices: MapChoices,
+        *,
+        query: bool = True,
     ) -> tuple[FrozenModel, LayerMaps]:
         if aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation is {aggregation!r}; accepted are {AGGREGATIONS}.")
+            raise ValueError(f"aggregation is {aggregation!r}; expected one of {AGGREGATIONS}.")
         gradients = aggregation == "attribution"
         paper = MapChoices(sign="clamp") if gradients else MapChoices()
         chosen = check_components("unified", components)
         options = MapOptions.of(paper | choices, formulation="unified", components=chosen)
+        request = self._request(inputs, additional_forward_args)
         frozen = self._freeze(
-            inputs, additional_forward_args, position, target=target, gradients=gradients
+            request, position, target=target, query=query, gradients=gradients
         )
-        with self._computing():
-            layers = frozen.from_layer(start_layer)
-            return frozen, LayerMaps(layers, options, frozen.mask, gradients=gradients)
+        layers = frozen.from_layer(start_layer)
+        return frozen, LayerMaps(layers, options, frozen.mask, gradients=gradients)

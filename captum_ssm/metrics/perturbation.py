@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._frozen import as_integers
+from captum_ssm._integers import as_integers
 from captum_ssm.metrics._estimate import Estimate, bootstrap
 
 Removal = str | int | float | Tensor | Callable[[Tensor], Tensor]

@@ -1,28 +1,32 @@
 """Running the user's model once under nnsight and recording its mixers at their boundaries.
 
-The only file that imports nnsight, and that when a model is first run: the import gives every
-object of the process a ``save`` attribute, at which packages imported later (anyio) stumble.
-Mixers are never hooked inside: fused kernels and the scan functions of transformers bypass the
-inner modules, so everything inside is recomputed from a mixer's parameters and its recorded input.
+The only files that import nnsight are this one and its remote form, and they do so when a model is
+first run. Mixers are never hooked inside: fused kernels and the scan functions of transformers
+bypass the inner modules, so everything inside is recomputed from a mixer's parameters and its
+recorded input.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypeIs
 
-from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._capture.model import is_wrapped, unwrap
+from captum_ssm._capture.request import Request
+from captum_ssm._errors import InputError, UnsupportedModelError
+from captum_ssm._nested import detached
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
+from captum_ssm.mixers._base import bound_arguments
 
 if TYPE_CHECKING:
     from nnsight import Envoy
@@ -33,10 +37,11 @@ ONE_RUN = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Capture:
-    """What one run of the model left behind.
+class Recording:
+    """What one run of a model left.
 
     Args:
+        inputs (Tensor): what was run.
         output (Any): what ``forward_func`` returned.
         calls (list of MixerCall): the mixers' calls, in forward order.
         others (list of MixerCall): calls of further modules outside the mixers, in forward
@@ -45,23 +50,84 @@ class Capture:
             (empty where ``forward_func`` runs only a part of the model).
     """
 
+    inputs: Tensor
     output: Any
     calls: list[MixerCall]
     others: list[MixerCall]
     arguments: dict[str, Any]
 
-    def with_gradients(self, target: Tensor) -> Capture:
-        """The same capture with each call's gradient of ``target`` (summed over the batch)."""
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """(B, L), the tokens that all mixers work on.
+
+        Raises:
+            InputError: for mixers that work on different tokens, or on others than the inputs.
+        """
+        shapes = {tuple(call.output.shape[:2]) for call in self.calls}
+        if len(shapes) > 1:
+            raise InputError(
+                f"the model's mixers work on different numbers of tokens, {sorted(shapes)}; a map "
+                "from input tokens to one query needs them to share one sequence."
+            )
+        B, L = shapes.pop()
+        given = self.inputs.shape
+        if given[0] != B or (len(given) < 4 and given[1] != L):
+            raise InputError(
+                f"inputs has shape {tuple(given)}, but the mixers saw (batch, tokens) = {(B, L)}; "
+                "forward_func has to pass each input token to the model as one token."
+            )
+        return B, L
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """``(B, L)`` bool, False for padding; None where nothing was masked.
+
+        Raises:
+            InputError: for a mask of other values than 0 and 1, or an example of padding only.
+        """
+        B, L = self.shape
+        mask = self.arguments.get("attention_mask")
+        if not torch.is_tensor(mask):
+            masks = (call.token_mask() for call in self.calls)
+            mask = next((m for m in masks if m is not None), None)
+        if mask is None or tuple(mask.shape) not in ((B, L), (1, L)):
+            return None
+        mask = mask.expand(B, L)
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise InputError(
+                f"attention_mask holds values from {float(mask.min()):g} to "
+                f"{float(mask.max()):g}; expected 1 for tokens and 0 for padding."
+            )
+        empty = (mask != 0).sum(1) == 0
+        if bool(empty.any()):
+            raise InputError(
+                f"attention_mask marks no token in row {int(empty.nonzero()[0])}: an example of "
+                "padding only has nothing to explain; remove it from the batch."
+            )
+        return (mask != 0).to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first mixer. A model may be spread over devices; results are on this one."""
+        return self.calls[0].output.device
+
+    def check_finite(self) -> None:
+        """Raise `InputError` where a mixer returned NaN or Inf."""
+        for call in self.calls:
+            check_finite(call)
+
+    def with_gradients(self, target: Tensor) -> Recording:
+        """The same recording with each call's gradient of ``target`` (summed over the batch)."""
         require_graph(target)
         outputs = {call.order: call.output for call in (*self.calls, *self.others)}
         wanted = {order: output for order, output in outputs.items() if output.requires_grad}
         found = torch.autograd.grad(target.sum(), list(wanted.values()), allow_unused=True)
         return self.carrying(dict(zip(wanted, found, strict=True)))
 
-    def carrying(self, gradients: Mapping[int, Tensor | None]) -> Capture:
-        """The same capture with gradients at the calls' outputs, by the calls' order."""
+    def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:
+        """The same recording with gradients at the calls' outputs, by the calls' order."""
         if all(gradients.get(call.order) is None for call in self.calls):
-            # A score may have a graph of its own: that of a head behind a detached backbone.
+            # A score may have a graph of its own: that of a head after a detached backbone.
             raise _no_graph()
 
         def one(call: MixerCall) -> MixerCall:
@@ -72,13 +138,13 @@ class Capture:
             self, calls=[one(call) for call in self.calls], others=[one(c) for c in self.others]
         )
 
-    def detached(self) -> Capture:
-        """The same capture without its autograd graph."""
-        return Capture(
-            _detach(self.output),
-            [_detached(call) for call in self.calls],
-            [_detached(call) for call in self.others],
-            self.arguments,
+
+def check_finite(call: MixerCall) -> None:
+    """Raise `InputError` where a mixer returned NaN or Inf."""
+    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(call.output)):
+        raise InputError(
+            f"the output of {call.path} holds NaN or Inf: look for them in the model's weights or "
+            "in the inputs, or run the model in a wider dtype."
         )
 
 
@@ -106,40 +172,19 @@ def _no_graph() -> ValueError:
     )
 
 
-def unwrap(model: nn.Module | Envoy) -> nn.Module:
-    """The torch module behind a model that may be wrapped by nnsight or by torch.compile."""
-    if _is_wrapped(model):
-        return model._module
-    compiled = type(model).__name__ == "OptimizedModule"
-    return model._modules.get("_orig_mod") or model if compiled else model
-
-
-def is_model(value: Any) -> bool:
-    """Whether ``value`` is a torch module or an nnsight-wrapped one."""
-    return isinstance(value, nn.Module) or _is_wrapped(value)
-
-
-def _is_wrapped(value: Any) -> TypeIs[Envoy]:
-    nnsight = sys.modules.get("nnsight")
-    return nnsight is not None and isinstance(value, nnsight.Envoy)
-
-
-def capture(
-    run: Callable[[], Any],
-    model: nn.Module | Envoy,
+def record(
+    request: Request,
     *,
     gradients: bool = False,
     also: Callable[[nn.Module], bool] | None = None,
     substitute: Callable[[MixerCall], Any] | None = None,
-) -> Capture:
-    """Run ``run`` once, with every known mixer of ``model`` recorded at each of its calls.
+) -> Recording:
+    """Run a request here, with every known mixer of its model recorded at each of its calls.
 
     Args:
-        run (Callable): calls the model on its inputs and returns what the model returned.
-        model (nn.Module or nnsight model): holds the mixers; wrapped by nnsight for the time
-            of the call where it is not yet.
+        request (Request): what to run.
         gradients (bool, optional): keep the autograd graph, so that
-            :meth:`Capture.with_gradients` can be asked. Default: False
+            :meth:`Recording.with_gradients` can be asked. Default: False
         also (Callable, optional): says which modules outside the mixers to record too, such as
             the norms at which the residual stream can be read. Default: None
         substitute (Callable, optional): takes each recorded call, its tensors alive in the graph,
@@ -150,10 +195,10 @@ def capture(
         UnsupportedModelError: the model holds no mixer that the registry knows, or the run
             reached none.
     """
-    if gradients and any(p.is_inference() for p in unwrap(model).parameters()):
+    if gradients and any(p.is_inference() for p in request.module.parameters()):
         raise ValueError(
-            f"the parameters of model={type(unwrap(model)).__name__} were made under "
-            "torch.inference_mode(), so no gradient can be taken through it; make or load the "
+            f"the parameters of model={type(request.module).__name__} were made under "
+            "torch.inference_mode(), so no gradient can be taken through it; create or load the "
             "model outside of it."
         )
     grad_mode = torch.enable_grad if gradients else torch.no_grad
@@ -162,7 +207,7 @@ def capture(
         _without_compiler(),
         torch.inference_mode(False),
         grad_mode(),
-        instrumented(model) as root,
+        instrumented(request.model) as root,
     ):
         mixers, others = find_envoys(root, also)
 
@@ -175,16 +220,16 @@ def capture(
                 return _as_leaf(value)
             return value
 
-        output, visits, root_visits = _trace(root, [*mixers, *others], run, put)
+        output, visits, root_visits = _trace(root, [*mixers, *others], request.run, put)
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
         calls = [
             MixerCall(names[envoy._module], envoy._module, args, kwargs, result, order=order)
             for order, (envoy, (args, kwargs), result) in enumerate(visits)
         ]
-        arguments = _bind(root._module, *root_visits[0]) if root_visits else {}
-    captured = Capture(output, *split_calls(model, calls), arguments)
-    return captured if gradients else captured.detached()
+        arguments = bound_arguments(root._module, *root_visits[0]) if root_visits else {}
+    recording = Recording(request.inputs, output, *split_calls(request.model, calls), arguments)
+    return recording if gradients else detached(recording)
 
 
 def find_envoys(
@@ -228,7 +273,7 @@ def _trace(
     run: Callable[[], Any],
     put: Callable[[Envoy, Any, Any], Any],
 ) -> tuple[Any, list[tuple[Envoy, Any, Any]], list[Any]]:
-    from nnsight.intervention.interleaver import OutOfOrderError
+    from nnsight.intervention.interleaver import OutOfOrderError  # after import_nnsight
 
     visits: list[tuple[Envoy, Any, Any]] = []
     root_visits: list[Any] = []
@@ -260,33 +305,84 @@ def _trace(
 
 @contextmanager
 def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
-    # nnsight replaces the forward of every module it wraps, for good, and some models keep
-    # recurrent states in plain attributes. A model leaves with the attributes it came with.
-    for module in unwrap(model).modules():
+    """The model as nnsight's, for the time of a run; it leaves as it came."""
+    nnsight = import_nnsight()
+    modules = list(unwrap(model).modules())
+    for module in modules:
         # RWKV-4 divides its weights in its first run for inference, and has to remember that.
         rescale = getattr(module, "_rescale_layers", None)
         if callable(rescale):
             rescale()
-    before = [(module, dict(module.__dict__)) for module in unwrap(model).modules()]
-    for module, attributes in before:
-        # A checkpointed block has no graph, or one that is not of what was recorded.
-        if attributes.get("gradient_checkpointing"):
-            module.__dict__["gradient_checkpointing"] = False
+    before = [_State(module) for module in modules]
     try:
-        if _is_wrapped(model):
-            yield model
-        else:
-            from nnsight import NNsight
-
-            with warnings.catch_warnings():
-                # Where it mounts a submodule named "output" concerns those who navigate its tree.
-                warnings.filterwarnings("ignore", message=".*nnsight already serves")
-                root = NNsight(unwrap(model))
-            yield root
+        for module in modules:
+            # A checkpointed block has no graph, or one that is not of what was recorded.
+            if module.__dict__.get("gradient_checkpointing"):
+                module.__dict__["gradient_checkpointing"] = False
+        root = model if is_wrapped(model) else _wrap(nnsight, unwrap(model))
+        for module in modules:
+            _make_other_threads_wait(module)
+        yield root
     finally:
-        for module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+        for state in before:
+            state.restore()
+
+
+def _wrap(nnsight: ModuleType, module: nn.Module) -> Envoy:
+    with warnings.catch_warnings():
+        # Where it mounts a submodule named "output" concerns those who navigate its tree.
+        warnings.filterwarnings("ignore", message=".*nnsight already serves")
+        return nnsight.NNsight(module)
+
+
+def import_nnsight() -> ModuleType:
+    """nnsight, imported without the ``save`` attribute that it gives every object of a process.
+
+    Where the user's own code has imported nnsight, its ``save`` stays.
+    """
+    imported_before = "nnsight" in sys.modules
+    import nnsight
+
+    if not imported_before and hasattr(object, "save"):
+        from nnsight._c import unmount
+
+        unmount("save")
+    return nnsight
+
+
+class _State:
+    # The attributes of a module: nnsight replaces its forward, and a run may count, cache or
+    # register buffers. Containers are put back in place, as others may hold them too. Buffers
+    # are written in training (a batch norm's means).
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.attributes = module, dict(module.__dict__)
+        kept = (dict, list, set)
+        self.contents = [(v, v.copy()) for v in self.attributes.values() if isinstance(v, kept)]
+        buffers = module._buffers.values() if module.training else ()
+        self.buffers = [(b, b.clone()) for b in buffers if b is not None and not b.is_meta]
+
+    def restore(self) -> None:
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.attributes)
+        for value, content in self.contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        with torch.no_grad():
+            for buffer, content in self.buffers:
+                buffer.copy_(content)
+
+
+def _make_other_threads_wait(module: nn.Module) -> None:
+    # nnsight follows one thread. Inference in another one waits until the model is whole again.
+    owner, traced = threading.get_ident(), module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == owner:
+            return traced(*args, **kwargs)
+        with ONE_RUN:
+            return module.forward(*args, **kwargs)
+
+    module.__dict__["forward"] = forward
 
 
 @contextmanager
@@ -319,18 +415,8 @@ def _unsupported(model: nn.Module) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(model).__name__} holds no token mixer that captum_ssm knows. Found: "
         f"{shown or 'no submodules'}. Supported: {', '.join(registered())}. A new mixer is "
-        "taught with captum_ssm.register_mixer(module_type, freeze)."
+        "registered with captum_ssm.register_mixer(module_type, freeze)."
     )
-
-
-def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    try:
-        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-    except TypeError:  # a forward that hides its signature
-        return dict(kwargs)
-    named = dict(bound.arguments)
-    named.update(named.pop("kwargs", {}))
-    return named
 
 
 def _first(value: Any) -> Tensor:
@@ -340,19 +426,3 @@ def _first(value: Any) -> Tensor:
 def _as_leaf(value: Any) -> Any:
     leaf = _first(value).detach().clone().requires_grad_(True)
     return type(value)([leaf, *value[1:]]) if isinstance(value, (tuple, list)) else leaf
-
-
-def _detached(call: MixerCall) -> MixerCall:
-    return replace(
-        call, args=_detach(call.args), kwargs=_detach(call.kwargs), result=_detach(call.result)
-    )
-
-
-def _detach(value: Any) -> Any:
-    if torch.is_tensor(value):
-        return value.detach()
-    if type(value) in (tuple, list):
-        return type(value)(_detach(v) for v in value)
-    if type(value) is dict:
-        return {k: _detach(v) for k, v in value.items()}
-    return value

@@ -18,92 +18,59 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from captum_ssm._capture import (
+from captum_ssm._capture.model import unwrap
+from captum_ssm._capture.recording import (
     ONE_RUN,
-    Capture,
+    Recording,
     find_envoys,
     gradient_at,
     instrumented,
     split_calls,
-    unwrap,
 )
+from captum_ssm._capture.request import Remote, Request
 from captum_ssm.mixers import MixerCall
 
 if TYPE_CHECKING:
     from nnsight import Envoy
 
-# As in nnsight: True is the server of its configuration, a str another one's address.
-Remote: TypeAlias = bool | str
-
 Places: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class RemoteCapture(Capture):
-    """A capture of a run elsewhere, where gradients are asked for too.
+class RemoteRecording(Recording):
+    """A recording of a run elsewhere, where gradients are asked for too.
 
     Args:
-        request (Callable): takes the places and values of a gradient at the logits that is zero
+        gradients_of (Callable): takes the places and values of a gradient at the logits that is zero
             elsewhere, and returns that at the output of each call, by the calls' order.
     """
 
-    request: Callable[[Places, Tensor], dict[int, Tensor | None]] = field(kw_only=True)
+    gradients_of: Callable[[Places, Tensor], dict[int, Tensor | None]] = field(kw_only=True)
 
-    def with_gradients(self, target: Tensor) -> Capture:
+    def with_gradients(self, target: Tensor) -> Recording:
         at_logits = gradient_at(self.output, target)
         places = at_logits.nonzero(as_tuple=True)
-        return self.carrying(self.request(places, at_logits[places]))
+        return self.carrying(self.gradients_of(places, at_logits[places]))
 
 
-def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
-    """Raise unless ``remote`` is accepted for this model."""
-    if not isinstance(remote, (bool, str)) or remote == "":
-        raise TypeError(
-            f"remote is {remote!r}; accepted are Python's False and True (the server of nnsight's "
-            "configuration) and a str, the address of another."
-        )
-    if remote == "local":
-        raise ValueError(
-            "remote is 'local', nnsight's rehearsal of a request in this process, which does not "
-            "run blocks within blocks; accepted are False, True and the address of a server."
-        )
-    if not remote:
-        return
-    from nnsight.modeling.mixins.remotable import Remotable
-
-    asked = forward_func if model is None else model
-    if forward_func is not asked or not isinstance(asked, Remotable):
-        raise TypeError(
-            f"remote is {remote!r}, and forward_func is a {type(forward_func).__name__}; what "
-            "runs on a server is an nnsight model that has a name there, such as "
-            "nnsight.LanguageModel: pass it as forward_func, and no model beside it."
-        )
-
-
-def remote_capture(
-    model: Any,
-    remote: Remote,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+def record_remotely(
+    request: Request,
     *,
     gradients: bool = False,
     also: Callable[[nn.Module], bool] | None = None,
-) -> Capture:
-    """As :func:`~captum_ssm._capture.capture`, of a run of ``model`` on a server.
+) -> Recording:
+    """As :func:`~captum_ssm._capture.recording.record`, of a run on a server.
 
-    Args:
-        model (nnsight model): with an identity there; its weights need not be loaded.
-        remote (bool or str): as in nnsight's ``trace``.
-        args, kwargs: what ``model.trace`` is called with.
-        gradients (bool, optional): bring the logits back too, so that
-            :meth:`RemoteCapture.with_gradients` can be asked. Default: False
-        also (Callable, optional): says which modules outside the mixers to record too.
-            Default: None
+    The model's weights need not be loaded. With ``gradients`` the logits come back too, so that
+    :meth:`RemoteRecording.with_gradients` can be asked.
 
     Raises:
         UnsupportedModelError: the model holds no mixer that the registry knows, or the run
             reached none.
+        TypeError: for positional arguments that have no name.
     """
+    model = request.model
+    args, kwargs = request.arguments_by_name()
     mixers, others = find_envoys(model, also)
     envoys = [*mixers, *others]
     names = {module: path for path, module in unwrap(model).named_modules()}
@@ -111,9 +78,9 @@ def remote_capture(
     modules = {i: envoy._module for i, envoy in enumerate(envoys)}
     paths = {i: names[module] for i, module in modules.items()}
 
-    def ask(**request: Any) -> tuple[list[Any], dict[int, dict[str, Tensor]], list[Any]]:
+    def ask(**options: Any) -> tuple[list[Any], dict[int, dict[str, Tensor]], list[Any]]:
         with ONE_RUN, instrumented(model), torch.inference_mode(False):
-            return _ask(model, remote, envoys, args, kwargs, **request)
+            return _ask(model, request.remote, envoys, args, kwargs, **options)
 
     visits, weights, (output,) = ask(absent=absent, whole=gradients)
     for i in absent:
@@ -123,13 +90,14 @@ def remote_capture(
         for order, (i, inputs, result) in enumerate(visits)
     ]
 
-    def request(places: Places, values: Tensor) -> dict[int, Tensor | None]:
+    def gradients_of(places: Places, values: Tensor) -> dict[int, Tensor | None]:
         _, _, found = ask(at_logits=(places, values))
         return dict(enumerate(found))
 
     if gradients:
         output.requires_grad_(True)
-    return RemoteCapture(output, *split_calls(model, calls), kwargs, request=request)
+    split = split_calls(model, calls)
+    return RemoteRecording(request.inputs, output, *split, kwargs, gradients_of=gradients_of)
 
 
 def _ask(

@@ -1,0 +1,26 @@
+"""Running the user's model: one way down, a concern per file.
+
+:mod:`model` (what counts as a model) < :mod:`request` (its input and arguments) < :mod:`recording`
+(one run under nnsight) and :mod:`remote` (the same on a server) < :mod:`target` (the query and the
+score) and :mod:`checking` (does a frozen mixer compute what the mixer did) < :mod:`frozen`.
+"""
+
+from captum_ssm._capture.frozen import FrozenLayer, FrozenModel, Substitution, exact_arithmetic, freeze
+from captum_ssm._capture.model import check_forward, check_model, is_model, resolve_model, unwrap
+from captum_ssm._capture.request import Request, check_remote, single_input
+
+__all__ = [
+    "FrozenLayer",
+    "FrozenModel",
+    "Request",
+    "Substitution",
+    "check_forward",
+    "check_model",
+    "check_remote",
+    "exact_arithmetic",
+    "freeze",
+    "is_model",
+    "resolve_model",
+    "single_input",
+    "unwrap",
+]

@@ -1,0 +1,74 @@
+"""Whether a frozen mixer computes what the mixer computed."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from captum_ssm._errors import ReconstructionError
+from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.mixers._base import is_quantised
+
+# The largest relative L2 error of an example's reconstruction. A model in half precision rounds
+# at every step; the frozen operator does not.
+TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 3e-2,
+}
+
+
+def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) -> Tensor:
+    """The relative L2 error of each example, ``(B,)``, padding excluded.
+
+    Args:
+        call (MixerCall): its output is what is expected.
+        rebuilt (Tensor): ``(B, L, E)``.
+        mask (Tensor, optional): ``(B, L)``, zero for padding.
+    """
+    expected = call.output.to(rebuilt.dtype)
+    error = rebuilt - expected
+    if mask is not None:
+        keep = mask.to(error.device)[..., None]
+        error, expected = error * keep, expected * keep
+    size = torch.linalg.vector_norm(expected, dim=(1, 2))
+    return torch.linalg.vector_norm(error, dim=(1, 2)) / size.clamp(min=1e-12)
+
+
+def check_reconstruction(name: str, call: MixerCall, rebuilt: Tensor, mask: Tensor | None) -> None:
+    """Raise `ReconstructionError` unless ``rebuilt (B, L, E)`` is the mixer's output."""
+    error = float(reconstruction_error(call, rebuilt, mask).amax())
+    tolerance = TOLERANCE[call.output.dtype]
+    if is_quantised(call.module):  # which may round what enters a layer
+        tolerance = max(tolerance, TOLERANCE[torch.float16])
+    if not error <= tolerance:
+        raise ReconstructionError(
+            f"the frozen operator of {name} ({type(call.module).__name__}) does not reproduce its "
+            f"output: relative error {error:.2e}, expected at most {tolerance:.0e} for "
+            f"{call.output.dtype}. The mixer computes something this library does not know (a "
+            "variant, a patched kernel, a generation cache that is not empty), or the model "
+            "changes its result in place; register an adapter with register_mixer, or pass "
+            "check=False to look at the operator all the same."
+        )
+
+
+def warn_if_padding_is_read(
+    name: str, call: MixerCall, mixer: FrozenMixer, mask: Tensor | None
+) -> None:
+    """Warn where tokens read the padding before them: the model ignores its mask."""
+    if mask is None or not bool((mask[:, 1:] > mask[:, :-1]).any()):
+        return
+    mask = mask.to(mixer.recurrence.device, mixer.recurrence.dtype)
+    read = mixer.recurrence.vecmat(mask, "mean") * (1 - mask)
+    written = mixer.inputs.abs().amax(-1) * read.abs()
+    if bool((written > 0).any()):
+        warnings.warn(
+            f"{name} ({type(call.module).__name__}) reads the padding on the left: this model "
+            "ignores attention_mask there, so its outputs depend on how much padding an example "
+            "has. Pad on the right, or explain examples of one length.",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,330 @@
+"""What is to be explained: a model, its input, its further arguments, and where it runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._captum import format_additional_forward_args, is_tuple
+from captum_ssm._capture.model import (
+    input_embeddings,
+    is_model,
+    parameter_names,
+    resolve_model,
+    unwrap,
+)
+from captum_ssm._errors import InputError
+from captum_ssm._nested import same_values
+
+_EXPECTED = (
+    "expected token ids (B, L) of an integer dtype, embeddings (B, L, E) or images (B, C, H, W) "
+    "of a floating dtype"
+)
+# As in nnsight: True is the server of its configuration, a str another one's address.
+Remote: TypeAlias = bool | str
+# Where a tokenizer's or an image processor's output holds the input itself.
+_INPUT_NAMES = ("input_ids", "inputs_embeds", "pixel_values")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One input of one model, checked, with everything needed to run it.
+
+    Args:
+        forward_func (Callable): what is explained.
+        model (nn.Module or nnsight model): the model it runs.
+        inputs (Tensor): ids ``(B, L)``, embeddings ``(B, L, E)`` or images ``(B, C, H, W)``.
+        positional (tuple): further arguments of ``forward_func``.
+        named (dict): further arguments by keyword.
+        remote (bool or str, optional): where an nnsight model runs. Default: False
+        packed (bool, optional): whether the inputs came in a tuple, as the result then does.
+            Default: False
+    """
+
+    forward_func: Callable[..., Any]
+    model: Any
+    inputs: Tensor
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = field(default_factory=dict)
+    remote: Remote = False
+    packed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        forward_func: Callable[..., Any],
+        model: Any,
+        inputs: Any,
+        additional_forward_args: Any = None,
+        remote: Remote = False,
+    ) -> Request:
+        """A request for what a user passed to ``attribute``.
+
+        Raises:
+            InputError: for inputs of a wrong shape, without values, or with ids outside the
+                vocabulary, and for arguments that do not fit them.
+            TypeError: for inputs or arguments of a wrong type or dtype.
+        """
+        model = resolve_model(forward_func, model)
+        check_remote(remote, forward_func, model)
+        given, extra = _split_encoding(single_input(inputs), additional_forward_args)
+        tensor = usable(check_inputs(given, model))
+        positional, named = _extra_arguments(forward_func, tensor, extra)
+        return cls(
+            forward_func,
+            model,
+            tensor,
+            tuple(map(usable, positional)),
+            {name: usable(value) for name, value in named.items()},
+            remote,
+            is_tuple(inputs),
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The torch module of ``model``."""
+        return unwrap(self.model)
+
+    def run(self, inputs: Tensor | None = None) -> Any:
+        """What ``forward_func`` returns on the inputs, or on others in their place."""
+        inputs = self.inputs if inputs is None else inputs
+        if not is_model(self.forward_func):
+            return self.forward_func(inputs, *self.positional, **self.named)
+        module = unwrap(self.forward_func)
+        args, kwargs = self._module_arguments(module, inputs)
+        return module(*args, **kwargs)
+
+    def arguments_by_name(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model's ``forward`` is called with, all but the inputs by name.
+
+        Raises:
+            TypeError: for positional arguments that have no name.
+        """
+        module = self.module
+        taken = inspect.signature(type(module).forward).parameters
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        plain = [n for n in parameter_names(module) if taken[n].kind is kind][1:]
+        names = plain[: len(self.positional)]
+        if len(self.positional) > len(plain) or set(names) & set(self.named):
+            raise TypeError(
+                f"additional_forward_args holds {len(self.positional)} arguments without a name, "
+                f"which forward of {type(module).__name__} cannot all take by position; pass a "
+                "dict, by name."
+            )
+        args, kwargs = self._module_arguments(module, self.inputs)
+        positional = args[1:] if args else ()
+        return args[:1], {**dict(zip(names, positional, strict=False)), **kwargs}
+
+    def same_as(self, other: Request) -> bool:
+        """Whether another request runs the same function on equal inputs and arguments."""
+        mine, theirs = (
+            (request.inputs, request.positional, request.named) for request in (self, other)
+        )
+        return self.forward_func is other.forward_func and same_values(mine, theirs)
+
+    def _module_arguments(
+        self, module: nn.Module, inputs: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        named, names = dict(self.named), parameter_names(module)
+        if "use_cache" in names[len(self.positional) + 1 :]:
+            # Nothing is generated here, and RWKV writes its cache in place, which no gradient
+            # survives.
+            named.setdefault("use_cache", False)
+        if not _takes_embeddings(names, inputs):
+            return (inputs, *self.positional), named
+        # Embeddings go where a language model takes them, not where it takes ids.
+        by_name = dict(zip(names[1:], self.positional, strict=False))
+        return (), {"inputs_embeds": inputs, **by_name, **named}
+
+
+def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
+    """Raise unless this model can run where ``remote`` says."""
+    if not isinstance(remote, (bool, str)) or remote == "":
+        raise TypeError(
+            f"remote is {remote!r}; expected False, True (the server of nnsight's configuration) "
+            "or a str, the address of another server."
+        )
+    if remote == "local":
+        raise ValueError(
+            "remote is 'local', nnsight's rehearsal of a request in this process, which does not "
+            "run blocks within blocks; expected False, True or the address of a server."
+        )
+    if not remote:
+        return
+    from nnsight.modeling.mixins.remotable import Remotable
+
+    asked = forward_func if model is None else model
+    if forward_func is not asked or not isinstance(asked, Remotable):
+        raise TypeError(
+            f"remote is {remote!r}, and forward_func is a {type(forward_func).__name__}; what "
+            "runs on a server is an nnsight model that has a name there, such as "
+            "nnsight.LanguageModel: pass it as forward_func, and no other model."
+        )
+
+
+def single_input(inputs: Any) -> Any:
+    """The one tensor of ``inputs``, a tensor or a 1-tuple."""
+    if is_tuple(inputs):
+        if len(inputs) != 1:
+            raise ValueError(
+                f"inputs is a tuple of {len(inputs)}; expected one tensor or a tuple of one. "
+                "Other arguments of the model go into additional_forward_args."
+            )
+        return inputs[0]
+    return inputs
+
+
+def _split_encoding(inputs: Any, extra: Any) -> tuple[Any, Any]:
+    # A tokenizer's whole output: its ids are explained, the rest goes to the model.
+    if not isinstance(inputs, Mapping):
+        return inputs, extra
+    named = dict(inputs)
+    name = next((n for n in _INPUT_NAMES if n in named), None)
+    if name is None:
+        raise TypeError(
+            f"inputs is a {type(inputs).__name__} of {sorted(map(str, named))}; expected one of "
+            f"{', '.join(_INPUT_NAMES)} in it, as a tokenizer returns."
+        )
+    if extra is not None and not isinstance(extra, dict):
+        raise TypeError(
+            f"inputs is a {type(inputs).__name__} and additional_forward_args a "
+            f"{type(extra).__name__}; expected a dict, whose arguments join those of inputs."
+        )
+    tensor = named.pop(name)
+    return tensor, {**named, **(extra or {})}
+
+
+def check_inputs(inputs: Any, model: Any) -> Tensor:
+    """``inputs`` as the model takes them, if they are of a form the library explains.
+
+    Raises:
+        InputError: for a wrong shape, no values at all, or ids outside the vocabulary.
+        TypeError: for anything except a dense tensor, or a wrong dtype.
+    """
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; {_EXPECTED}.")
+    if inputs.layout != torch.strided:
+        raise TypeError(
+            f"inputs is a tensor of layout {inputs.layout}; {_EXPECTED}, dense: pass "
+            "inputs.to_dense()."
+        )
+    shape = tuple(inputs.shape)
+    if inputs.dim() not in (2, 3, 4):
+        raise InputError(f"inputs has shape {shape}; {_EXPECTED}.")
+    odd = inputs.is_complex() or inputs.dtype == torch.bool
+    if odd or inputs.is_floating_point() != (inputs.dim() > 2):
+        kind = "ids" if inputs.dim() == 2 else "embeddings or images"
+        raise TypeError(
+            f"inputs has shape {shape}, so it holds {kind}, but its dtype is {inputs.dtype}; "
+            f"{_EXPECTED}."
+        )
+    if inputs.numel() == 0:
+        raise InputError(f"inputs is empty, of shape {shape}; give at least one token.")
+    if inputs.is_meta:
+        raise InputError(
+            "inputs is on the device meta, where tensors have no values; create it on the "
+            "model's device."
+        )
+    return as_ids("inputs", inputs, model) if inputs.dim() == 2 else inputs
+
+
+def as_ids(name: str, ids: Tensor, model: Any) -> Tensor:
+    """Ids of any integer dtype in one that embeddings take; raises for what is no id."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} is {ids.dtype}; expected token ids of an integer dtype.")
+    if ids.dtype not in (torch.int32, torch.int64):
+        ids = ids.long()
+    size = getattr(input_embeddings(unwrap(model)), "num_embeddings", None)
+    if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+        raise InputError(
+            f"{name} holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
+            f"has ids 0 .. {size - 1}."
+        )
+    return ids
+
+
+def _takes_embeddings(names: Sequence[str], inputs: Tensor) -> bool:
+    return inputs.dim() == 3 and "inputs_embeds" in names and names[0] != "inputs_embeds"
+
+
+def usable(value: Any) -> Any:
+    """``value``; of a tensor made under inference mode a copy that can take part in autograd."""
+    if torch.is_tensor(value) and value.is_inference():
+        with torch.inference_mode(False):
+            return value.clone()
+    return value
+
+
+def _extra_arguments(
+    forward_func: Callable[..., Any], inputs: Tensor, extra: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # Captum's additional_forward_args, positional and by name. What a function of the user's own
+    # takes is its own affair; what goes to a model is checked.
+    if isinstance(extra, tuple) and len(extra) == 1 and isinstance(extra[0], dict):
+        extra = extra[0]  # as Captum's wrappers pass a dict on
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    if isinstance(extra, dict):
+        named = dict(extra)
+    else:
+        positional = format_additional_forward_args(extra) or ()
+    for value in (*positional, *named.values()):
+        is_mask = torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point()
+        if is_mask and value.shape[0] not in (1, inputs.shape[0]):
+            raise InputError(
+                f"inputs has a batch of {inputs.shape[0]}, but additional_forward_args holds "
+                f"a tensor of shape {tuple(value.shape)}; give one row per example (in a tuple, "
+                "if a Captum method repeats the examples: it does not repeat a dict)."
+            )
+    if is_model(forward_func):
+        model = unwrap(forward_func)
+        names = parameter_names(model)
+        _check_mask({**dict(zip(names[1:], positional, strict=False)), **named}, inputs)
+        if _takes_embeddings(names, inputs):
+            _check_width(model, inputs)
+    else:
+        _check_mask_length(named.get("attention_mask"), inputs)
+    return positional, named
+
+
+def _check_mask(named: dict[str, Any], inputs: Tensor) -> None:
+    mask = named.get("attention_mask")
+    # Masks of more axes, and those of a model's own kind, are left to the model.
+    if isinstance(mask, (bool, int, float, str, list, tuple, np.ndarray)):
+        raise TypeError(
+            f"attention_mask is a {type(mask).__name__}; expected a tensor (B, L), 1 for tokens "
+            "and 0 for padding."
+        )
+    B = inputs.shape[0]
+    if isinstance(mask, Tensor) and (mask.dim() < 2 or mask.shape[0] not in (1, B)):
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)} for inputs of shape "
+            f"{tuple(inputs.shape)}; give one row per example, (B, L)."
+        )
+    _check_mask_length(mask, inputs)
+
+
+def _check_mask_length(mask: Any, inputs: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or inputs.dim() == 4:
+        return
+    if mask.shape[1] != inputs.shape[1]:
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)} for inputs of shape "
+            f"{tuple(inputs.shape)}; give one entry per token."
+        )
+
+
+def _check_width(model: nn.Module, embeddings: Tensor) -> None:
+    table = input_embeddings(model)
+    width = table.embedding_dim if isinstance(table, nn.Embedding) else None
+    if width not in (None, embeddings.shape[-1]):
+        raise InputError(
+            f"inputs has shape {tuple(embeddings.shape)}, so its embeddings are of width "
+            f"{embeddings.shape[-1]}; those of the model are of width {width}."
+        )

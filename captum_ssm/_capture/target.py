@@ -1,0 +1,229 @@
+"""What is explained: the query token whose row is read, and the score of a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._captum import select_targets
+from captum_ssm._capture.recording import Recording
+from captum_ssm._capture.request import usable
+from captum_ssm._errors import InputError, TargetError
+from captum_ssm._integers import as_index, as_integers
+
+
+def read_score(recording: Recording, target: Any, position: Any) -> tuple[Tensor, Tensor]:
+    """The query's weights ``(B, L)`` and the explained score ``(B,)`` of a run with its graph."""
+    B, L = recording.shape
+    logits = extract_logits(recording.output)
+    target, position = _split_target(target, position, logits, L)
+    with torch.inference_mode(False), torch.enable_grad():
+        weights = query_weights(recording, position)
+        if weights is None:
+            weights = probe_readout(recording)
+        score = _score(logits, usable(target), weights)
+    if not bool(torch.isfinite(score).all()):
+        raise InputError(
+            f"the explained score is {score.tolist()}: look for NaN or Inf in the weights after "
+            "the last mixer, or choose another target."
+        )
+    return weights, score
+
+
+def query_weights(recording: Recording, position: Any) -> Tensor | None:
+    """Weights ``(B, L)`` of the tokens whose rows are explained: one token here.
+
+    None where no position was given and the model pools its tokens, so that the query has to be
+    found by :func:`probe_readout`.
+    """
+    B, L = recording.shape
+    if position is None and not _is_per_token(extract_logits(recording.output), L):
+        return None
+    return one_query(position, recording.shape, recording.mask, recording.device)
+
+
+def extract_logits(output: Any) -> Tensor:
+    """The tensor a model returns: itself, ``.logits``, or the first tensor it holds."""
+    if torch.is_tensor(output):
+        return output
+    logits = getattr(output, "logits", None)
+    if torch.is_tensor(logits):
+        return logits
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, (dict, tuple, list)):
+        for value in values:
+            if torch.is_tensor(value):
+                return value
+    raise TypeError(
+        f"forward_func returned a {type(output).__name__}; expected a tensor, a ModelOutput with "
+        "logits, or a tuple whose first tensor is explained."
+    )
+
+
+def _is_per_token(logits: Tensor, tokens: int) -> bool:
+    # A model may return the logits of its last tokens only, but not of more than there are.
+    return logits.dim() == 3 and logits.shape[1] <= tokens
+
+
+def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
+    index = as_integers(position, device)
+    if index is None or index.dim() > 1:
+        raise TypeError(
+            f"position is {position!r}, a {type(position).__name__}; expected an int, a (B,) "
+            "integer tensor or None."
+        )
+    if index.dim() == 1 and index.shape[0] != B:
+        raise InputError(f"position has {index.shape[0]} entries for a batch of {B}.")
+    if bool(((index < -L) | (index >= L)).any()):
+        raise InputError(
+            f"position is {index.tolist()}, outside the sequence of {L} tokens: expected "
+            f"0 .. {L - 1} (or -{L} .. -1 from the end)."
+        )
+    return (index % L).expand(B)
+
+
+def one_query(
+    position: Any, shape: tuple[int, int], mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """``(B, L)``, one at the query token: ``position``, or the last token that is no padding."""
+    B, L = shape
+    if position is not None:
+        index = _positions(position, B, L, device)
+        if mask is not None and not bool(mask.gather(1, index[:, None]).all()):
+            raise InputError(
+                f"position {index.tolist()} falls on padding in at least one example; "
+                "attention_mask marks the tokens that can be asked."
+            )
+    elif mask is not None:
+        places = torch.arange(L, device=device)
+        index = torch.where(mask, places, -1).amax(1)
+    else:
+        index = torch.full((B,), L - 1, device=device)
+    return nn.functional.one_hot(index, L)
+
+
+def probe_readout(recording: Recording) -> Tensor:
+    """The tokens ``(B, L)`` that a pooled output is read from, in equal shares.
+
+    Those on which it depends through the last mixer: everything after it works on one token at a
+    time.
+
+    Args:
+        recording (Recording): of a run with its graph.
+    """
+    # A fixed random direction, so that no symmetry of the head cancels.
+    logits, last = extract_logits(recording.output), recording.calls[-1].output
+    generator = torch.Generator().manual_seed(0)
+    shape = logits.shape[1:] if logits.dim() > 0 else logits.shape
+    direction = torch.randn(shape, generator=generator).to(logits)
+    energy = None
+    if logits.requires_grad and last.requires_grad:
+        (gradient,) = torch.autograd.grad(
+            (logits * direction).sum(), last, retain_graph=True, allow_unused=True
+        )
+        energy = None if gradient is None else gradient.float().norm(dim=-1)
+    if energy is None or not bool((energy.amax(1) > 0).all()):
+        raise ValueError(
+            "the token that the model reads its output from could not be found; pass position="
+        )
+    support = (energy > 1e-6 * energy.amax(1, keepdim=True)).to(energy.dtype)
+    return support / support.sum(1, keepdim=True)
+
+
+def _split_target(target: Any, position: Any, logits: Tensor, L: int) -> tuple[Any, Any]:
+    # For logits (B, L, V) a tuple (position, token) sets both; per example, in a list.
+    if not _is_per_token(logits, L):
+        return target, position
+    pairs = None
+    if isinstance(target, tuple) and len(target) == 2:
+        pairs = [target] * logits.shape[0]
+    elif isinstance(target, list) and target and all(isinstance(t, tuple) for t in target):
+        _check_count(len(target), logits.shape[0])
+        pairs = target
+    if pairs is None:
+        return target, position
+    if any(len(pair) != 2 for pair in pairs):
+        raise TargetError(f"target is {target!r}; a tuple names (position, token).")
+    if position is not None:
+        raise TargetError(
+            f"target is {target!r}, which names the position, and position={position!r} was "
+            "given too; give one of them."
+        )
+    places, tokens = ([as_index(x) for x in side] for side in zip(*pairs, strict=True))
+    if None in places or None in tokens:
+        raise TargetError(
+            f"target is {target!r}; expected a tuple (position, token) of two integers."
+        )
+    return tokens, torch.tensor(places)
+
+
+def _check_count(given: int, batch: int) -> None:
+    if given != batch:
+        raise TargetError(f"target has {given} entries for a batch of {batch}.")
+
+
+def _score(logits: Tensor, target: Any, query: Tensor) -> Tensor:
+    """The explained score of each example, ``(B,)``."""
+    B, L = query.shape
+    if not _is_per_token(logits, L):
+        return _captum_score(logits, target, B)
+    if target is None:
+        raise TargetError(
+            f"the model returns logits of shape {tuple(logits.shape)} and no target was given; "
+            "pass a token id, one id per example, or (position, token)."
+        )
+    token = token_ids(_as_tokens(target, logits), logits.shape[-1])
+    row = query.argmax(1).to(logits.device) - (L - logits.shape[1])
+    if bool((row < 0).any()):
+        raise InputError(
+            f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the "
+            "position asked for is before them."
+        )
+    return logits[torch.arange(B, device=logits.device), row, token]
+
+
+def token_ids(target: Tensor, vocabulary: int) -> Tensor:
+    """Targets as ids from 0 on; as in Captum and Python, -1 is the last of the vocabulary."""
+    if bool(((target < -vocabulary) | (target >= vocabulary)).any()):
+        raise TargetError(
+            f"target is {_shown(target)}, outside the vocabulary: expected ids "
+            f"0 .. {vocabulary - 1} (or -{vocabulary} .. -1 from its end)."
+        )
+    return target % vocabulary
+
+
+def _shown(values: Tensor) -> str:
+    if values.numel() <= 16:
+        return str(values.tolist())
+    return f"of shape {tuple(values.shape)}, from {int(values.min())} to {int(values.max())}"
+
+
+def _as_tokens(target: Any, logits: Tensor) -> Tensor:
+    token = as_integers(target, logits.device)
+    if token is None or token.dim() > 1:
+        raise TargetError(
+            f"target is {target!r}; for logits of shape {tuple(logits.shape)} expected a token "
+            "id, one id per example (list or 1-D tensor), or (position, token)."
+        )
+    if token.dim() == 1 and token.numel() > 1:
+        _check_count(token.numel(), logits.shape[0])
+    return token.reshape(-1).expand(logits.shape[0])
+
+
+def _captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
+    index = as_index(target)  # Captum knows Python's integers only
+    try:
+        score = select_targets(logits, target if index is None else index)
+    except (AssertionError, IndexError, RuntimeError) as error:
+        raise TargetError(
+            f"target is {target!r}, which does not select one value per example of the output "
+            f"of shape {tuple(logits.shape)}: {error}"
+        ) from error
+    if score.numel() not in (1, B):
+        raise TargetError(
+            f"the output has shape {tuple(logits.shape)} and target is {target!r}, which leaves "
+            f"{tuple(score.shape)}; a target has to select one value per example."
+        )
+    return score.reshape(-1)

@@ -1,0 +1,65 @@
+"""Tensors inside nested values: containers, as torch.utils._pytree knows them, and dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+V = TypeVar("V")
+
+
+def map_tensors(
+    function: Callable[[Tensor], Any],
+    value: V,
+    on_callables: Callable[[Callable[..., Any]], Any] = lambda leaf: leaf,
+) -> V:
+    """A copy of ``value`` with ``function`` of each tensor in its place.
+
+    Args:
+        function (Callable): takes a tensor.
+        value (Any): tensors in containers and dataclasses. Modules and classes stay as they are.
+        on_callables (Callable, optional): what takes the place of a function. Default: itself
+    """
+
+    def one(leaf: Any) -> Any:
+        if torch.is_tensor(leaf):
+            return function(leaf)
+        if isinstance(leaf, (torch.nn.Module, type)):
+            return leaf
+        if is_dataclass(leaf):
+            parts = {f.name: getattr(leaf, f.name) for f in fields(leaf)}
+            return replace(leaf, **{k: tree_map(one, part) for k, part in parts.items()})
+        return on_callables(leaf) if callable(leaf) else leaf
+
+    return tree_map(one, value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in containers, in order."""
+    return (leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf))
+
+
+def detached(value: V) -> V:
+    """A copy of ``value`` whose tensors have no autograd graph."""
+    return map_tensors(Tensor.detach, value)
+
+
+def same_values(first: Any, second: Any) -> bool:
+    """Whether two nested values hold equal tensors, and otherwise equal or identical leaves."""
+    a, b = tree_leaves(first), tree_leaves(second)
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if not (torch.is_tensor(a) and torch.is_tensor(b)):
+        return type(a) is type(b) and np.array_equal(a, b)
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and bool((a.to(b.device) == b).all())
