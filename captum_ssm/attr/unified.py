@@ -87,8 +87,9 @@ class UnifiedImplicitAttention(TokenAttribution):
                 gradient-weighted, clamped maps (Ali et al., eq. 24).
                 Default: ``"attribution"``
             components (iterable of str, optional): the parts folded in, any of ``"conv"``,
-                ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for all but the skip,
-                as in the paper. Default: None
+                ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for those of the paper's
+                equation of the family: all except the skip (and RWKV-4's token shift, its
+                ``"conv"``). Default: None
             start_layer (int, optional): the first layer. Default: 0
             return_convergence_delta (bool, optional): must be False. Default: False
             **options: how a layer's map is made from its channels (``reduction``, ``sign``,

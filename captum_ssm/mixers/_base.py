@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import Parameter
 from typing import Any, TypeGuard
 
 import torch
@@ -55,12 +56,7 @@ class MixerCall:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the call by the names in the module's ``forward``."""
-        bound = inspect.signature(type(self.module).forward).bind(
-            self.module, *self.args, **self.kwargs
-        )
-        named = dict(bound.arguments)
-        named.update(named.pop("kwargs", {}))
-        return named
+        return bound_arguments(self.module, self.args, self.kwargs)
 
     @property
     def output(self) -> Tensor:
@@ -115,6 +111,33 @@ class MixerCall:
     def parameter(self, value: Tensor) -> Tensor:
         """A parameter of any shape, detached, in the working dtype."""
         return value.detach().to(self.dtype)
+
+
+def bound_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of ``module`` by the names in its ``forward``.
+
+    Those in its variable keyword (``**kwargs``, whatever its name) stand among the others. Where a
+    subclass takes ``*args`` and passes them on, the names are those of the base class.
+    """
+    found: list[tuple[int, dict[str, Any]]] = []
+    for cls in type(module).__mro__:
+        if "forward" not in vars(cls):
+            continue
+        signature = inspect.signature(vars(cls)["forward"])
+        try:
+            named = dict(signature.bind(module, *args, **kwargs).arguments)
+        except TypeError:  # a forward that hides its signature
+            continue
+        unnamed = 0
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                named.update(named.pop(name, {}))
+            elif parameter.kind is Parameter.VAR_POSITIONAL:
+                unnamed = len(named.get(name, ()))
+        found.append((unnamed, named))
+    return min(found, key=lambda one: one[0])[1] if found else dict(kwargs)
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -184,6 +207,9 @@ class FrozenMixer:
             maps leave to ``offset`` and relevance goes through. Default: False
         offset (Tensor, optional): a bias behind the norm, added to the gated output; it lies
             outside the operator. Broadcasts to ``(B, L, D)``. Default: None
+        paper_components (tuple of str, optional): what ``"unified"`` folds in where no components
+            are chosen, as in the family's own equation of Zimerman et al. Default: all except
+            the skip
 
     Examples::
 
@@ -210,6 +236,7 @@ class FrozenMixer:
     norm: Tensor | None = None
     centred: bool = False
     offset: Tensor | None = None
+    paper_components: tuple[str, ...] = PAPER_COMPONENTS
 
     @cached_property
     def values(self) -> Tensor:
@@ -233,14 +260,14 @@ class FrozenMixer:
                 projection (Zimerman et al., eq. 9), acting on ``inputs``.
                 Default: ``"hidden"``
             components (iterable of str, optional): which parts ``"unified"`` folds in, any of
-                ``"conv" "activation" "gate" "norm" "skip"``. None is the papers' choice, all
-                but the skip. Default: None
+                ``"conv" "activation" "gate" "norm" "skip"``. None is the paper's choice, the
+                mixer's ``paper_components``. Default: None
 
         Raises:
             ValueError: for an unknown formulation or component, or components without
                 ``"unified"``.
         """
-        chosen = check_components(formulation, components)
+        chosen = self._chosen(formulation, components)
         if formulation == "hidden":
             return self.recurrence
         return self.recurrence.compose(
@@ -249,6 +276,10 @@ class FrozenMixer:
             right=self.activation if "activation" in chosen else None,
             conv=self.conv if "conv" in chosen else None,
         )
+
+    def _chosen(self, formulation: str, components: Iterable[str] | None) -> tuple[str, ...]:
+        chosen = check_components(formulation, components)
+        return self.paper_components if chosen is None else chosen
 
     def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
         """The scans the mixer adds up: each with the order of its tokens and its weight."""
@@ -278,16 +309,16 @@ class FrozenMixer:
         return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
 
 
-def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...]:
+def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...] | None:
     """The chosen components, by name.
 
     Args:
         formulation (str): ``"hidden"`` or ``"unified"``.
         components (iterable of str, optional): any of :data:`COMPONENTS`, or one of them; None for
-            the paper's choice, all but the skip.
+            the paper's choice, which each mixer states.
 
     Returns:
-        tuple of str.
+        tuple of str, or None for None.
 
     Raises:
         ValueError: for an unknown formulation or component, or components without ``"unified"``.
@@ -297,24 +328,22 @@ def check_components(formulation: str, components: Iterable[str] | None) -> tupl
 
         >>> check_components("unified", ["gate"])
         ('gate',)
-        >>> check_components("unified", None)
-        ('conv', 'activation', 'gate', 'norm')
     """
     if formulation not in FORMULATIONS:
-        raise ValueError(f"formulation is {formulation!r}; accepted are {FORMULATIONS}.")
+        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
     if components is None:
-        return PAPER_COMPONENTS
+        return None
     if formulation == "hidden":
         raise ValueError(
             "components were given with formulation='hidden', which is the recurrence alone; "
             "pass formulation='unified' to choose components."
         )
     if not isinstance(components, Iterable):
-        raise TypeError(f"components is {components!r}; accepted are any of {COMPONENTS}.")
+        raise TypeError(f"components is {components!r}; expected any of {COMPONENTS}.")
     chosen = (components,) if isinstance(components, str) else tuple(components)
     unknown = [c for c in chosen if c not in COMPONENTS]
     if unknown:
-        raise ValueError(f"components holds {unknown}; accepted are {COMPONENTS}.")
+        raise ValueError(f"components holds {unknown}; expected any of {COMPONENTS}.")
     return chosen
 
 
@@ -446,13 +475,35 @@ Freeze = Callable[[MixerCall], FrozenMixer]
 _REGISTRY: dict[str, Freeze] = {}
 
 
+def adapts(*names: str) -> Callable[[Freeze], Freeze]:
+    """Register one of the library's own adapters, by the names of its classes.
+
+    Raises:
+        ValueError: for a name that has an adapter.
+    """
+
+    def register(function: Freeze) -> Freeze:
+        for name in names:
+            if name in _REGISTRY:
+                both = [f"{f.__module__}.{f.__name__}" for f in (_REGISTRY[name], function)]
+                raise ValueError(
+                    f"{name!r} was given two adapters, {both[0]} and {both[1]}; expected one. "
+                    "Remove the name from either of them."
+                )
+            _REGISTRY[name] = function
+        return function
+
+    return register
+
+
 def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = None) -> Any:
-    """Teach the library a mixer: how to read a recorded call of it as a frozen operator.
+    """Register a mixer: how to read a recorded call of it as a frozen operator.
 
     Args:
         module_type (type or str): the module class, or its dotted name
             (``"package.module.Class"``, or a trailing part of it such as ``"Class"``) where
-            importing it would cost. Subclasses are recognised too; the most derived wins.
+            importing it would cost. Subclasses are recognised too; the most derived wins. A name
+            that is registered, by the library or by you, gets the new function.
         freeze (Callable, optional): takes a :class:`MixerCall`, returns a
             :class:`FrozenMixer`. None makes this a decorator. Default: None
 
@@ -482,13 +533,13 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
     else:
         given = repr(module_type) if isinstance(module_type, str) else type(module_type).__name__
         raise TypeError(
-            f"module_type is {given}; accepted are a module class and its dotted name, a str."
+            f"module_type is {given}; expected a module class or its dotted name, a str."
         )
 
     def register(function: Freeze) -> Freeze:
         if not callable(function):
             raise TypeError(
-                f"freeze is a {type(function).__name__}; accepted is a function that takes a "
+                f"freeze is a {type(function).__name__}; expected a function that takes a "
                 "MixerCall and returns a FrozenMixer."
             )
         _REGISTRY[name] = function

@@ -18,12 +18,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts
 from captum_ssm.operators import SoftmaxOperator
 
 _INTERFACE = "captum_ssm_record"
 
 
+@adapts(
+    "BambaAttention",
+    "FalconH1Attention",
+    "GraniteMoeHybridAttention",
+    "JambaAttention",
+    "KimiLinearAttention",
+    "MiniMaxAttention",
+    "NemotronHAttention",
+    "OlmoHybridAttention",
+    "Qwen3NextAttention",
+    "Qwen3_5Attention",
+    "Qwen3_5MoeAttention",
+    "RecurrentGemmaAttention",
+    "RecurrentGemmaSdpaAttention",
+    "Zamba2Attention",
+    "ZambaAttention",
+)
 def freeze_attention(call: MixerCall) -> FrozenMixer:
     """An attention module of transformers that dispatches through its attention interface."""
     seen = _record(call)
@@ -48,26 +65,6 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
         out_weight=call.weight(projection),
         gate=seen["gate"],
     )
-
-
-for _name in (
-    "BambaAttention",
-    "FalconH1Attention",
-    "GraniteMoeHybridAttention",
-    "JambaAttention",
-    "KimiLinearAttention",
-    "MiniMaxAttention",
-    "NemotronHAttention",
-    "OlmoHybridAttention",
-    "Qwen3NextAttention",
-    "Qwen3_5Attention",
-    "Qwen3_5MoeAttention",
-    "RecurrentGemmaAttention",
-    "RecurrentGemmaSdpaAttention",
-    "Zamba2Attention",
-    "ZambaAttention",
-):
-    register_mixer(_name, freeze_attention)
 
 
 def _record(call: MixerCall) -> dict[str, Any]:

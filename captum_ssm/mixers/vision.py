@@ -18,8 +18,7 @@ from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
     activation_factor,
-    check_components,
-    register_mixer,
+    adapts,
     rms_factor,
     short_conv,
 )
@@ -70,7 +69,7 @@ class FrozenScans(FrozenMixer):
     def operator(
         self, formulation: str = "hidden", components: Iterable[str] | None = None
     ) -> TokenOperator:
-        chosen = check_components(formulation, components)
+        chosen = self._chosen(formulation, components)
         if formulation == "hidden":
             return self.recurrence
         parts = [scan.operator(formulation, chosen) for scan in self.scans]
@@ -143,13 +142,13 @@ def _projection(call: MixerCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     return lambda y: call.linear(module.out_proj, y) * factor, weight * factor[:, None]
 
 
-@register_mixer("captum_ssm.models.vision_mamba.BidirectionalMamba")
+@adapts("captum_ssm.models.vision_mamba.BidirectionalMamba")
 def freeze_bidirectional(call: MixerCall) -> FrozenMixer:
     """Vision Mamba's mixer: ``v2``, ``v1`` or one direction."""
     return _freeze_kind(call, call.module.bimamba_type)
 
 
-@register_mixer("mamba_ssm.modules.mamba_simple.Mamba")
+@adapts("mamba_ssm.modules.mamba_simple.Mamba")
 def freeze_published(call: MixerCall) -> FrozenMixer:
     """mamba-ssm's ``Mamba``, and its fork in Vision Mamba's repository with two directions.
 
@@ -219,7 +218,7 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
     )
 
 
-@register_mixer("captum_ssm.models.ss2d.SS2D")
+@adapts("captum_ssm.models.ss2d.SS2D")
 def freeze_ss2d(call: MixerCall) -> FrozenMixer:
     """VMamba's four-direction scan.
 
