@@ -23,6 +23,7 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm._frozen import FrozenLayer, freeze
+from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.mixers import (
     COMPONENTS,
     FrozenMixer,
@@ -53,8 +54,7 @@ def affine_output(mixer: FrozenMixer) -> Tensor:
         # The bias enters behind the convolution, and is carried by the rest of the operator.
         rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
         y = y + rest.apply(mixer.conv_bias.expand_as(mixer.inputs))
-    if mixer.offset is not None:
-        y = y + mixer.offset
+    y = y + mixer.remainder()
     constant = mixer.out_proj(torch.zeros_like(y))
     return y @ mixer.out_weight.mT + constant
 
@@ -62,7 +62,8 @@ def affine_output(mixer: FrozenMixer) -> Tensor:
 def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
     expected = layer.call.output
     real = torch.ones(expected.shape[:2]) if mask is None else mask
-    for found in (layer.mixer.output(), affine_output(layer.mixer)):
+    mixer = layer.mixer
+    for found in (mixer.output(), affine_output(mixer), frozen_output(mixer)):
         error = ((found - expected) * real[..., None]).abs().max()
         assert error <= 1e-5 * (expected * real[..., None]).abs().max(), layer.name
 

@@ -27,7 +27,6 @@ from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.attr._relevance import relevance_at
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._base import activation_factor
-from captum_ssm.operators.band import causal_conv
 
 
 class MambaLRP(TokenAttribution):
@@ -170,37 +169,7 @@ def frozen_output(mixer: FrozenMixer) -> Tensor:
     Args:
         mixer (FrozenMixer): read from a call whose tensors are alive in a graph.
     """
-    total = torch.zeros_like(mixer.inputs)
-    for scan, order, weight in mixer.scans_in_order():
-        y = weight * _gated(scan)
-        total = total + y if order is None else total.index_add(1, order, y)
-    if mixer.offset is not None:
-        total = total + mixer.offset.detach()
-    return mixer.out_proj(total)
-
-
-def _gated(mixer: FrozenMixer) -> Tensor:
-    v = mixer.inputs
-    if mixer.conv is not None:
-        v = causal_conv(v, mixer.conv)
-    if mixer.conv_bias is not None:
-        v = v + mixer.conv_bias
-    if mixer.activation is not None:
-        v = v * mixer.activation.detach()
-    y = mixer.recurrence.detach().apply(v)
-    if mixer.skip is not None:
-        y = y + mixer.skip * v
-    if mixer.centred:
-        y = y - y.mean(-1, keepdim=True)
-    if mixer.norm is not None:
-        y = y * mixer.norm.detach()
-    if mixer.gate is None:
-        return y
-    if mixer.gate_argument is None:
-        return y * mixer.gate.detach()
-    z = mixer.gate_argument
-    tiny = torch.where(z.abs() < 1e-6, torch.full_like(z, 1e-6), z).detach()
-    return _halves(y, z * (mixer.gate.detach() / tiny))
+    return mixer.detach_coefficients().output(_halves)
 
 
 def _halves(a: Tensor, b: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import Parameter
 from typing import Any, TypeGuard
@@ -12,14 +12,18 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from captum_ssm._devices import weights_loaded
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.band import causal_conv
+from captum_ssm.operators.band import causal_conv, product, sum_of
 
 COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
 PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
 FORMULATIONS = ("hidden", "unified")
+
+# A product of two tensors that both carry relevance.
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -203,9 +207,9 @@ class FrozenMixer:
             it, so that gate and signal carry relevance alike (MambaLRP's half rule).
             Default: None
         norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
-        centred (bool, optional): the norm first takes the mean over channels away, which the
-            maps leave to ``offset`` and relevance goes through. Default: False
-        offset (Tensor, optional): a bias behind the norm, added to the gated output; it lies
+        centred (bool, optional): the norm first takes the mean over channels away, which lies
+            outside the operator (:meth:`remainder`). Default: False
+        offset (Tensor, optional): a bias after the norm, added to the gated output; it lies
             outside the operator. Broadcasts to ``(B, L, D)``. Default: None
         paper_components (tuple of str, optional): what ``"unified"`` folds in where no components
             are chosen, as in the family's own equation of Zimerman et al. Default: all except
@@ -271,7 +275,9 @@ class FrozenMixer:
         if formulation == "hidden":
             return self.recurrence
         return self.recurrence.compose(
-            left=_times(self.gate, self.norm, chosen, ("gate", "norm")),
+            left=product(
+                self.gate if "gate" in chosen else None, self.norm if "norm" in chosen else None
+            ),
             skip=self.skip if "skip" in chosen else None,
             right=self.activation if "activation" in chosen else None,
             conv=self.conv if "conv" in chosen else None,
@@ -281,23 +287,87 @@ class FrozenMixer:
         chosen = check_components(formulation, components)
         return self.paper_components if chosen is None else chosen
 
+    @property
+    def left(self) -> Tensor | None:
+        """What multiplies the rows of every map: gate and norm, ``(B, L, D)``."""
+        return product(self.gate, self.norm)
+
     def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
         """The scans the mixer adds up: each with the order of its tokens and its weight."""
         return [(self, None, 1.0)]
 
-    def gated_output(self) -> Tensor:
-        """The input of the output projection, ``(B, L, D)``, by way of the operator."""
-        y = self.recurrence.apply(self.values)
-        if self.skip is not None:
-            y = torch.addcmul(y, self.skip, self.values)
-        for factor in (self.gate, self.norm):
-            if factor is not None:
-                y = y * factor
-        return y if self.offset is None else y + self.offset
+    def mix(self, values: Tensor) -> Tensor:
+        """The recurrence of ``values (B, L, D)``, and the skip: ``(B, L, D)``."""
+        y = self.recurrence.apply(values)
+        return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
-    def output(self) -> Tensor:
-        """What the mixer returns, ``(B, L, E)``, by way of the operator."""
-        return self.out_proj(self.gated_output())
+    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
+        """The input of the output projection, ``(B, L, D)``, by way of the operator.
+
+        Args:
+            multiply (Callable, optional): the product of a signal and a gate that depends on
+                ``gate_argument``, which relevance propagation replaces by a rule of its own.
+                Default: :func:`torch.mul`
+        """
+        total = self._add_up(lambda scan: scan._gated(multiply))
+        return total if self.offset is None else total + self.offset
+
+    def output(self, multiply: Product = torch.mul) -> Tensor:
+        """What the mixer returns, ``(B, L, E)``: the output projection of :meth:`gated_output`."""
+        return self.out_proj(self.gated_output(multiply))
+
+    def remainder(self) -> Tensor:
+        """What is added to the gated output outside of all maps, ``(B, L, D)``.
+
+        The offset, less what a centred norm takes away. What ``conv_bias`` adds passes through the
+        maps and is no part of it.
+        """
+        taken = self._add_up(lambda scan: scan._mean_taken())
+        return -taken if self.offset is None else self.offset - taken
+
+    def detach_coefficients(self) -> Self:
+        """This mixer with its coefficients outside of the autograd graph.
+
+        Its output is linear in ``inputs``, with a gradient through nothing else; a gate that has a
+        ``gate_argument`` is that argument times a constant.
+        """
+        gate, z = _detached(self.gate), self.gate_argument
+        if gate is not None and z is not None:
+            tiny = torch.where(z.abs() < 1e-6, torch.full_like(z, 1e-6), z).detach()
+            gate = z * (gate / tiny)
+        return replace(
+            self,
+            recurrence=self.recurrence.detach(),
+            skip=_detached(self.skip),
+            activation=_detached(self.activation),
+            gate=gate,
+            norm=_detached(self.norm),
+            offset=_detached(self.offset),
+        )
+
+    def _add_up(self, of: Callable[[FrozenMixer], Tensor]) -> Tensor:
+        # The sum over the scans of what one gives, (B, L, D), in the model's order of the tokens.
+        parts = []
+        for scan, order, weight in self.scans_in_order():
+            y = of(scan) if weight == 1 else weight * of(scan)
+            parts.append(y if order is None else y[:, torch.argsort(order)])
+        return sum_of(parts)
+
+    def _gated(self, multiply: Product) -> Tensor:
+        y = self.mix(self.values)
+        if self.centred:
+            y = y - y.mean(-1, keepdim=True)
+        if self.norm is not None:
+            y = y * self.norm
+        if self.gate is None:
+            return y
+        return y * self.gate if self.gate_argument is None else multiply(y, self.gate)
+
+    def _mean_taken(self) -> Tensor:
+        if not self.centred:
+            return torch.zeros_like(self.inputs)
+        mean = self.mix(self.values).mean(-1, keepdim=True).expand_as(self.inputs)
+        return mean if self.left is None else mean * self.left
 
     def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
         """The channel mean of the gradient at the gated output, ``(B, L)``.
@@ -612,11 +682,5 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 return
 
 
-def _times(
-    gate: Tensor | None, norm: Tensor | None, chosen: tuple[str, ...], names: tuple[str, str]
-) -> Tensor | None:
-    factors = [f for f, name in zip((gate, norm), names, strict=True) if name in chosen]
-    present = [f for f in factors if f is not None]
-    if not present:
-        return None
-    return present[0] if len(present) == 1 else present[0] * present[1]
+def _detached(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach()

@@ -115,7 +115,7 @@ def _frozen(
         weights = bonus.repeat_interleave(values.shape[-1] // bonus.shape[-1], -1)
         # Divided by the norm's scale, which the skip is in front of and the bonus is not. What
         # the centring took from the values is no part of the map.
-        skip = (weights / scale).detach()
+        skip = weights / scale
         rest = weights * mean if mean is not None else torch.zeros_like(weights)
         offset = rest if offset is None else offset + rest
     if offset is not None and gate.factor is not None:
