@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import captum_ssm
-from captum_ssm._frozen import check_inputs, extract_logits
+from captum_ssm._capture.request import check_inputs
+from captum_ssm._capture.target import extract_logits
 from captum_ssm._supported import first_line, report
 from captum_ssm.generation import continuation_relevance
 from captum_ssm.ops import ExtensionWarning

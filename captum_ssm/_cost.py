@@ -10,22 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._capture import unwrap
-from captum_ssm._errors import InputError
-from captum_ssm._frozen import (
+from captum_ssm._capture import (
     FrozenLayer,
     FrozenModel,
-    call_forward,
-    check_inputs,
     exact_arithmetic,
-    extra_arguments,
-    extract_logits,
     freeze,
     resolve_model,
+    single_input,
+    unwrap,
 )
+from captum_ssm._capture.request import check_inputs
+from captum_ssm._capture.target import extract_logits
+from captum_ssm._errors import InputError
 from captum_ssm._memory import readable_bytes
 from captum_ssm._meter import Mark, Reading, fitted, grown, measured
-from captum_ssm.attr._base import single_input
 from captum_ssm.attr._maps import LayerMaps, MapChoices, MapOptions, rollout_matrix, rollout_row
 from captum_ssm.attr.latim import LaTIM
 from captum_ssm.attr.mamba_lrp import MambaLRP

@@ -42,8 +42,9 @@ def hidden_attention(
             output projection (Zimerman et al., eq. 9; acts on the input of the convolution).
             Default: ``"hidden"``
         components (iterable of str, optional): what ``"unified"`` folds in, any of ``"conv"``,
-            ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for all but the skip, as
-            in the paper. Default: None
+            ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for those of the paper's
+            equation of the family: all except the skip (and RWKV-4's token shift, its ``"conv"``).
+            Default: None
         reduction (str, optional): ``"mean"``, ``"max"``, ``"min"`` or ``"prod"`` over the
             maps; None keeps them. Default: None
         rows (int, sequence or Tensor, optional): the query tokens wanted, an int, ``(R,)`` or
@@ -75,8 +76,7 @@ def hidden_attention(
         >>> {path: m.shape for path, m in maps.items()}
         {'backbone.layers.1.mixer': torch.Size([1, 7, 7])}
     """
-    chosen = check_components(formulation, components)
-    folded = None if formulation == "hidden" else chosen
+    folded = check_components(formulation, components)
     if reduction is not None and reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS}, or None.")
     request = Request.of(check_model(model), None, inputs, additional_forward_args, remote)

@@ -34,7 +34,8 @@ def map_tensors(
             return leaf
         if is_dataclass(leaf):
             parts = {f.name: getattr(leaf, f.name) for f in fields(leaf)}
-            return replace(leaf, **{k: tree_map(one, part) for k, part in parts.items()})
+            parts = {name: tree_map(one, part) for name, part in parts.items()}
+            return replace(leaf, **parts)  # type: ignore[type-var]
         return on_callables(leaf) if callable(leaf) else leaf
 
     return tree_map(one, value)

@@ -12,16 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._capture import capture
 from captum_ssm._cost import Asked, Costs
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._frozen import (
-    TOLERANCE,
-    call_forward,
-    exact_arithmetic,
-    extract_logits,
-    freeze,
-)
+from captum_ssm._capture import exact_arithmetic, freeze
+from captum_ssm._capture.checking import TOLERANCE
+from captum_ssm._capture.target import extract_logits
 from captum_ssm._memory import readable_bytes
 from captum_ssm.attr.latim import LaTIM
 from captum_ssm.attr.mamba_lrp import MambaLRP

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm._frozen import freeze
+from captum_ssm._capture import freeze
 from captum_ssm.models import VisionMamba
 from captum_ssm.operators import DiagonalOperator, PermutedOperator, TokenOperator
 

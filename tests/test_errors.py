@@ -532,7 +532,7 @@ def test_a_method_is_refused_where_it_is_made():
 
 REGISTRATIONS = {
     "a number": ((3,), "module_type is int"),
-    "a module": ((nn.Linear(2, 2),), "module_type is Linear; accepted are a module class"),
+    "a module": ((nn.Linear(2, 2),), "module_type is Linear; expected a module class"),
     "no name": (("",), "module_type is ''"),
     "a name for a function": (("Foo", "bar"), "freeze is a str"),
 }

@@ -20,9 +20,18 @@ from captum_ssm import (
     ReconstructionError,
     UnifiedImplicitAttention,
     hidden_attention,
+    register_mixer,
 )
 from captum_ssm._frozen import FrozenLayer, freeze
-from captum_ssm.mixers import COMPONENTS, FrozenMixer, find_mixers, registered
+from captum_ssm.attr.mamba_lrp import frozen_output
+from captum_ssm.mixers import (
+    COMPONENTS,
+    FrozenMixer,
+    MixerCall,
+    find_adapter,
+    find_mixers,
+    registered,
+)
 from captum_ssm.mixers import _base as registry
 from captum_ssm.operators import SoftmaxOperator
 
@@ -45,8 +54,7 @@ def affine_output(mixer: FrozenMixer) -> Tensor:
         # The bias enters behind the convolution, and is carried by the rest of the operator.
         rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
         y = y + rest.apply(mixer.conv_bias.expand_as(mixer.inputs))
-    if mixer.offset is not None:
-        y = y + mixer.offset
+    y = y + mixer.remainder()
     constant = mixer.out_proj(torch.zeros_like(y))
     return y @ mixer.out_weight.mT + constant
 
@@ -54,7 +62,8 @@ def affine_output(mixer: FrozenMixer) -> Tensor:
 def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
     expected = layer.call.output
     real = torch.ones(expected.shape[:2]) if mask is None else mask
-    for found in (layer.mixer.output(), affine_output(layer.mixer)):
+    mixer = layer.mixer
+    for found in (mixer.output(), affine_output(mixer), frozen_output(mixer)):
         error = ((found - expected) * real[..., None]).abs().max()
         assert error <= 1e-5 * (expected * real[..., None]).abs().max(), layer.name
 
@@ -322,11 +331,26 @@ def test_rwkv_token_shift_is_a_convolution_where_features_share_one_mix():
     for layer in frozen_layers(model, tokens, check=True):
         mixer = layer.mixer
         assert mixer.conv_bias.abs().max() <= 1e-6 * mixer.values.abs().max()
-        plain = mixer.operator("unified", ("gate",)).matrix()  # as the paper has it
+        plain = mixer.operator("unified").matrix()
         expected = 0.3 * plain
         expected[..., :-1] += 0.7 * plain[..., 1:]
         found = mixer.operator("unified", shifted).matrix()
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_unified_attention_of_rwkv_is_the_papers_equation_21():
+    """``diag(sigmoid(r)) alpha``, without the token shift of the values (eq. 18)."""
+    model, tokens = build("rwkv"), ids(2, 9)
+    hidden, unified = (
+        hidden_attention(model, tokens, formulation=name) for name in ("hidden", "unified")
+    )
+    truths = []
+    for layer in frozen_layers(model, tokens):
+        gate = layer.mixer.gate.mT[..., None]
+        truths.append((gate * hidden[layer.name]).mean(1))
+        torch.testing.assert_close(unified[layer.name], gate * hidden[layer.name])
+    found = UnifiedImplicitAttention(model).attribute(tokens, aggregation="raw")
+    torch.testing.assert_close(found, torch.stack(truths).mean(0)[:, -1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -338,6 +362,59 @@ def test_a_row_is_the_matrix_row(family):
         for path, matrix in maps.items():
             scale = float(matrix.abs().max())
             torch.testing.assert_close(rows[path], matrix[:, :, [5, -1]], atol=1e-5 * scale, rtol=0)
+
+
+class Named(nn.Module):
+    def forward(self, x, attention_mask=None, *more, scale=1.0, **options):
+        return x
+
+
+class Hidden(Named):
+    def forward(self, *given, **rest):
+        return super().forward(*given, **rest)
+
+
+class Silent(nn.Module):
+    forward = staticmethod(lambda *given, **rest: given[0])
+
+
+@pytest.mark.parametrize("kind", [Named, Hidden])
+def test_arguments_go_by_the_names_of_forward(kind):
+    module, x, mask = kind(), torch.ones(2, 3, 4), torch.ones(2, 3)
+    for args, kwargs in (
+        ((x,), {"attention_mask": mask, "scale": 2.0, "position_ids": 3}),
+        ((x, mask), {"scale": 2.0, "position_ids": 3}),
+        ((), {"x": x, "attention_mask": mask, "scale": 2.0, "position_ids": 3}),
+    ):
+        call = MixerCall("mixer", module, args, kwargs, x)
+        found = {k: v for k, v in call.arguments.items() if k != "self"}
+        assert found == {"x": x, "attention_mask": mask, "scale": 2.0, "position_ids": 3}
+        assert torch.equal(call.token_mask(), mask)
+        assert call.tokens("x") is x
+    more = MixerCall("mixer", module, (x, mask, 5), {}, x)
+    assert torch.equal(more.token_mask(), mask)
+
+
+def test_arguments_that_have_no_names_anywhere():
+    x, mask = torch.ones(2, 3, 4), torch.ones(2, 3)
+    call = MixerCall("mixer", Silent(), (x,), {"attention_mask": mask}, x)
+    assert torch.equal(call.token_mask(), mask)
+    assert call.tokens("x") is x
+
+
+def test_the_librarys_own_adapters_have_one_class_each(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+    def freeze_other(call):
+        raise NotImplementedError
+
+    before = registered()
+    with pytest.raises(ValueError, match=r"'MambaMixer'.*s6\.freeze_s6 and .*freeze_other"):
+        registry.adapts("MambaMixer")(freeze_other)
+    assert registered() == before
+    # A user's function replaces the library's.
+    register_mixer("MambaMixer", freeze_other)
+    assert find_adapter(build("mamba").backbone.layers[0].mixer) is freeze_other
 
 
 def test_the_page_on_adding_a_family_runs(monkeypatch):

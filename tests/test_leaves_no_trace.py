@@ -4,11 +4,16 @@ import contextlib
 import gc
 import resource
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
+from families import HYBRIDS, build
 from models import S6_FAMILIES, Classifier, embed, ids, tiny
 from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import captum_ssm
 from captum_ssm import (
@@ -20,7 +25,9 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
+from captum_ssm._capture import freeze
 from captum_ssm.mixers import _base as registry
+from captum_ssm.mixers import attention
 
 MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
 METHODS = [*MAPS, LaTIM, MambaLRP]
@@ -61,6 +68,11 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
 def assert_unchanged(model: nn.Module, before: dict[str, object]) -> None:
     after = fingerprint(model)
     for aspect, value in before.items():
@@ -85,6 +97,19 @@ def test_after_success(method, family, training):
     method(lambda t: model(t).logits, model).attribute(tokens, target=4, position=3)
     hidden_attention(model, tokens)
     assert_unchanged(model, before)
+
+
+@each_method
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_after_explaining_a_hybrid(method, family):
+    model, tokens = build(family), ids(2, 7)
+    # What is registered or cached once, at the first use.
+    method(model).attribute(tokens, target=4)
+    before, table, tensors = fingerprint(model), dict(ALL_ATTENTION_FUNCTIONS), tensors_alive()
+    method(model).attribute(tokens, target=4)
+    assert_unchanged(model, before)
+    assert dict(ALL_ATTENTION_FUNCTIONS) == table
+    assert tensors_alive() == tensors
 
 
 @each_method
@@ -150,6 +175,75 @@ def test_a_model_that_nnsight_wrapped_stays_wrapped(method):
         with wrapped.trace(tokens):
             inner = wrapped.backbone.layers[1].mixer.output.save()
         assert inner.shape == (2, 7, 16)
+
+
+# ---- between threads ----------------------------------------------------------------------------
+
+
+def test_two_threads_explain_two_hybrids():
+    tokens = ids(2, 7)
+    models = [build(family) for family in ("jamba", HYBRIDS[-1])]
+    truths = [hidden_attention(model, tokens) for model in models]
+    # Without the check, which would hide a wrong map with an error. Runs take turns; what is read
+    # off them afterwards does not, and is read anew each time.
+    frozen = [freeze(model, None, tokens, query=False, check=False) for model in models]
+    both = Barrier(2, timeout=60)
+
+    def explain(at):
+        both.wait()
+        return [{x.name: x.mixer.operator().matrix() for x in frozen[at].layers} for _ in range(20)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, truth in zip(pool.map(explain, range(2)), truths, strict=True):
+            for maps in found:
+                assert list(maps) == list(truth)
+                for path, expected in truth.items():
+                    assert torch.equal(maps[path], expected)
+
+
+def test_recordings_of_attention_are_each_threads_own():
+    # Both are under way at once: one by transformers' interface, one by PyTorch's kernel.
+    both = Barrier(2, timeout=60)
+    tokens = {name: torch.full((1, 2, 5, 4), float(name)) for name in range(3)}
+
+    def record(name):
+        token = attention._RECORDING.set({})
+        try:
+            with attention._KeepDirect():
+                both.wait()
+                x = tokens[name]
+                if name == 0:
+                    out = ALL_ATTENTION_FUNCTIONS[attention._INTERFACE](None, x, x, x, None)[0]
+                else:
+                    out = F.scaled_dot_product_attention(x, x, x)
+                both.wait()
+            seen = attention._RECORDING.get()
+            return bool((out == 1).all()) and all(seen[n] is x for n in ("query", "key", "value"))
+        finally:
+            attention._RECORDING.reset(token)
+
+    hidden_attention(build("jamba"), ids(1, 3))  # registers the interface
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(record, range(2))) == [True, True]
+
+    def attend():
+        both.wait()
+        out = F.scaled_dot_product_attention(*[tokens[2]] * 3)
+        both.wait()
+        return out
+
+    with ThreadPoolExecutor(2) as pool:
+        recorded, attended = pool.submit(record, 1), pool.submit(attend)
+        assert recorded.result()
+        assert torch.equal(attended.result(), tokens[2])  # an average of equal values
+
+
+def test_the_recording_interface_is_no_attention_of_its_own():
+    model = build("jamba")
+    hidden_attention(model, ids(1, 3))
+    model.set_attn_implementation(attention._INTERFACE)
+    with pytest.raises(RuntimeError, match="computes nothing"):
+        model(ids(1, 3))
 
 
 # ---- after a failure --------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from families import build, modeling_of
 
 from captum_ssm import MambaAttribution
-from captum_ssm._frozen import freeze
+from captum_ssm._capture import freeze
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"])

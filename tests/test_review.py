@@ -27,7 +27,7 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
-from captum_ssm._frozen import freeze
+from captum_ssm._capture import freeze
 from captum_ssm.mixers import _base as registry
 from captum_ssm.operators import DiagonalOperator
 

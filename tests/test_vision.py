@@ -20,7 +20,8 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._frozen import freeze
+from captum_ssm._capture import freeze
+from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.models import SS2D, BidirectionalMamba, TokenGrid, VisionMamba, vision_mamba
 from captum_ssm.models.vision_mamba import find_cls
 from captum_ssm.operators import (
@@ -381,12 +382,11 @@ def test_the_unified_operator_is_the_mixer(kind):
             for scan, order, weight in layer.mixer.scans_in_order():
                 bias = scan.operator("unified", everything[1:]).apply(scan.conv_bias.expand_as(u))
                 found = found + weight * bias[:, torch.argsort(order)]
-        if layer.mixer.offset is not None:
-            found = found + layer.mixer.offset
-        out = module.out_proj(found)
+        out = module.out_proj(found + layer.mixer.remainder())
         gamma = getattr(module, "gamma", None)
         expected = out if gamma is None else out * gamma
-        torch.testing.assert_close(expected, layer.call.output, rtol=1e-8, atol=1e-9)
+        for found in (expected, layer.mixer.output(), frozen_output(layer.mixer)):
+            torch.testing.assert_close(found, layer.call.output, rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(
             operator.matrix("mean"), operator.matrix().mean(1), rtol=1e-9, atol=1e-10
         )

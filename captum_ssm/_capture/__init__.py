@@ -5,7 +5,13 @@
 score) and :mod:`checking` (does a frozen mixer compute what the mixer did) < :mod:`frozen`.
 """
 
-from captum_ssm._capture.frozen import FrozenLayer, FrozenModel, Substitution, exact_arithmetic, freeze
+from captum_ssm._capture.frozen import (
+    FrozenLayer,
+    FrozenModel,
+    Substitution,
+    exact_arithmetic,
+    freeze,
+)
 from captum_ssm._capture.model import check_forward, check_model, is_model, resolve_model, unwrap
 from captum_ssm._capture.request import Request, check_remote, single_input
 

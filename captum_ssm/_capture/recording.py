@@ -368,8 +368,8 @@ class _State:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
         with torch.no_grad():
-            for buffer, content in self.buffers:
-                buffer.copy_(content)
+            for buffer, values in self.buffers:
+                buffer.copy_(values)
 
 
 def _make_other_threads_wait(module: nn.Module) -> None:

@@ -41,8 +41,8 @@ class RemoteRecording(Recording):
     """A recording of a run elsewhere, where gradients are asked for too.
 
     Args:
-        gradients_of (Callable): takes the places and values of a gradient at the logits that is zero
-            elsewhere, and returns that at the output of each call, by the calls' order.
+        gradients_of (Callable): takes the indices and values of a gradient at the logits that is
+            zero elsewhere, and returns that at the output of each call, by the calls' order.
     """
 
     gradients_of: Callable[[Places, Tensor], dict[int, Tensor | None]] = field(kw_only=True)

@@ -16,7 +16,7 @@ from captum_ssm._integers import as_index, as_integers
 
 def read_score(recording: Recording, target: Any, position: Any) -> tuple[Tensor, Tensor]:
     """The query's weights ``(B, L)`` and the explained score ``(B,)`` of a run with its graph."""
-    B, L = recording.shape
+    _, L = recording.shape
     logits = extract_logits(recording.output)
     target, position = _split_target(target, position, logits, L)
     with torch.inference_mode(False), torch.enable_grad():
@@ -38,7 +38,7 @@ def query_weights(recording: Recording, position: Any) -> Tensor | None:
     None where no position was given and the model pools its tokens, so that the query has to be
     found by :func:`probe_readout`.
     """
-    B, L = recording.shape
+    _, L = recording.shape
     if position is None and not _is_per_token(extract_logits(recording.output), L):
         return None
     return one_query(position, recording.shape, recording.mask, recording.device)

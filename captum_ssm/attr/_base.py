@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from captum_ssm._captum import Attribution, format_output
 from captum_ssm._capture import (
     FrozenModel,
     Request,
@@ -23,7 +24,6 @@ from captum_ssm._capture import (
     resolve_model,
     single_input,
 )
-from captum_ssm._captum import Attribution, format_output
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._memory import memory_limit
 from captum_ssm.attr._options import Option, described, no_delta, options_of
@@ -213,7 +213,8 @@ class TokenAttribution(Attribution):
         also: Callable[[nn.Module], bool] | None = None,
         substitution: Substitution | None = None,
     ) -> FrozenModel:
-        if self._frozen is not None and position is not None and not gradients and substitution is None:
+        runs = gradients or substitution is not None
+        if self._frozen is not None and position is not None and not runs:
             if not request.same_as(self._frozen.request):
                 raise ValueError(
                     "inputs or additional_forward_args are not those that freeze_once was given; "

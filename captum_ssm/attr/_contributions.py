@@ -22,7 +22,7 @@ from captum_ssm import ops
 from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.band import product
+from captum_ssm.operators.band import sum_of
 
 ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
 
@@ -72,11 +72,7 @@ class Contributions:
 
     def bias(self) -> Tensor:
         """What the output holds that is no token's, ``(B, L, E)``."""
-        found = []
-        for mixer in self.mixers:
-            zero = torch.zeros_like(mixer.inputs)
-            found.append(mixer.out_proj(zero if mixer.offset is None else zero + mixer.offset))
-        return sum_of(found)
+        return sum_of([mixer.out_proj(mixer.remainder()) for mixer in self.mixers])
 
     def dot_row(self, direction: Tensor) -> Tensor:
         """sum_i direction_i . T_i(x_j): ``(B, L)``, in linear time and without vectors.
@@ -154,7 +150,7 @@ class _Part:
         if weight != 1.0:
             lagged = [weight * values for values in lagged]
         place = None if order is None else torch.argsort(order)
-        return cls(mixer, lagged, product(mixer.gate, mixer.norm), order, place)
+        return cls(mixer, lagged, mixer.left, order, place)
 
     @property
     def weight(self) -> Tensor:
@@ -165,10 +161,7 @@ class _Part:
         return values if self.place is None else values.index_select(dim, self.place)
 
     def total(self) -> Tensor:
-        values = sum_of(self.lagged)
-        y = self.mixer.recurrence.apply(values)
-        if self.mixer.skip is not None:
-            y = y + self.mixer.skip * values
+        y = self.mixer.mix(sum_of(self.lagged))
         if self.left is not None:
             y = y * self.left
         return y @ self.weight.mT
@@ -211,7 +204,7 @@ class _Part:
         # z (B, c, R, C): what each token puts into each row of some channels, row factors applied.
         rows = self.mixer.recurrence.map_rows(index, first, last)  # (B, m, R, L)
         if self.mixer.skip is not None:
-            skip = self.mixer.skip.expand_as(self.mixer.values)[..., part].mT  # (B, c, L)
+            skip = self.mixer.skip.expand_as(self.lagged[0])[..., part].mT  # (B, c, L)
             if rows.shape[1] < skip.shape[1]:
                 rows = rows.repeat_interleave(skip.shape[1] // rows.shape[1], 1)
             at = index[:, None].expand(-1, skip.shape[1], -1)  # (B, c, R)
@@ -222,14 +215,6 @@ class _Part:
             left = self.left[..., part].gather(1, at).mT
         values = torch.stack([lagged[..., part].mT for lagged in self.lagged])
         ops.tap_rows(rows, values, left, z)
-
-
-def sum_of(tensors: list[Tensor]) -> Tensor:
-    """The sum of at least one tensor."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
 
 
 def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:

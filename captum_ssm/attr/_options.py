@@ -8,9 +8,9 @@ import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
-from typing_extensions import Unpack, get_args, get_origin, get_type_hints
+from typing_extensions import Unpack, get_type_hints
 
 from captum_ssm._captum import log_usage
 

@@ -9,17 +9,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from captum_ssm._captum import TargetType
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
 from captum_ssm._capture.target import extract_logits, token_ids
-from captum_ssm._captum import TargetType
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
 from captum_ssm._progress import progress
 from captum_ssm.attr._base import TokenAttribution, delta, format_attributions
-from captum_ssm.attr._contributions import Contributions, sum_of
+from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._residual import ResidualStream, Stage, norms_and_head
+from captum_ssm.operators.band import sum_of
 
-LOGIT = "alti_logit"
+LOGIT: Literal["alti_logit"] = "alti_logit"
 
 
 class LaTIM(TokenAttribution):
@@ -411,7 +412,7 @@ def _mixing(stage: Stage, parts: Contributions) -> Callable[[], Any]:
 def _logit_row(
     frozen: FrozenModel, stream: ResidualStream, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """Relevance ``(B, L)`` of eq. 8 at the query, and what bias terms add to the score, ``(B,)``."""
+    """Relevance ``(B, L)`` of eq. 8 at the query, and the bias terms' part of the score, ``(B,)``."""
     direction = stream.direction
     v = torch.zeros_like(direction[..., 0])
     bias = torch.zeros_like(v[:, 0])

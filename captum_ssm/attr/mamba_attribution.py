@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from captum_ssm._capture import FrozenModel
 from captum_ssm._captum import TargetType
+from captum_ssm._capture import FrozenModel
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import LayerMaps, MapChoices, MapOptions, rollout_matrix, rollout_row
 

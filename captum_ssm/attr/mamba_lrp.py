@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from captum_ssm._captum import TargetType, format_output
 from captum_ssm._capture import Request, Substitution
 from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.recording import is_norm
-from captum_ssm._captum import TargetType, format_output
 from captum_ssm._memory import limited_graph, memory_limit
 from captum_ssm._nested import tensors_in
 from captum_ssm.attr._base import TokenAttribution, delta
@@ -21,7 +21,6 @@ from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.attr._relevance import relevance_at
 from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers._base import activation_factor
-from captum_ssm.operators.band import causal_conv
 
 
 class MambaLRP(TokenAttribution):
@@ -114,37 +113,7 @@ def frozen_output(mixer: FrozenMixer) -> Tensor:
     Args:
         mixer (FrozenMixer): read from a call whose tensors are alive in a graph.
     """
-    total = torch.zeros_like(mixer.inputs)
-    for scan, order, weight in mixer.scans_in_order():
-        y = weight * _gated(scan)
-        total = total + y if order is None else total.index_add(1, order, y)
-    if mixer.offset is not None:
-        total = total + mixer.offset.detach()
-    return mixer.out_proj(total)
-
-
-def _gated(mixer: FrozenMixer) -> Tensor:
-    v = mixer.inputs
-    if mixer.conv is not None:
-        v = causal_conv(v, mixer.conv)
-    if mixer.conv_bias is not None:
-        v = v + mixer.conv_bias
-    if mixer.activation is not None:
-        v = v * mixer.activation.detach()
-    y = mixer.recurrence.detach().apply(v)
-    if mixer.skip is not None:
-        y = y + mixer.skip * v
-    if mixer.centred:
-        y = y - y.mean(-1, keepdim=True)
-    if mixer.norm is not None:
-        y = y * mixer.norm.detach()
-    if mixer.gate is None:
-        return y
-    if mixer.gate_argument is None:
-        return y * mixer.gate.detach()
-    z = mixer.gate_argument
-    tiny = torch.where(z.abs() < 1e-6, torch.full_like(z, 1e-6), z).detach()
-    return _halves(y, z * (mixer.gate.detach() / tiny))
+    return mixer.detach_coefficients().output(_halves)
 
 
 def _halves(a: Tensor, b: Tensor) -> Tensor:

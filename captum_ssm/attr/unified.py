@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import Unpack
 
-from captum_ssm._capture import FrozenModel
 from captum_ssm._captum import TargetType
+from captum_ssm._capture import FrozenModel
 from captum_ssm.attr._base import TokenAttribution, format_attributions
 from captum_ssm.attr._maps import (
     LayerMaps,
@@ -85,8 +85,9 @@ class UnifiedImplicitAttention(TokenAttribution):
                 gradient-weighted, clamped maps (Ali et al., eq. 24).
                 Default: ``"attribution"``
             components (iterable of str, optional): the parts folded in, any of ``"conv"``,
-                ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for those of the
-                mixer's own paper, all but the skip in most. Default: None
+                ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for those of the paper's
+                equation of the family: all except the skip (and RWKV-4's token shift, its
+                ``"conv"``). Default: None
             start_layer (int, optional): the first layer. Default: 0
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
                 ``sign`` defaults to ``"clamp"`` for ``"attribution"``.
@@ -169,8 +170,6 @@ class UnifiedImplicitAttention(TokenAttribution):
         chosen = check_components("unified", components)
         options = MapOptions.of(paper | choices, formulation="unified", components=chosen)
         request = self._request(inputs, additional_forward_args)
-        frozen = self._freeze(
-            request, position, target=target, query=query, gradients=gradients
-        )
+        frozen = self._freeze(request, position, target=target, query=query, gradients=gradients)
         layers = frozen.from_layer(start_layer)
         return frozen, LayerMaps(layers, options, frozen.mask, gradients=gradients)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import Parameter
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from captum_ssm._devices import weights_loaded
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.band import causal_conv
+from captum_ssm.operators.band import causal_conv, product, sum_of
 
 COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
 PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
 FORMULATIONS = ("hidden", "unified")
+
+# A product of two tensors that both carry relevance.
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,7 @@ class MixerCall:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the call by the names in the module's ``forward``."""
-        bound = inspect.signature(type(self.module).forward).bind(
-            self.module, *self.args, **self.kwargs
-        )
-        named = dict(bound.arguments)
-        named.update(named.pop("kwargs", {}))
-        return named
+        return bound_arguments(self.module, self.args, self.kwargs)
 
     @property
     def output(self) -> Tensor:
@@ -115,6 +115,33 @@ class MixerCall:
     def parameter(self, value: Tensor) -> Tensor:
         """A parameter of any shape, detached, in the working dtype."""
         return value.detach().to(self.dtype)
+
+
+def bound_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of ``module`` by the names in its ``forward``.
+
+    Those in its variable keyword (``**kwargs``, whatever its name) stand among the others. Where a
+    subclass takes ``*args`` and passes them on, the names are those of the base class.
+    """
+    found: list[tuple[int, dict[str, Any]]] = []
+    for cls in type(module).__mro__:
+        if "forward" not in vars(cls):
+            continue
+        signature = inspect.signature(vars(cls)["forward"])
+        try:
+            named = dict(signature.bind(module, *args, **kwargs).arguments)
+        except TypeError:  # a forward that hides its signature
+            continue
+        unnamed = 0
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                named.update(named.pop(name, {}))
+            elif parameter.kind is Parameter.VAR_POSITIONAL:
+                unnamed = len(named.get(name, ()))
+        found.append((unnamed, named))
+    return min(found, key=lambda one: one[0])[1] if found else dict(kwargs)
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -180,10 +207,13 @@ class FrozenMixer:
             it, so that gate and signal carry relevance alike (MambaLRP's half rule).
             Default: None
         norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
-        centred (bool, optional): the norm first takes the mean over channels away, which the
-            maps leave to ``offset`` and relevance goes through. Default: False
-        offset (Tensor, optional): a bias behind the norm, added to the gated output; it lies
+        centred (bool, optional): the norm first takes the mean over channels away, which lies
+            outside the operator (:meth:`remainder`). Default: False
+        offset (Tensor, optional): a bias after the norm, added to the gated output; it lies
             outside the operator. Broadcasts to ``(B, L, D)``. Default: None
+        paper_components (tuple of str, optional): what ``"unified"`` folds in where no components
+            are chosen, as in the family's own equation of Zimerman et al. Default: all except
+            the skip
 
     Examples::
 
@@ -210,6 +240,7 @@ class FrozenMixer:
     norm: Tensor | None = None
     centred: bool = False
     offset: Tensor | None = None
+    paper_components: tuple[str, ...] = PAPER_COMPONENTS
 
     @cached_property
     def values(self) -> Tensor:
@@ -233,40 +264,110 @@ class FrozenMixer:
                 projection (Zimerman et al., eq. 9), acting on ``inputs``.
                 Default: ``"hidden"``
             components (iterable of str, optional): which parts ``"unified"`` folds in, any of
-                ``"conv" "activation" "gate" "norm" "skip"``. None is the papers' choice, all
-                but the skip. Default: None
+                ``"conv" "activation" "gate" "norm" "skip"``. None is the paper's choice, the
+                mixer's ``paper_components``. Default: None
 
         Raises:
             ValueError: for an unknown formulation or component, or components without
                 ``"unified"``.
         """
-        chosen = check_components(formulation, components)
+        chosen = self._chosen(formulation, components)
         if formulation == "hidden":
             return self.recurrence
         return self.recurrence.compose(
-            left=_times(self.gate, self.norm, chosen, ("gate", "norm")),
+            left=product(
+                self.gate if "gate" in chosen else None, self.norm if "norm" in chosen else None
+            ),
             skip=self.skip if "skip" in chosen else None,
             right=self.activation if "activation" in chosen else None,
             conv=self.conv if "conv" in chosen else None,
         )
 
+    def _chosen(self, formulation: str, components: Iterable[str] | None) -> tuple[str, ...]:
+        chosen = check_components(formulation, components)
+        return self.paper_components if chosen is None else chosen
+
+    @property
+    def left(self) -> Tensor | None:
+        """What multiplies the rows of every map: gate and norm, ``(B, L, D)``."""
+        return product(self.gate, self.norm)
+
     def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
         """The scans the mixer adds up: each with the order of its tokens and its weight."""
         return [(self, None, 1.0)]
 
-    def gated_output(self) -> Tensor:
-        """The input of the output projection, ``(B, L, D)``, by way of the operator."""
-        y = self.recurrence.apply(self.values)
-        if self.skip is not None:
-            y = torch.addcmul(y, self.skip, self.values)
-        for factor in (self.gate, self.norm):
-            if factor is not None:
-                y = y * factor
-        return y if self.offset is None else y + self.offset
+    def mix(self, values: Tensor) -> Tensor:
+        """The recurrence of ``values (B, L, D)``, and the skip: ``(B, L, D)``."""
+        y = self.recurrence.apply(values)
+        return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
-    def output(self) -> Tensor:
-        """What the mixer returns, ``(B, L, E)``, by way of the operator."""
-        return self.out_proj(self.gated_output())
+    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
+        """The input of the output projection, ``(B, L, D)``, by way of the operator.
+
+        Args:
+            multiply (Callable, optional): the product of a signal and a gate that depends on
+                ``gate_argument``, which relevance propagation replaces by a rule of its own.
+                Default: :func:`torch.mul`
+        """
+        total = self._add_up(lambda scan: scan._gated(multiply))
+        return total if self.offset is None else total + self.offset
+
+    def output(self, multiply: Product = torch.mul) -> Tensor:
+        """What the mixer returns, ``(B, L, E)``: the output projection of :meth:`gated_output`."""
+        return self.out_proj(self.gated_output(multiply))
+
+    def remainder(self) -> Tensor:
+        """What is added to the gated output outside of all maps, ``(B, L, D)``.
+
+        The offset, less what a centred norm takes away. What ``conv_bias`` adds passes through the
+        maps and is no part of it.
+        """
+        taken = self._add_up(lambda scan: scan._mean_taken())
+        return -taken if self.offset is None else self.offset - taken
+
+    def detach_coefficients(self) -> Self:
+        """This mixer with its coefficients outside of the autograd graph.
+
+        Its output is linear in ``inputs``, with a gradient through nothing else; a gate that has a
+        ``gate_argument`` is that argument times a constant.
+        """
+        gate, z = _detached(self.gate), self.gate_argument
+        if gate is not None and z is not None:
+            tiny = torch.where(z.abs() < 1e-6, torch.full_like(z, 1e-6), z).detach()
+            gate = z * (gate / tiny)
+        return replace(
+            self,
+            recurrence=self.recurrence.detach(),
+            skip=_detached(self.skip),
+            activation=_detached(self.activation),
+            gate=gate,
+            norm=_detached(self.norm),
+            offset=_detached(self.offset),
+        )
+
+    def _add_up(self, of: Callable[[FrozenMixer], Tensor]) -> Tensor:
+        # The sum over the scans of what one gives, (B, L, D), in the model's order of the tokens.
+        parts = []
+        for scan, order, weight in self.scans_in_order():
+            y = of(scan) if weight == 1 else weight * of(scan)
+            parts.append(y if order is None else y[:, torch.argsort(order)])
+        return sum_of(parts)
+
+    def _gated(self, multiply: Product) -> Tensor:
+        y = self.mix(self.values)
+        if self.centred:
+            y = y - y.mean(-1, keepdim=True)
+        if self.norm is not None:
+            y = y * self.norm
+        if self.gate is None:
+            return y
+        return y * self.gate if self.gate_argument is None else multiply(y, self.gate)
+
+    def _mean_taken(self) -> Tensor:
+        if not self.centred:
+            return torch.zeros_like(self.inputs)
+        mean = self.mix(self.values).mean(-1, keepdim=True).expand_as(self.inputs)
+        return mean if self.left is None else mean * self.left
 
     def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
         """The channel mean of the gradient at the gated output, ``(B, L)``.
@@ -278,16 +379,16 @@ class FrozenMixer:
         return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
 
 
-def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...]:
+def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...] | None:
     """The chosen components, by name.
 
     Args:
         formulation (str): ``"hidden"`` or ``"unified"``.
         components (iterable of str, optional): any of :data:`COMPONENTS`, or one of them; None for
-            the paper's choice, all but the skip.
+            the paper's choice, which each mixer states.
 
     Returns:
-        tuple of str.
+        tuple of str, or None for None.
 
     Raises:
         ValueError: for an unknown formulation or component, or components without ``"unified"``.
@@ -297,24 +398,22 @@ def check_components(formulation: str, components: Iterable[str] | None) -> tupl
 
         >>> check_components("unified", ["gate"])
         ('gate',)
-        >>> check_components("unified", None)
-        ('conv', 'activation', 'gate', 'norm')
     """
     if formulation not in FORMULATIONS:
-        raise ValueError(f"formulation is {formulation!r}; accepted are {FORMULATIONS}.")
+        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
     if components is None:
-        return PAPER_COMPONENTS
+        return None
     if formulation == "hidden":
         raise ValueError(
             "components were given with formulation='hidden', which is the recurrence alone; "
             "pass formulation='unified' to choose components."
         )
     if not isinstance(components, Iterable):
-        raise TypeError(f"components is {components!r}; accepted are any of {COMPONENTS}.")
+        raise TypeError(f"components is {components!r}; expected any of {COMPONENTS}.")
     chosen = (components,) if isinstance(components, str) else tuple(components)
     unknown = [c for c in chosen if c not in COMPONENTS]
     if unknown:
-        raise ValueError(f"components holds {unknown}; accepted are {COMPONENTS}.")
+        raise ValueError(f"components holds {unknown}; expected any of {COMPONENTS}.")
     return chosen
 
 
@@ -446,13 +545,35 @@ Freeze = Callable[[MixerCall], FrozenMixer]
 _REGISTRY: dict[str, Freeze] = {}
 
 
+def adapts(*names: str) -> Callable[[Freeze], Freeze]:
+    """Register one of the library's own adapters, by the names of its classes.
+
+    Raises:
+        ValueError: for a name that has an adapter.
+    """
+
+    def register(function: Freeze) -> Freeze:
+        for name in names:
+            if name in _REGISTRY:
+                both = [f"{f.__module__}.{f.__name__}" for f in (_REGISTRY[name], function)]
+                raise ValueError(
+                    f"{name!r} was given two adapters, {both[0]} and {both[1]}; expected one. "
+                    "Remove the name from either of them."
+                )
+            _REGISTRY[name] = function
+        return function
+
+    return register
+
+
 def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = None) -> Any:
-    """Teach the library a mixer: how to read a recorded call of it as a frozen operator.
+    """Register a mixer: how to read a recorded call of it as a frozen operator.
 
     Args:
         module_type (type or str): the module class, or its dotted name
             (``"package.module.Class"``, or a trailing part of it such as ``"Class"``) where
-            importing it would cost. Subclasses are recognised too; the most derived wins.
+            importing it would cost. Subclasses are recognised too; the most derived wins. A name
+            that is registered, by the library or by you, gets the new function.
         freeze (Callable, optional): takes a :class:`MixerCall`, returns a
             :class:`FrozenMixer`. None makes this a decorator. Default: None
 
@@ -482,13 +603,13 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
     else:
         given = repr(module_type) if isinstance(module_type, str) else type(module_type).__name__
         raise TypeError(
-            f"module_type is {given}; accepted are a module class and its dotted name, a str."
+            f"module_type is {given}; expected a module class or its dotted name, a str."
         )
 
     def register(function: Freeze) -> Freeze:
         if not callable(function):
             raise TypeError(
-                f"freeze is a {type(function).__name__}; accepted is a function that takes a "
+                f"freeze is a {type(function).__name__}; expected a function that takes a "
                 "MixerCall and returns a FrozenMixer."
             )
         _REGISTRY[name] = function
@@ -561,11 +682,5 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 return
 
 
-def _times(
-    gate: Tensor | None, norm: Tensor | None, chosen: tuple[str, ...], names: tuple[str, str]
-) -> Tensor | None:
-    factors = [f for f, name in zip((gate, norm), names, strict=True) if name in chosen]
-    present = [f for f in factors if f is not None]
-    if not present:
-        return None
-    return present[0] if len(present) == 1 else present[0] * present[1]
+def _detached(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach()

@@ -10,6 +10,7 @@ and the output projection, is read by handing it ones.
 from __future__ import annotations
 
 import copy
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,12 +18,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts
 from captum_ssm.operators import SoftmaxOperator
 
 _INTERFACE = "captum_ssm_record"
 
 
+@adapts(
+    "BambaAttention",
+    "FalconH1Attention",
+    "GraniteMoeHybridAttention",
+    "JambaAttention",
+    "KimiLinearAttention",
+    "MiniMaxAttention",
+    "NemotronHAttention",
+    "OlmoHybridAttention",
+    "Qwen3NextAttention",
+    "Qwen3_5Attention",
+    "Qwen3_5MoeAttention",
+    "RecurrentGemmaAttention",
+    "RecurrentGemmaSdpaAttention",
+    "Zamba2Attention",
+    "ZambaAttention",
+)
 def freeze_attention(call: MixerCall) -> FrozenMixer:
     """An attention module of transformers that dispatches through its attention interface."""
     seen = _record(call)
@@ -49,56 +67,14 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
     )
 
 
-for _name in (
-    "BambaAttention",
-    "FalconH1Attention",
-    "GraniteMoeHybridAttention",
-    "JambaAttention",
-    "KimiLinearAttention",
-    "MiniMaxAttention",
-    "NemotronHAttention",
-    "OlmoHybridAttention",
-    "Qwen3NextAttention",
-    "Qwen3_5Attention",
-    "Qwen3_5MoeAttention",
-    "RecurrentGemmaAttention",
-    "RecurrentGemmaSdpaAttention",
-    "Zamba2Attention",
-    "ZambaAttention",
-):
-    register_mixer(_name, freeze_attention)
-
-
 def _record(call: MixerCall) -> dict[str, Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    # Registered once, for good: taking an entry back would take it from another thread's run.
+    if _INTERFACE not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, _keep)
+
     seen: dict[str, Any] = {}
-
-    def keep(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        seen.update(kwargs, query=query, key=key, value=value, mask=attention_mask)
-        seen["scaling"] = scaling
-        B, H, L, _ = query.shape
-        return query.new_ones(B, L, H, value.shape[-1]), None
-
-    class KeepDirect(TorchFunctionMode):
-        # transformers 4 has attention that calls the kernel itself, past the interface.
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            named = kwargs or {}
-            if func is not F.scaled_dot_product_attention:
-                return func(*args, **named)
-            query, key, value = args
-            keep(module, query, key, value, named.get("attn_mask"), named.get("scale"))
-            return query.new_ones(*query.shape[:-1], value.shape[-1])
 
     class Keep(nn.Module):
         def forward(self, y: Tensor) -> Tensor:
@@ -114,13 +90,13 @@ def _record(call: MixerCall) -> dict[str, Any]:
     for cache in ("past_key_values", "past_key_value", "use_cache"):
         if cache in kwargs:
             kwargs[cache] = None
-    ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, keep)
+    token = _RECORDING.set(seen)
     try:
         # The class's forward: an instance's may be wrapped, to watch the module itself.
-        with KeepDirect():
+        with _KeepDirect():
             type(module).forward(module, *call.args, **kwargs)
     finally:
-        ALL_ATTENTION_FUNCTIONS._local_mapping.pop(_INTERFACE, None)
+        _RECORDING.reset(token)
     if "query" not in seen:
         raise ValueError(
             f"{call.path} ({type(call.module).__name__}) computes attention by itself, past "
@@ -130,6 +106,44 @@ def _record(call: MixerCall) -> dict[str, Any]:
     gate = seen["gate"].to(call.dtype)
     seen["gate"] = None if bool((gate == 1).all()) else gate
     return seen
+
+
+# Where the recording that is under way keeps what it is given: one for each thread.
+_RECORDING: ContextVar[dict[str, Any] | None] = ContextVar("captum_ssm_recording", default=None)
+
+
+def _keep(
+    module: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers' that keeps its arguments and returns ones."""
+    seen = _RECORDING.get()
+    if seen is None:
+        raise RuntimeError(
+            f"attn_implementation is {_INTERFACE!r}, which computes nothing: captum_ssm records "
+            "attention by it. Load the model with 'sdpa' or 'eager'."
+        )
+    seen.update(kwargs, query=query, key=key, value=value, mask=attention_mask, scaling=scaling)
+    B, H, L, _ = query.shape
+    return query.new_ones(B, L, H, value.shape[-1]), None
+
+
+class _KeepDirect(TorchFunctionMode):
+    # transformers 4 has attention that calls the kernel itself, past the interface. PyTorch keeps
+    # a stack of such modes for each thread: another thread's attention is not seen here.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **named)
+        named = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | named
+        query, key, value = (named[name] for name in ("query", "key", "value"))
+        ones, _ = _keep(None, query, key, value, named.get("attn_mask"), named.get("scale"))
+        return ones.transpose(1, 2)
 
 
 def _output_name(module: nn.Module) -> str:

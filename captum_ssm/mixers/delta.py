@@ -21,8 +21,8 @@ from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
     activation_factor,
+    adapts,
     masked_tokens,
-    register_mixer,
     rms_factor,
     short_conv,
 )
@@ -83,7 +83,7 @@ def _head_decay(call: MixerCall, a: Tensor) -> Tensor:
     return (rate * F.softplus(a + call.parameter(module.dt_bias)))[..., None]
 
 
-@register_mixer("Qwen3NextGatedDeltaNet")
+@adapts("Qwen3NextGatedDeltaNet")
 def freeze_qwen3_next(call: MixerCall) -> FrozenMixer:
     """Qwen3-Next, whose projections are interleaved by key head."""
     module = call.module
@@ -105,8 +105,7 @@ def freeze_qwen3_next(call: MixerCall) -> FrozenMixer:
     )
 
 
-@register_mixer("Qwen3_5GatedDeltaNet")
-@register_mixer("Qwen3_5MoeGatedDeltaNet")
+@adapts("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 def freeze_qwen3_5(call: MixerCall) -> FrozenMixer:
     """Qwen3.5, with its projections apart."""
     module = call.module
@@ -123,7 +122,7 @@ def freeze_qwen3_5(call: MixerCall) -> FrozenMixer:
     )
 
 
-@register_mixer("OlmoHybridGatedDeltaNet")
+@adapts("OlmoHybridGatedDeltaNet")
 def freeze_olmo_hybrid(call: MixerCall) -> FrozenMixer:
     """OLMo-hybrid, whose beta may reach two (negative eigenvalues)."""
     module = call.module
@@ -141,7 +140,7 @@ def freeze_olmo_hybrid(call: MixerCall) -> FrozenMixer:
     )
 
 
-@register_mixer("KimiLinearDeltaAttention")
+@adapts("KimiLinearDeltaAttention")
 def freeze_kimi(call: MixerCall) -> FrozenMixer:
     """Kimi Delta Attention: a decay for each key dimension."""
     module = call.module

@@ -22,8 +22,8 @@ from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
     ShortConv,
+    adapts,
     masked_tokens,
-    register_mixer,
     rms_factor,
     short_conv,
 )
@@ -115,7 +115,7 @@ def _frozen(
         weights = bonus.repeat_interleave(values.shape[-1] // bonus.shape[-1], -1)
         # Divided by the norm's scale, which the skip is in front of and the bonus is not. What
         # the centring took from the values is no part of the map.
-        skip = (weights / scale).detach()
+        skip = weights / scale
         rest = weights * mean if mean is not None else torch.zeros_like(weights)
         offset = rest if offset is None else offset + rest
     if offset is not None and gate.factor is not None:
@@ -167,7 +167,7 @@ def _gate(call: MixerCall, x: Tensor) -> tuple[Any, _Gate]:
     return module.g_norm, _Gate(module.gate_fn(z))
 
 
-@register_mixer("fla.layers.multiscale_retention.MultiScaleRetention")
+@adapts("fla.layers.multiscale_retention.MultiScaleRetention")
 def freeze_retention(call: MixerCall) -> FrozenMixer:
     """RetNet: a fixed decay per head, and rotated queries and keys."""
     module = call.module
@@ -189,7 +189,7 @@ def freeze_retention(call: MixerCall) -> FrozenMixer:
     return _frozen(call, recurrence, *values, norm=norm, groups=H, gate=gate)
 
 
-@register_mixer("fla.layers.gla.GatedLinearAttention")
+@adapts("fla.layers.gla.GatedLinearAttention")
 def freeze_gla(call: MixerCall) -> FrozenMixer:
     """Gated linear attention: a decay per key dimension, from a low-rank projection."""
     module = call.module
@@ -218,7 +218,7 @@ def _forget_gate(call: MixerCall, f: Tensor) -> Tensor:
     return torch.logaddexp(bound.log(), torch.log1p(-bound) + log_f)
 
 
-@register_mixer("fla.layers.hgrn.HGRNAttention")
+@adapts("fla.layers.hgrn.HGRNAttention")
 def freeze_hgrn(call: MixerCall) -> FrozenMixer:
     """HGRN: one state a channel, written with what the forget gate leaves."""
     module = call.module
@@ -237,7 +237,7 @@ def freeze_hgrn(call: MixerCall) -> FrozenMixer:
     return _frozen(call, recurrence, conv, activation, norm=module.g_norm, groups=1, gate=gate)
 
 
-@register_mixer("fla.layers.hgrn2.HGRN2Attention")
+@adapts("fla.layers.hgrn2.HGRN2Attention")
 def freeze_hgrn2(call: MixerCall) -> FrozenMixer:
     """HGRN2: the forget gate becomes a decay and a key per key dimension."""
     module = call.module
@@ -257,7 +257,7 @@ def freeze_hgrn2(call: MixerCall) -> FrozenMixer:
     )
 
 
-@register_mixer("fla.layers.rwkv6.RWKV6Attention")
+@adapts("fla.layers.rwkv6.RWKV6Attention")
 def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
     """RWKV-6: a decay per key dimension, read ahead of the write, and a bonus for the token."""
     module = call.module
@@ -294,7 +294,7 @@ def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
     )
 
 
-@register_mixer("fla.layers.rwkv7.RWKV7Attention")
+@adapts("fla.layers.rwkv7.RWKV7Attention")
 def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
     """RWKV-7: a delta rule with a decay per key dimension, and the bonus behind the norm."""
     module = call.module
@@ -338,7 +338,7 @@ def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
     )
 
 
-@register_mixer("fla.layers.delta_net.DeltaNet")
+@adapts("fla.layers.delta_net.DeltaNet")
 def freeze_delta_net(call: MixerCall) -> FrozenMixer:
     """DeltaNet: the delta rule without decay."""
     module = call.module
@@ -367,7 +367,7 @@ def freeze_delta_net(call: MixerCall) -> FrozenMixer:
     return _freeze_delta(call, x, mask, q, k, beta, torch.zeros_like(beta))
 
 
-@register_mixer("fla.layers.gated_deltanet.GatedDeltaNet")
+@adapts("fla.layers.gated_deltanet.GatedDeltaNet")
 def freeze_gated_delta_net(call: MixerCall) -> FrozenMixer:
     """Gated DeltaNet: the delta rule with a decay per head."""
     module = call.module
@@ -411,7 +411,7 @@ def _freeze_delta(
     return _frozen(call, recurrence, *values, norm=module.o_norm, groups=q.shape[2], gate=gate)
 
 
-@register_mixer("fla.layers.mamba2.Mamba2")
+@adapts("fla.layers.mamba2.Mamba2")
 def freeze_mamba2(call: MixerCall) -> FrozenMixer:
     """Mamba-2, whose padding is zeroed behind the input projection."""
     module = call.module

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer, short_conv
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, short_conv
 from captum_ssm.operators import DiagonalOperator
 
 # A decay of exp(-1e4) is a reset in every floating type, and stays finite in sums.
 RESET = 1e4
 
 
-@register_mixer("RecurrentGemmaRecurrentBlock")
+@adapts("RecurrentGemmaRecurrentBlock")
 def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
     """RecurrentGemma's recurrent block."""
     module, unit = call.module, call.module.rg_lru

@@ -12,13 +12,13 @@ from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
     activation_factor,
-    register_mixer,
+    adapts,
     rms_factor,
 )
 from captum_ssm.operators import LinearAttentionOperator
 
 
-@register_mixer("MiniMaxLightningAttention")
+@adapts("MiniMaxLightningAttention")
 def freeze_lightning(call: MixerCall) -> FrozenMixer:
     """MiniMax's lightning attention."""
     module = call.module

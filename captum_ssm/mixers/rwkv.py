@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts
 from captum_ssm.operators import BandOperator, DiagonalOperator, SumOperator
 from captum_ssm.operators.band import causal_conv
 
@@ -65,7 +65,7 @@ def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
     return SumOperator((past.compose(left=1 / total, conv=shift), BandOperator(own / total)))
 
 
-@register_mixer("RwkvSelfAttention")
+@adapts("RwkvSelfAttention")
 def freeze_wkv(call: MixerCall) -> FrozenMixer:
     """RWKV-4's time mixing."""
     module = call.module
@@ -95,4 +95,6 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
         conv=taps,
         conv_bias=values - causal_conv(inputs, taps),
         gate=gate,
+        # Eq. 18 has no token shift of the values.
+        paper_components=("activation", "gate", "norm"),
     )

@@ -20,8 +20,8 @@ from captum_ssm.mixers._base import (
     MixerCall,
     ShortConv,
     activation_factor,
+    adapts,
     masked_tokens,
-    register_mixer,
     short_conv,
 )
 from captum_ssm.operators import DiagonalOperator
@@ -66,10 +66,7 @@ def _values(call: MixerCall, u: Tensor, mask: Tensor | None) -> tuple[ShortConv,
     return conv, activation, activation * conv.output
 
 
-@register_mixer("MambaMixer")
-@register_mixer("FalconMambaMixer")
-@register_mixer("JambaMambaMixer")
-@register_mixer("mamba_ssm.modules.mamba_simple.Mamba")
+@adapts("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
 def freeze_s6(call: MixerCall) -> FrozenMixer:
     """Mamba, FalconMamba, Jamba and mamba-ssm's ``Mamba``."""
     module = call.module
@@ -87,7 +84,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
     return _freeze(call, z, dt, B[:, :, None], C[:, :, None], conv, activation, values, mask)
 
 
-@register_mixer("ZambaMambaMixer")
+@adapts("ZambaMambaMixer")
 def freeze_zamba(call: MixerCall) -> FrozenMixer:
     """Zamba: the channels form heads, each with its own projections to dt, B and C."""
     module = call.module

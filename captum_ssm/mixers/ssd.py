@@ -20,8 +20,8 @@ from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
     activation_factor,
+    adapts,
     masked_tokens,
-    register_mixer,
     rms_factor,
     short_conv,
 )
@@ -91,12 +91,14 @@ def freeze_scan(
     )
 
 
-@register_mixer("Mamba2Mixer")
-@register_mixer("Zamba2MambaMixer")
-@register_mixer("BambaMixer")
-@register_mixer("FalconH1Mixer")
-@register_mixer("NemotronHMamba2Mixer")
-@register_mixer("GraniteMoeHybridMambaLayer")
+@adapts(
+    "Mamba2Mixer",
+    "Zamba2MambaMixer",
+    "BambaMixer",
+    "FalconH1Mixer",
+    "NemotronHMamba2Mixer",
+    "GraniteMoeHybridMambaLayer",
+)
 def freeze_ssd(call: MixerCall) -> FrozenMixer:
     """The SSD mixers of transformers."""
     module = call.module
@@ -125,8 +127,7 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
     )
 
 
-@register_mixer("mamba_ssm.modules.mamba2.Mamba2")
-@register_mixer("mamba_ssm.modules.mamba2_simple.Mamba2Simple")
+@adapts("mamba_ssm.modules.mamba2.Mamba2", "mamba_ssm.modules.mamba2_simple.Mamba2Simple")
 def freeze_mamba_ssm(call: MixerCall) -> FrozenMixer:
     """mamba-ssm's ``Mamba2``, with an MLP beside a narrower SSM or not, and ``Mamba2Simple``."""
     module = call.module

@@ -7,19 +7,19 @@ tokens in its own order; what they put out is added up in the image's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from captum_ssm.mixers._base import (
     FrozenMixer,
     MixerCall,
     activation_factor,
-    check_components,
-    register_mixer,
+    adapts,
     rms_factor,
     short_conv,
 )
@@ -70,7 +70,7 @@ class FrozenScans(FrozenMixer):
     def operator(
         self, formulation: str = "hidden", components: Iterable[str] | None = None
     ) -> TokenOperator:
-        chosen = check_components(formulation, components)
+        chosen = self._chosen(formulation, components)
         if formulation == "hidden":
             return self.recurrence
         parts = [scan.operator(formulation, chosen) for scan in self.scans]
@@ -85,17 +85,9 @@ class FrozenScans(FrozenMixer):
         """The scans, their orders and their common factor."""
         return [(s, o, self.scale) for s, o in zip(self.scans, self.orders, strict=True)]
 
-    def gated_output(self) -> Tensor:
-        parts = [scan.gated_output() for scan in self.scans]
-        total = self.scale * _added_up(parts, self.orders)
-        return total if self.offset is None else total + self.offset
-
-
-def _added_up(parts: Sequence[Tensor], orders: tuple[Tensor, ...]) -> Tensor:
-    # Outputs (B, L, D) over the scans' own orders, summed in the image's.
-    return torch.stack(
-        [part[:, torch.argsort(order)] for part, order in zip(parts, orders, strict=True)]
-    ).sum(0)
+    def detach_coefficients(self) -> Self:
+        scans = tuple(scan.detach_coefficients() for scan in self.scans)
+        return replace(super().detach_coefficients(), scans=scans)
 
 
 def _in_image_order(parts: list[TokenOperator], orders: tuple[Tensor, ...]) -> TokenOperator:
@@ -143,13 +135,13 @@ def _projection(call: MixerCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     return lambda y: call.linear(module.out_proj, y) * factor, weight * factor[:, None]
 
 
-@register_mixer("captum_ssm.models.vision_mamba.BidirectionalMamba")
+@adapts("captum_ssm.models.vision_mamba.BidirectionalMamba")
 def freeze_bidirectional(call: MixerCall) -> FrozenMixer:
     """Vision Mamba's mixer: ``v2``, ``v1`` or one direction."""
     return _freeze_kind(call, call.module.bimamba_type)
 
 
-@register_mixer("mamba_ssm.modules.mamba_simple.Mamba")
+@adapts("mamba_ssm.modules.mamba_simple.Mamba")
 def freeze_published(call: MixerCall) -> FrozenMixer:
     """mamba-ssm's ``Mamba``, and its fork in Vision Mamba's repository with two directions.
 
@@ -219,13 +211,9 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
     )
 
 
-@register_mixer("captum_ssm.models.ss2d.SS2D")
+@adapts("captum_ssm.models.ss2d.SS2D")
 def freeze_ss2d(call: MixerCall) -> FrozenMixer:
-    """VMamba's four-direction scan.
-
-    The mean that its layer norm takes away is frozen with the norm's scale: it belongs to the
-    offset, outside the operator.
-    """
+    """VMamba's four-direction scan, with a layer norm of the scans' sum."""
     module = call.module
     u = call.linear(module.in_proj, call.tokens())
     gate = z = None
@@ -251,17 +239,11 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
         for k, order in enumerate(orders)
     ]
     skips = call.parameter(module.Ds).view(4, D)
-    merged = _added_up(
-        [
-            recurrence.apply(values[:, order]) + skip * values[:, order]
-            for recurrence, skip, order in zip(recurrences, skips, orders, strict=True)
-        ],
-        orders,
-    )
-    mean = merged.mean(-1, keepdim=True)
-    weight = call.parameter(module.out_norm.weight)
-    norm = rms_factor(merged - mean, weight, module.out_norm.eps)
-    offset = call.parameter(module.out_norm.bias) - norm * mean
+    recurrence = _in_image_order(list(recurrences), orders)
+    merged = recurrence.apply(values) + skips.sum(0) * values
+    centred = merged - merged.mean(-1, keepdim=True)
+    norm = rms_factor(centred, call.parameter(module.out_norm.weight), module.out_norm.eps)
+    offset = call.parameter(module.out_norm.bias)
     out_proj, out_weight = _projection(call)
     scans = tuple(
         FrozenMixer(
@@ -279,7 +261,7 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
         for recurrence, skip, order in zip(recurrences, skips, orders, strict=True)
     )
     return FrozenScans(
-        recurrence=_in_image_order(list(recurrences), orders),
+        recurrence=recurrence,
         inputs=u,
         out_proj=out_proj,
         out_weight=out_weight,

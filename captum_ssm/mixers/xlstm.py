@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, register_mixer, rms_factor
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, rms_factor
 from captum_ssm.operators import LinearAttentionOperator
 
 
-@register_mixer("xLSTMLayer")
+@adapts("xLSTMLayer")
 def freeze_mlstm(call: MixerCall) -> FrozenMixer:
     """transformers' xLSTM layer, with single or fused weights."""
     module = call.module

@@ -127,16 +127,16 @@ class SumOperator(TokenOperator):
         return all(part.is_causal for part in self.parts)
 
     def apply(self, v: Tensor) -> Tensor:
-        return _total([part.apply(v) for part in self.parts])
+        return sum_of([part.apply(v) for part in self.parts])
 
     def vecmat(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        return _total([part.vecmat(w, reduction) for part in self.parts])
+        return sum_of([part.vecmat(w, reduction) for part in self.parts])
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        return _total([part.row_tile(start, stop) for part in self.parts])
+        return sum_of([part.row_tile(start, stop) for part in self.parts])
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        return _total([part.map_rows(index, start, stop) for part in self.parts])
+        return sum_of([part.map_rows(index, start, stop) for part in self.parts])
 
     def compose(
         self,
@@ -291,7 +291,8 @@ def _shift_add(band: Tensor) -> Tensor:
     return out
 
 
-def _total(values: list[Tensor]) -> Tensor:
+def sum_of(values: list[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
     total = values[0]
     for value in values[1:]:
         total = total + value

@@ -7,7 +7,7 @@ import torch
 from layers import LAYERS, build
 from models import ids
 
-from captum_ssm._frozen import freeze
+from captum_ssm._capture import freeze
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:According to Bo"),

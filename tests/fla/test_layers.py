@@ -21,6 +21,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._frozen import FrozenLayer, freeze
+from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.mixers import COMPONENTS, FrozenMixer, find_mixers
 
 pytestmark = [
@@ -49,8 +50,7 @@ def affine_output(mixer: FrozenMixer) -> Tensor:
     if mixer.conv_bias is not None:
         rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
         y = y + rest.apply(mixer.conv_bias.expand_as(mixer.inputs))
-    if mixer.offset is not None:
-        y = y + mixer.offset
+    y = y + mixer.remainder()
     return y @ mixer.out_weight.mT + mixer.out_proj(torch.zeros_like(y))
 
 
@@ -65,7 +65,8 @@ def test_the_unified_operator_and_the_biases_are_the_layer(name, length, side):
     real = 1.0 if mask is None else mask[..., None]
     for layer in layers:
         expected = layer.call.output * real
-        for found in (layer.mixer.output(), affine_output(layer.mixer)):
+        mixer = layer.mixer
+        for found in (mixer.output(), affine_output(mixer), frozen_output(mixer)):
             assert (found * real - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
