@@ -182,9 +182,10 @@ class Substitution:
             self.made.append(None)
             return call.result
         check_finite(call)
-        with weights_loaded(call.module):
-            mixer = adapter(call)
-        output, made = self.mixed(mixer)
+        with _without_autocast():
+            with weights_loaded(call.module):
+                mixer = adapter(call)
+            output, made = self.mixed(mixer)
         self.made.append(made)
         return self._in_place(call, output)
 
@@ -280,8 +281,14 @@ def freeze(
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """Without gradients, and in the operators' own dtype wherever the caller's autocast is on."""
+    with torch.no_grad(), _without_autocast():
+        yield
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
     devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    with torch.no_grad(), ExitStack() as stack:
+    with ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
