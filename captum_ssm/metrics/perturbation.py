@@ -261,8 +261,8 @@ def pruning(
 
     The mean squared difference from the logits of the whole input; the lower the area the
     better (Ali et al., 2022; Ali et al., 2025, appendix A). Tokens are ordered by the magnitude
-    of their relevance, as in the paper's pruning task. The arguments and the errors are those
-    of :func:`perturbation`.
+    of their relevance, as in the paper's pruning task.
+    The arguments and the errors are those of :func:`perturbation`.
 
     Returns:
         Curve: of mean squared differences of logits.
