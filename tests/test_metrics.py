@@ -159,7 +159,7 @@ def test_ties_fall_at_random_and_by_seed():
 
 
 class Bright(nn.Module):
-    """Whether the left half of an image is brighter, per colour-summed pixel."""
+    """Whether the left half of an image is brighter, per pixel summed over color channels."""
 
     def forward(self, images: Tensor) -> Tensor:
         left, right = images.sum(1).chunk(2, -1)
