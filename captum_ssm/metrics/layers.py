@@ -35,7 +35,7 @@ def layer_knockout(
         forward_func (Callable): inputs to logits ``(B, V)``.
         inputs (Tensor): of any form the model takes.
         target (Tensor): ``(B,)``, the class whose logit is the score.
-        model (nn.Module, optional): the model that ``forward_func`` runs, where it is not one.
+        model (nn.Module, optional): the model that ``forward_func`` runs, if it is a function.
             Default: None
         layers (sequence of str, optional): paths of mixers, which are knocked out one at a
             time; None for all known mixers. Default: None
@@ -143,7 +143,7 @@ def oversmoothing(
     Args:
         forward_func (Callable): runs the model on the inputs.
         inputs (Tensor): of any form the model takes.
-        model (nn.Module, optional): the model that ``forward_func`` runs, where it is not one.
+        model (nn.Module, optional): the model that ``forward_func`` runs, if it is a function.
             Default: None
         leave_out (sequence of int, optional): tokens that are not compared; the paper excludes
             the CLS token. Default: none

@@ -17,6 +17,8 @@ from captum_ssm.operators.band import causal_conv
 DIRECTIONS = ("none", "v1", "v2")
 POOLS = ("mean", "last")
 PUBLISHED_SIZE = 224
+# The published names of the CLS tokens, by their number.
+CLS_TOKENS = {0: (), 1: ("cls_token",), 2: ("cls_token_head", "cls_token_tail")}
 
 
 class BidirectionalMamba(nn.Module):
@@ -218,7 +220,7 @@ class VisionMamba(nn.Module):
         )
         rows, columns = self.grid_shape(*self.image_size)
         extra = len(cls_positions(cls, rows * columns))
-        for name in {0: (), 1: ("cls_token",), 2: ("cls_token_head", "cls_token_tail")}[extra]:
+        for name in CLS_TOKENS[extra]:
             self.register_parameter(name, nn.Parameter(torch.zeros(1, 1, width)))
         shape = (1, rows * columns + extra, width)
         self.pos_embed = nn.Parameter(torch.zeros(shape)) if positions else None
@@ -270,8 +272,8 @@ class VisionMamba(nn.Module):
         if tokens != 1:
             options["cls"] = "ends" if tokens == 2 else None
         elif "cls" not in options:
-            rows, columns = ((n - p) // s + 1 for n, p, s in zip(size, patch, step, strict=True))
-            options["cls"] = "middle" if pos is None else find_cls(pos, (rows, columns))
+            grid = _grid_shape(size, patch, step)
+            options["cls"] = "middle" if pos is None else find_cls(pos, grid)
         prefix = "layers.0.mixer."
         mixer = {name[len(prefix) :]: w for name, w in sd.items() if name.startswith(prefix)}
         kind = "v2" if "x_proj_b.weight" in mixer else "v1" if "A_b_log" in mixer else "none"
@@ -307,9 +309,7 @@ class VisionMamba(nn.Module):
     def grid_shape(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of patches of an image."""
         proj = self.patch_embed.proj
-        sides = zip((height, width), proj.kernel_size, proj.stride, strict=True)
-        rows, columns = ((n - k) // s + 1 for n, k, s in sides)
-        return rows, columns
+        return _grid_shape((height, width), proj.kernel_size, proj.stride)
 
     def token_grid(self, height: int, width: int) -> TokenGrid:
         """Which token is which patch of the image."""
@@ -334,8 +334,10 @@ class VisionMamba(nn.Module):
                 f"{self.image_size[0]}, {self.image_size[1]})."
             )
         x = self.patch_embed(images)
-        for at, token in zip(self.cls_tokens(*size), self._cls_parameters(), strict=True):
-            x = torch.cat([x[:, :at], token.expand(len(x), -1, -1), x[:, at:]], 1)
+        positions = self.cls_tokens(*size)
+        for at, name in zip(positions, CLS_TOKENS[len(positions)], strict=True):
+            token = getattr(self, name).expand(len(x), -1, -1)
+            x = torch.cat([x[:, :at], token, x[:, at:]], 1)
         return x if self.pos_embed is None else x + self.pos_embed
 
     def forward_features(self, images: Tensor) -> Tensor:
@@ -352,10 +354,6 @@ class VisionMamba(nn.Module):
         if not pooled and self.pool == "last":
             pooled = [x.shape[1] - 1]
         return self.head((x[:, pooled] if pooled else x).mean(1))
-
-    def _cls_parameters(self) -> list[nn.Parameter]:
-        names = {None: (), "ends": ("cls_token_head", "cls_token_tail")}
-        return [getattr(self, name) for name in names.get(self.cls, ("cls_token",))]
 
     def _initialize(self, depth: int) -> None:
         for name, p in self.named_parameters():
@@ -431,7 +429,7 @@ def _image_size(
     size = _pair(image_size)
     steps = [step] if stride is not None else [patch, *((s, s) for s in range(1, patch[0]))]
     for s in steps:
-        if math.prod((n - p) // q + 1 for n, p, q in zip(size, patch, s, strict=True)) == patches:
+        if math.prod(_grid_shape(size, patch, s)) == patches:
             return size, s
     raise ValueError(
         f"images of {size} in patches of {patch} do not give the {patches} patches of pos_embed; "
@@ -444,6 +442,13 @@ def _is_published_half_stride(side: int, patch: tuple[int, int]) -> bool:
     return all(
         side * p != PUBLISHED_SIZE and (side - 1) * (p // 2) + p == PUBLISHED_SIZE for p in patch
     )
+
+
+def _grid_shape(
+    size: tuple[int, ...], patch: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[int, int]:
+    rows, columns = ((n - p) // s + 1 for n, p, s in zip(size, patch, stride, strict=True))
+    return rows, columns
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
