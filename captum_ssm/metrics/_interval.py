@@ -73,8 +73,6 @@ def bootstrap(
         )
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; expected 0 < level < 1.")
-    if B == 0:
-        return Interval(float("nan"), float("nan"), float("nan"), 0)
     function = (lambda *v: v[0].mean()) if statistic is None else statistic
     wide = [v.detach().double().cpu() for v in values]
 
@@ -82,9 +80,9 @@ def bootstrap(
         return float(function(*(v[drawn] for v in wide)))
 
     indices = np.arange(B)
-    value = of_samples(indices)
-    if B == 1:
-        return Interval(value, value, value, 1)
+    value = of_samples(indices) if B else float("nan")
+    if B < 2:
+        return Interval(value, value, value, B)
 
     from scipy import stats
 

@@ -19,18 +19,14 @@ def s6(
     A_log: Tensor,
     D: Tensor,
 ) -> Tensor:
-    """Values ``(B, L, D)`` after the selective scan, in float32 at least.
+    """The scan ``(B, L, D)`` of values ``v (B, L, D)``, with A ``(D, N)`` and D ``(D,)``.
 
-    Args:
-        v (Tensor): ``(B, L, D)``.
-        x_proj (Callable): values to the low-rank step, B and C, ``(B, L, rank + 2 N)``.
-        dt_proj (Callable): the low-rank step to a step per channel, before its softplus.
-        A_log (Tensor): ``(D, N)``.
-        D (Tensor): ``(D,)``, the skip.
+    ``x_proj`` returns the low-rank step, B and C, ``(B, L, rank + 2 N)``; ``dt_proj`` makes it a
+    step per channel.
     """
-    state = A_log.shape[1]
+    N = A_log.shape[1]
     found = x_proj(v)
-    step, B, C = found.split([found.shape[-1] - 2 * state, state, state], -1)
+    step, B, C = found.split([found.shape[-1] - 2 * N, N, N], -1)
     dt = F.softplus(dt_proj(step))
     wide = torch.promote_types(v.dtype, torch.float32)
     v, dt, A_log, B, C, D = (t.to(wide) for t in (v, dt, A_log, B, C, D))
