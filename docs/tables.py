@@ -54,7 +54,7 @@ IMAGES = {
 REMOVED = {
     "black": "patches turn black, as the empty canvas is",
     "blur": "patches are blurred",
-    "mean": "patches take the image's mean colour",
+    "mean": "patches take the image's mean color",
 }
 
 

@@ -83,7 +83,6 @@ def namespace(folder: Path):
         module = importlib.import_module(name)
         public = getattr(module, "__all__", [k for k in vars(module) if k[0] != "_"])
         names |= {key: getattr(module, key) for key in public}
-    names["Estimate"] = captum_ssm.Estimate
     return names | {
         "TextTokenInput": captum.attr.TextTokenInput,
         "captum": captum,

@@ -108,6 +108,11 @@ def test_layer_overview(tmp_path):
     layer_overview(torch.zeros(2, L), TOKENS).savefig(tmp_path / "zeros.png")
 
 
+def test_a_page_of_records_from_a_generator():
+    records = [text_record(torch.ones(2), ["a", "b"])] * 2
+    assert text_html(iter(records)) == text_html(records)
+
+
 def test_a_page_of_text():
     relevance = MambaLRP(tiny()).attribute(ids(1, L), target=5)[0]
     records = [
@@ -277,7 +282,7 @@ BAD_CALLS = {
     ),
     "two colours": (
         lambda: image_overlay(torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4, 4)),
-        "one or three colours",
+        "one or three color channels",
     ),
     "relevance of tokens": (
         lambda: image_overlay(torch.rand(1, 5), torch.rand(1, 3, 4, 4)),
@@ -293,11 +298,11 @@ BAD_CALLS = {
     ),
     "one title": (
         lambda: image_overlay(torch.rand(2, 4, 4), torch.rand(2, 3, 4, 4), titles="ab"),
-        "titles is 'ab'; give one an image, 2",
+        "titles is 'ab'; expected one per image, 2",
     ),
     "an unknown sign": (
         lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), signs="both"),
-        "signs is 'both'; accepted are one of",
+        "signs is 'both'; expected one of",
     ),
     "too many signs": (
         lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), signs=["all"] * 3),
@@ -305,7 +310,7 @@ BAD_CALLS = {
     ),
     "an unknown method": (
         lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), methods=["map"]),
-        r"methods is \['map'\]; accepted",
+        r"methods is \['map'\]; expected",
     ),
     "all signs in a mask": (
         lambda: image_overlay(
@@ -318,7 +323,7 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("records", [text_record(torch.ones(1), ["a"]), [1], ["record"], 3])
 def test_a_page_of_something_else(records):
-    with pytest.raises(TypeError, match=r"accepted is a list .* text_html\(\[record\]\)"):
+    with pytest.raises(TypeError, match=r"expected a list .* text_html\(\[record\]\)"):
         text_html(records)
 
 

@@ -39,7 +39,7 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm.metrics import (
-    Estimate,
+    Interval,
     bootstrap,
     cls_influence,
     delta_af,
@@ -162,7 +162,7 @@ def score(
     method: Callable[[Tensor, Tensor], Tensor],
     removal: Any,
     **harness: Any,
-) -> dict[str, Estimate]:
+) -> dict[str, Interval]:
     """All scores of one method."""
     options = {"removal": removal, "patch": PATCH}
 
@@ -208,7 +208,7 @@ def inside(
     }
 
 
-def table(results: dict[str, dict[str, Estimate]]) -> str:
+def table(results: dict[str, dict[str, Interval]]) -> str:
     """The scores as a Markdown table, in percent, the papers' numbers beneath ours in brackets."""
     head = ["Method", "Positive ↓", "Negative ↑", "ΔA^F ↑", "Pixel accuracy ↑", "mAP ↑", "mIoU ↑"]
     lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
@@ -283,7 +283,7 @@ def main() -> None:
         earlier = json.loads(path.read_text())
         if earlier["about"]["images"] == about["images"]:
             kept = {
-                method: {key: Estimate(**e) for key, e in row.items()}
+                method: {key: Interval(**e) for key, e in row.items()}
                 for method, row in earlier["scores"].items()
             }
             results = kept | results
