@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm._capture import freeze
+from captum_ssm._capture import Request, freeze
 from captum_ssm.models import VisionMamba
 from captum_ssm.operators import DiagonalOperator, PermutedOperator, TokenOperator
 
@@ -27,7 +27,7 @@ def recurrences(g: dict[str, Tensor]) -> list[list[TokenOperator]]:
     """The two directions' operators of each layer."""
     state = {name[3:]: value for name, value in g.items() if name.startswith("sd/")}
     model = VisionMamba.from_state_dict(state).eval()
-    return [layer.mixer.recurrence.parts for layer in freeze(model, None, g["image"]).layers]
+    return [layer.mixer.recurrence.parts for layer in freeze(Request.of(model, None, g["image"])).layers]
 
 
 def without_decay_at_cls(operator: TokenOperator) -> TokenOperator:

@@ -22,7 +22,7 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
-from captum_ssm._frozen import FrozenLayer, freeze
+from captum_ssm._capture import FrozenLayer, Request, freeze
 from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.mixers import (
     COMPONENTS,
@@ -43,7 +43,7 @@ def frozen_layers(
     model: nn.Module, tokens: Tensor, mask: Tensor | None = None, check: bool = False
 ) -> list[FrozenLayer]:
     extra = None if mask is None else {"attention_mask": mask}
-    return freeze(model, None, tokens, extra, query=False, check=check).layers
+    return freeze(Request.of(model, None, tokens, extra), query=False, check=check).layers
 
 
 def affine_output(mixer: FrozenMixer) -> Tensor:

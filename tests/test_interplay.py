@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from captum_ssm import MambaLRP, MambaRollout, RawAttention, ReconstructionError, hidden_attention
 from captum_ssm._devices import moved
-from captum_ssm._frozen import _Freeze, freeze
-from captum_ssm._memory import tensors_of
+from captum_ssm._capture import Request, freeze
+from captum_ssm._capture.frozen import _Freeze
+from captum_ssm._nested import map_tensors
 from captum_ssm.mixers._base import is_quantised
 
 TOKENS = ids(2, 9)
@@ -85,12 +86,18 @@ def test_every_family_can_be_offloaded(family):
 # ---- spread over devices ----------------------------------------------------------------------
 
 
+def tensors_of(mixer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, mixer)
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_of_a_frozen_mixer_is_moved(family):
-    for layer in freeze(build(family), None, TOKENS).layers:
+    for layer in freeze(Request.of(build(family), None, TOKENS)).layers:
         there = moved(layer.mixer, torch.device("meta"))
         assert {t.device.type for t in tensors_of(there)} == {"meta"}
-        assert len([*tensors_of(there)]) >= len([*tensors_of(layer.mixer)])
+        assert len(tensors_of(there)) >= len(tensors_of(layer.mixer))
 
 
 @some_families

@@ -25,7 +25,7 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._capture import freeze
+from captum_ssm._capture import Request, freeze
 from captum_ssm.mixers import _base as registry
 from captum_ssm.mixers import attention
 
@@ -186,7 +186,7 @@ def test_two_threads_explain_two_hybrids():
     truths = [hidden_attention(model, tokens) for model in models]
     # Without the check, which would hide a wrong map with an error. Runs take turns; what is read
     # off them afterwards does not, and is read anew each time.
-    frozen = [freeze(model, None, tokens, query=False, check=False) for model in models]
+    frozen = [freeze(Request.of(model, None, tokens), query=False, check=False) for model in models]
     both = Barrier(2, timeout=60)
 
     def explain(at):

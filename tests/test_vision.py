@@ -20,7 +20,7 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._capture import freeze
+from captum_ssm._capture import Request, freeze
 from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.models import SS2D, BidirectionalMamba, TokenGrid, VisionMamba, _s6, vision_mamba
 from captum_ssm.models.vision_mamba import find_cls
@@ -77,7 +77,7 @@ def test_golden_logits_and_mixers():
 def test_golden_matrices_of_both_directions():
     g, model = golden(), golden_model()
     found = hidden_attention(model, g["image"])
-    frozen = freeze(model, None, g["image"])
+    frozen = freeze(Request.of(model, None, g["image"]))
     assert list(found) == [f"layers.{n}.mixer" for n in range(4)]
     for n, layer in enumerate(frozen.layers):
         truth = [g[f"attn_matrix_{way}_fp32_L{n}"] for way in "ab"]
@@ -368,7 +368,7 @@ def test_the_unified_operator_is_the_mixer(kind):
     """Without its constants (the convolution's bias, offsets) a mixer is its unified operator."""
     model = MIXERS[kind]()
     everything = ("conv", "activation", "gate", "norm", "skip")
-    for layer in freeze(model, None, images()).layers:
+    for layer in freeze(Request.of(model, None, images())).layers:
         module = layer.call.module
         operator = layer.mixer.operator("unified", everything)
         u = layer.mixer.inputs
@@ -487,7 +487,7 @@ def explicit(model, x, target, formulation) -> dict[str, Tensor]:
     for hook in hooks:
         hook.remove()
     maps = hidden_attention(model, x, formulation=formulation, reduction="mean").values()
-    query = freeze(model, None, x).require_query()[:, None]
+    query = freeze(Request.of(model, None, x)).require_query()[:, None]
     eye = torch.eye(query.shape[-1], dtype=torch.float64)
     rollout = attribution = eye
     for alpha, gradient in zip(maps, gradients, strict=True):
@@ -576,7 +576,7 @@ def test_relevance_of_patches_on_pixels(method, cls):
 @pytest.mark.parametrize("pool", ["mean", "last"])
 def test_the_readout_is_found(cls, pool):
     model, x = small(cls=cls, pool=pool), images()
-    query = freeze(model, None, x).require_query()
+    query = freeze(Request.of(model, None, x)).require_query()
     expected = torch.zeros(16 + (cls == "ends") - (cls is None), dtype=torch.float64)
     places = model.cls_tokens() or ([14] if pool == "last" else list(range(15)))
     expected[places] = 1 / len(places)

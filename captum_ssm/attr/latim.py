@@ -66,6 +66,10 @@ class LaTIM(TokenAttribution):
         """Whether the aggregation decomposes a logit."""
         return options.get("aggregation", LOGIT) == LOGIT
 
+    def get_name(self) -> str:
+        """The method's name."""
+        return "LaTIM"
+
     def has_convergence_delta(self) -> bool:
         """True: the contributions claim to add up, and the delta says how well they do."""
         return True

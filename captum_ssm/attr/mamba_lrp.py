@@ -64,6 +64,10 @@ class MambaLRP(TokenAttribution):
     summary = "gradient times input through the frozen network"
     needs_run_here = True
 
+    def get_name(self) -> str:
+        """The method's name."""
+        return "MambaLRP"
+
     def has_convergence_delta(self) -> bool:
         """True: relevance claims to add up to the score."""
         return True

@@ -20,7 +20,7 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._frozen import FrozenLayer, freeze
+from captum_ssm._capture import FrozenLayer, Request, freeze
 from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.mixers import COMPONENTS, FrozenMixer, find_mixers
 
@@ -41,7 +41,7 @@ def frozen_layers(
     model: nn.Module, tokens: Tensor, mask: Tensor | None = None
 ) -> list[FrozenLayer]:
     extra = None if mask is None else {"attention_mask": mask}
-    return freeze(model, None, tokens, extra, query=False).layers
+    return freeze(Request.of(model, None, tokens, extra), query=False).layers
 
 
 def affine_output(mixer: FrozenMixer) -> Tensor:
