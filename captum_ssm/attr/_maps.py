@@ -140,11 +140,11 @@ class MixerMap:
         L = self.operator.length
         return self._transform(self._reduced_rows(0, L), slice(0, L))
 
-    def vecmat(self, w: Tensor) -> Tensor:
+    def rmatvec(self, w: Tensor) -> Tensor:
         """w^T M for ``w (B, L)``: ``(B, L)``."""
         options, operator = self.options, self.operator
         if options.is_linear:
-            row = operator.vecmat(w if self.row_scale is None else w * self.row_scale, "mean")
+            row = operator.rmatvec(w if self.row_scale is None else w * self.row_scale, "mean")
             return row if self.mask is None else row * self.mask
         if options.is_global:
             return torch.einsum("bi,bij->bj", w, self.matrix())
@@ -221,9 +221,9 @@ class LayerMap:
         """M, ``(B, L, L)``, before row normalisation."""
         return torch.stack([part.matrix() for part in self.parts]).sum(0)
 
-    def vecmat(self, w: Tensor) -> Tensor:
+    def rmatvec(self, w: Tensor) -> Tensor:
         """w^T M for ``w (B, L)``: ``(B, L)``."""
-        return torch.stack([part.vecmat(w) for part in self.parts]).sum(0)
+        return torch.stack([part.rmatvec(w) for part in self.parts]).sum(0)
 
     def row_sums(self) -> Tensor:
         """Row sums of M, ``(B, L)``."""
@@ -282,7 +282,7 @@ def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
             sums = m.row_sums()
             # A row that holds nothing (padding; all negative, and clamped) has no sum to divide by.
             w = torch.where(sums == 0, 0, query / sums)
-        total += m.vecmat(w)
+        total += m.rmatvec(w)
     return total / len(maps)
 
 
@@ -292,7 +292,7 @@ def rollout_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
     for m in progress(reversed(maps), "rollout", len(maps)):
         if m.options.normalize_rows:
             w = w / (1 + m.row_sums())
-        w = w + m.vecmat(w)
+        w = w + m.rmatvec(w)
     return w
 
 

@@ -26,7 +26,7 @@ from captum_ssm._progress import progress
 from captum_ssm.attr._base import TokenAttribution, format_attributions, single_input
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._residual import ResidualStream, Stage
-from captum_ssm.operators.band import sum_of
+from captum_ssm.operators.composed import sum_of
 
 LOGIT = "alti_logit"
 

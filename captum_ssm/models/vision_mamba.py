@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from captum_ssm._grid import TokenGrid, cls_positions, patch_index
 from captum_ssm.models._scan import selective_scan
-from captum_ssm.operators.band import causal_conv
+from captum_ssm.operators.conv import causal_conv
 
 DIRECTIONS = ("none", "v1", "v2")
 POOLS = ("mean", "last")
