@@ -118,7 +118,7 @@ class MixerCall:
         return value.detach().to(self.dtype)
 
     def decay_rate(self, A_log: Tensor) -> Tensor:
-        """``-exp(A_log)``, computed in float32 whatever the model's dtype, as kernels do."""
+        """``-exp(A_log)``, of any shape, computed in float32 whatever the model's dtype."""
         return -torch.exp(A_log.detach().float()).to(self.dtype)
 
 
