@@ -489,6 +489,6 @@ def _state(operator: TokenOperator) -> int:
         return operator.A.shape[-1]
     if isinstance(operator, (LinearAttentionOperator, SoftmaxOperator)):
         return operator.query.shape[-1]
-    inner = getattr(operator, "inner", None) or getattr(operator, "first", None)
+    inner = getattr(operator, "inner", None)
     parts = getattr(operator, "parts", ()) if inner is None else (inner,)
     return sum(_state(part) for part in parts) or 1

@@ -216,6 +216,7 @@ HYBRIDS = (
     "minimax",
     "qwen3_next",
     "qwen3_5",
+    "qwen3_5_moe",
     "olmo_hybrid",
     "kimi_linear",
 )

@@ -49,11 +49,11 @@ def frozen_layers(
 def affine_output(mixer: FrozenMixer) -> Tensor:
     """The mixer's output from the unified operator and the documented bias terms, nothing else."""
     operator = mixer.operator("unified", COMPONENTS)
-    y = operator.apply(mixer.inputs)
+    y = operator.matvec(mixer.inputs)
     if mixer.conv_bias is not None:
         # The bias enters behind the convolution, and is carried by the rest of the operator.
         rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
-        y = y + rest.apply(mixer.conv_bias.expand_as(mixer.inputs))
+        y = y + rest.matvec(mixer.conv_bias.expand_as(mixer.inputs))
     y = y + mixer.remainder()
     constant = mixer.out_proj(torch.zeros_like(y))
     return y @ mixer.out_weight.mT + constant

@@ -241,10 +241,10 @@ def assert_is(op: TokenOperator, truth: Tensor) -> None:
         "rows": (op.rows(index), rows),
         "row means": (op.rows(index, "mean"), rows.mean(1)),
         "row maxima": (op.rows(index, "max"), rows.amax(1)),
-        "apply": (op.apply(v), torch.einsum("bdij,bjd->bid", truth, v)),
-        "vecmat": (op.vecmat(w), torch.einsum("bid,bdij->bjd", w, truth)),
-        "vecmat mean": (op.vecmat(w, "mean"), torch.einsum("bid,bdij->bj", w, truth) / D),
-        "shared": (op.vecmat(w[..., 0], "mean"), torch.einsum("bi,bij->bj", w[..., 0],
+        "matvec": (op.matvec(v), torch.einsum("bdij,bjd->bid", truth, v)),
+        "rmatvec": (op.rmatvec(w), torch.einsum("bid,bdij->bjd", w, truth)),
+        "rmatvec mean": (op.rmatvec(w, "mean"), torch.einsum("bid,bdij->bj", w, truth) / D),
+        "shared": (op.rmatvec(w[..., 0], "mean"), torch.einsum("bi,bij->bj", w[..., 0],
                                                               truth.mean(1))),
         "sums": (op.row_sums(), truth.mean(1).sum(-1)),
     }  # fmt: skip
@@ -374,12 +374,12 @@ def test_the_unified_operator_is_the_mixer(kind):
         u = layer.mixer.inputs
         constant = layer.mixer.operator("unified", ("activation", "gate", "norm", "skip"))
         conv = getattr(module, "conv2d", None) or module.conv1d
-        found = operator.apply(u)
+        found = operator.matvec(u)
         if kind in ("v1", "one direction", "ss2d", "ss2d without gate") and conv.bias is not None:
-            found = found + constant.apply(conv.bias.expand_as(u))
+            found = found + constant.matvec(conv.bias.expand_as(u))
         elif conv.bias is not None:
             for scan, order, weight in layer.mixer.scans_in_order():
-                bias = scan.operator("unified", everything[1:]).apply(scan.conv_bias.expand_as(u))
+                bias = scan.operator("unified", everything[1:]).matvec(scan.conv_bias.expand_as(u))
                 found = found + weight * bias[:, torch.argsort(order)]
         out = module.out_proj(found + layer.mixer.remainder())
         gamma = getattr(module, "gamma", None)

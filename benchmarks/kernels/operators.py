@@ -26,9 +26,6 @@ from captum_ssm.operators import (
     SoftmaxOperator,
     TokenOperator,
 )
-from captum_ssm.operators.diagonal import naive_matrix as naive_diagonal
-from captum_ssm.operators.linear_attention import naive_matrix as naive_linear
-from captum_ssm.operators.softmax import naive_matrix as naive_softmax
 
 
 def diagonal(length: int, channels: int = 1536) -> DiagonalOperator:
@@ -53,6 +50,20 @@ def softmax(length: int, heads: int, state: int) -> SoftmaxOperator:
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, heads, length, state, generator=g)
     return SoftmaxOperator(query, key, state**-0.5, state)
+
+
+def naive_diagonal(op: DiagonalOperator) -> Tensor:
+    return ops.naive_diagonal_matrix(op.dt, op.right, op.A, op.B, op.C, op.left)
+
+
+def naive_linear(op: LinearAttentionOperator) -> Tensor:
+    return ops.naive_linear_matrix(op.query, op.key, op.log_decay, op.erase, op.probe, op.bonus)
+
+
+def naive_softmax(op: SoftmaxOperator) -> Tensor:
+    scores = (op.query.double() @ op.key.double().mT) * op.scale
+    later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return torch.softmax(scores.masked_fill(later, -torch.inf), -1)
 
 
 KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict[str, int]]] = {
@@ -139,7 +150,7 @@ def main() -> None:
             v = torch.randn(1, length, op.channels, generator=torch.Generator().manual_seed(1))
 
             def row(op: TokenOperator = op, query: Tensor = query) -> Tensor:
-                return op.vecmat(query, "mean")
+                return op.rmatvec(query, "mean")
 
             def matrix(op: TokenOperator = op) -> Tensor:
                 return op.matrix("mean")
@@ -155,7 +166,7 @@ def main() -> None:
             if not isinstance(op, SoftmaxOperator):
 
                 def apply(op: TokenOperator = op, v: Tensor = v) -> Tensor:
-                    return op.apply(v)
+                    return op.matvec(v)
 
                 def loop(op: TokenOperator = op, v: Tensor = v) -> Tensor:
                     return token_by_token(op, v)

@@ -52,7 +52,7 @@ from captum_ssm.metrics import (
 )
 from captum_ssm.mixers.vision import freeze_bidirectional
 from captum_ssm.models import BidirectionalMamba, VisionMamba
-from captum_ssm.operators import BandOperator
+from captum_ssm.operators import SkipOperator
 
 # Last, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "papers"))
@@ -110,7 +110,7 @@ def without_s6(call: MixerCall) -> FrozenMixer:
     """The mixer with the identity in place of its recurrence (Zimerman et al., table 4)."""
     mixer: Any = freeze_bidirectional(call)
     scans = tuple(
-        dataclasses.replace(scan, recurrence=BandOperator(torch.ones_like(scan.inputs)))
+        dataclasses.replace(scan, recurrence=SkipOperator(torch.ones_like(scan.inputs)))
         for scan in mixer.scans
     )
     return dataclasses.replace(mixer, scans=scans)

@@ -62,7 +62,7 @@ def warn_if_padding_is_read(
     if mask is None or not bool((mask[:, 1:] > mask[:, :-1]).any()):
         return
     mask = mask.to(mixer.recurrence.device, mixer.recurrence.dtype)
-    read = mixer.recurrence.vecmat(mask, "mean") * (1 - mask)
+    read = mixer.recurrence.rmatvec(mask, "mean") * (1 - mask)
     written = mixer.inputs.abs().amax(-1) * read.abs()
     if bool((written > 0).any()):
         warnings.warn(

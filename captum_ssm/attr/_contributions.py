@@ -22,7 +22,7 @@ from captum_ssm import ops
 from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.band import sum_of
+from captum_ssm.operators.composed import sum_of
 
 ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
 
@@ -85,7 +85,7 @@ class Contributions:
         for part in self.parts:
             out = torch.zeros_like(total)
             for lag, operator in part.scored(direction):
-                row = operator.vecmat(ones, "mean") * operator.channels
+                row = operator.rmatvec(ones, "mean") * operator.channels
                 out[:, : self.length - lag] += row[:, lag:]
             total += part.restore(out, 1)
         return total

@@ -18,7 +18,7 @@ from captum_ssm._progress import progress
 from captum_ssm.attr._base import TokenAttribution, delta, format_attributions
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._residual import ResidualStream, Stage, norms_and_head
-from captum_ssm.operators.band import sum_of
+from captum_ssm.operators.composed import sum_of
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
 

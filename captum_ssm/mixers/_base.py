@@ -16,7 +16,8 @@ from typing_extensions import Self
 
 from captum_ssm._devices import weights_loaded
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.band import causal_conv, product, sum_of
+from captum_ssm.operators.composed import product, sum_of
+from captum_ssm.operators.conv import causal_conv
 
 COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
 PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
@@ -115,6 +116,10 @@ class MixerCall:
     def parameter(self, value: Tensor) -> Tensor:
         """A parameter of any shape, detached, in the working dtype."""
         return value.detach().to(self.dtype)
+
+    def decay_rate(self, A_log: Tensor) -> Tensor:
+        """``-exp(A_log)``, of any shape, computed in float32 whatever the model's dtype."""
+        return -torch.exp(A_log.detach().float()).to(self.dtype)
 
 
 def bound_arguments(
@@ -298,7 +303,7 @@ class FrozenMixer:
 
     def mix(self, values: Tensor) -> Tensor:
         """The recurrence of ``values (B, L, D)``, and the skip: ``(B, L, D)``."""
-        y = self.recurrence.apply(values)
+        y = self.recurrence.matvec(values)
         return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
     def gated_output(self, multiply: Product = torch.mul) -> Tensor:
@@ -462,6 +467,16 @@ def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) ->
     if weight is not None:
         scale = scale * (weight if weight.numel() == parts.shape[-1] else weight.view(groups, -1))
     return scale.flatten(-2)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x (..., N)`` divided by its length, as the delta rule's keys and queries are."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def previous(x: Tensor) -> Tensor:
+    """Each token's predecessor in ``x (B, L, E)``, zeros for the first."""
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm.models._s6 import initial_dt_bias, s6
-from captum_ssm.operators.permuted import depthwise_conv
+from captum_ssm.operators.conv import depthwise_conv
 
 
 class SS2D(nn.Module):

@@ -21,21 +21,15 @@ import torch
 from torch import Tensor
 
 from captum_ssm import ops
-from captum_ssm.operators._base import TokenOperator, check_vecmat
-from captum_ssm.operators.band import (
-    behind_conv,
-    causal_conv,
-    join_taps,
-    product,
-    with_skip,
-)
+from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators.composed import product
 
 
 @dataclass(frozen=True)
 class DiagonalOperator(TokenOperator):
-    """A diagonal recurrence with optional row and column factors and a convolution.
+    """A diagonal recurrence with optional row and column factors.
 
-    The operator is ``diag(left) alpha diag(right) conv``; one map per channel. All tensors are
+    The operator is ``diag(left) alpha diag(right)``; one map per channel. All tensors are
     float32, or all float64.
 
     Args:
@@ -45,8 +39,6 @@ class DiagonalOperator(TokenOperator):
         B (Tensor): ``(B, L, G, N)``, input coefficients; channel d is in group ``d // (D // G)``.
         C (Tensor): ``(B, L, G, N)``, output coefficients.
         left (Tensor, optional): ``(B, L, D)``, row factors. Default: None
-        conv (Tensor, optional): ``(D, K)``, causal taps applied before the recurrence.
-            Default: None
 
     Raises:
         ValueError, TypeError: at the first use, for tensors that do not fit together.
@@ -57,7 +49,7 @@ class DiagonalOperator(TokenOperator):
         >>> operator = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
         >>> v = torch.randn(1, 5, 4)
         >>> y = torch.einsum("bdij,bjd->bid", operator.matrix(), v)  # from whole maps
-        >>> torch.testing.assert_close(operator.apply(v), y)
+        >>> torch.testing.assert_close(operator.matvec(v), y)
         >>> operator.rows(torch.tensor([[4]]), "mean").shape  # the last row alone, in linear time
         torch.Size([1, 1, 5])
     """
@@ -68,7 +60,6 @@ class DiagonalOperator(TokenOperator):
     B: Tensor
     C: Tensor
     left: Tensor | None = None
-    conv: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -79,52 +70,50 @@ class DiagonalOperator(TokenOperator):
     def reference(self) -> Tensor:
         return self.dt
 
-    def apply(self, v: Tensor) -> Tensor:
-        if self.conv is not None:
-            v = causal_conv(v, self.conv)
+    def matvec(self, v: Tensor) -> Tensor:
         return ops.diagonal_scan(v, self.dt, self.right, self.A, self.B, self.C, self.left)
 
-    def vecmat(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        mean = check_vecmat(reduction)
-        return ops.diagonal_vecmat(
-            w, self.dt, self.right, self.A, self.B, self.C, self.left, self.conv, mean
-        )
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        return self.convolved_rmatvec(w, None, reduction)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        return ops.diagonal_mean(
-            self.dt, self.right, self.A, self.B, self.C, self.left, self.conv, start, stop
-        )
+        return self.convolved_row_tile(start, stop, None)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        return ops.diagonal_rows(index, *self._slice(start, stop))
+        return self.convolved_map_rows(index, start, stop, None)
 
-    def compose(
-        self,
-        *,
-        left: Tensor | None = None,
-        skip: Tensor | None = None,
-        right: Tensor | None = None,
-        conv: Tensor | None = None,
-    ) -> TokenOperator:
-        if self.conv is not None and right is not None:
-            scaled = replace(self, left=product(self.left, left))
-            return behind_conv(scaled, left, skip, right, conv)
-        composed = DiagonalOperator(
-            self.dt,
-            self.right if right is None else self.right * right,
-            self.A,
-            self.B,
-            self.C,
-            product(self.left, left),
-            join_taps(self.conv, conv),
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        return replace(
+            self,
+            left=product(self.left, left),
+            right=self.right if right is None else self.right * right,
         )
-        return with_skip(composed, left, skip, right, conv)
 
-    def _slice(self, start: int, stop: int) -> tuple[Any, ...]:
+    # The kernels fold a convolution in.
+
+    def convolved_rmatvec(
+        self, w: Tensor, taps: Tensor | None, reduction: str | None = None
+    ) -> Tensor:
+        mean = check_rmatvec(reduction)
+        return ops.diagonal_vecmat(
+            w, self.dt, self.right, self.A, self.B, self.C, self.left, taps, mean
+        )
+
+    def convolved_row_tile(self, start: int, stop: int, taps: Tensor | None) -> Tensor:
+        return ops.diagonal_mean(
+            self.dt, self.right, self.A, self.B, self.C, self.left, taps, start, stop
+        )
+
+    def convolved_map_rows(
+        self, index: Tensor, start: int, stop: int, taps: Tensor | None
+    ) -> Tensor:
+        return ops.diagonal_rows(index, *self._slice(start, stop, taps))
+
+    def _slice(self, start: int, stop: int, taps: Tensor | None) -> tuple[Any, ...]:
         # The coefficients of some channels. Where they do not cover whole groups, the groups
         # are written out, one per channel.
         if (start, stop) == (0, self.channels):
-            return self.dt, self.right, self.A, self.B, self.C, self.left, self.conv
+            return self.dt, self.right, self.A, self.B, self.C, self.left, taps
         size = self.channels // self.B.shape[2]
         first, last = start // size, (stop - 1) // size
         B, C = self.B[:, :, first : last + 1], self.C[:, :, first : last + 1]
@@ -138,10 +127,5 @@ class DiagonalOperator(TokenOperator):
             B,
             C,
             None if self.left is None else self.left[..., start:stop],
-            None if self.conv is None else self.conv[start:stop],
+            None if taps is None else taps[start:stop],
         )
-
-
-def naive_matrix(op: DiagonalOperator) -> Tensor:
-    """Every map by the equation, term by term, in float64: ``(B, D, L, L)``. For tests."""
-    return ops.naive_diagonal_matrix(op.dt, op.right, op.A, op.B, op.C, op.left, op.conv)

@@ -73,10 +73,10 @@ class LinearAttentionOperator(HeadOperator):
     def reference(self) -> Tensor:
         return self.query
 
-    def apply_heads(self, v: Tensor) -> Tensor:
+    def matvec_heads(self, v: Tensor) -> Tensor:
         return ops.linear_scan(v.transpose(1, 2), *self._heads(0, self.maps)).transpose(1, 2)
 
-    def vecmat_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
+    def rmatvec_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
         return ops.linear_vecmat(w.transpose(1, 2), *self._heads(start, stop)).transpose(1, 2)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
@@ -97,8 +97,3 @@ class LinearAttentionOperator(HeadOperator):
             None if self.probe is None else self.probe[:, :, at],
             None if self.bonus is None else self.bonus[:, :, at],
         )
-
-
-def naive_matrix(op: LinearAttentionOperator) -> Tensor:
-    """Every head's map by the equation, in float64: ``(B, H, L, L)``. For tests."""
-    return ops.naive_linear_matrix(op.query, op.key, op.log_decay, op.erase, op.probe, op.bonus)

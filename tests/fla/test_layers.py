@@ -46,10 +46,10 @@ def frozen_layers(
 
 def affine_output(mixer: FrozenMixer) -> Tensor:
     """The output from the unified operator and the documented bias terms, nothing else."""
-    y = mixer.operator("unified", COMPONENTS).apply(mixer.inputs)
+    y = mixer.operator("unified", COMPONENTS).matvec(mixer.inputs)
     if mixer.conv_bias is not None:
         rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
-        y = y + rest.apply(mixer.conv_bias.expand_as(mixer.inputs))
+        y = y + rest.matvec(mixer.conv_bias.expand_as(mixer.inputs))
     y = y + mixer.remainder()
     return y @ mixer.out_weight.mT + mixer.out_proj(torch.zeros_like(y))
 
