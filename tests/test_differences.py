@@ -27,7 +27,9 @@ def recurrences(g: dict[str, Tensor]) -> list[list[TokenOperator]]:
     """The two directions' operators of each layer."""
     state = {name[3:]: value for name, value in g.items() if name.startswith("sd/")}
     model = VisionMamba.from_state_dict(state).eval()
-    return [layer.mixer.recurrence.parts for layer in freeze(Request.of(model, None, g["image"])).layers]
+    return [
+        layer.mixer.recurrence.parts for layer in freeze(Request.of(model, None, g["image"])).layers
+    ]
 
 
 def without_decay_at_cls(operator: TokenOperator) -> TokenOperator:

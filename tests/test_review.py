@@ -222,7 +222,9 @@ def test_an_adapter_may_read_its_coefficients_without_a_graph(monkeypatch):
     model = nn.Sequential(Decaying(), Decaying(), nn.Linear(8, 5))
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
     first, second = (
-        freeze(Request.of(model, None, x), target=2, gradients=True, check=check).layers[0].call.gradient
+        freeze(Request.of(model, None, x), target=2, gradients=True, check=check)
+        .layers[0]
+        .call.gradient
         for check in (True, False)
     )
     torch.testing.assert_close(first, second)

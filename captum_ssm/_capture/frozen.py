@@ -159,6 +159,7 @@ class Made:
 
     mixer: FrozenMixer | None
     output: Tensor
+    rounding: float
 
 
 class Substitution:
@@ -200,7 +201,7 @@ class Substitution:
         quick = isinstance(mixer.recurrence, DiagonalOperator)
         with torch.set_grad_enabled(quick):
             output = mixer.output()
-        return output if quick else None, Made(detached(mixer), output.detach())
+        return output if quick else None, Made(detached(mixer), output.detach(), mixer.rounding)
 
     def other(self, call: MixerCall) -> Tensor | None:
         """What takes the place of another module's output, if anything."""
@@ -330,7 +331,7 @@ def _frozen_layers(
             stage = layers[-1].stage + (0 if parallel else 1)
         known = made[i] if i < len(made) else None
         if known is not None and check:
-            check_reconstruction(name, call, known.output, recording.mask)
+            check_reconstruction(name, call, known.output, recording.mask, known.rounding)
         freeze = _Freeze(name, call, known, recording.mask, check, recording.device)
         layers.append(FrozenLayer(name, here, stage, freeze))
     return layers
@@ -371,7 +372,7 @@ class _Freeze:
         with weights_loaded(self.call.module):
             mixer = adapter(self.call)
         if self.check and self.first:
-            check_reconstruction(self.name, self.call, mixer.output(), self.mask)
+            check_reconstruction(self.name, self.call, mixer.output(), self.mask, mixer.rounding)
         return mixer
 
 

@@ -416,7 +416,7 @@ def _mixing(stage: Stage, parts: Contributions) -> Callable[[], Any]:
 def _logit_row(
     frozen: FrozenModel, stream: ResidualStream, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """Relevance ``(B, L)`` of eq. 8 at the query, and the bias terms' part of the score, ``(B,)``."""
+    """Relevance ``(B, L)`` of eq. 8 at the query, and the bias terms' share of the score."""
     direction = stream.direction
     v = torch.zeros_like(direction[..., 0])
     bias = torch.zeros_like(v[:, 0])

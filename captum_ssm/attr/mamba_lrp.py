@@ -148,7 +148,7 @@ class _Rules(Substitution):
 
     def mixed(self, mixer: FrozenMixer) -> tuple[Tensor, Made]:
         output = frozen_output(mixer)
-        return output, Made(None, output.detach())
+        return output, Made(None, output.detach(), mixer.rounding)
 
     def other(self, call: MixerCall) -> Tensor | None:
         if isinstance(call.module, nn.Embedding):

@@ -219,6 +219,8 @@ class FrozenMixer:
         paper_components (tuple of str, optional): what ``"unified"`` folds in where no components
             are chosen, as in the family's own equation of Zimerman et al. Default: all except
             the skip
+        rounding (float, optional): how many times further than most the mixer's own arithmetic
+            may be from exact in half precision, for the reconstruction check. Default: 1.0
 
     Examples::
 
@@ -246,6 +248,7 @@ class FrozenMixer:
     centred: bool = False
     offset: Tensor | None = None
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
+    rounding: float = 1.0
 
     @cached_property
     def values(self) -> Tensor:

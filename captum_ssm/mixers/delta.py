@@ -72,6 +72,7 @@ def _freeze_delta(
     act = _ACTIVATIONS[getattr(norm, "activation", "silu")]
     conv = conv.channels(slice(2 * keys, None))
     return FrozenMixer(
+        rounding=2.0,
         recurrence=recurrence,
         inputs=conv.inputs,
         out_proj=lambda y: call.linear(out_proj, y),
