@@ -168,21 +168,21 @@ class TokenOperator(ABC):
             added = added.convolved(conv)
         return _composed.SumOperator((composed, added))
 
-    # What ConvolvedOperator asks of its inner operator, for causal taps (D, K). An operator whose
+    # What ConvolvedOperator asks of its inner operator. An operator whose
     # kernels fold a convolution in has these as its own.
 
     def convolved_rmatvec(self, w: Tensor, taps: Tensor, reduction: str | None = None) -> Tensor:
-        """As :meth:`rmatvec`, of ``alpha conv``."""
+        """As :meth:`rmatvec`, of ``alpha conv`` with causal taps ``(D, K)``."""
         mean = check_rmatvec(reduction)
         u = depthwise_conv_transpose(self.rmatvec(w), taps)
         return u.mean(-1) if mean else u
 
     def convolved_map_rows(self, index: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:
-        """As :meth:`map_rows`, of ``alpha conv``."""
+        """As :meth:`map_rows`, of ``alpha conv`` with causal taps ``(D, K)``."""
         return conv_columns(self.map_rows(index, start, stop), taps[start:stop])
 
     def convolved_row_tile(self, start: int, stop: int, taps: Tensor) -> Tensor:
-        """As :meth:`row_tile`, of ``alpha conv``."""
+        """As :meth:`row_tile`, of ``alpha conv`` with causal taps ``(D, K)``."""
 
         def map_rows(index: Tensor, first: int, last: int) -> Tensor:
             return self.convolved_map_rows(index, first, last, taps)
