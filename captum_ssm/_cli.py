@@ -24,7 +24,7 @@ import captum_ssm
 from captum_ssm._frozen import check_inputs, extract_logits
 from captum_ssm._supported import first_line, report
 from captum_ssm.generation import continuation_relevance
-from captum_ssm.ops import ExtensionWarning
+from captum_ssm.kernels import ExtensionWarning
 
 METHODS: dict[str, Any] = {
     "raw-attention": captum_ssm.RawAttention,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from captum_ssm.kernels import naive_diagonal_matrix, naive_linear_attention_matrix
 from captum_ssm.operators import (
     BandOperator,
     ChainOperator,
@@ -21,8 +22,6 @@ from captum_ssm.operators import (
     SumOperator,
     TokenOperator,
 )
-from captum_ssm.operators import diagonal as diagonal_module
-from captum_ssm.operators import linear_attention as linear_attention_module
 from captum_ssm.operators import softmax as softmax_module
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 100)
@@ -169,11 +168,11 @@ def naive_maps(op: TokenOperator) -> Tensor:
         maps = naive_maps(op.inner).repeat_interleave(WIDTH, 1)
         return dense(maps, left=op.left, right=op.right, conv=op.conv)
     if isinstance(op, DiagonalOperator):
-        return diagonal_module.naive_matrix(op)
+        return naive_diagonal_matrix(op)
     if isinstance(op, SoftmaxOperator):
         return softmax_module.naive_matrix(op).nan_to_num(0.0)
     assert isinstance(op, LinearAttentionOperator)
-    return linear_attention_module.naive_matrix(op)
+    return naive_linear_attention_matrix(op)
 
 
 def per_channel(maps: Tensor) -> Tensor:
