@@ -285,9 +285,10 @@ def _convolve(x: Tensor, conv: Tensor | None) -> Tensor:
         return F.conv1d(padded, conv[:, None], groups=len(conv)).mT.reshape(x.shape)
     # Tap by tap: torch's convolution wants time last, and for few taps the two copies cost more
     # than the work.
-    out = x * conv[:, -1]
+    taps = conv.t().contiguous()
+    out = x * taps[-1]
     for lag in range(1, min(K, x.shape[-2])):
-        out[..., lag:, :].addcmul_(x[..., :-lag, :], conv[:, -1 - lag])
+        out[..., lag:, :].addcmul_(x[..., :-lag, :], taps[-1 - lag])
     return out
 
 
