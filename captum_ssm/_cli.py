@@ -25,7 +25,7 @@ from captum_ssm._capture.request import check_inputs
 from captum_ssm._capture.target import extract_logits
 from captum_ssm._supported import first_line, report
 from captum_ssm.generation import continuation_relevance
-from captum_ssm.ops import ExtensionWarning
+from captum_ssm.kernels import ExtensionWarning
 
 METHODS: dict[str, Any] = {
     "raw-attention": captum_ssm.RawAttention,

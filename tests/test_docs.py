@@ -38,7 +38,7 @@ MODULES = (
     "captum_ssm.mixers",
     "captum_ssm.models",
     "captum_ssm.operators",
-    "captum_ssm.ops",
+    "captum_ssm.kernels",
     "captum_ssm.visualization",
 )
 
@@ -166,7 +166,7 @@ def test_getting_started_runs(tmp_path, monkeypatch):
     text = (DOCS / "getting_started.md").read_text(encoding="utf-8")
     names = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", captum_ssm.ops.ExtensionWarning)
+        warnings.simplefilter("ignore", captum_ssm.kernels.ExtensionWarning)
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
             exec(compile(block, "getting_started.md", "exec"), names)
     assert names["text"][names["relevance"][0].argmax()] == "t"

@@ -10,7 +10,7 @@ import torch
 from families import modeling_of
 from transformers import MambaConfig, MambaModel
 
-from captum_ssm import MambaRollout, ops
+from captum_ssm import MambaRollout, kernels
 from captum_ssm.operators import DiagonalOperator
 
 # Last, so that files of the same name here come first.
@@ -23,7 +23,7 @@ GIB = 1024**3
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not ops.extension_loaded(),
+        not kernels.extension_loaded(),
         reason="the compiled kernels are missing; the PyTorch forms need minutes at this length",
     ),
     pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory as Linux reports it"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from captum_ssm import ops
+from captum_ssm.kernels import naive_diagonal_matrix, naive_linear_attention_matrix
 from captum_ssm.operators import (
     ConvolvedOperator,
     DiagonalOperator,
@@ -178,11 +178,12 @@ def naive_maps(op: TokenOperator) -> Tensor:
     if isinstance(op, ScaledOperator):
         return dense(per_channel(naive_maps(op.inner)), left=op.left, right=op.right)
     if isinstance(op, DiagonalOperator):
-        return ops.naive_diagonal_matrix(op.dt, op.right, op.A, op.B, op.C, op.left)
+        return naive_diagonal_matrix(op)
     if isinstance(op, SoftmaxOperator):
         return naive_softmax(op).nan_to_num(0.0)
     assert isinstance(op, LinearAttentionOperator)
-    return ops.naive_linear_matrix(op.query, op.key, op.log_decay, op.erase, op.probe, op.bonus)
+    return naive_linear_attention_matrix(op)
+
 
 
 def naive_softmax(op: SoftmaxOperator) -> Tensor:

@@ -19,7 +19,9 @@ import torch
 from _common import arguments, check, layer, save, seconds
 from torch import Tensor
 
-from captum_ssm import ops
+from captum_ssm import kernels
+from captum_ssm.kernels import diagonal as diagonal_kernels
+from captum_ssm.kernels import linear_attention as linear_attention_kernels
 from captum_ssm.operators import (
     DiagonalOperator,
     LinearAttentionOperator,
@@ -29,35 +31,26 @@ from captum_ssm.operators import (
 
 
 def diagonal(length: int, channels: int = 1536) -> DiagonalOperator:
-    c = layer(length, channels)
-    return DiagonalOperator(c["dt"], c["right"], c["A"], c["Bm"], c["Cm"])
+    return DiagonalOperator(**vars(layer(length, channels)))
 
 
-def linear(
+def linear_attention(
     length: int, heads: int, state: int, width: int, per_key: bool = False, delta: bool = False
 ) -> LinearAttentionOperator:
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, length, heads, state, generator=g) * state**-0.5
     decay = -torch.rand(1, length, heads, state if per_key else 1, generator=g) * 0.1
     if not delta:
-        return LinearAttentionOperator(query, key, decay, width)
+        return LinearAttentionOperator(query, key, decay, width=width)
     probe = torch.nn.functional.normalize(key, dim=-1)
     write = probe * torch.rand(1, length, heads, 1, generator=g)
-    return LinearAttentionOperator(query, write, decay, width, erase=write, probe=probe)
+    return LinearAttentionOperator(query, write, decay, write, probe, width=width)
 
 
 def softmax(length: int, heads: int, state: int) -> SoftmaxOperator:
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, heads, length, state, generator=g)
     return SoftmaxOperator(query, key, state**-0.5, state)
-
-
-def naive_diagonal(op: DiagonalOperator) -> Tensor:
-    return ops.naive_diagonal_matrix(op.dt, op.right, op.A, op.B, op.C, op.left)
-
-
-def naive_linear(op: LinearAttentionOperator) -> Tensor:
-    return ops.naive_linear_matrix(op.query, op.key, op.log_decay, op.erase, op.probe, op.bonus)
 
 
 def naive_softmax(op: SoftmaxOperator) -> Tensor:
@@ -67,20 +60,20 @@ def naive_softmax(op: SoftmaxOperator) -> Tensor:
 
 
 KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict[str, int]]] = {
-    "diagonal, 1536 channels of 16": (diagonal, naive_diagonal, {"channels": 32}),
+    "diagonal, 1536 channels of 16": (diagonal, kernels.naive_diagonal_matrix, {"channels": 32}),
     "decay per head, 24 heads of 64, state 128": (
-        lambda length, heads=24: linear(length, heads, 128, 64),
-        naive_linear,
+        lambda length, heads=24: linear_attention(length, heads, 128, 64),
+        kernels.naive_linear_attention_matrix,
         {"heads": 2},
     ),
     "decay per key, 8 heads of 128, state 128": (
-        lambda length, heads=8: linear(length, heads, 128, 128, per_key=True),
-        naive_linear,
+        lambda length, heads=8: linear_attention(length, heads, 128, 128, per_key=True),
+        kernels.naive_linear_attention_matrix,
         {"heads": 2},
     ),
     "gated delta rule, 16 heads of 128, state 128": (
-        lambda length, heads=16: linear(length, heads, 128, 128, delta=True),
-        naive_linear,
+        lambda length, heads=16: linear_attention(length, heads, 128, 128, delta=True),
+        kernels.naive_linear_attention_matrix,
         {"heads": 2},
     ),
     "softmax, 12 heads of 64": (
@@ -94,15 +87,15 @@ KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict
 @contextlib.contextmanager
 def torch_forms() -> Iterator[None]:
     """Operators take the PyTorch forms, as where the extension is missing."""
-    names = [n for n in ops.__all__ if n.endswith("_torch")]
-    kernels = {n.removesuffix("_torch"): getattr(ops, n.removesuffix("_torch")) for n in names}
-    for name in kernels:
-        setattr(ops, name, getattr(ops, f"{name}_torch"))
+    forms = {**vars(diagonal_kernels), **vars(linear_attention_kernels)}
+    compiled = {name: f for name, f in vars(kernels).items() if f"{name}_torch" in forms}
+    for name in compiled:
+        setattr(kernels, name, forms[f"{name}_torch"])
     try:
         yield
     finally:
-        for name, kernel in kernels.items():
-            setattr(ops, name, kernel)
+        for name, kernel in compiled.items():
+            setattr(kernels, name, kernel)
 
 
 def in_torch(function: Callable[[], Tensor]) -> Callable[[], Tensor]:

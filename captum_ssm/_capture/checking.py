@@ -12,9 +12,9 @@ from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers._base import is_quantised
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
-# at every step; the frozen operator does not. Measured on every family, with weights up to 1.5 times
-# as large as at initialization, right adapters err by at most 9e-7, 1.3e-5, 6e-3 and 1.9e-2; in
-# bfloat16 the delta rule and RG-LRU by 4.7e-2 (see FrozenMixer.rounding).
+# at every step; the frozen operator does not. Measured on every family, with weights up to 1.5
+# times as large as at initialization, right adapters err by at most 9e-7, 1.3e-5, 6e-3 and 1.9e-2;
+# in bfloat16 the delta rule and RG-LRU by 4.7e-2 (see FrozenMixer.rounding).
 TOLERANCE = {
     torch.float64: 5e-6,
     torch.float32: 1e-4,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from captum_ssm import ops
+from captum_ssm import kernels
 from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
@@ -214,7 +214,7 @@ class _Part:
             at = index[..., None].expand(-1, -1, z.shape[1])
             left = self.left[..., part].gather(1, at).mT
         values = torch.stack([lagged[..., part].mT for lagged in self.lagged])
-        ops.tap_rows(rows, values, left, z)
+        kernels.tap_rows(rows, values, left, z)
 
 
 def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:

@@ -205,7 +205,7 @@ def freeze_gla(call: MixerCall) -> FrozenMixer:
     log_decay = F.logsigmoid(_heads(step, N, repeat)) / module.gate_logit_normalizer
     if module.clamp_min is not None:
         log_decay = log_decay.clamp(min=module.clamp_min)
-    recurrence = LinearAttentionOperator(q * N**-0.5, k, log_decay, module.head_v_dim)
+    recurrence = LinearAttentionOperator(q * N**-0.5, k, log_decay, width=module.head_v_dim)
     values = _repeat_channels(*_values(call, x, mask), module.head_v_dim, repeat)
     norm, gate = _gate(call, x)
     return _frozen(call, recurrence, *values, norm=norm, groups=H, gate=gate)
