@@ -6,6 +6,7 @@ import pytest
 import torch
 from captum.attr import NoiseTunnel
 from captum.metrics import infidelity, sensitivity_max
+from families import build
 from models import (
     OUTPUT_FORMS,
     S6_FAMILIES,
@@ -364,6 +365,14 @@ def test_padding_of_whole_rollouts_and_maps(side):
 
 
 @each_method
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "recurrent_gemma", "jamba"])
+def test_one_token(method, family):
+    relevance = method(build(family)).attribute(ids(2, 1), target=5)
+    assert relevance.shape == (2, 1)
+    assert relevance.isfinite().all()
+
+
+@each_method
 def test_a_mask_of_ones_changes_nothing(method):
     model, tokens = tiny("jamba"), ids(2, 7)
     extra = {"attention_mask": torch.ones(2, 7, dtype=torch.long)}
@@ -540,15 +549,17 @@ def test_training_mode_is_left_as_it_was(method, family):
 
 
 @each_method
-def test_gradient_checkpointing(method):
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(method, reentrant):
     model, tokens = tiny(), ids(2, 7)
     truth = method(model).attribute(tokens, target=4)
-    for layer in model.backbone.layers:
-        layer.gradient_checkpointing = True
     enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)()  # the name in transformers 4
+    enable = enable or model.gradient_checkpointing_enable  # the name in transformers 4
+    enable({"use_reentrant": reentrant})
     model.train()
     assert_close(method(model).attribute(tokens, target=4), truth)
+    assert model.training
+    assert all(layer.gradient_checkpointing for layer in model.backbone.layers)
 
 
 @pytest.mark.parametrize("method", [*MAPS, MambaLRP])  # LaTIM needs a norm behind the mixers

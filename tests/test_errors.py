@@ -10,6 +10,7 @@ from families import TRANSFORMERS_4, build, modeling_of
 from models import VOCABULARY, Classifier, ids, recast, tiny
 from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import captum_ssm
 from captum_ssm import (
@@ -42,6 +43,27 @@ class NoMixer(nn.Module):
 
     def forward(self, tokens):
         return self.rnn(self.embedding(tokens))[0]
+
+
+class Checkpointed(nn.Module):
+    """A model that checkpoints a block by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = tiny()
+
+    def get_input_embeddings(self):
+        return self.model.get_input_embeddings()
+
+    def forward(self, tokens):
+        embeddings = self.get_input_embeddings()(tokens)
+        run = self.model.backbone
+        hidden = checkpoint(lambda e: run(inputs_embeds=e)[0], embeddings, use_reentrant=True)
+        return self.model.lm_head(hidden)
+
+
+def never(tokens):
+    raise AssertionError("the model was run")
 
 
 def mask(*rows: str) -> torch.Tensor:
@@ -124,6 +146,21 @@ CASES = {
         ["does not depend differentiably", "no_grad"],
         wrap=lambda m: (torch.no_grad()(lambda t: m(t).logits), m),
         methods=GRADIENT,
+    ),
+    "a head of a backbone under no_grad": Case(
+        ValueError,
+        ["does not depend differentiably"],
+        wrap=lambda m: (lambda t: m.lm_head(torch.no_grad()(m.backbone)(t)[0]), m),
+        methods=GRADIENT,
+    ),
+    "a graph that misses the mixers": Case(
+        ValueError,
+        ["does not depend differentiably"],
+        model=Checkpointed,
+        methods=[MambaAttribution, LaTIM],
+    ),
+    "a graph that checkpointing hides": Case(
+        ValueError, ["run it without"], model=Checkpointed, methods=[MambaLRP]
     ),
     "a pooled output that is detached": Case(
         ValueError,
@@ -343,6 +380,13 @@ CASES = {
     ),
     # the options
     "an unknown option": Case(TypeError, ["colour"], options={"colour": "red"}),
+    "an unknown option, before the model runs": Case(
+        TypeError,
+        ["no option 'clamp'", "'reduction', 'sign'"],
+        methods=MAPS,
+        wrap=lambda m: (never, m),
+        options={"clamp": True},
+    ),
     "an unknown reduction": Case(
         ValueError, ["'median'", "'mean', 'max'"], methods=MAPS, options={"reduction": "median"}
     ),
@@ -710,6 +754,17 @@ def test_integers_of_any_kind(method):
     assert torch.equal(method(model).attribute(TOKENS, target=4, position=position), truth)
     truth = method(classifier).attribute(TOKENS, target=3)
     assert torch.equal(method(classifier).attribute(TOKENS, target=np.int64(3)), truth)
+
+
+def test_layers_are_numbers_of_any_kind():
+    model = tiny()
+    for layers in (1, -1, np.int64(1), torch.tensor(1), range(1, 2), [torch.tensor(1)]):
+        assert list(hidden_attention(model, TOKENS, layers=layers)) == ["backbone.layers.1.mixer"]
+    for layers in (1.0, [0.0], [[0]], True):
+        with pytest.raises(ValueError, match="layers holds"):
+            hidden_attention(model, TOKENS, layers=layers)
+    with pytest.raises(ValueError, match="start_layer is 'first'"):
+        MambaRollout(model).attribute(TOKENS, start_layer="first")
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
