@@ -7,6 +7,7 @@ import torch
 from captum.attr import NoiseTunnel
 from captum.metrics import infidelity, sensitivity_max
 from families import build
+from methods import MAPS, METHODS, OF_A_TARGET, assert_close, each, each_method
 from models import (
     OUTPUT_FORMS,
     S6_FAMILIES,
@@ -29,17 +30,6 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-
-MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
-METHODS = [*MAPS, LaTIM, MambaLRP]
-OF_A_TARGET = [MambaAttribution, UnifiedImplicitAttention, LaTIM, MambaLRP]
-each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
-
-
-def assert_close(ours: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
-    assert ours.shape == truth.shape
-    assert (ours - truth).abs().max() <= tolerance * truth.abs().max()
-
 
 # ---- inputs -----------------------------------------------------------------------------------
 
@@ -65,21 +55,6 @@ def test_every_form_of_input(method, family):
     (in_a_tuple,) = method(model).attribute((tokens,), target=4)
     assert_close(in_a_tuple, truth)
     assert isinstance(method(model).attribute((embeddings,), target=4), tuple)
-
-
-@each_method
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-def test_ids_of_any_integer_dtype(method, dtype):
-    model, tokens = tiny(), ids(2, 7)
-    truth = method(model).attribute(tokens, target=4)
-    if dtype in (torch.int16, torch.uint8):  # an nn.Embedding takes int32 and int64
-
-        def forward(t):
-            return model(t.long())
-
-        assert_close(method(forward, model).attribute(tokens.to(dtype), target=4), truth)
-    else:
-        assert_close(method(model).attribute(tokens.to(dtype), target=4), truth)
 
 
 @each_method
@@ -313,12 +288,16 @@ def test_a_padded_row_is_explained_as_if_alone(method, side):
             assert_close(found[b : b + 1, place], alone[b])
 
 
-@each_method
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *((method, {}) for method in METHODS),
+        *((method, {"normalize_rows": True, "sign": "clamp"}) for method in MAPS),
+    ],
+)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", S6_FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"normalize_rows": True, "sign": "clamp"}], ids=str)
 def test_padding_in_each_family(method, side, family, options):
-    options = options if method in MAPS else {}
     model = tiny(family)
     tokens, mask, places = padded(side)
     explain = method(model)
@@ -562,7 +541,7 @@ def test_gradient_checkpointing(method, reentrant):
     assert all(layer.gradient_checkpointing for layer in model.backbone.layers)
 
 
-@pytest.mark.parametrize("method", [*MAPS, MambaLRP])  # LaTIM needs a norm behind the mixers
+@each([*MAPS, MambaLRP])  # LaTIM needs a norm behind the mixers
 def test_a_block_that_several_layers_share(method):
     class Twice(nn.Module):
         def __init__(self, model):

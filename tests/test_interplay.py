@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, TRANSFORMERS_4, build
+from methods import METHODS, each_method
 from models import embed, ids
-from test_leaves_no_trace import METHODS, assert_unchanged, fingerprint
+from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,7 +23,6 @@ from captum_ssm._memory import tensors_of
 from captum_ssm.mixers._base import is_quantised
 
 TOKENS = ids(2, 9)
-each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 some_families = pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "recurrent_gemma"])
 
 

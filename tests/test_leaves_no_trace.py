@@ -7,24 +7,17 @@ import weakref
 
 import pytest
 import torch
+from methods import METHODS, each_method
 from models import S6_FAMILIES, Classifier, embed, ids, tiny
 from torch import nn
 
 import captum_ssm
 from captum_ssm import (
-    LaTIM,
     MambaAttribution,
-    MambaLRP,
-    MambaRollout,
-    RawAttention,
-    UnifiedImplicitAttention,
     hidden_attention,
 )
 from captum_ssm.mixers import _base as registry
 
-MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
-METHODS = [*MAPS, LaTIM, MambaLRP]
-each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 HOOKS = [
     name
     for name in vars(nn.Module())

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from methods import MAPS, assert_close, each
 from models import S6_FAMILIES, Classifier, ids, recast, s6_paths, tiny
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from captum_ssm import (
     hidden_attention,
 )
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
 REDUCTIONS = ("mean", "max", "min", "prod")
 OPTIONS = [
     {},
@@ -125,12 +125,6 @@ def gated_gradients(model, target: Tensor, position: int, **inputs) -> list[Tens
     return [g.double().mean(-1) for g in gradients]
 
 
-def assert_close(ours: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
-    assert ours.shape == truth.shape
-    assert torch.isfinite(truth).all()
-    assert (ours - truth).abs().max() <= tolerance * truth.abs().max()
-
-
 # ---- rollout and raw attention ----------------------------------------------------------------
 
 
@@ -205,7 +199,7 @@ def test_raw_attention_of_chosen_layers(chosen):
     assert list(found) == [paths[i] for i in indices]
 
 
-@pytest.mark.parametrize("method", [RawAttention, MambaRollout])
+@each([RawAttention, MambaRollout])
 def test_class_agnostic_methods_ignore_the_target(method):
     model, tokens = tiny(), ids(2, 9)
     plain = method(model).attribute(tokens)
@@ -297,7 +291,7 @@ def test_the_target_decides():
 
 def test_tokens_after_the_query_do_not_matter():
     model, tokens = tiny(), ids(1, 9)
-    for method in METHODS:
+    for method in MAPS:
         row = method(model).attribute(tokens, target=3, position=4)
         short = method(model).attribute(tokens[:, :5], target=3)
         assert (row[:, 5:] == 0).all()
@@ -307,7 +301,7 @@ def test_tokens_after_the_query_do_not_matter():
 # ---- position ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each(MAPS)
 def test_position_in_every_form(method):
     model, tokens = tiny(), ids(3, 9)
     explain = method(model)
@@ -330,7 +324,7 @@ def test_position_in_every_form(method):
         torch.testing.assert_close(rows(None, target=pairs), truth, **same)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each(MAPS)
 def test_a_mean_pooled_model_is_explained_by_the_mean_of_its_rows(method):
     model, tokens = Classifier("mean"), ids(2, 9)
     explain = method(model)

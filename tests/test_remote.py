@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from methods import MAPS, assert_close, each
 from models import ids, tiny
-from test_contract import MAPS, assert_close
 
 from captum_ssm import (
     LaTIM,
@@ -23,7 +23,6 @@ from captum_ssm import (
 from captum_ssm.mixers import find_mixers
 
 FAMILIES = ("mamba", "jamba", "zamba")  # one mixer, beside attention, one that layers share
-remotely = pytest.mark.parametrize("method", [*MAPS, LaTIM], ids=lambda m: m.__name__)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -103,7 +102,7 @@ def test_on_a_server(checkpoint, server):
     assert all(p.is_meta for p in elsewhere._module.parameters())
 
 
-@remotely
+@each([*MAPS, LaTIM])
 @pytest.mark.parametrize("dispatch", [False, True], ids=["absent", "loaded"])
 def test_every_method(method, dispatch, checkpoint, server):
     family, folder = checkpoint
