@@ -121,10 +121,13 @@ class RunningMean(nn.Module):
         self.out_proj = nn.Linear(width, width)
         self.rate = nn.Parameter(torch.linspace(0.1, 1, width))
 
+    def decay(self, token: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-self.rate)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h, out = torch.zeros_like(x[:, 0]), []
         for token in x.unbind(1):
-            h = torch.exp(-self.rate) * h + token
+            h = self.decay(token) * h + token
             out.append(h)
         return self.out_proj(torch.stack(out, 1))
 
@@ -229,14 +232,8 @@ def test_a_wrong_adapter_is_found_out():
 
 def test_an_adapter_may_read_its_coefficients_without_a_graph():
     class Decaying(RunningMean):
-        """Its decay depends on the tokens."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h, out = torch.zeros_like(x[:, 0]), []
-            for token in x.unbind(1):
-                h = torch.exp(-torch.sigmoid(token)) * h + token
-                out.append(h)
-            return self.out_proj(torch.stack(out, 1))
+        def decay(self, token):
+            return torch.exp(-torch.sigmoid(token))
 
     @register_mixer(Decaying)
     def freeze_decaying(call):
