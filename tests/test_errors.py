@@ -14,7 +14,6 @@ from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import captum_ssm
 from captum_ssm import (
     InputError,
     LaTIM,
@@ -634,17 +633,15 @@ def test_no_false_alarm_in_any_dtype(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_wrong_mixer_is_found_in_any_dtype(dtype):
     model = recast(tiny(), dtype)
-    with torch.no_grad():
-        wrong = {name: p.clone() for name, p in model.named_parameters()}
     mixer = model.backbone.layers[0].mixer
-    own = mixer.forward
+    own, skip = mixer.forward, mixer.D.detach().clone()
 
     def without_skip(hidden_states, **kwargs):
         mixer.D.data.zero_()
         try:
             return own(hidden_states, **kwargs)
         finally:
-            mixer.D.data.copy_(wrong["backbone.layers.0.mixer.D"])
+            mixer.D.data.copy_(skip)
 
     mixer.forward = without_skip
     with pytest.raises(ReconstructionError, match=r"layers\.0"):
@@ -660,12 +657,6 @@ def test_padding_may_hold_anything():
     )
     RawAttention(model).attribute(TOKENS, additional_forward_args=extra)
     hook.remove()
-
-
-def test_the_public_errors_are_exported():
-    assert {"InputError", "ReconstructionError", "TargetError", "UnsupportedModelError"} <= set(
-        captum_ssm.__all__
-    )
 
 
 # ---- what is accepted -------------------------------------------------------------------------

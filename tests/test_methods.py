@@ -44,12 +44,8 @@ def double(family: str = "mamba", **kwargs) -> torch.nn.Module:
 
 
 def reduce_channels(maps: Tensor, reduction: str) -> Tensor:
-    return {
-        "mean": lambda: maps.mean(1),
-        "max": lambda: maps.max(1).values,
-        "min": lambda: maps.min(1).values,
-        "prod": lambda: maps.prod(1),
-    }[reduction]()
+    by_name = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin, "prod": Tensor.prod}
+    return by_name[reduction](maps, 1)
 
 
 def explicit_map(
@@ -183,20 +179,18 @@ def test_raw_attention_is_the_mean_of_rows(options):
         assert_close(explain.attribute(tokens, position=position, **options), truth[:, position])
 
 
-@pytest.mark.parametrize("chosen", [0, [1], [-1], [2, 0], "path", ["path", 2]])
-def test_raw_attention_of_chosen_layers(chosen):
+PATH = "backbone.layers.1.mixer"
+CHOSEN = [(0, [0]), ([1], [1]), ([-1], [2]), ([2, 0], [2, 0]), (PATH, [1]), ([PATH, 2], [1, 2])]
+
+
+@pytest.mark.parametrize(("chosen", "indices"), CHOSEN)
+def test_raw_attention_of_chosen_layers(chosen, indices):
     model, tokens = double(layers=3), ids(2, 9)
     maps = hidden_attention(model, tokens)
-    paths = list(maps)
-    wanted = [chosen] if isinstance(chosen, (int, str)) else chosen
-    indices = [1 if item == "path" else item for item in wanted]
-    selection = paths[1] if chosen == "path" else chosen
-    if isinstance(chosen, list):
-        selection = [paths[1] if item == "path" else item for item in chosen]
-    truth = explicit_raw([maps[paths[i]] for i in indices])
-    assert_close(RawAttention(model).attribute(tokens, layers=selection), truth[:, -1])
-    found = hidden_attention(model, tokens, layers=selection)
-    assert list(found) == [paths[i] for i in indices]
+    paths = [list(maps)[i] for i in indices]
+    truth = explicit_raw([maps[path] for path in paths])
+    assert_close(RawAttention(model).attribute(tokens, layers=chosen), truth[:, -1])
+    assert list(hidden_attention(model, tokens, layers=chosen)) == paths
 
 
 @each([RawAttention, MambaRollout])
