@@ -15,6 +15,7 @@ test notebooks: export OMP_NUM_THREADS ?= 1
 demo: $(STAMP)
 	$(BIN)/python tutorials/copying_demo.py --output out
 
+# On two workers; in one process, say, with PYTEST_ARGS="-n 0 tests/test_golden.py".
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
