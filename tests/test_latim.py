@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, build
+from families import FAMILIES, build, padded
+from models import embed
 
-from captum_ssm import LaTIM, hidden_attention
+from captum_ssm import LaTIM, TargetError, hidden_attention
 from captum_ssm.attr._contributions import ACTIVATIONS
 from captum_ssm.metrics import decomposition_error
 
@@ -154,6 +155,51 @@ def test_a_padded_row_equals_the_row_alone() -> None:
         )
         torch.testing.assert_close(both[0, 3:], alone[0], rtol=1e-4, atol=1e-6)
         assert not bool(both[0, :3].any())
+
+
+def test_contributions_are_exact_where_padding_enters_the_state() -> None:
+    # RecurrentGemma's convolution and recurrence do not look at the mask.
+    extra = {"attention_mask": padded("left")}
+    latim = LaTIM(build("recurrent_gemma"))
+    for error in latim.layer_errors(ids_for(), activation="gate", additional_forward_args=extra):
+        assert error.max() < 1e-4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma"])
+def test_contributions_to_and_of_padding_are_zero(family: str, side: str) -> None:
+    latim, outside = LaTIM(build(family)), padded(side) == 0
+    options = {"activation": "gate", "additional_forward_args": {"attention_mask": padded(side)}}
+    vectors = latim.contributions(ids_for(), -1, range(L), **options)
+    assert (vectors[outside] == 0).all()
+    assert (vectors.transpose(1, 2)[outside] == 0).all()
+    found = latim.interactions(ids_for(), -1, "l2", **options)
+    torch.testing.assert_close(found, vectors.norm(dim=-1))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_logits_map_with_padding(side: str) -> None:
+    model, mask = build("mamba"), padded(side)
+    options = {"activation": "gate", "additional_forward_args": {"attention_mask": mask}}
+    found = LaTIM(model).interactions(ids_for(), aggregation="alti_logit", **options)
+    last = torch.where(mask.bool(), torch.arange(L), -1).amax(1)
+    target = model(ids_for(), attention_mask=mask).logits.argmax(-1)[torch.arange(2), last]
+    expected = LaTIM(model).attribute(ids_for(), target=target, **options)
+    torch.testing.assert_close(found[torch.arange(2), last], expected)
+
+
+def test_the_logits_map_takes_what_attribute_takes() -> None:
+    from nnsight import NNsight
+
+    model, ids = build("mamba"), ids_for()
+    expected = LaTIM(model).interactions(ids, aggregation="alti_logit")
+    for wrapped, inputs in ((model, embed(model, ids)), (NNsight(build("mamba")), ids)):
+        found = LaTIM(wrapped).interactions(inputs, aggregation="alti_logit")
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(TargetError, match=r"0 \.\. 36"):
+        LaTIM(model).interactions(ids, aggregation="alti_logit", target=ids + 100)
+    with pytest.raises(ValueError, match="pass it: Method"):
+        LaTIM(lambda t: model(t).logits).interactions(ids, aggregation="alti_logit")
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build
+from families import build, padded
 from peak_memory import RUNS
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from captum_ssm import (
+    InputError,
     LaTIM,
     MambaAttribution,
     MambaRollout,
@@ -172,6 +173,21 @@ def test_estimates_of_a_few_tokens_and_of_embeddings(length: int) -> None:
     for request in ("row", "attribution", "latim", "lrp"):
         found = estimate(model, embeddings, request=request)
         assert found.result_bytes == embeddings.numel() * 4
+
+
+def test_an_estimate_takes_padding_and_says_what_it_does_not_take(ids: torch.Tensor) -> None:
+    model = build("mamba")
+    plain = estimate(model, ids)
+    for side in ("left", "right"):
+        for mask in (padded(side, length=L), padded(side, length=L).flip(0)):
+            found = estimate(model, ids, additional_forward_args={"attention_mask": mask})
+            assert (found.result_bytes, found.flops) == (plain.result_bytes, plain.flops)
+    with pytest.raises(InputError, match="estimate takes token ids"):
+        estimate(model, torch.randn(1, 3, 8, 8))
+    with pytest.raises(TypeError, match="inputs is a list"):
+        estimate(model, ids.tolist())
+    with pytest.raises(ValueError, match="at least 1"):
+        estimate(model, ids, request="hidden_attention", rows=-1)
 
 
 @pytest.mark.parametrize(

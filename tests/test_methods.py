@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from methods import MAPS, assert_close, each
 from models import S6_FAMILIES, Classifier, ids, recast, s6_paths, tiny
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from captum_ssm import (
     hidden_attention,
 )
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
 REDUCTIONS = ("mean", "max", "min", "prod")
 OPTIONS = [
     {},
@@ -44,12 +44,8 @@ def double(family: str = "mamba", **kwargs) -> torch.nn.Module:
 
 
 def reduce_channels(maps: Tensor, reduction: str) -> Tensor:
-    return {
-        "mean": lambda: maps.mean(1),
-        "max": lambda: maps.max(1).values,
-        "min": lambda: maps.min(1).values,
-        "prod": lambda: maps.prod(1),
-    }[reduction]()
+    by_name = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin, "prod": Tensor.prod}
+    return by_name[reduction](maps, 1)
 
 
 def explicit_map(
@@ -125,12 +121,6 @@ def gated_gradients(model, target: Tensor, position: int, **inputs) -> list[Tens
     return [g.double().mean(-1) for g in gradients]
 
 
-def assert_close(ours: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
-    assert ours.shape == truth.shape
-    assert torch.isfinite(truth).all()
-    assert (ours - truth).abs().max() <= tolerance * truth.abs().max()
-
-
 # ---- rollout and raw attention ----------------------------------------------------------------
 
 
@@ -189,23 +179,21 @@ def test_raw_attention_is_the_mean_of_rows(options):
         assert_close(explain.attribute(tokens, position=position, **options), truth[:, position])
 
 
-@pytest.mark.parametrize("chosen", [0, [1], [-1], [2, 0], "path", ["path", 2]])
-def test_raw_attention_of_chosen_layers(chosen):
+PATH = "backbone.layers.1.mixer"
+CHOSEN = [(0, [0]), ([1], [1]), ([-1], [2]), ([2, 0], [2, 0]), (PATH, [1]), ([PATH, 2], [1, 2])]
+
+
+@pytest.mark.parametrize(("chosen", "indices"), CHOSEN)
+def test_raw_attention_of_chosen_layers(chosen, indices):
     model, tokens = double(layers=3), ids(2, 9)
     maps = hidden_attention(model, tokens)
-    paths = list(maps)
-    wanted = [chosen] if isinstance(chosen, (int, str)) else chosen
-    indices = [1 if item == "path" else item for item in wanted]
-    selection = paths[1] if chosen == "path" else chosen
-    if isinstance(chosen, list):
-        selection = [paths[1] if item == "path" else item for item in chosen]
-    truth = explicit_raw([maps[paths[i]] for i in indices])
-    assert_close(RawAttention(model).attribute(tokens, layers=selection), truth[:, -1])
-    found = hidden_attention(model, tokens, layers=selection)
-    assert list(found) == [paths[i] for i in indices]
+    paths = [list(maps)[i] for i in indices]
+    truth = explicit_raw([maps[path] for path in paths])
+    assert_close(RawAttention(model).attribute(tokens, layers=chosen), truth[:, -1])
+    assert list(hidden_attention(model, tokens, layers=chosen)) == paths
 
 
-@pytest.mark.parametrize("method", [RawAttention, MambaRollout])
+@each([RawAttention, MambaRollout])
 def test_class_agnostic_methods_ignore_the_target(method):
     model, tokens = tiny(), ids(2, 9)
     plain = method(model).attribute(tokens)
@@ -297,7 +285,7 @@ def test_the_target_decides():
 
 def test_tokens_after_the_query_do_not_matter():
     model, tokens = tiny(), ids(1, 9)
-    for method in METHODS:
+    for method in MAPS:
         row = method(model).attribute(tokens, target=3, position=4)
         short = method(model).attribute(tokens[:, :5], target=3)
         assert (row[:, 5:] == 0).all()
@@ -307,7 +295,7 @@ def test_tokens_after_the_query_do_not_matter():
 # ---- position ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each(MAPS)
 def test_position_in_every_form(method):
     model, tokens = tiny(), ids(3, 9)
     explain = method(model)
@@ -330,7 +318,7 @@ def test_position_in_every_form(method):
         torch.testing.assert_close(rows(None, target=pairs), truth, **same)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each(MAPS)
 def test_a_mean_pooled_model_is_explained_by_the_mean_of_its_rows(method):
     model, tokens = Classifier("mean"), ids(2, 9)
     explain = method(model)
@@ -410,8 +398,6 @@ def test_components_of_unified_attention(family):
 
 def test_a_length_of_one_has_nothing_but_itself():
     model, tokens = tiny(), ids(2, 1)
-    for method in METHODS:
-        assert method(model).attribute(tokens, target=3).shape == (2, 1)
     assert math.isclose(
         MambaRollout(model).attribute(tokens)[0, 0].item(),
         math.prod(1 + float(m.mean()) for m in hidden_attention(model, tokens[:1]).values()),

@@ -185,7 +185,6 @@ def naive_maps(op: TokenOperator) -> Tensor:
     return naive_linear_attention_matrix(op)
 
 
-
 def naive_softmax(op: SoftmaxOperator) -> Tensor:
     """Every head's probabilities, row by row, in float64: ``(B, H, L, L)``."""
     B, L, H = op.heads

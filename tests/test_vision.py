@@ -1,14 +1,10 @@
 """Vision Mamba and SS2D: the published numbers, their operators, and relevance on pixels."""
 
-import json
-from functools import cache
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from captum.attr import IntegratedGradients, LayerAttribution, NoiseTunnel, visualization
-from models import randomize
+from methods import each
+from models import golden, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,20 +27,8 @@ from captum_ssm.operators import (
     TokenOperator,
 )
 
-FILE = Path(__file__).parent / "golden" / "vim_tiny.npz"
+GOLDEN, WEIGHTS, CONFIG = golden("vim_tiny")
 CLS = ("start", "middle", "end", "ends", None)
-
-
-@cache
-def golden() -> dict[str, Tensor]:
-    with np.load(FILE) as z:
-        names = [name for name in z.files if name != "config_json"]
-        return {name: torch.from_numpy(z[name]) for name in names}
-
-
-def golden_model() -> VisionMamba:
-    state = {name[3:]: value for name, value in golden().items() if name.startswith("sd/")}
-    return VisionMamba.from_state_dict(state)
 
 
 def small(size=(12, 20), **changes) -> VisionMamba:
@@ -63,7 +47,7 @@ def images(count: int = 2, size=(12, 20), colours: int = 3) -> Tensor:
 
 
 def test_golden_logits_and_mixers():
-    g, model, seen = golden(), golden_model(), {}
+    g, model, seen = GOLDEN, VisionMamba.from_state_dict(WEIGHTS), {}
     for n, layer in enumerate(model.layers):
         layer.mixer.register_forward_hook(lambda m, a, out, n=n: seen.update({n: (a[0], out)}))
     with torch.no_grad():
@@ -75,7 +59,7 @@ def test_golden_logits_and_mixers():
 
 
 def test_golden_matrices_of_both_directions():
-    g, model = golden(), golden_model()
+    g, model = GOLDEN, VisionMamba.from_state_dict(WEIGHTS)
     found = hidden_attention(model, g["image"])
     frozen = freeze(Request.of(model, None, g["image"]))
     assert list(found) == [f"layers.{n}.mixer" for n in range(4)]
@@ -89,7 +73,7 @@ def test_golden_matrices_of_both_directions():
 
 
 def test_golden_configuration_is_read_off_the_weights():
-    model, config = golden_model(), json.loads(str(np.load(FILE)["config_json"]))
+    model, config = VisionMamba.from_state_dict(WEIGHTS), CONFIG
     grid = model.token_grid(32, 32)
     assert model.image_size == (config["img_size"],) * 2
     assert model.cls_tokens() == [config["cls_pos"]] == [8]
@@ -343,17 +327,11 @@ def test_impulses_through_the_models_own_scan(kind, monkeypatch):
     monkeypatch.undo()
     maps = list(hidden_attention(model, images()).values())
     ways = len(calls) // len(maps)
-    orders = {
-        1: lambda L: [torch.arange(L)],
-        2: lambda L: [torch.arange(L), torch.arange(L).flip(0)],
-    }
     for n, found in enumerate(maps):
         B, D, L, _ = found.shape
-        if ways == 4:
-            columns = torch.arange(15).view(3, 5).mT.flatten()
-            scans = [torch.arange(15), columns, torch.arange(15).flip(0), columns.flip(0)]
-        else:
-            scans = orders[ways](L)
+        rows = torch.arange(L)
+        columns = [rows.view(3, 5).mT.flatten()] if ways == 4 else []
+        scans = [rows, *columns, rows.flip(0), *(c.flip(0) for c in columns)][:ways]
         truth = torch.zeros_like(found)
         for order, args in zip(scans, calls[n * ways : (n + 1) * ways], strict=True):
             for t in range(L):
@@ -533,9 +511,6 @@ def test_scan_learns_and_infers_alike():
 # Images in Captum
 
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution]
-
-
 def token_relevance(model, x, method=MambaAttribution, **options) -> Tensor:
     """Relevance of tokens ``(B, L)``: the method on the embeddings behind the same blocks."""
 
@@ -555,7 +530,7 @@ def token_relevance(model, x, method=MambaAttribution, **options) -> Tensor:
     return explain.attribute(model.embed(x).detach(), target=2, **options).sum(-1)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each([RawAttention, MambaRollout, MambaAttribution])
 @pytest.mark.parametrize("cls", CLS)
 def test_relevance_of_patches_on_pixels(method, cls):
     model, x = small(cls=cls), images()

@@ -173,9 +173,12 @@ def test_images_and_their_relevance(tmp_path):
     assert size_of(figure, tmp_path / "images.png") > 5000
 
 
-@pytest.mark.parametrize(
+each_drawing = pytest.mark.parametrize(
     "method", ["heat_map", "blended_heat_map", "masked_image", "alpha_scaling"]
 )
+
+
+@each_drawing
 @pytest.mark.parametrize("sign", ["positive", "negative", "absolute_value"])
 def test_each_way_to_draw_is_captums_own(method, sign):
     torch.manual_seed(0)
@@ -208,9 +211,7 @@ def figure_limits(figure: Figure) -> tuple[float, float]:
     return figure.axes[1].images[-1].get_clim()
 
 
-@pytest.mark.parametrize(
-    "method", ["heat_map", "blended_heat_map", "masked_image", "alpha_scaling"]
-)
+@each_drawing
 def test_nothing_of_a_sign_is_nothing_drawn(method, tmp_path):
     images = torch.rand(2, 3, 4, 4)
     relevance = torch.stack([torch.ones(4, 4), -torch.ones(4, 4)])
