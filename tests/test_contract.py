@@ -20,6 +20,7 @@ from models import (
     tiny,
 )
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 from captum_ssm import (
     LaTIM,
@@ -349,6 +350,38 @@ def test_one_token(method, family):
     relevance = method(build(family)).attribute(ids(2, 1), target=5)
     assert relevance.shape == (2, 1)
     assert relevance.isfinite().all()
+
+
+@each_method
+def test_a_tokenizers_whole_output(method, tokenizer):
+    model = tiny()
+    encoding = tokenizer(["w3 w4 w5 w6", "w7 w8"], return_tensors="pt", padding=True)
+    mask = {"attention_mask": encoding["attention_mask"]}
+    truth = method(model).attribute(encoding["input_ids"], 4, mask)
+    taken = {k: encoding[k] for k in ("input_ids", "attention_mask")}
+    for whole in (taken, BatchEncoding(taken)):
+        assert_close(method(model).attribute(whole, target=4), truth)
+    ids_alone = {"input_ids": encoding["input_ids"]}
+    assert_close(method(model).attribute(ids_alone, 4, mask), truth)
+    with pytest.raises(TypeError, match="additional_forward_args"):
+        method(model).attribute(encoding["input_ids"], target=4, **mask)
+    with pytest.raises(TypeError, match="input_ids"):
+        method(model).attribute(mask, target=4)
+    with pytest.raises(TypeError, match="expected a dict"):
+        method(model).attribute(taken, 4, (None,))
+
+
+@pytest.mark.parametrize("method", [RawAttention, MambaRollout])
+def test_a_frozen_method_wants_the_same_arguments(method):
+    mask = torch.ones(2, 7, dtype=torch.long)
+    other = mask.clone()
+    other[0, :3] = 0
+    frozen = method(tiny()).freeze_once(ids(2, 7), {"attention_mask": mask})
+    found = frozen.attribute(ids(2, 7), None, {"attention_mask": mask.clone()}, position=5)
+    assert_close(found, method(tiny()).attribute(ids(2, 7), position=5))
+    for extra in (None, {"attention_mask": other}, {}):
+        with pytest.raises(ValueError, match="freeze_once"):
+            frozen.attribute(ids(2, 7), None, extra, position=5)
 
 
 @each_method

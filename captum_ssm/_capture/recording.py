@@ -351,14 +351,15 @@ def _load_nnsight() -> None:
 
 class _State:
     # The attributes of a module: nnsight replaces its forward, and a run may count, cache or
-    # register buffers. Containers are put back in place, as others may hold them too. Buffers
-    # are written in training (a batch norm's means).
+    # register buffers. Containers are put back in place, as others may hold them too. In training
+    # a run writes into buffers (a batch norm's means): it gets copies of them.
     def __init__(self, module: nn.Module) -> None:
         self.module, self.attributes = module, dict(module.__dict__)
         kept = (dict, list, set)
         self.contents = [(v, v.copy()) for v in self.attributes.values() if isinstance(v, kept)]
-        buffers = module._buffers.values() if module.training else ()
-        self.buffers = [(b, b.clone()) for b in buffers if b is not None and not b.is_meta]
+        if module.training:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.clone()
 
     def restore(self) -> None:
         self.module.__dict__.clear()
@@ -366,9 +367,6 @@ class _State:
         for value, content in self.contents:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
-        with torch.no_grad():
-            for buffer, values in self.buffers:
-                buffer.copy_(values)
 
 
 def _make_other_threads_wait(module: nn.Module) -> None:

@@ -46,7 +46,7 @@ class LaTIM(TokenAttribution):
     last two for models retrained with them), and ``"gate"`` freezes its factor,
     :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`, which is exact on any model.
 
-    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 
