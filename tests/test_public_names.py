@@ -1,10 +1,12 @@
 """The public names, their documentation, and the one call by which others extend the library."""
 
+import ast
 import inspect
 import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,6 +111,31 @@ def test_every_module_is_there_after_one_import():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+# From the bottom up: a module imports what stands before it, and nothing after it.
+ORDER = """
+    _errors _integers _nested _progress _memory _devices _captum kernels operators _grid models
+    mixers _capture.model _capture.request _capture.recording _capture.remote _capture.target
+    _capture.checking _capture.frozen _capture attr _hidden_attention generation metrics
+    visualization
+""".split()
+
+
+def rank(module: str) -> int:
+    named = [i for i, name in enumerate(ORDER) if f"{module}.".startswith(f"captum_ssm.{name}.")]
+    return max(named, key=lambda i: len(ORDER[i]), default=len(ORDER))
+
+
+def test_there_is_one_way_down():
+    root = Path(captum_ssm.__file__).parent
+    for path in root.rglob("*.py"):
+        module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        module = module.removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            taken = node.module if isinstance(node, ast.ImportFrom) else None
+            if taken is not None and taken.startswith("captum_ssm."):
+                assert rank(taken) <= rank(module), f"{module} imports {taken}"
 
 
 # ---- register_mixer ---------------------------------------------------------------------------

@@ -32,18 +32,18 @@ class FrozenLayer:
         call (MixerCall): what was recorded.
         stage (int): its step through the residual stream; mixers that a block runs side by
             side, on the same tokens, share one.
-        freeze (Callable): reads the operator off the call, and checks it.
+        read (Callable): reads the operator off the call, and checks it.
     """
 
     name: str
     call: MixerCall
     stage: int
-    freeze: Callable[[], FrozenMixer] = field(repr=False)
+    read: Callable[[], FrozenMixer] = field(repr=False)
 
     @property
     def mixer(self) -> FrozenMixer:
         """The operator, made anew at each access: of a deep model only one needs to exist."""
-        return self.freeze()
+        return self.read()
 
 
 @dataclass(frozen=True)
@@ -332,8 +332,8 @@ def _frozen_layers(
         known = made[i] if i < len(made) else None
         if known is not None and check:
             check_reconstruction(name, call, known.output, recording.mask, known.rounding)
-        freeze = _Freeze(name, call, known, recording.mask, check, recording.device)
-        layers.append(FrozenLayer(name, here, stage, freeze))
+        read = _Read(name, call, known, recording.mask, check, recording.device)
+        layers.append(FrozenLayer(name, here, stage, read))
     return layers
 
 
@@ -341,7 +341,7 @@ def _brought(call: MixerCall, device: torch.device) -> MixerCall:
     return call if call.output.device == device else moved(call, device)
 
 
-class _Freeze:
+class _Read:
     # Reads a mixer off its call each time it is asked, unless that was done while the model ran,
     # and checks what it read the first time.
     def __init__(

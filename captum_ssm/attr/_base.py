@@ -119,7 +119,7 @@ class TokenAttribution(Attribution):
     @classmethod
     def options(cls) -> dict[str, Option]:
         """The method's own keyword arguments of ``attribute``, by name."""
-        return options_of(cls.attribute)
+        return dict(options_of(cls.attribute))
 
     @classmethod
     def needs_target(cls, **options: Any) -> bool:
@@ -150,7 +150,7 @@ class TokenAttribution(Attribution):
             >>> rows = [frozen.attribute(input_ids, position=i) for i in (3, 6)]
         """
         shared = copy(self)
-        shared._frozen = self._freeze(self._request(inputs, additional_forward_args), query=False)
+        shared._frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         return shared
 
     def compute_convergence_delta(
@@ -183,7 +183,7 @@ class TokenAttribution(Attribution):
 
     def _claimed(self, request: Request, target: Any, position: Any) -> Tensor:
         # What attributions claim to add up to, (B,).
-        return self._freeze(request, position, target=target, gradients=True).require_score()
+        return self._run(request, position, target=target, gradients=True).require_score()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -198,7 +198,7 @@ class TokenAttribution(Attribution):
             model = self._constructed_with if is_model(self._constructed_with) else None
         return Request.of(self.forward_func, model, inputs, additional_forward_args, self.remote)
 
-    def _freeze(
+    def _run(
         self,
         request: Request,
         position: Any = None,

@@ -75,6 +75,7 @@ class Option:
     types: tuple[type, ...] = ()
 
 
+@functools.cache
 def options_of(attribute: Callable[..., Any]) -> dict[str, Option]:
     """The options of a method's ``attribute``, by name, from its signature and type hints."""
     function = inspect.unwrap(attribute)

@@ -111,12 +111,12 @@ class LaTIM(TokenAttribution):
             )
         request = self._request(inputs, additional_forward_args)
         if not to_logit:
-            frozen = self._freeze(request, position)
+            frozen = self._run(request, position)
             with self._computing():
                 chosen = [frozen.select_one(layer)]
                 parts = _contributions(chosen, activation, frozen.mask)
                 return format_attributions(_query_row(frozen, chosen, parts, aggregation), frozen)
-        frozen = self._freeze_score(request, target, position)
+        frozen = self._run_score(request, target, position)
         with self._computing():
             stream = ResidualStream.of(frozen)
             if layer is None:
@@ -141,7 +141,7 @@ class LaTIM(TokenAttribution):
     ) -> Tensor:
         if not _to_logit(layer, aggregation):
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
-        frozen = self._freeze_score(request, target, position)
+        frozen = self._run_score(request, target, position)
         with self._computing():
             stream = ResidualStream.of(frozen)
             stages = [stage.layers for stage in stream.stages]
@@ -189,7 +189,7 @@ class LaTIM(TokenAttribution):
         """
         to_logit = _to_logit(layer, aggregation)
         request = self._request(inputs, additional_forward_args)
-        frozen = self._freeze_sum(request, target) if to_logit else self._freeze_all(request)
+        frozen = self._run_sum(request, target) if to_logit else self._run(request, query=False)
         with self._computing():
             if to_logit:
                 stream = ResidualStream.of(frozen)
@@ -236,7 +236,7 @@ class LaTIM(TokenAttribution):
             >>> vectors.shape
             torch.Size([1, 2, 7, 16])
         """
-        frozen = self._freeze_all(self._request(inputs, additional_forward_args))
+        frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
             parts = _contributions([frozen.select_one(layer)], activation, frozen.mask)
             index = frozen.row_index(rows)
@@ -267,17 +267,14 @@ class LaTIM(TokenAttribution):
             >>> len(errors), errors[0].shape
             (2, torch.Size([1]))
         """
-        frozen = self._freeze_all(self._request(inputs, additional_forward_args))
+        frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
             return [
                 _layer_error([layer], _contributions([layer], activation, frozen.mask), frozen.mask)
                 for layer in frozen.layers
             ]
 
-    def _freeze_all(self, request: Request) -> FrozenModel:
-        return self._freeze(request, query=False)
-
-    def _freeze_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
+    def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
         # Frozen for every token at once: the score is the sum of one logit per position.
         if self.remote:
             raise ValueError(
@@ -289,11 +286,11 @@ class LaTIM(TokenAttribution):
         def summed(inputs: Tensor, *_: Any, **__: Any) -> Tensor:
             return _chosen_logits(extract_logits(request.run(inputs)), target).sum(1)
 
-        return self._freeze_score(replace(request, forward_func=summed), None, None)
+        return self._run_score(replace(request, forward_func=summed), None, None)
 
-    def _freeze_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
+    def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
         also = norms_and_head(request.module)
-        return self._freeze(request, position, target=target, gradients=True, also=also)
+        return self._run(request, position, target=target, gradients=True, also=also)
 
 
 def _to_logit(layer: int | str | None, aggregation: str | float) -> bool:

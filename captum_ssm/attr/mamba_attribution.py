@@ -110,6 +110,6 @@ class MambaAttribution(TokenAttribution):
     ) -> tuple[FrozenModel, LayerMaps]:
         chosen = MapOptions.of(_PAPER | options)
         request = self._request(inputs, additional_forward_args)
-        frozen = self._freeze(request, position, target=target, gradients=True)
+        frozen = self._run(request, position, target=target, gradients=True)
         layers = frozen.from_layer(start_layer)
         return frozen, LayerMaps(layers, chosen, frozen.mask, gradients=True)

@@ -93,7 +93,7 @@ class MambaLRP(TokenAttribution):
             request = replace(request, inputs=leaf)
         rules = _Rules(request)
         with memory_limit(self.memory_limit), limited_graph(request.module, self.get_name()):
-            frozen = self._freeze(
+            frozen = self._run(
                 request, position, target=target, also=_has_a_rule, substitution=rules
             )
         score = frozen.require_score()

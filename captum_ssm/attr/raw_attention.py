@@ -59,7 +59,7 @@ class RawAttention(TokenAttribution):
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
         """
         chosen = MapOptions.of(options)
-        frozen = self._freeze(self._request(inputs, additional_forward_args), position)
+        frozen = self._run(self._request(inputs, additional_forward_args), position)
         with self._computing():
             maps = LayerMaps(frozen.select(layers), chosen, frozen.mask)
             return format_attributions(raw_row(maps, frozen.require_query()), frozen)

@@ -61,7 +61,7 @@ class MambaRollout(TokenAttribution):
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
         """
         chosen = MapOptions.of(options)
-        frozen = self._freeze(self._request(inputs, additional_forward_args), position)
+        frozen = self._run(self._request(inputs, additional_forward_args), position)
         with self._computing():
             maps = LayerMaps(frozen.from_layer(start_layer), chosen, frozen.mask)
             return format_attributions(rollout_row(maps, frozen.require_query()), frozen)
@@ -88,7 +88,7 @@ class MambaRollout(TokenAttribution):
             torch.Size([1, 7, 7])
         """
         chosen = MapOptions.of(options)
-        frozen = self._freeze(self._request(inputs, additional_forward_args), query=False)
+        frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
             maps = LayerMaps(frozen.from_layer(start_layer), chosen, frozen.mask)
             return frozen.mask_matrix(rollout_matrix(maps))

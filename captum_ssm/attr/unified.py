@@ -170,6 +170,6 @@ class UnifiedImplicitAttention(TokenAttribution):
         chosen = check_components("unified", components)
         options = MapOptions.of(paper | choices, formulation="unified", components=chosen)
         request = self._request(inputs, additional_forward_args)
-        frozen = self._freeze(request, position, target=target, query=query, gradients=gradients)
+        frozen = self._run(request, position, target=target, query=query, gradients=gradients)
         layers = frozen.from_layer(start_layer)
         return frozen, LayerMaps(layers, options, frozen.mask, gradients=gradients)
