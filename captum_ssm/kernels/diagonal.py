@@ -27,6 +27,7 @@ from torch import Tensor
 from captum_ssm.kernels._arguments import promote, row_index, row_range, shape_error
 from captum_ssm.kernels._extension import warn_if_missing
 from captum_ssm.kernels._registration import operation
+from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
     if v.shape != coefficients.dt.shape:
         raise shape_error("v", v, f"that of dt, {tuple(coefficients.dt.shape)}")
     warn_if_missing()
-    return torch.ops.captum_ssm.diagonal_scan(_convolve(v, conv), *recurrence)
+    return torch.ops.captum_ssm.diagonal_scan(causal_conv(v, conv), *recurrence)
 
 
 @operation(
@@ -148,7 +149,7 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
     backward=lambda grad, v, c: diagonal_rmatvec(grad, c),
 )
 def diagonal_scan_torch(v: Tensor, c: DiagonalCoefficients) -> Tensor:
-    x = (_convolve(v, c.conv) * c.right)[:, None]
+    x = (causal_conv(v, c.conv) * c.right)[:, None]
     return _scaled(_recurrence(x, c.dt, c.A, c.B, c.C)[:, 0], c.left)
 
 
@@ -201,7 +202,7 @@ def _rmatvec_backward(grad: Tensor, w: Tensor, c: DiagonalCoefficients, mean: bo
 def diagonal_rmatvec_torch(w: Tensor, c: DiagonalCoefficients, mean: bool = False) -> Tensor:
     w = w if w.dim() == 3 else w[..., None].expand_as(c.dt)
     s = _reversed_recurrence(_scaled(w, c.left)[:, None], c.dt, c.A, c.C, c.B)[:, 0]
-    u = _convolve_transposed(s * c.right, c.conv)
+    u = causal_conv_transpose(s * c.right, c.conv)
     return u.mean(-1) if mean else u
 
 
@@ -273,28 +274,6 @@ def _reversed_recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: 
 
 def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
-
-
-def _convolve(x: Tensor, conv: Tensor | None) -> Tensor:
-    """Conv_d x_d, for x (..., L, D)."""
-    if conv is None:
-        return x
-    K = conv.shape[1]
-    if K > 8:
-        padded = F.pad(x.mT.flatten(0, -3), (K - 1, 0))
-        return F.conv1d(padded, conv[:, None], groups=len(conv)).mT.reshape(x.shape)
-    # Tap by tap: torch's convolution wants time last, and for few taps the two copies cost more
-    # than the work.
-    taps = conv.t().contiguous()
-    out = x * taps[-1]
-    for lag in range(1, min(K, x.shape[-2])):
-        out[..., lag:, :].addcmul_(x[..., :-lag, :], taps[-1 - lag])
-    return out
-
-
-def _convolve_transposed(x: Tensor, conv: Tensor | None) -> Tensor:
-    """Conv_d^T x_d, for x (..., L, D)."""
-    return x if conv is None else _convolve(x.flip(-2), conv).flip(-2)
 
 
 def diagonal_mean(
@@ -438,7 +417,7 @@ def _fold(q: Tensor, conv: Tensor | None) -> Tensor:
     if conv is None:
         return q
     taps = conv.repeat_interleave(q.shape[-1] // len(conv), 0)
-    return _convolve_transposed(F.pad(q, (0, 0, conv.shape[1] - 1, 0)), taps)
+    return causal_conv_transpose(F.pad(q, (0, 0, conv.shape[1] - 1, 0)), taps)
 
 
 def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
@@ -487,7 +466,7 @@ def diagonal_rows_torch(index: Tensor, c: DiagonalCoefficients) -> Tensor:
     for at in index.split(together, 1):
         w = F.one_hot(at, length).to(c.dt.dtype).unsqueeze(-1)
         s = _reversed_recurrence(w * one, c.dt, c.A, c.C, c.B)
-        parts.append(_convolve_transposed(s * c.right[:, None], c.conv).permute(0, 3, 1, 2))
+        parts.append(causal_conv_transpose(s * c.right[:, None], c.conv).permute(0, 3, 1, 2))
     return torch.cat(parts, 2)
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from captum_ssm._devices import weights_loaded
+from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.composed import product, sum_of
-from captum_ssm.operators.conv import causal_conv
 
 COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
 PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
@@ -505,7 +505,7 @@ class ShortConv:
     @cached_property
     def output(self) -> Tensor:
         """conv(u) + bias, ``(B, L, D)``."""
-        psi = self.inputs if self.taps is None else causal_conv(self.inputs, self.taps)
+        psi = causal_conv(self.inputs, self.taps)
         return psi if self.bias is None else psi + self.bias
 
     def channels(self, index: slice | Tensor) -> ShortConv:

@@ -22,9 +22,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, previous
 from captum_ssm.operators import DiagonalOperator, SkipOperator, SumOperator
-from captum_ssm.operators.conv import causal_conv
 
 
 def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:

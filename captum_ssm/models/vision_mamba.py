@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm._grid import TokenGrid, cls_positions, patch_index
+from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.models._s6 import initial_dt_bias, s6
-from captum_ssm.operators.conv import causal_conv
 
 DIRECTIONS = ("none", "v1", "v2")
 POOLS = ("mean", "last")
