@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm._capture.recording import gradient_at, require_graph
-from captum_ssm.mixers._base import activation_factor
+from captum_ssm.mixers._parts import activation_factor
 
 Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
 Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import SoftmaxOperator
 
 _INTERFACE = "captum_ssm_record"

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import (
     ShortConv,
-    adapts,
     masked_tokens,
     previous,
     rms_factor,
     short_conv,
     unit,
 )
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.mixers.delta import delta_rule
 from captum_ssm.mixers.ssd import freeze_scan
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator

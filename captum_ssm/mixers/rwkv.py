@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from captum_ssm.kernels.convolution import causal_conv
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, previous
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import previous
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import DiagonalOperator, SkipOperator, SumOperator
 
 

@@ -15,15 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
-    ShortConv,
-    activation_factor,
-    adapts,
-    masked_tokens,
-    short_conv,
-)
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import ShortConv, activation_factor, masked_tokens, short_conv
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import DiagonalOperator
 
 

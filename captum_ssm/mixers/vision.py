@@ -15,14 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
-    activation_factor,
-    adapts,
-    rms_factor,
-    short_conv,
-)
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import activation_factor, rms_factor, short_conv
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.mixers.s6 import freeze_s6
 from captum_ssm.models.ss2d import scan_orders
 from captum_ssm.operators import (

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, rms_factor
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import rms_factor
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from captum_ssm._memory import tile_entries
+from captum_ssm._nested import detached
 from captum_ssm.operators.conv import conv_columns, depthwise_conv_transpose
 
 FEW_ROWS = 4
@@ -191,7 +190,7 @@ class TokenOperator(ABC):
 
     def detach(self) -> TokenOperator:
         """The operator with coefficients outside any autograd graph."""
-        return _detached(self)
+        return detached(self)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         """Rows ``start .. stop - 1`` of the mean over channels: ``(B, stop - start, L)``."""
@@ -264,17 +263,6 @@ def check_rmatvec(reduction: str | None) -> bool:
     if reduction not in (None, "mean"):
         raise ValueError(f"reduction is {reduction!r}; rmatvec expected 'mean' or None.")
     return reduction == "mean"
-
-
-def _detached(value: Any) -> Any:
-    if torch.is_tensor(value):
-        return value.detach()
-    if isinstance(value, tuple):
-        return tuple(_detached(v) for v in value)
-    if isinstance(value, TokenOperator) and is_dataclass(value):
-        parts = {f.name: _detached(getattr(value, f.name)) for f in fields(value)}
-        return replace(value, **parts)
-    return value
 
 
 # Operators themselves, made of this class.
