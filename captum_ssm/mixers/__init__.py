@@ -1,4 +1,4 @@
-"""Adapters: one small file per architecture family, from a recorded call to a frozen operator."""
+"""Adapters: one small file per architecture family, from a recorded call to a frozen mixer."""
 
 from captum_ssm.mixers import attention as attention
 from captum_ssm.mixers import delta as delta

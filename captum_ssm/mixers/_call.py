@@ -18,7 +18,7 @@ from captum_ssm.mixers._weights import is_plain
 
 @dataclass(frozen=True)
 class MixerCall:
-    """One visit of the forward pass to a mixer module, recorded at the module's boundary.
+    """One call of a mixer module in a forward pass, with its arguments and its result.
 
     Args:
         path (str): the module's name in the model.
@@ -28,7 +28,8 @@ class MixerCall:
         result (Any): what its forward returned.
         gradient (Tensor, optional): gradient of the target with respect to ``output``,
             ``(B, L, E)``. Default: None
-        order (int, optional): its place among the calls recorded in one run. Default: 0
+        order (int, optional): its position among the recorded calls of one forward pass.
+            Default: 0
 
     Examples::
 
@@ -49,7 +50,7 @@ class MixerCall:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the call by the names in the module's ``forward``."""
+        """The arguments of the call, by their names in the module's ``forward``."""
         return bound_arguments(self.module, self.args, self.kwargs)
 
     @property
@@ -60,11 +61,11 @@ class MixerCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype to work in: float64 where the mixer's output is, else float32."""
+        """The working dtype: float64 if the mixer's output is float64, else float32."""
         return torch.float64 if self.output.dtype == torch.float64 else torch.float32
 
     def tokens(self, name: str = "hidden_states") -> Tensor:
-        """The tokens ``(B, L, E)`` that entered the mixer, in the working dtype."""
+        """The mixer's input tokens ``(B, L, E)``, in the working dtype."""
         value = self.arguments.get(name)
         if value is None:
             value = next(a for a in (*self.args, *self.kwargs.values()) if torch.is_tensor(a))
@@ -80,7 +81,7 @@ class MixerCall:
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         """``layer(x)`` for ``x (..., in)`` in the working dtype: ``(..., out)``.
 
-        A layer without plain weights (quantized, with adapters) computes in its own dtype.
+        A layer without a plain weight tensor (quantized, with LoRA) computes in its own dtype.
         """
         with weights_loaded(layer):
             weight = getattr(layer, "weight", None)
@@ -94,7 +95,8 @@ class MixerCall:
     def weight(self, layer: Any) -> Tensor:
         """The matrix of a linear layer, ``(out, in)``, in the working dtype.
 
-        Of a layer without plain weights (quantized, with adapters) it is read off its outputs.
+        For a layer without a plain weight tensor (quantized, with LoRA) it is computed from the
+        layer's outputs for unit vectors.
         """
         if is_plain(layer):
             return self.parameter(layer.weight)
@@ -114,10 +116,10 @@ class MixerCall:
 def bound_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call of ``module`` by the names in its ``forward``.
+    """The arguments of a call of ``module``, by their names in its ``forward``.
 
-    Those in its variable keyword (``**kwargs``, whatever its name) stand among the others. Where a
-    subclass takes ``*args`` and passes them on, the names are those of the base class.
+    Arguments collected by ``**kwargs`` are listed with the others. If a subclass takes ``*args``
+    and passes them on, the names are those of the base class.
     """
     found: list[tuple[int, dict[str, Any]]] = []
     for cls in type(module).__mro__:
@@ -126,7 +128,7 @@ def bound_arguments(
         signature = inspect.signature(vars(cls)["forward"])
         try:
             named = dict(signature.bind(module, *args, **kwargs).arguments)
-        except TypeError:  # a forward that hides its signature
+        except TypeError:  # the arguments do not fit this class's forward
             continue
         unnamed = 0
         for name, parameter in signature.parameters.items():

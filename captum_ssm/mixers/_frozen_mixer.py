@@ -25,7 +25,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenMixer:
-    r"""A token mixer frozen at one input: what acts on what, and in which order.
+    r"""A token mixer with its coefficients frozen at one input.
 
     .. math::
         y = W_{out}\, \big(n \odot g \odot (\alpha v + s \odot v)\big) + b_{out}, \qquad
@@ -33,31 +33,29 @@ class FrozenMixer:
 
     Args:
         recurrence (TokenOperator): :math:`\alpha`.
-        inputs (Tensor): u, ``(B, L, D)``, what the convolution acts on, with padding zeroed
-            where the model zeroes it; the values themselves where there is neither a
-            convolution nor an activation.
+        inputs (Tensor): u, ``(B, L, D)``, the input of the convolution, with padding set to zero
+            if the model does that. Without a convolution and an activation, u is v.
         out_proj (Callable): maps the gated output ``(B, L, D)`` to the mixer's ``(B, L, E)``.
         out_weight (Tensor): ``(E, D)``, the weight of ``out_proj`` (``call.weight(layer)``).
         skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. Default: None
         conv (Tensor, optional): taps ``(D, K)`` as in :class:`torch.nn.Conv1d`. Default: None
-        conv_bias (Tensor, optional): its bias, ``(D,)``, or ``(B, L, D)`` for what else is
-            added behind the convolution; it lies outside the operator. Default: None
+        conv_bias (Tensor, optional): its bias, ``(D,)``, or ``(B, L, D)`` if each token has its
+            own. Added after the convolution; not part of the operator. Default: None
         activation (Tensor, optional): :math:`\sigma`, ``(B, L, D)``: for SiLU the sigmoid of
             its argument, times the padding mask. Default: None
         gate (Tensor, optional): g, ``(B, L, D)``. Default: None
-        gate_argument (Tensor, optional): z, ``(B, L, D)``, where the gate is SiLU or GELU of
-            it, so that gate and signal carry relevance alike (MambaLRP's half rule).
+        gate_argument (Tensor, optional): z, ``(B, L, D)``, if the gate is SiLU or GELU of z. Gate
+            and signal then get half of the relevance each (MambaLRP's half rule).
             Default: None
         norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
-        centred (bool, optional): the norm first takes the mean over channels away, which lies
-            outside the operator (:meth:`remainder`). Default: False
-        offset (Tensor, optional): a bias after the norm, added to the gated output; it lies
-            outside the operator. Broadcasts to ``(B, L, D)``. Default: None
-        paper_components (tuple of str, optional): what ``"unified"`` folds in where no components
-            are chosen, as in the family's own equation of Zimerman et al. Default: all except
-            the skip
-        rounding (float, optional): how many times further than most the mixer's own arithmetic
-            may be from exact in half precision, for the reconstruction check. Default: 1.0
+        centered (bool, optional): whether the norm first subtracts the mean over channels. The
+            subtracted mean is not part of the operator (:meth:`remainder`). Default: False
+        offset (Tensor, optional): a bias after the norm, added to the gated output. Not part of
+            the operator. Broadcasts to ``(B, L, D)``. Default: None
+        paper_components (tuple of str, optional): the components of ``"unified"`` if none are
+            chosen, as in Zimerman et al.'s equation for the family. Default: all except the skip
+        rounding (float, optional): a factor of the reconstruction check's tolerance in half
+            precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
 
     Examples::
 
@@ -82,20 +80,20 @@ class FrozenMixer:
     gate: Tensor | None = None
     gate_argument: Tensor | None = None
     norm: Tensor | None = None
-    centred: bool = False
+    centered: bool = False
     offset: Tensor | None = None
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
     rounding: float = 1.0
 
     @cached_property
     def values(self) -> Tensor:
-        """v, ``(B, L, D)``, what the recurrence acts on."""
+        """v, ``(B, L, D)``, the input of the recurrence."""
         v = ShortConv(self.inputs, self.conv, self.conv_bias).output
         return v if self.activation is None else v * self.activation
 
     def with_values(self, values: Tensor) -> FrozenMixer:
-        """This mixer, spared computing ``values``, ``(B, L, D)``, once more."""
-        self.__dict__["values"] = values  # where cached_property looks; a copy computes its own
+        """This mixer, with ``values``, ``(B, L, D)``, already computed."""
+        self.__dict__["values"] = values  # cached_property's cache, which copies do not share
         return self
 
     def operator(
@@ -108,9 +106,9 @@ class FrozenMixer:
                 acting on ``values``. ``"unified"``: the whole mixer up to its output
                 projection (Zimerman et al., eq. 9), acting on ``inputs``.
                 Default: ``"hidden"``
-            components (iterable of str, optional): which parts ``"unified"`` folds in, any of
-                ``"conv" "activation" "gate" "norm" "skip"``. None is the paper's choice, the
-                mixer's ``paper_components``. Default: None
+            components (iterable of str, optional): the parts that ``"unified"`` includes, any
+                of ``"conv" "activation" "gate" "norm" "skip"``. None stands for the mixer's
+                ``paper_components``. Default: None
 
         Raises:
             ValueError: for an unknown formulation or component, or components without
@@ -134,24 +132,24 @@ class FrozenMixer:
 
     @property
     def left(self) -> Tensor | None:
-        """What multiplies the rows of every map: gate and norm, ``(B, L, D)``."""
+        """The row factors of every map, gate times norm: ``(B, L, D)``, or None."""
         return product(self.gate, self.norm)
 
     def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
-        """The scans the mixer adds up: each with the order of its tokens and its weight."""
+        """The scans that the mixer adds up, each with its order of the tokens and its weight."""
         return [(self, None, 1.0)]
 
     def mix(self, values: Tensor) -> Tensor:
-        """The recurrence of ``values (B, L, D)``, and the skip: ``(B, L, D)``."""
+        """The recurrence applied to ``values (B, L, D)``, plus the skip: ``(B, L, D)``."""
         y = self.recurrence.matvec(values)
         return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
     def gated_output(self, multiply: Product = torch.mul) -> Tensor:
-        """The input of the output projection, ``(B, L, D)``, by way of the operator.
+        """The input of the output projection, ``(B, L, D)``, computed with the operator.
 
         Args:
-            multiply (Callable, optional): the product of a signal and a gate that depends on
-                ``gate_argument``, which relevance propagation replaces by a rule of its own.
+            multiply (Callable, optional): computes signal times gate, if there is a
+                ``gate_argument``; relevance propagation passes its own rule.
                 Default: :func:`torch.mul`
         """
         total = self._add_up(lambda scan: scan._gated(multiply))
@@ -162,19 +160,19 @@ class FrozenMixer:
         return self.out_proj(self.gated_output(multiply))
 
     def remainder(self) -> Tensor:
-        """What is added to the gated output outside of all maps, ``(B, L, D)``.
+        """The part of the gated output that is not a map of tokens, ``(B, L, D)``.
 
-        The offset, less what a centred norm takes away. What ``conv_bias`` adds passes through the
-        maps and is no part of it.
+        It is the offset minus the mean that a centered norm subtracts. ``conv_bias`` passes through
+        the maps and is not part of it.
         """
-        taken = self._add_up(lambda scan: scan._mean_taken())
-        return -taken if self.offset is None else self.offset - taken
+        mean = self._add_up(lambda scan: scan._subtracted_mean())
+        return -mean if self.offset is None else self.offset - mean
 
     def detach_coefficients(self) -> Self:
-        """This mixer with its coefficients outside of the autograd graph.
+        """This mixer with its coefficients detached from the autograd graph.
 
-        Its output is linear in ``inputs``, with a gradient through nothing else; a gate that has a
-        ``gate_argument`` is that argument times a constant.
+        Its output is then linear in ``inputs``. A gate with a ``gate_argument`` becomes that
+        argument times a constant; no other coefficient has a gradient.
         """
         frozen = detached(
             {name: getattr(self, name) for name in ("skip", "activation", "gate", "norm", "offset")}
@@ -186,7 +184,7 @@ class FrozenMixer:
         return replace(self, recurrence=self.recurrence.detach(), **frozen)
 
     def _add_up(self, of: Callable[[FrozenMixer], Tensor]) -> Tensor:
-        # The sum over the scans of what one gives, (B, L, D), in the model's order of the tokens.
+        # The sum of a function of each scan, (B, L, D), with the tokens in the model's order.
         parts = []
         for scan, order, weight in self.scans_in_order():
             y = of(scan) if weight == 1 else weight * of(scan)
@@ -195,7 +193,7 @@ class FrozenMixer:
 
     def _gated(self, multiply: Product) -> Tensor:
         y = self.mix(self.values)
-        if self.centred:
+        if self.centered:
             y = y - y.mean(-1, keepdim=True)
         if self.norm is not None:
             y = y * self.norm
@@ -203,8 +201,8 @@ class FrozenMixer:
             return y
         return y * self.gate if self.gate_argument is None else multiply(y, self.gate)
 
-    def _mean_taken(self) -> Tensor:
-        if not self.centred:
+    def _subtracted_mean(self) -> Tensor:
+        if not self.centered:
             return torch.zeros_like(self.inputs)
         mean = self.mix(self.values).mean(-1, keepdim=True).expand_as(self.inputs)
         return mean if self.left is None else mean * self.left
@@ -213,8 +211,8 @@ class FrozenMixer:
         """The channel mean of the gradient at the gated output, ``(B, L)``.
 
         Args:
-            gradient (Tensor): at the mixer's output, ``(B, L, E)``. It is pulled back through
-                the output projection, which needs no hook inside a fused kernel.
+            gradient (Tensor): the gradient at the mixer's output, ``(B, L, E)``. It is multiplied
+                by the output projection's weight, so no hook inside a fused kernel is needed.
         """
         return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
 
@@ -224,15 +222,15 @@ def check_components(formulation: str, components: Iterable[str] | None) -> tupl
 
     Args:
         formulation (str): ``"hidden"`` or ``"unified"``.
-        components (iterable of str, optional): any of :data:`COMPONENTS`, or one of them; None for
-            the paper's choice, which each mixer states.
+        components (iterable of str, optional): any of :data:`COMPONENTS`, or the name of one;
+            None for each mixer's ``paper_components``.
 
     Returns:
         tuple of str, or None for None.
 
     Raises:
         ValueError: for an unknown formulation or component, or components without ``"unified"``.
-        TypeError: for components that cannot be gone through.
+        TypeError: for components that are not iterable.
 
     Examples::
 

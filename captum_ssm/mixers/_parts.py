@@ -15,7 +15,9 @@ from captum_ssm.mixers._call import MixerCall
 
 
 def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
-    """The factor f with ``act(psi) = f * psi``: for SiLU the sigmoid. Exact at zero by limit.
+    """The factor f with ``act(psi) = f * psi``: for SiLU the sigmoid.
+
+    Near zero, where the quotient is not defined, it is the factor at 1e-4.
 
     Args:
         act (Callable): an activation with ``act(0) = 0``, such as SiLU, GELU or ReLU.
@@ -41,8 +43,9 @@ def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) ->
     """The frozen scale of an RMS norm over groups of channels.
 
     Args:
-        y (Tensor): what the norm normalises, ``(B, L, D)``.
-        weight (Tensor, optional): its weight, ``(D,)`` or of one group's width.
+        y (Tensor): the norm's input, ``(B, L, D)``.
+        weight (Tensor, optional): its weight, ``(D,)``, or ``(D / groups,)`` if the groups
+            share it.
         eps (float): its epsilon.
         groups (int, optional): number of equal groups of channels. Default: 1
 
@@ -62,18 +65,18 @@ def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) ->
 
 
 def unit(x: Tensor) -> Tensor:
-    """``x (..., N)`` divided by its length, as the delta rule's keys and queries are."""
+    """``x (..., N)`` scaled to unit length, as the delta rule's keys and queries are."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def previous(x: Tensor) -> Tensor:
-    """Each token's predecessor in ``x (B, L, E)``, zeros for the first."""
+    """The previous token at each position of ``x (B, L, E)``, zeros for the first."""
     return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
 @dataclass(frozen=True)
 class ShortConv:
-    """A causal depthwise convolution at one input, or none at all.
+    """A causal depthwise convolution with its input; without taps it returns the input.
 
     Args:
         inputs (Tensor): u, ``(B, L, D)``.
@@ -98,19 +101,19 @@ class ShortConv:
         return psi if self.bias is None else psi + self.bias
 
     def channels(self, index: slice | Tensor) -> ShortConv:
-        """The same convolution of some channels only."""
+        """The convolution of some of the channels."""
         taps = None if self.taps is None else self.taps[index]
         bias = None if self.bias is None else self.bias[..., index]
         return ShortConv(self.inputs[..., index], taps, bias)
 
 
 def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
-    """The convolution of a module as :class:`ShortConv`.
+    """A module's convolution, as a :class:`ShortConv`.
 
     Args:
-        call (MixerCall): says which dtype to work in.
+        call (MixerCall): the recorded call, which gives the working dtype.
         conv (nn.Conv1d): causal and depthwise.
-        u (Tensor): what it acts on, ``(B, L, D)``.
+        u (Tensor): its input, ``(B, L, D)``.
 
     Returns:
         ShortConv: over the L tokens.
@@ -128,13 +131,13 @@ def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
 
 
 def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
-    """The tokens that entered a mixer, with padding zeroed, and the mask.
+    """A mixer's input tokens with padding set to zero, and the padding mask.
 
     Args:
         call (MixerCall): the recorded call.
 
     Returns:
-        tuple: ``(B, L, E)``, and the mask ``(B, L)`` or None where the mixer was given none.
+        tuple: ``(B, L, E)``, and the mask ``(B, L)`` or None if the mixer was given no mask.
 
     Examples::
 

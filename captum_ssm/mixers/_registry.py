@@ -18,7 +18,7 @@ def adapts(*names: str) -> Callable[[Freeze], Freeze]:
     """Register one of the library's own adapters, by the names of its classes.
 
     Raises:
-        ValueError: for a name that has an adapter.
+        ValueError: for a name that already has an adapter.
     """
 
     def register(function: Freeze) -> Freeze:
@@ -36,15 +36,15 @@ def adapts(*names: str) -> Callable[[Freeze], Freeze]:
 
 
 def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = None) -> Any:
-    """Register a mixer: how to read a recorded call of it as a frozen operator.
+    """Register a mixer class, with the function that freezes a recorded call of it.
 
     Args:
         module_type (type or str): the module class, or its dotted name
-            (``"package.module.Class"``, or a trailing part of it such as ``"Class"``) where
-            importing it would cost. Subclasses are recognised too; the most derived wins. A name
-            that is registered, by the library or by you, gets the new function.
+            (``"package.module.Class"``, or a trailing part of it such as ``"Class"``) to
+            avoid importing it. Subclasses are included; the most derived registered class wins.
+            Registering a name again, also one of the library's own, replaces its function.
         freeze (Callable, optional): takes a :class:`MixerCall`, returns a
-            :class:`FrozenMixer`. None makes this a decorator. Default: None
+            :class:`FrozenMixer`. None returns a decorator. Default: None
 
     Returns:
         The ``freeze`` function.
@@ -61,9 +61,8 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
         ... def freeze_my_mixer(call):
         ...     ...  # and returns FrozenMixer(recurrence=..., inputs=..., out_proj=..., ...)
 
-    What ``freeze`` returns is checked against the module's own output at every use, so an
-    adapter that reads the module wrongly raises ``ReconstructionError`` instead of explaining
-    another model.
+    The frozen mixer is checked against the module's own output at every use, so a wrong ``freeze``
+    raises ``ReconstructionError`` instead of explaining another model.
     """
     if isinstance(module_type, type):
         name = f"{module_type.__module__}.{module_type.__qualname__}"
@@ -91,10 +90,10 @@ def find_adapter(module: nn.Module) -> Freeze | None:
     """The registered ``freeze`` for a module's class or its nearest base class.
 
     Args:
-        module (nn.Module): a mixer, or something else.
+        module (nn.Module): any module.
 
     Returns:
-        Callable, or None where the library does not know the module.
+        Callable, or None if no adapter is registered for the module.
 
     Examples::
 
@@ -113,7 +112,7 @@ def find_adapter(module: nn.Module) -> Freeze | None:
 
 
 def registered() -> list[str]:
-    """The names of the mixers the library knows.
+    """The names of the registered mixers.
 
     Returns:
         list of str: sorted.
@@ -127,7 +126,7 @@ def registered() -> list[str]:
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The known mixers of a model, not looking inside a mixer found.
+    """The modules of a model that have an adapter, except those inside of another such module.
 
     Args:
         model (nn.Module): the model.

@@ -28,7 +28,7 @@ def _weights(layer: nn.Module) -> list[Tensor]:
 
 def _holds_codes(value: Tensor) -> bool:
     # Integers, floats of one byte, or a quantization library's tensor, which may claim any dtype.
-    # Torch's own subclasses (DTensor) hold plain numbers; a flag, mask or counter is no weight.
+    # Torch's own subclasses (DTensor) hold plain numbers; a flag, mask or counter is not a weight.
     if type(value).__module__.partition(".")[0] != "torch":
         return True
     if value.dim() == 0 or value.dtype == torch.bool or value.is_complex():

@@ -18,7 +18,7 @@ from captum_ssm.mixers._parts import short_conv
 from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import DiagonalOperator
 
-# A decay of exp(-1e4) is a reset in every floating type, and stays finite in sums.
+# A decay of exp(-1e4) is zero in every floating-point dtype, and its logarithm is finite in sums.
 RESET = 1e4
 
 

@@ -37,8 +37,8 @@ class TokenOperator(ABC):
 
     It maps values ``(B, L, D)`` to outputs ``(B, L, D)``, channel by channel:
     :math:`y_{i,d} = \sum_j \alpha^{m(d)}_{ij} v_{j,d}`, with one matrix :math:`\alpha^m` of
-    shape ``(L, L)`` for each map m. The matrix never has to exist: every method that does not
-    return it works in time linear in L wherever the recurrence allows.
+    shape ``(L, L)`` for each map m. The matrix is never computed, except by the methods that return
+    it: all others take time linear in L if the recurrence allows it.
 
     Attributes:
         batch (int): B.
@@ -58,7 +58,7 @@ class TokenOperator(ABC):
         (True, 5, 4)
         >>> v, w = torch.randn(2, 1, 5, 4)
         >>> there, back = (w * operator.matvec(v)).sum(), (operator.rmatvec(w) * v).sum()
-        >>> torch.testing.assert_close(there, back)  # rmatvec is the adjoint of apply
+        >>> torch.testing.assert_close(there, back)  # rmatvec is the adjoint of matvec
     """
 
     @property
@@ -69,7 +69,7 @@ class TokenOperator(ABC):
     @property
     @abstractmethod
     def reference(self) -> Tensor:
-        """A coefficient, of the dtype and on the device of all of them."""
+        """One of the coefficients, which all have the same dtype and device."""
 
     @property
     def is_causal(self) -> bool:
@@ -111,7 +111,7 @@ class TokenOperator(ABC):
         Args:
             w (Tensor): ``(B, L, D)``, or ``(B, L)`` for the same row vector in every channel.
             reduction (str, optional): None keeps the channels; ``"mean"`` returns their mean
-                without ever holding them all. Default: None
+                without storing all of them. Default: None
 
         Returns:
             Tensor: ``(B, L, D)``, or ``(B, L)`` for ``"mean"``.
@@ -167,8 +167,8 @@ class TokenOperator(ABC):
             added = added.convolved(conv)
         return _composed.SumOperator((composed, added))
 
-    # What ConvolvedOperator asks of its inner operator. An operator whose
-    # kernels fold a convolution in has these as its own.
+    # ConvolvedOperator calls these of its inner operator. An operator whose kernels include a
+    # convolution overrides them.
 
     def convolved_rmatvec(self, w: Tensor, taps: Tensor, reduction: str | None = None) -> Tensor:
         """As :meth:`rmatvec`, of ``alpha conv`` with causal taps ``(D, K)``."""
@@ -189,7 +189,7 @@ class TokenOperator(ABC):
         return self._mean_rows(start, stop, map_rows)
 
     def detach(self) -> TokenOperator:
-        """The operator with coefficients outside any autograd graph."""
+        """The operator with its coefficients detached from any autograd graph."""
         return detached(self)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
@@ -259,11 +259,11 @@ class TokenOperator(ABC):
 
 
 def check_rmatvec(reduction: str | None) -> bool:
-    """Whether ``rmatvec`` was asked for the mean; a ValueError for what it does not do."""
+    """Whether ``rmatvec`` should return the mean; a ValueError for an unknown reduction."""
     if reduction not in (None, "mean"):
-        raise ValueError(f"reduction is {reduction!r}; rmatvec expected 'mean' or None.")
+        raise ValueError(f"reduction is {reduction!r}; expected 'mean' or None.")
     return reduction == "mean"
 
 
-# Operators themselves, made of this class.
+# Imported last: these are subclasses of TokenOperator.
 from captum_ssm.operators import composed as _composed  # noqa: E402
