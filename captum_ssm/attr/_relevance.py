@@ -102,9 +102,9 @@ def _find_rules(end: Node, start: Node) -> tuple[list[tuple[Node, Rule]], bool]:
         elif unvisited:
             stack.extend(unvisited)
         else:
-            leading = {i for i, child in followed.items() if carries[child]}
-            carries[node] = bool(leading)
-            rule = _rule(node, leading)
+            carrying = {i for i, child in followed.items() if carries[child]}
+            carries[node] = bool(carrying)
+            rule = _rule(node, carrying)
             if rule is not None:
                 rules.append((node, rule))
     return rules, carries[end]
@@ -134,8 +134,8 @@ def _followed(node: Node) -> Sequence[int]:
     return range(count)
 
 
-def _rule(node: Node, leading: set[int]) -> Rule | None:
-    # How to change the gradients of a node, given which of its inputs lead to the start; None for a
+def _rule(node: Node, carrying: set[int]) -> Rule | None:
+    # How to change the gradients of a node, given which of its inputs carry it on; None for a
     # linear or unknown node. Rules keep detached tensors: a rule that referred to its own node
     # would never be freed.
     kind, followed = _kind(node), _followed(node)
@@ -148,11 +148,11 @@ def _rule(node: Node, leading: set[int]) -> Rule | None:
         return _power(node._saved_self.detach(), node._saved_exponent.detach())
     if len(followed) < len(node.next_functions):
         return lambda inner, outer: tuple(g if i in followed else None for i, g in enumerate(inner))
-    if not leading:
+    if not carrying:
         return None
     if kind in _PRODUCTS:
         factors = _PRODUCTS[kind]
-        return _times(0.5, factors) if leading.issuperset(factors) else None
+        return _times(0.5, factors) if carrying.issuperset(factors) else None
     if kind == "Pow":
         return _times(1 / node._saved_exponent, (0,))
     if kind == "Glu":
@@ -179,7 +179,7 @@ def _times(share: float, inputs: Sequence[int]) -> Rule:
 
 
 def _power(base: Tensor, exponent: Tensor) -> Rule:
-    # The base times a constant; a denominator where the exponent is not positive.
+    # The base times a constant. With an exponent that is not positive, it is a denominator.
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         if inner[0] is None:
             return (None, None)

@@ -24,7 +24,7 @@ def operation(
 
     The PyTorch form serves every backend; a compiled kernel registered for CPU or CUDA takes
     precedence. The schema lists the coefficients' tensors in the order of the ``container``'s
-    fields; the three functions are given them as one ``container``.
+    fields; the three functions receive them as one ``container``.
 
     Args:
         schema (str): the operation's name and schema.

@@ -71,7 +71,7 @@ class DiagonalCoefficients:
             first, last = start // size, (stop - 1) // size
             B, C = B[:, :, first : last + 1], C[:, :, first : last + 1]
             if first != last and (start % size or stop % size):
-                # The channels do not cover whole groups: repeat the group's numbers for each channel.
+                # The channels do not cover whole groups: repeat the group's numbers per channel.
                 group = torch.arange(start, stop, device=B.device) // size - first
                 B, C = B[:, :, group], C[:, :, group]
         return DiagonalCoefficients(

@@ -72,7 +72,7 @@ class MixerCall:
         return value.to(self.dtype)
 
     def token_mask(self, name: str = "attention_mask") -> Tensor | None:
-        """The ``(B, L)`` padding mask the mixer was given, in the working dtype, or None."""
+        """The ``(B, L)`` padding mask passed to the mixer, in the working dtype, or None."""
         mask = self.arguments.get(name)
         if not torch.is_tensor(mask) or mask.dim() != 2:
             return None

@@ -137,7 +137,7 @@ def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
         call (MixerCall): the recorded call.
 
     Returns:
-        tuple: ``(B, L, E)``, and the mask ``(B, L)`` or None if the mixer was given no mask.
+        tuple: ``(B, L, E)``, and the mask ``(B, L)`` or None without a mask.
 
     Examples::
 

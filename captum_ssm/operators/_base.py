@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from captum_ssm._memory import tile_entries
 from captum_ssm._nested import detached
-from captum_ssm.operators.conv import conv_columns, depthwise_conv_transpose
+from captum_ssm.kernels.convolution import causal_conv_transpose
+from captum_ssm.operators.conv import conv_columns
 
 FEW_ROWS = 4
 
@@ -173,7 +174,7 @@ class TokenOperator(ABC):
     def convolved_rmatvec(self, w: Tensor, taps: Tensor, reduction: str | None = None) -> Tensor:
         """As :meth:`rmatvec`, of ``alpha conv`` with causal taps ``(D, K)``."""
         mean = check_rmatvec(reduction)
-        u = depthwise_conv_transpose(self.rmatvec(w), taps)
+        u = causal_conv_transpose(self.rmatvec(w), taps)
         return u.mean(-1) if mean else u
 
     def convolved_map_rows(self, index: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:

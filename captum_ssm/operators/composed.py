@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from captum_ssm.kernels.convolution import causal_conv_transpose
 from captum_ssm.operators._base import TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
@@ -68,8 +69,7 @@ class SkipOperator(TokenOperator):
         if mean and w.dim() == 2:
             return _shift_add(w[..., None] * self._mean_band(taps))
         u = (w if w.dim() == 3 else w[..., None]) * self.diagonal
-        if taps is not None:
-            u = depthwise_conv_transpose(u, taps)
+        u = causal_conv_transpose(u, taps)
         return u.mean(-1) if mean else u
 
     def convolved_row_tile(self, start: int, stop: int, taps: Tensor | None) -> Tensor:
@@ -159,7 +159,7 @@ class ScaledOperator(TokenOperator):
         >>> query, key = torch.randn(2, 1, 5, 2, 3)
         >>> inner = LinearAttentionOperator(query, key, torch.zeros(1, 5, 2, 1), width=4)
         >>> gate = torch.rand(1, 5, 8)
-        >>> gated = ScaledOperator(inner, left=gate)  # each channel has its own gate and so its own map
+        >>> gated = ScaledOperator(inner, left=gate)  # one map per channel, with its gate
         >>> v = torch.randn(1, 5, 8)
         >>> torch.testing.assert_close(gated.matvec(v), gate * inner.matvec(v))
         >>> inner.matrix().shape, gated.matrix().shape

@@ -17,7 +17,7 @@ from captum_ssm.operators._base import TokenOperator
 
 @dataclass(frozen=True)
 class PermutedOperator(TokenOperator):
-    r"""An operator whose tokens are taken in another order: :math:`P^\top \alpha P`.
+    r"""An operator over the tokens in another order: :math:`P^\top \alpha P`.
 
     Args:
         inner (TokenOperator): :math:`\alpha`, over the tokens in the order it scans them.
