@@ -100,7 +100,7 @@ def namespace(folder: Path):
 @pytest.mark.parametrize("test", examples())
 def test_an_example_of_a_docstring_runs(test, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        captum_ssm.mixers._base, "_REGISTRY", dict(captum_ssm.mixers._base._REGISTRY)
+        captum_ssm.mixers._registry, "_REGISTRY", dict(captum_ssm.mixers._registry._REGISTRY)
     )
     test.globs = namespace(tmp_path)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -167,7 +167,7 @@ CASES = {
         methods=[MambaAttribution, LaTIM],
     ),
     "a graph that checkpointing hides": Case(
-        ValueError, ["run it without"], model=Checkpointed, methods=[MambaLRP]
+        ValueError, ["Turn checkpointing off"], model=Checkpointed, methods=[MambaLRP]
     ),
     "a pooled output that is detached": Case(
         ValueError,

@@ -39,7 +39,7 @@ from captum_ssm.mixers import (
     find_mixers,
     registered,
 )
-from captum_ssm.mixers import _base as registry
+from captum_ssm.mixers import _registry as registry
 from captum_ssm.operators import SoftmaxOperator
 
 # These models do not look at the mask in their recurrence: padding on the left enters it.

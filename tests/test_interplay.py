@@ -21,7 +21,7 @@ from captum_ssm._capture import Request, freeze
 from captum_ssm._capture.frozen import _Read
 from captum_ssm._devices import moved
 from captum_ssm._nested import map_tensors
-from captum_ssm.mixers._base import is_quantised
+from captum_ssm.mixers._weights import is_quantized
 
 TOKENS = ids(2, 9)
 some_families = pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "recurrent_gemma"])
@@ -309,11 +309,11 @@ def test_rounded_activations_are_no_other_mixer(family):
 
 def test_quantised_is_what_holds_codes():
     layer = nn.Linear(4, 4)
-    assert not is_quantised(layer)
-    assert not is_quantised(LoraLinear(layer))
-    assert not is_quantised(Adapted(layer))
-    assert is_quantised(Adapted(PackedLinear(layer)))
-    assert is_quantised(nn.Linear(4, 4, dtype=torch.float8_e4m3fn, device="meta"))
+    assert not is_quantized(layer)
+    assert not is_quantized(LoraLinear(layer))
+    assert not is_quantized(Adapted(layer))
+    assert is_quantized(Adapted(PackedLinear(layer)))
+    assert is_quantized(nn.Linear(4, 4, dtype=torch.float8_e4m3fn, device="meta"))
 
 
 @pytest.mark.parametrize("kind", [LoraLinear, Adapted])

@@ -26,7 +26,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._capture import Request, freeze
-from captum_ssm.mixers import _base as registry
+from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import attention
 
 HOOKS = [

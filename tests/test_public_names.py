@@ -25,7 +25,7 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm._capture import Request, freeze
-from captum_ssm.mixers import _base as registry
+from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import find_adapter, registered
 from captum_ssm.operators import DiagonalOperator
 

@@ -169,13 +169,13 @@ def test_the_cls_position_is_found_from_smooth_positions(kind, shape):
 
 def test_errors_of_loading():
     state = small().state_dict()
-    with pytest.raises(ValueError, match="15 patches, which form no square"):
+    with pytest.raises(ValueError, match="15 patches, which do not form a square"):
         VisionMamba.from_state_dict(state)
     with pytest.raises(ValueError, match="do not give the 15 patches"):
         VisionMamba.from_state_dict(state, image_size=16)
-    with pytest.raises(ValueError, match="no weights of a VisionMamba"):
+    with pytest.raises(ValueError, match="not the weights of a VisionMamba"):
         VisionMamba.from_state_dict({"weight": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"not known \['rope"):
+    with pytest.raises(ValueError, match=r"unknown \['rope"):
         VisionMamba.from_state_dict(state | {"rope.freqs": torch.zeros(1)}, image_size=(12, 20))
     with pytest.raises(ValueError, match=r"\(B, C, 12, 20\)"):
         small()(images(size=(12, 16)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from captum_ssm._errors import ReconstructionError
 from captum_ssm.mixers import FrozenMixer, MixerCall
-from captum_ssm.mixers._base import is_quantised
+from captum_ssm.mixers._weights import is_quantized
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
 # at every step; the frozen operator does not. Measured on every family, with weights up to 1.5
@@ -50,7 +50,7 @@ def tolerance_of(call: MixerCall, rounding: float) -> float:
     dtype = call.output.dtype
     tolerance = TOLERANCE[dtype] * (rounding if dtype.itemsize == 2 else 1.0)
     # Quantized weights may round what enters a layer.
-    return max(tolerance, TOLERANCE[torch.float16]) if is_quantised(call.module) else tolerance
+    return max(tolerance, TOLERANCE[torch.float16]) if is_quantized(call.module) else tolerance
 
 
 def check_reconstruction(

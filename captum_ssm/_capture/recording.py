@@ -25,7 +25,7 @@ from captum_ssm._capture.request import Request
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._nested import detached
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
-from captum_ssm.mixers._base import bound_arguments
+from captum_ssm.mixers._call import bound_arguments
 
 if TYPE_CHECKING:
     from nnsight import Envoy

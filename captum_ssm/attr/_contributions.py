@@ -1,13 +1,13 @@
-r"""The vector each token adds to a mixer's output (Pitorro & Treviso, 2025, eq. 16-25).
+r"""The vector that each token adds to a mixer's output (Pitorro & Treviso, 2025, eq. 16-25).
 
-With everything data-dependent frozen, the output at token i is a sum over tokens j of
+With all data-dependent coefficients frozen, the output at token i is a sum over tokens j of
 
 .. math::
     T_i(x_j) = W_{out}\, n_i \odot g_i \odot \sum_k (\alpha_{i, j+k} + \delta_{i, j+k} s) \odot
         \varphi_j^{(k)},
 
-:math:`\varphi_j^{(k)} = f(c_k u_j + [k = 0]\, b)` being what token j puts into the recurrence at
-token j + k through tap k of the convolution. All the choices of f live here.
+where :math:`\varphi_j^{(k)} = f(c_k u_j + [k = 0]\, b)` is the input of token j to the recurrence
+at token j + k, through tap k of the convolution. All choices of f are in this file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Contributions:
     """The contributions of tokens to the output of one layer.
 
     Args:
-        mixers (sequence of FrozenMixer): the layer's mixer, or those that run side by side.
+        mixers (sequence of FrozenMixer): the layer's mixer, or its parallel mixers.
         activation (str): f, one of :data:`ACTIVATIONS`; ``"gate"`` freezes the activation's
             factor, which makes the sum over tokens exact. A mixer without an activation is
             exact for all of them.
@@ -51,7 +51,7 @@ class Contributions:
         self, mixers: Sequence[FrozenMixer], activation: str, mask: Tensor | None = None
     ) -> None:
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; accepted are {ACTIVATIONS}.")
+            raise ValueError(f"activation is {activation!r}; expected one of {ACTIVATIONS}.")
         self.mixers = mixers
         self.parts = [
             _Part.of(scan, order, weight, activation, mask)
@@ -71,11 +71,11 @@ class Contributions:
         return sum_of([part.restore(part.total(), 1) for part in self.parts])
 
     def bias(self) -> Tensor:
-        """What the output holds that is no token's, ``(B, L, E)``."""
+        """The part of the output that no token contributes, ``(B, L, E)``."""
         return sum_of([mixer.out_proj(mixer.remainder()) for mixer in self.mixers])
 
     def dot_row(self, direction: Tensor) -> Tensor:
-        """sum_i direction_i . T_i(x_j): ``(B, L)``, in linear time and without vectors.
+        """sum_i direction_i . T_i(x_j): ``(B, L)``, in linear time, without the vectors.
 
         Args:
             direction (Tensor): ``(B, L, E)``.
@@ -91,7 +91,7 @@ class Contributions:
         return total
 
     def dot_matrix(self, direction: Tensor) -> Tensor:
-        """direction_i . T_i(x_j) for every pair: ``(B, L, L)``, without vectors."""
+        """direction_i . T_i(x_j) for every pair: ``(B, L, L)``, without the vectors."""
         total = direction.new_zeros(self.batch, self.length, self.length)
         for part in self.parts:
             out = torch.zeros_like(total)
@@ -127,13 +127,13 @@ class Contributions:
 
 @dataclass(frozen=True)
 class _Part:
-    # One scan of a mixer in its own order of the tokens, what its tokens put into the recurrence
-    # by lag, its row factors, and the place of each token in the scan.
+    # One scan of a mixer in its own order of the tokens, the inputs of its recurrence by lag, its
+    # row factors, and the position of each token in the scan.
     mixer: FrozenMixer
     lagged: list[Tensor]
     left: Tensor | None
     order: Tensor | None
-    place: Tensor | None
+    position: Tensor | None
 
     @classmethod
     def of(
@@ -149,8 +149,8 @@ class _Part:
         lagged = _lagged_values(mixer, activation, mask)
         if weight != 1.0:
             lagged = [weight * values for values in lagged]
-        place = None if order is None else torch.argsort(order)
-        return cls(mixer, lagged, mixer.left, order, place)
+        position = None if order is None else torch.argsort(order)
+        return cls(mixer, lagged, mixer.left, order, position)
 
     @property
     def weight(self) -> Tensor:
@@ -158,7 +158,7 @@ class _Part:
 
     def restore(self, values: Tensor, dim: int) -> Tensor:
         # From the scan's order of the tokens to the model's.
-        return values if self.place is None else values.index_select(dim, self.place)
+        return values if self.position is None else values.index_select(dim, self.position)
 
     def total(self) -> Tensor:
         y = self.mixer.mix(sum_of(self.lagged))
@@ -167,7 +167,7 @@ class _Part:
         return y @ self.weight.mT
 
     def scored(self, direction: Tensor) -> Iterator[tuple[int, TokenOperator]]:
-        # The operators, one a tap, whose channel sum is the dot product with the direction.
+        # One operator per tap; the sum over their channels is the dot product with the direction.
         direction = direction if self.order is None else direction[:, self.order]
         score = direction @ self.weight  # (B, L, D)
         if self.left is not None:
@@ -180,11 +180,11 @@ class _Part:
 
     def tile(self, index: Tensor, columns: int, channels: int = 2048) -> Tensor:
         # Vectors of the rows index (B, R) and the first columns: (B, E, R, C). One matrix product
-        # for a block of channels, filled piece by piece, a piece small enough to stay in cache.
+        # per block of channels; the block is filled in pieces that are small enough for the cache.
         operator, weight = self.mixer.recurrence, self.weight
         B, _, D, M = operator.sizes
-        if self.place is not None:
-            index = self.place[index]
+        if self.position is not None:
+            index = self.position[index]
         P, R = D // M, index.shape[1]
         out = weight.new_zeros(B, weight.shape[0], R * columns)
         size = B * R * columns
@@ -201,7 +201,7 @@ class _Part:
         return self.restore(out.unflatten(-1, (R, columns)), 3)
 
     def _fill(self, z: Tensor, index: Tensor, first: int, last: int, part: slice) -> None:
-        # z (B, c, R, C): what each token puts into each row of some channels, row factors applied.
+        # z (B, c, R, C): each token's part of each row, for some channels, with row factors.
         rows = self.mixer.recurrence.map_rows(index, first, last)  # (B, m, R, L)
         if self.mixer.skip is not None:
             skip = self.mixer.skip.expand_as(self.lagged[0])[..., part].mT  # (B, c, L)
@@ -218,7 +218,7 @@ class _Part:
 
 
 def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:
-    # By lag, what token s - lag puts into the recurrence at token s: (B, L, D) each.
+    # By lag, the input of token s - lag to the recurrence at token s: (B, L, D) each.
     if mixer.conv is None:
         return [mixer.values]
     taps, u = mixer.conv.flip(-1), mixer.inputs  # by lag
@@ -235,7 +235,7 @@ def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> 
             value = mixer.activation * shifted
         else:
             value = _FUNCTIONS[activation](shifted)
-            if mask is not None:  # which a frozen factor holds, where the model has it
+            if mask is not None:  # a frozen activation includes the model's mask
                 value = value * mask[..., None]
         out.append(value)
     return out

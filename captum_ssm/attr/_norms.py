@@ -1,4 +1,4 @@
-"""Norms with their denominators frozen: linear maps of one token."""
+"""Norms with frozen denominators: linear maps of each token."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class FrozenNorm:
 
     Args:
         scale (Tensor): weight over denominator, ``(B, L, E)``.
-        centred (bool): whether the mean over features is taken away first (layer norms).
+        centered (bool): whether the mean over features is subtracted first (layer norms).
         bias (Tensor, optional): ``(E,)``. Default: None
     """
 
     scale: Tensor
-    centred: bool
+    centered: bool
     bias: Tensor | None = None
 
     @classmethod
     def of(cls, call: MixerCall) -> FrozenNorm | None:
-        """Read an RMS or layer norm off its call; None where it is neither."""
+        """The frozen norm of a recorded call; None if it is neither an RMS nor a layer norm."""
         with weights_loaded(call.module):
             return cls._read(call)
 
@@ -51,29 +51,29 @@ class FrozenNorm:
         rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         middle = x - x.mean(-1, keepdim=True)
         std = torch.rsqrt(middle.square().mean(-1, keepdim=True) + eps)
-        # An RMS norm, one whose weight is stored less one (Gemma), or a layer norm: the one that
-        # comes closest to what the norm returned.
+        # An RMS norm, one whose weight is stored minus one (Gemma), or a layer norm: the one that
+        # is closest to the norm's output.
         forms = ((weight * rms, False), ((1 + weight) * rms, False), (weight * std, True))
-        found = [cls(scale, centred, bias) for scale, centred in forms]
+        found = [cls(scale, centered, bias) for scale, centered in forms]
         errors = [float((form(x) - y).abs().amax()) for form in found]
         error, best = min(zip(errors, range(len(found)), strict=True))
         return found[best] if error <= 2e-2 * float(y.abs().amax()) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The frozen norm of ``x (B, L, E)``."""
-        y = self.scale * (x - x.mean(-1, keepdim=True) if self.centred else x)
+        y = self.scale * (x - x.mean(-1, keepdim=True) if self.centered else x)
         return y if self.bias is None else y + self.bias
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """A gradient behind the norm, ahead of it: ``(B, L, E)``."""
+        """The gradient before the norm, of one after it: ``(B, L, E)``."""
         pulled = self.scale * gradient
-        return pulled - pulled.mean(-1, keepdim=True) if self.centred else pulled
+        return pulled - pulled.mean(-1, keepdim=True) if self.centered else pulled
 
 
 def first_input(call: MixerCall) -> Tensor:
-    """The first tensor a module was called with, in the working dtype.
+    """The first tensor argument of a module, in the working dtype.
 
-    A fused norm also adds up the residual stream: its input is the sum.
+    A fused norm also adds the residual stream: its input is then the sum.
     """
     tensors = [a for a in (*call.args, *call.kwargs.values()) if torch.is_tensor(a)]
     x = tensors[0].to(call.dtype)

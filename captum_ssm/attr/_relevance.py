@@ -1,9 +1,9 @@
-"""Propagating relevance along an autograd graph: what each of its nodes does with it.
+"""Relevance propagation through an autograd graph: one rule per kind of node.
 
-Gradient times input is conserved by what is linear. Everything else that lies between two
-frozen mixers (MLPs, experts and their routers, gates, soft caps, norms) is seen in the graph that
-autograd recorded, whichever module computed it, so the rules are attached to its nodes. The
-values of the run are not touched.
+Linear operations conserve gradient times input. Everything else between two frozen mixers (MLPs,
+experts and their routers, gates, soft caps, norms) is in the graph that autograd recorded,
+whichever module computed it, so the rules are attached to the graph's nodes. The values of the
+forward pass do not change.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm._capture.recording import gradient_at, require_graph
-from captum_ssm.mixers._base import activation_factor
+from captum_ssm.mixers._parts import activation_factor
 
 Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
 Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 
-# Coefficients: what these return is a constant.
+# Coefficients: the results of these nodes are constants.
 _CONSTANT = (
     "Exp",
     "Exp2",
@@ -34,7 +34,7 @@ _CONSTANT = (
     "Sigmoid",
     "Softmax",
 )
-# Products, and which inputs are the factors: half of the relevance to each, where both depend on
+# Products, and which inputs are the factors: each gets half of the relevance if both depend on
 # the tokens.
 _PRODUCTS = {
     "Addbmm": (1, 2),
@@ -65,21 +65,21 @@ def relevance_at(leaf: Tensor, score: Tensor) -> Tensor:
     The graph can be used once.
 
     Raises:
-        ValueError: where no relevance can reach ``leaf``.
+        ValueError: if no relevance can be propagated to ``leaf``.
     """
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.autograd.graph.get_gradient_edge(leaf).node
-        rules, reached = _find_rules(score.grad_fn, start)
-        if not reached:
-            gradient_at(leaf, score)  # raises where not even a gradient can
+        rules, connected = _find_rules(score.grad_fn, start)
+        if not connected:
+            gradient_at(leaf, score)  # raises if there is no gradient either
             raise ValueError(
                 "the score depends on the tokens only through a sigmoid, a softmax or an "
-                "exponential, which are constants to MambaLRP. Let forward_func return the logits "
-                "rather than probabilities."
+                "exponential, which are constants in MambaLRP; expected logits. Let forward_func "
+                "return the logits rather than probabilities."
             )
         with ExitStack() as stack:
-            # A graph of the user's own may hang on this one.
+            # The user's own graph may share these nodes.
             for node, rule in rules:
                 stack.callback(node.register_hook(rule).remove)
             gradient = gradient_at(leaf, score)
@@ -88,23 +88,23 @@ def relevance_at(leaf: Tensor, score: Tensor) -> Tensor:
 
 
 def _find_rules(end: Node, start: Node) -> tuple[list[tuple[Node, Rule]], bool]:
-    """The rules of the nodes behind ``start``, and whether relevance reaches it from ``end``."""
+    """The rules of the nodes after ``start``, and whether relevance gets there from ``end``."""
     rules: list[tuple[Node, Rule]] = []
-    carries: dict[Node, bool] = {start: True}  # whether relevance at a node reaches start
+    carries: dict[Node, bool] = {start: True}  # whether relevance goes on from a node to start
     stack = [end]
     while stack:
         node = stack[-1]
         children = [child for child, _ in node.next_functions]
         followed = {i: children[i] for i in _followed(node) if children[i] is not None}
-        ahead = [child for child in followed.values() if child not in carries]
+        unvisited = [child for child in followed.values() if child not in carries]
         if node in carries:
             stack.pop()
-        elif ahead:
-            stack.extend(ahead)
+        elif unvisited:
+            stack.extend(unvisited)
         else:
-            reaching = {i for i, child in followed.items() if carries[child]}
-            carries[node] = bool(reaching)
-            rule = _rule(node, reaching)
+            carrying = {i for i, child in followed.items() if carries[child]}
+            carries[node] = bool(carrying)
+            rule = _rule(node, carrying)
             if rule is not None:
                 rules.append((node, rule))
     return rules, carries[end]
@@ -122,7 +122,7 @@ def _followed(node: Node) -> Sequence[int]:
         return ()
     if kind == "Pow":
         exponent = node._saved_exponent
-        if torch.is_tensor(exponent):  # whose base may be a number, which is no input
+        if torch.is_tensor(exponent):  # the base may be a number, which is not an input
             return (0,) if count == 2 else ()
         return (0,) if exponent > 0 else ()
     if kind == "Div":  # a denominator
@@ -134,33 +134,33 @@ def _followed(node: Node) -> Sequence[int]:
     return range(count)
 
 
-def _rule(node: Node, reaching: set[int]) -> Rule | None:
-    # What to do with the gradients of a node, given which of its inputs lead on; None for a
-    # linear node, and for one that nothing is known of. Rules hold tensors without a graph: one
-    # that held its own node would never be freed.
+def _rule(node: Node, carrying: set[int]) -> Rule | None:
+    # How to change the gradients of a node, given which of its inputs carry it on; None for a
+    # linear or unknown node. Rules keep detached tensors: a rule that referred to its own node
+    # would never be freed.
     kind, followed = _kind(node), _followed(node)
     if kind == "CheckpointFunction":
         raise ValueError(
-            "forward_func runs a part of the model under torch.utils.checkpoint by itself, which "
-            "hides that part's graph; run it without."
+            "forward_func runs a part of the model under torch.utils.checkpoint, which hides that "
+            "part's graph; expected a forward_func without it. Turn checkpointing off."
         )
     if kind == "Pow" and len(node.next_functions) == 2:
         return _power(node._saved_self.detach(), node._saved_exponent.detach())
     if len(followed) < len(node.next_functions):
         return lambda inner, outer: tuple(g if i in followed else None for i, g in enumerate(inner))
-    if not reaching:
+    if not carrying:
         return None
     if kind in _PRODUCTS:
         factors = _PRODUCTS[kind]
-        return _times(0.5, factors) if reaching.issuperset(factors) else None
+        return _times(0.5, factors) if carrying.issuperset(factors) else None
     if kind == "Pow":
         return _times(1 / node._saved_exponent, (0,))
     if kind == "Glu":
         return _signal_of_glu(node._saved_dim)
     if kind == "NativeLayerNorm":
-        return _norm(node, node._saved_result2, centred=True)
+        return _norm(node, node._saved_result2, centered=True)
     if kind == "FusedRmsNorm":
-        return _norm(node, node._saved_result1, centred=False)
+        return _norm(node, node._saved_result1, centered=False)
     if kind == "LayerNormFn":
         return _added_norm(node)
     # Fused functions of flash-linear-attention.
@@ -179,7 +179,7 @@ def _times(share: float, inputs: Sequence[int]) -> Rule:
 
 
 def _power(base: Tensor, exponent: Tensor) -> Rule:
-    # The base times a constant; a denominator where the exponent is not positive.
+    # The base times a constant. With an exponent that is not positive, it is a denominator.
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         if inner[0] is None:
             return (None, None)
@@ -192,8 +192,8 @@ def _power(base: Tensor, exponent: Tensor) -> Rule:
 def _factor(node: Node, kind: str) -> Tensor | None:
     # f(x) / x of an activation.
     if kind == "Tanh":
-        # It keeps its result only. Where that is rounded to one, the argument is taken for the
-        # largest one whose tanh is not.
+        # The node saves only its result. If that is rounded to one, use the largest argument whose
+        # tanh is below one.
         y = node._saved_result.detach()
         size = y.abs().double().clamp(1e-4, 1 - torch.finfo(y.dtype).eps / 2)
         return (size / torch.atanh(size)).to(y.dtype)
@@ -215,8 +215,8 @@ def _signal_of_glu(dim: int) -> Rule:
 
 
 def _swiglu(gate: Tensor, signal: Tensor) -> Rule:
-    # SiLU(gate) signal, a linear layer behind it or not: half of the relevance, which is the
-    # signal times its gradient, to each.
+    # SiLU(gate) signal, with or without a linear layer after it: each factor gets half of the
+    # relevance, which is the signal times its gradient.
     gate, signal = gate.detach(), signal.detach()
     ratio = signal / torch.where(gate.abs() < 1e-6, 1e-6, gate)
 
@@ -227,38 +227,38 @@ def _swiglu(gate: Tensor, signal: Tensor) -> Rule:
     return rule
 
 
-def _norm(node: Node, scale: Tensor, centred: bool) -> Rule:
-    # With its denominator, one over scale, a constant, a norm is linear.
+def _norm(node: Node, scale: Tensor, centered: bool) -> Rule:
+    # A norm is linear if its denominator, one over scale, is a constant.
     scale, weight = scale.detach(), node._saved_weight
     scale = scale if weight is None else scale * weight.detach()
     dims = tuple(range(-len(node._saved_normalized_shape), 0))
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        return (_through_norm(outer[0], scale, dims, centred), *inner[1:])
+        return (_through_norm(outer[0], scale, dims, centered), *inner[1:])
 
     return rule
 
 
-def _through_norm(given: Tensor, scale: Tensor, dims: tuple[int, ...], centred: bool) -> Tensor:
-    # What a norm with a constant scale hands to its input.
+def _through_norm(given: Tensor, scale: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
+    # The gradient at the input of a norm with a constant scale.
     pulled = given * scale
-    return pulled - pulled.mean(dims, keepdim=True) if centred else pulled
+    return pulled - pulled.mean(dims, keepdim=True) if centered else pulled
 
 
 def _added_norm(node: Node) -> Rule | None:
-    # mamba-ssm's fused norm of a layer's output and the residual it is added to.
+    # mamba-ssm's fused norm of the sum of a layer's output and the residual.
     _, weight, bias, weight1, _, rowscale, _, _, rstd = node.saved_tensors
     if node.has_x1 or weight1 is not None or rowscale is not None:
         return None
-    scale, centred = rstd.detach().unsqueeze(-1) * weight.detach(), not node.is_rms_norm
+    scale, centered = rstd.detach().unsqueeze(-1) * weight.detach(), not node.is_rms_norm
     prenorm, shape = node.prenorm, node.x_shape_og
-    # Its tensors: what is normed, the weight, the bias if any, the residual if any.
+    # Its tensor inputs: the layer's output, the weight, the bias if any, the residual if any.
     takes = (0, 2 if bias is None else 3) if node.has_residual else (0,)
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         pulled = scale.new_zeros(shape)
         if outer[0] is not None:
-            pulled = _through_norm(outer[0], scale.view(shape), (-1,), centred)
+            pulled = _through_norm(outer[0], scale.view(shape), (-1,), centered)
         if prenorm and outer[1] is not None:
             pulled = pulled + outer[1]
         return tuple(

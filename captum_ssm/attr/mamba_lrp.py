@@ -20,7 +20,7 @@ from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.attr._relevance import relevance_at
 from captum_ssm.mixers import FrozenMixer, MixerCall
-from captum_ssm.mixers._base import activation_factor
+from captum_ssm.mixers._parts import activation_factor
 
 
 class MambaLRP(TokenAttribution):

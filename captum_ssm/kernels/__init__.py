@@ -1,19 +1,19 @@
-"""The recurrences under every method, as operations of ``torch.ops.captum_ssm``.
+"""The recurrences that every method computes, as operations of ``torch.ops.captum_ssm``.
 
 :mod:`captum_ssm.kernels.diagonal` has those of a diagonal recurrence,
 :mod:`captum_ssm.kernels.linear_attention` those of linear attention and the delta rule;
 :mod:`captum_ssm.kernels.taps` has the inner loop of LaTIM's vectors. Each operation exists twice:
 
-* the compiled kernel in ``csrc/``, used for CPU tensors wherever the extension is built. The CUDA
+* the compiled kernel in ``csrc/``, used for CPU tensors if the extension is built. The CUDA
   kernels are experimental: they compile and are checked thread by thread on a CPU, but have not
   been run on a GPU yet;
 * a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
-  argument: the fallback for any device, and what gradients of coefficients are taken from.
+  argument: the fallback for any device, from which gradients of coefficients are computed, too.
 
-Two naive matrices, the equations line by line in float64, say what is computed.
+Two naive matrices, the equations line by line in float64, define what is computed.
 
-Results are float32, or float64 where any argument is float64; half precision arguments are
-accumulated in float32. :func:`tap_rows` is the exception: it writes into a tensor it is given, in
+Results are float32, or float64 if any argument is float64; half precision arguments are
+accumulated in float32. :func:`tap_rows` is the exception: it writes into its argument ``out``, in
 that tensor's dtype, and has no gradient.
 """
 

@@ -1,4 +1,4 @@
-"""What the operations check of their arguments, and the dtype they compute in."""
+"""How the operations check their arguments, and the dtype that they compute in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def shape_error(name: str, given: Tensor, expected: str) -> ValueError:
 
 
 def promote(**tensors: Tensor | None) -> list[Any]:
-    """Bring all tensors to the dtype that is computed in; they must be on one device."""
+    """All tensors in the dtype that is computed in; they must be on one device."""
     given = {name: x for name, x in tensors.items() if x is not None}
     for name, x in given.items():
         if not isinstance(x, Tensor):
@@ -40,7 +40,7 @@ def row_index(index: Tensor, like: Tensor) -> Tensor:
         raise shape_error("index", index, f"(B, R) with B = {like.shape[0]}, or (R,)")
     index = index.to(device=like.device, dtype=torch.int64)
     length = like.shape[1]
-    # Reading values would break a compiled graph; the kernels check them again.
+    # Reading values would break a compiled graph; the kernels check them too.
     if not torch.compiler.is_compiling() and index.numel():
         low, high = (int(x) for x in index.aminmax())
         if low < 0 or high >= length:
@@ -49,7 +49,7 @@ def row_index(index: Tensor, like: Tensor) -> Tensor:
 
 
 def row_range(start: int, stop: int | None, like: Tensor) -> tuple[int, int]:
-    """The rows ``[start, stop)`` asked for of tensors like ``(B, L, ...)``."""
+    """The rows ``[start, stop)`` asked for, checked for tensors ``(B, L, ...)``."""
     length = like.shape[1]
     stop = length if stop is None else stop
     if not 0 <= start < stop <= length:

@@ -12,8 +12,8 @@ import torch
 class ExtensionWarning(UserWarning):
     """The compiled extension is missing, so the slower PyTorch forms are used.
 
-    Given once per process, by the first call that would have used it; ``CAPTUM_SSM_PURE_TORCH=1``
-    in the environment chooses the PyTorch forms without this warning.
+    Raised once per process, by the first call that would have used the extension.
+    ``CAPTUM_SSM_PURE_TORCH=1`` in the environment chooses the PyTorch forms without this warning.
 
     Examples::
 
@@ -23,7 +23,7 @@ class ExtensionWarning(UserWarning):
 
 
 def _load(name: str) -> ImportError | None:
-    """Import a compiled module, which registers its kernels; return why it could not be."""
+    """Import a compiled module, which registers its kernels; return the error if it fails."""
     try:
         importlib.import_module(f"captum_ssm.{name}")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""How an operation of ``torch.ops.captum_ssm`` is described: once, at its PyTorch form."""
+"""Operations of ``torch.ops.captum_ssm``, each described once, at its PyTorch form."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def operation(
 
     The PyTorch form serves every backend; a compiled kernel registered for CPU or CUDA takes
     precedence. The schema lists the coefficients' tensors in the order of the ``container``'s
-    fields; the three functions are given them as one ``container``.
+    fields; the three functions receive them as one ``container``.
 
     Args:
         schema (str): the operation's name and schema.
         container (type): the dataclass of the coefficients.
         fake (callable): an empty result of the right shape, for tracing.
         backward (callable, optional): the gradient of the first argument, from that of the result
-            and all arguments. All other gradients are taken from the PyTorch form, run again in
-            the backward pass: they are rarely asked for (the methods freeze the coefficients),
-            and nothing is kept for them. Default: None
+            and all arguments. All other gradients are computed with the PyTorch form, run again in
+            the backward pass: they are rarely needed (the methods freeze the coefficients),
+            so nothing is saved for them. Default: None
     """
     name = f"captum_ssm::{schema[: schema.index('(')]}"
     torch.library.define(name, schema[schema.index("(") :])

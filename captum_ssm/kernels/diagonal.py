@@ -27,6 +27,7 @@ from torch import Tensor
 from captum_ssm.kernels._arguments import promote, row_index, row_range, shape_error
 from captum_ssm.kernels._extension import warn_if_missing
 from captum_ssm.kernels._registration import operation
+from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class DiagonalCoefficients:
 
     Args:
         dt (Tensor): ``(B, L, D)``, by how much a channel decays before each token, at least 0;
-            infinite where the decay is zero.
+            infinite for a decay factor of zero.
         right (Tensor): ``(B, L, D)``, a factor of each token's value (``dt`` for S6).
         A (Tensor): ``(D, N)``, the decay rates, at most 0.
-        B (Tensor): ``(B, L, G, N)``, what each token writes into the state with; each of the G
-            groups has D / G channels.
-        C (Tensor): ``(B, L, G, N)``, what each token reads the state with.
+        B (Tensor): ``(B, L, G, N)``, the factor of each token's write into the state; each of
+            the G groups has D / G channels.
+        C (Tensor): ``(B, L, G, N)``, the factor of each token's read of the state.
         left (Tensor, optional): ``(B, L, D)``, a factor of each output. Default: None
         conv (Tensor, optional): ``(D, K)``, the taps of a causal convolution before the
             recurrence; the last tap is the current token. Default: None
@@ -70,7 +71,7 @@ class DiagonalCoefficients:
             first, last = start // size, (stop - 1) // size
             B, C = B[:, :, first : last + 1], C[:, :, first : last + 1]
             if first != last and (start % size or stop % size):
-                # They do not cover whole groups: these are written out, one per channel.
+                # The channels do not cover whole groups: repeat the group's numbers per channel.
                 group = torch.arange(start, stop, device=B.device) // size - first
                 B, C = B[:, :, group], C[:, :, group]
         return DiagonalCoefficients(
@@ -138,7 +139,7 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
     if v.shape != coefficients.dt.shape:
         raise shape_error("v", v, f"that of dt, {tuple(coefficients.dt.shape)}")
     warn_if_missing()
-    return torch.ops.captum_ssm.diagonal_scan(_convolve(v, conv), *recurrence)
+    return torch.ops.captum_ssm.diagonal_scan(causal_conv(v, conv), *recurrence)
 
 
 @operation(
@@ -148,7 +149,7 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
     backward=lambda grad, v, c: diagonal_rmatvec(grad, c),
 )
 def diagonal_scan_torch(v: Tensor, c: DiagonalCoefficients) -> Tensor:
-    x = (_convolve(v, c.conv) * c.right)[:, None]
+    x = (causal_conv(v, c.conv) * c.right)[:, None]
     return _scaled(_recurrence(x, c.dt, c.A, c.B, c.C)[:, 0], c.left)
 
 
@@ -158,7 +159,7 @@ def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool =
     Args:
         w (Tensor): ``(B, L, D)``, or ``(B, L)`` for one row vector shared by all channels.
         coefficients (DiagonalCoefficients): the recurrence.
-        mean (bool, optional): return the mean over channels, in O(L) memory in addition to the
+        mean (bool, optional): return the mean over channels, with O(L) memory in addition to the
             arguments. Default: False
 
     Returns:
@@ -201,7 +202,7 @@ def _rmatvec_backward(grad: Tensor, w: Tensor, c: DiagonalCoefficients, mean: bo
 def diagonal_rmatvec_torch(w: Tensor, c: DiagonalCoefficients, mean: bool = False) -> Tensor:
     w = w if w.dim() == 3 else w[..., None].expand_as(c.dt)
     s = _reversed_recurrence(_scaled(w, c.left)[:, None], c.dt, c.A, c.C, c.B)[:, 0]
-    u = _convolve_transposed(s * c.right, c.conv)
+    u = causal_conv_transpose(s * c.right, c.conv)
     return u.mean(-1) if mean else u
 
 
@@ -209,7 +210,7 @@ _HUGE = 1e30  # stands for an infinite decay step: any A < 0 times this underflo
 
 
 def _decay(exponent: Tensor) -> Tensor:
-    """exp of non-positive numbers, kept above the denormals, which cost a factor of ten."""
+    """exp of non-positive numbers, kept above the denormals, which are ten times slower."""
     return exponent.clamp(min=-700.0 if exponent.dtype == torch.float64 else -70.0).exp()
 
 
@@ -222,8 +223,8 @@ def _recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -
     """y_t = read_t . h_t with h_t = exp(A dt_t) h_(t-1) + write_t x_t.
 
     x is (B, R, L, D), with R inputs for the same coefficients; dt (B, L, D), write and read
-    (B, L, G, N). The sequence is cut in about sqrt(L) chunks that step in parallel: once from
-    zero for what each chunk passes on, once more from the right start.
+    (B, L, G, N). The sequence is cut into about sqrt(L) chunks that step in parallel: first
+    from zero, for each chunk's final state, then from the correct initial states.
     """
     length, groups, _ = write.shape[1:]
     chunk = 1 << max(0, (length - 1).bit_length() // 2)
@@ -275,28 +276,6 @@ def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
-def _convolve(x: Tensor, conv: Tensor | None) -> Tensor:
-    """Conv_d x_d, for x (..., L, D)."""
-    if conv is None:
-        return x
-    K = conv.shape[1]
-    if K > 8:
-        padded = F.pad(x.mT.flatten(0, -3), (K - 1, 0))
-        return F.conv1d(padded, conv[:, None], groups=len(conv)).mT.reshape(x.shape)
-    # Tap by tap: torch's convolution wants time last, and for few taps the two copies cost more
-    # than the work.
-    taps = conv.t().contiguous()
-    out = x * taps[-1]
-    for lag in range(1, min(K, x.shape[-2])):
-        out[..., lag:, :].addcmul_(x[..., :-lag, :], taps[-1 - lag])
-    return out
-
-
-def _convolve_transposed(x: Tensor, conv: Tensor | None) -> Tensor:
-    """Conv_d^T x_d, for x (..., L, D)."""
-    return x if conv is None else _convolve(x.flip(-2), conv).flip(-2)
-
-
 def diagonal_mean(
     coefficients: DiagonalCoefficients, start: int = 0, stop: int | None = None
 ) -> Tensor:
@@ -316,7 +295,7 @@ def diagonal_mean(
 
     Raises:
         ValueError, TypeError: an argument has an unexpected shape, dtype or device, or the range
-            of rows is empty or leaves the sequence.
+            of rows is empty or not in [0, L).
 
     Examples::
 
@@ -337,27 +316,27 @@ def diagonal_mean(
     fake=lambda c, start, stop: c.dt.new_empty(len(c.dt), stop - start, c.dt.shape[1]),
 )
 def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | None = None) -> Tensor:
-    # Rows are cut in tiles. What lies left of a tile is one matrix product, with decays split at
-    # the tile's first row; the tiles' own triangles are halved until nothing is left, every level
-    # of all tiles being one batched product.
+    # Rows are cut into tiles. The columns left of a tile are one matrix product, with decays split
+    # at the tile's first row. The triangle on the diagonal of a tile is halved recursively, each
+    # level of all tiles being one batched product.
     batch, length, channels = c.dt.shape
     states = c.A.shape[1]
     stop = length if stop is None else stop
     rows = stop - start
     tile = min(256, 1 << (rows - 1).bit_length())
     padded = -(-rows // tile) * tile
-    reach = 0 if c.conv is None else c.conv.shape[1] - 1
+    extra = 0 if c.conv is None else c.conv.shape[1] - 1
 
     def near(x: Tensor) -> Tensor:
         """The positions of the rows themselves, padded to whole tiles."""
         return F.pad(x[:, start:stop], [0, 0] * (x.dim() - 2) + [0, padded - rows])
 
-    # Columns are stored `reach` further right: the first sources reach out on the left.
-    width = reach + start + padded
+    # Columns are stored `extra` further right: the taps extend the first sources to the left.
+    width = extra + start + padded
     out = c.dt.new_zeros(batch, padded, width)
     halves = [tile >> k for k in range(1, tile.bit_length())]
-    triangles = {h: c.dt.new_zeros(batch, padded // (2 * h), h, reach + h) for h in halves}
-    diagonal = c.dt.new_zeros(batch, padded, reach + 1)
+    triangles = {h: c.dt.new_zeros(batch, padded // (2 * h), h, extra + h) for h in halves}
+    diagonal = c.dt.new_zeros(batch, padded, extra + 1)
 
     for part in _channel_chunks(c, max(1, 1024 // states)):
         A, B, right, conv = part.A, part.B, part.right, part.conv
@@ -373,7 +352,7 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
                 t_near[:, own].cumsum(1), A, c_near[:, own], None if f is None else f[:, own]
             )
             q = _panel(_after(t[:, :edge], 1), A, B[:, :edge], right[:, :edge])
-            out[:, own, : reach + edge] += p @ _fold(q, conv).mT
+            out[:, own, : extra + edge] += p @ _fold(q, conv).mT
 
         for h in halves:
             # (B, blocks, h, ...) of the sources' half and of the rows' half.
@@ -396,7 +375,7 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
         strides = (padded * width, 2 * h * (width + 1), width, 1)
         out.as_strided(triangles[h].shape, strides, h * width + start).add_(triangles[h])
     out.as_strided(diagonal.shape, (padded * width, width + 1, 1), start).add_(diagonal)
-    return F.pad(out[:, :rows, reach : reach + stop], (0, length - stop)) / channels
+    return F.pad(out[:, :rows, extra : extra + stop], (0, length - stop)) / channels
 
 
 def _channel_chunks(c: DiagonalCoefficients, width: int) -> Iterator[DiagonalCoefficients]:
@@ -413,8 +392,8 @@ def _channel_chunks(c: DiagonalCoefficients, width: int) -> Iterator[DiagonalCoe
 def _after(dt: Tensor, dim: int) -> Tensor:
     """Sums over all later positions: out[j] = sum(dt[j + 1:]).
 
-    Sums of what lies between, never differences of longer sums: a huge step (a reset) must not
-    swallow the small ones after it.
+    Sums of the steps between, never differences of longer sums: in those the rounding of a huge
+    step (a reset) would hide the small steps after it.
     """
     later = dt.narrow(dim, 1, dt.shape[dim] - 1).flip(dim).cumsum(dim).flip(dim)
     return torch.cat([later, torch.zeros_like(dt.narrow(dim, 0, 1))], dim)
@@ -434,11 +413,11 @@ def _panel(exponent: Tensor, rate: Tensor, coefficient: Tensor, factor: Tensor |
 
 
 def _fold(q: Tensor, conv: Tensor | None) -> Tensor:
-    """Push taps into a panel of sources, which then reaches K - 1 columns further left."""
+    """Fold taps into a panel of sources, which then extends K - 1 columns further left."""
     if conv is None:
         return q
     taps = conv.repeat_interleave(q.shape[-1] // len(conv), 0)
-    return _convolve_transposed(F.pad(q, (0, 0, conv.shape[1] - 1, 0)), taps)
+    return causal_conv_transpose(F.pad(q, (0, 0, conv.shape[1] - 1, 0)), taps)
 
 
 def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
@@ -487,7 +466,7 @@ def diagonal_rows_torch(index: Tensor, c: DiagonalCoefficients) -> Tensor:
     for at in index.split(together, 1):
         w = F.one_hot(at, length).to(c.dt.dtype).unsqueeze(-1)
         s = _reversed_recurrence(w * one, c.dt, c.A, c.C, c.B)
-        parts.append(_convolve_transposed(s * c.right[:, None], c.conv).permute(0, 3, 1, 2))
+        parts.append(causal_conv_transpose(s * c.right[:, None], c.conv).permute(0, 3, 1, 2))
     return torch.cat(parts, 2)
 
 

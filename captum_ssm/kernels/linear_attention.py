@@ -16,7 +16,6 @@ a head maps its P channels by one lower triangular matrix,
 
 K lower triangular and :math:`\check K` strictly so (the inverse: Yang et al., *Parallelizing Linear
 Transformers with the Delta Rule over Sequence Length*, 2024).
-
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from captum_ssm.kernels._arguments import promote, row_index, row_range, shape_e
 from captum_ssm.kernels._extension import warn_if_missing
 from captum_ssm.kernels._registration import operation
 
-# A full reset, also one given as -inf: it has to stay finite in sums.
+# A full reset, also one given as -inf: it must stay finite in sums.
 MIN_LOG_DECAY = -1e4
 # exp(-60) is far below float32's resolution and far above its denormals.
 MIN_EXPONENT = -60.0
@@ -44,13 +43,13 @@ class LinearAttentionCoefficients:
     """The coefficients of linear attention with decay, or of the delta rule; one map per head.
 
     Any floating dtype; tensors of different dtypes are computed in the widest. Heads may share
-    memory (``expand``): nothing is copied where the numbers of one token and head are contiguous.
+    memory (``expand``): nothing is copied if the numbers of one token and head are contiguous.
 
     Args:
         query (Tensor): q, ``(B, L, H, N)``; the CUDA kernels take N up to 1024.
-        key (Tensor): k, ``(B, L, H, N)``, with every factor of the value folded in.
+        key (Tensor): k, ``(B, L, H, N)``, including every factor of the value.
         log_decay (Tensor): log a, ``(B, L, H, 1)`` for a decay per head or ``(B, L, H, N)`` for
-            one per key dimension; at most 0, and ``-inf`` where the decay is zero.
+            one per key dimension; at most 0, and ``-inf`` for a decay factor of zero.
         erase (Tensor, optional): e, ``(B, L, H, N)``, for the delta rule. Default: None
         probe (Tensor, optional): r, ``(B, L, H, N)``, given with ``erase``. Default: None
         bonus (Tensor, optional): u, ``(B, L, H)``. With it the output reads the state before the
@@ -159,7 +158,7 @@ def linear_attention_scan_torch(v: Tensor, c: LinearAttentionCoefficients) -> Te
         y = chunk.q_in @ state + chunk.qk @ x
         after = chunk.through * state + chunk.k_out.mT @ x
         if chunk.delta is not None:
-            # What the probes find, earlier writes within the chunk included.
+            # The result of the probes, including earlier writes within the chunk.
             u = chunk.delta.solve(chunk.delta.r_in @ state + chunk.delta.rk @ x)
             y = y - chunk.delta.qe @ u
             after = after - chunk.delta.e_out.mT @ u
@@ -231,7 +230,7 @@ def linear_attention_rmatvec_torch(w: Tensor, c: LinearAttentionCoefficients) ->
 
 
 def _chunks(log_decay: Tensor) -> Iterator[slice]:
-    # A decay per key dimension makes a chunk's scores (T, T, N) on the way.
+    # With a decay per key dimension a chunk's scores are (T, T, N) before the sum over N.
     L = log_decay.shape[1]
     size = 64 if log_decay.shape[-1] == 1 else 16
     for start in range(0, L, size):
@@ -240,7 +239,7 @@ def _chunks(log_decay: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class _Delta:
-    # What the delta rule adds to a chunk: probes and erasures, and their scores.
+    # The delta rule's part of a chunk: probes and erasures, and their scores.
     r_in: Tensor
     e_out: Tensor
     rk: Tensor
@@ -316,7 +315,7 @@ def linear_attention_mean(
 ) -> Tensor:
     """Rows ``[start, stop)`` of the mean over heads, ``mean_h(alpha_h)``.
 
-    Heads are added up as they come: no head's own matrix is ever formed. A range of rows costs
+    Heads are added up without storing every head's matrix. A range of rows costs
     its share of the whole.
 
     Args:
@@ -329,7 +328,7 @@ def linear_attention_mean(
 
     Raises:
         ValueError, TypeError: an argument has an unexpected shape, dtype or device, or the range
-            of rows is empty or leaves the sequence.
+            of rows is empty or not in [0, L).
 
     Examples::
 
@@ -362,7 +361,7 @@ def linear_attention_mean_torch(
 
 
 def linear_attention_rows(index: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
-    """Rows of every head's matrix. All of them together cost what half a matrix product does.
+    """Rows of every head's matrix. All rows together cost half a matrix product.
 
     Args:
         index (Tensor): the rows asked for, ``(B, R)`` int64 (or ``(R,)`` for the same rows in

@@ -1,7 +1,7 @@
-"""Rows of maps with what each token puts in through each tap of a convolution.
+"""Rows of maps times the input of each token through each tap of a convolution.
 
-The inner loop of LaTIM's vectors: where the taps are followed by something that is not linear,
-they cannot be folded into the map, and what token j puts in at token j + k depends on both.
+The inner loop of LaTIM's vectors: if a nonlinear activation follows the convolution, its taps
+cannot be folded into the map, and the input of token j at token j + k depends on both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
 
     Args:
         rows (Tensor): ``(B, M, R, L)``.
-        values (Tensor): ``(K, B, D, L)``, what is put in at each token through each of K taps; D is
+        values (Tensor): ``(K, B, D, L)``, the input at each token through each of the K taps; D is
             a multiple of M.
         left (Tensor, optional): ``(B, D, R)``, or None.
         out (Tensor): ``(B, D, R, C)`` with C at most L, contiguous except for its first
@@ -35,7 +35,7 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
         >>> rows, values = torch.rand(1, 2, 3, 5), torch.rand(4, 1, 6, 5)
         >>> out = torch.empty(1, 6, 3, 5)
         >>> tap_rows(rows, values, None, out)
-        >>> last = rows[0, 0, 0, 4] * values[0, 0, 0, 4]  # the last token has one tap to go through
+        >>> last = rows[0, 0, 0, 4] * values[0, 0, 0, 4]  # the last token enters through one tap
         >>> torch.testing.assert_close(out[0, 0, 0, 4], last)
     """
     for name, x in (("out", out), ("rows", rows), ("values", values)):

@@ -1,4 +1,4 @@
-"""Adapters: one small file per architecture family, from a recorded call to a frozen operator."""
+"""Adapters: one small file per architecture family, from a recorded call to a frozen mixer."""
 
 from captum_ssm.mixers import attention as attention
 from captum_ssm.mixers import delta as delta
@@ -10,22 +10,16 @@ from captum_ssm.mixers import s6 as s6
 from captum_ssm.mixers import ssd as ssd
 from captum_ssm.mixers import vision as vision
 from captum_ssm.mixers import xlstm as xlstm
-from captum_ssm.mixers._base import (
-    COMPONENTS,
-    FORMULATIONS,
-    FrozenMixer,
-    MixerCall,
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import COMPONENTS, FORMULATIONS, FrozenMixer, check_components
+from captum_ssm.mixers._parts import (
     ShortConv,
     activation_factor,
-    check_components,
-    find_adapter,
-    find_mixers,
     masked_tokens,
-    register_mixer,
-    registered,
     rms_factor,
     short_conv,
 )
+from captum_ssm.mixers._registry import find_adapter, find_mixers, register_mixer, registered
 
 __all__ = [
     "COMPONENTS",

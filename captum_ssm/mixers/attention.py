@@ -1,10 +1,10 @@
-"""Softmax attention layers of hybrid models, by way of transformers' attention interface.
+"""Softmax attention layers of hybrid models, read through transformers' attention interface.
 
-Every attention module of transformers computes its queries, keys and values (rotary positions,
-norms, multipliers and all) and hands them to a function that its config names. A copy of the
-module that shares its parameters, and whose config names a function of ours, is run once more on
-the recorded input: the function keeps what it is given. What the module does behind it, a gate
-and the output projection, is read by handing it ones.
+Every attention module of transformers computes its queries, keys and values, with rotary
+positions, norms and multipliers, and passes them to a function that its config names. We copy the
+module, with shared parameters, set the config's function to our own and run the copy on the
+recorded input. Our function stores its arguments and returns ones, so that the input of the output
+projection is the gate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import SoftmaxOperator
 
 _INTERFACE = "captum_ssm_record"
@@ -70,7 +72,7 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
 def _record(call: MixerCall) -> dict[str, Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # Registered once, for good: taking an entry back would take it from another thread's run.
+    # Registered once and never removed: another thread's run may be using it.
     if _INTERFACE not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, _keep)
 
@@ -92,23 +94,24 @@ def _record(call: MixerCall) -> dict[str, Any]:
             kwargs[cache] = None
     token = _RECORDING.set(seen)
     try:
-        # The class's forward: an instance's may be wrapped, to watch the module itself.
+        # The class's forward: the instance's own may be wrapped, to record the module.
         with _KeepDirect():
             type(module).forward(module, *call.args, **kwargs)
     finally:
         _RECORDING.reset(token)
     if "query" not in seen:
         raise ValueError(
-            f"{call.path} ({type(call.module).__name__}) computes attention by itself, past "
-            "transformers' interface and PyTorch's kernel, so its probabilities are not known; "
-            "load the model with attn_implementation='sdpa'."
+            f"{call.path} ({type(call.module).__name__}) computes attention itself, so its "
+            "probabilities cannot be read; expected it to call transformers' attention interface "
+            "or PyTorch's scaled_dot_product_attention. Load the model with "
+            "attn_implementation='sdpa'."
         )
     gate = seen["gate"].to(call.dtype)
     seen["gate"] = None if bool((gate == 1).all()) else gate
     return seen
 
 
-# Where the recording that is under way keeps what it is given: one for each thread.
+# The arguments that the current recording stores, per thread.
 _RECORDING: ContextVar[dict[str, Any] | None] = ContextVar("captum_ssm_recording", default=None)
 
 
@@ -121,12 +124,12 @@ def _keep(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers' that keeps its arguments and returns ones."""
+    """An attention function for transformers that stores its arguments and returns ones."""
     seen = _RECORDING.get()
     if seen is None:
         raise RuntimeError(
-            f"attn_implementation is {_INTERFACE!r}, which computes nothing: captum_ssm records "
-            "attention by it. Load the model with 'sdpa' or 'eager'."
+            f"attn_implementation is {_INTERFACE!r}, which captum_ssm uses to record attention and "
+            "which computes nothing; expected 'sdpa' or 'eager'. Load the model with one of them."
         )
     seen.update(kwargs, query=query, key=key, value=value, mask=attention_mask, scaling=scaling)
     B, H, L, _ = query.shape
@@ -134,8 +137,8 @@ def _keep(
 
 
 class _KeepDirect(TorchFunctionMode):
-    # transformers 4 has attention that calls the kernel itself, past the interface. PyTorch keeps
-    # a stack of such modes for each thread: another thread's attention is not seen here.
+    # Some attention modules of transformers 4 call the kernel directly, without the interface.
+    # PyTorch has a stack of such modes per thread, so another thread's attention is not recorded.
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if func is not F.scaled_dot_product_attention:
@@ -150,7 +153,11 @@ def _output_name(module: nn.Module) -> str:
     for name in ("o_proj", "out_proj", "dense"):
         if isinstance(module._modules.get(name), nn.Module):
             return name
-    raise ValueError(f"{type(module).__name__} has no output projection that is known.")
+    raise ValueError(
+        f"{type(module).__name__} has submodules {sorted(module._modules)}; expected an output "
+        "projection o_proj, out_proj or dense. Register an adapter of your own with "
+        "captum_ssm.mixers.register_mixer."
+    )
 
 
 def _output_projection(module: nn.Module) -> Any:
@@ -166,10 +173,9 @@ def _bias(seen: dict[str, Any], query: Tensor) -> Tensor | None:
             zero = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
             return zero.masked_fill(~mask, -torch.inf)
         lowest = torch.finfo(mask.dtype).min
-        mask_ = mask.to(query.dtype)
-        return mask_.masked_fill(mask <= lowest / 2, -torch.inf)
-    places = torch.arange(L, device=query.device)
-    distance = places[:, None] - places
+        return mask.to(query.dtype).masked_fill(mask <= lowest / 2, -torch.inf)
+    positions = torch.arange(L, device=query.device)
+    distance = positions[:, None] - positions
     allowed = distance >= 0
     if window is not None:
         allowed = allowed & (distance < window)

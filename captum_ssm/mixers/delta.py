@@ -1,10 +1,10 @@
 """The delta rule: Gated DeltaNet (Yang et al., 2025) and Kimi Delta Attention.
 
 In transformers: Qwen3-Next, Qwen3.5 and their mixture-of-experts variants, OLMo-hybrid, and
-Kimi-Linear with its decay per key dimension. The state is read under the key before a value is
-written, and what was found is taken away:
+Kimi-Linear with its decay per key dimension. Before a value is written, the state is read at the
+key, and what is found there is subtracted:
 
-    q, k, v = SiLU(conv(proj(x)));  q, k normalised;  S = diag(a) S
+    q, k, v = SiLU(conv(proj(x)));  q, k normalized;  S = diag(a) S
     S = S - beta k (k^T S) + beta k v^T;  y = out_proj(norm(q^T S / sqrt(N)) gate)
 """
 
@@ -17,16 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
-    activation_factor,
-    adapts,
-    masked_tokens,
-    rms_factor,
-    short_conv,
-    unit,
-)
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import activation_factor, masked_tokens, rms_factor, short_conv, unit
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -58,7 +52,7 @@ def _freeze_delta(
     norm: Any,
     out_proj: Any,
 ) -> FrozenMixer:
-    """Shared by all: ``mixed`` holds q, k and v ahead of the convolution, ``gate`` its argument."""
+    """Shared by all: ``mixed`` holds q, k and v before the convolution, ``gate`` its argument."""
     D, H = gate.shape[-1], beta.shape[-1]
     keys = (mixed.shape[-1] - D) // 2
     conv = short_conv(call, call.module.conv1d, mixed)
@@ -115,7 +109,7 @@ def freeze_qwen3_next(call: MixerCall) -> FrozenMixer:
 
 @adapts("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 def freeze_qwen3_5(call: MixerCall) -> FrozenMixer:
-    """Qwen3.5, with its projections apart."""
+    """Qwen3.5, with separate projections."""
     module = call.module
     x, _ = masked_tokens(call)
     return _freeze_delta(
@@ -132,7 +126,7 @@ def freeze_qwen3_5(call: MixerCall) -> FrozenMixer:
 
 @adapts("OlmoHybridGatedDeltaNet")
 def freeze_olmo_hybrid(call: MixerCall) -> FrozenMixer:
-    """OLMo-hybrid, whose beta may reach two (negative eigenvalues)."""
+    """OLMo-hybrid, whose beta may be as large as two (negative eigenvalues)."""
     module = call.module
     x, _ = masked_tokens(call)
     beta = torch.sigmoid(call.linear(module.b_proj, x))
@@ -150,7 +144,7 @@ def freeze_olmo_hybrid(call: MixerCall) -> FrozenMixer:
 
 @adapts("KimiLinearDeltaAttention")
 def freeze_kimi(call: MixerCall) -> FrozenMixer:
-    """Kimi Delta Attention: a decay for each key dimension."""
+    """Kimi Delta Attention: a decay per key dimension."""
     module = call.module
     x, _ = masked_tokens(call)
     gate = module.forget_gate

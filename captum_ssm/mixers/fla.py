@@ -1,13 +1,13 @@
-r"""Layers of flash-linear-attention, which is never imported here: they are known by name.
+r"""Layers of flash-linear-attention, registered by name: the library is never imported here.
 
 RetNet (Sun et al., 2023; Zimerman et al., eq. 22-24), HGRN (Qin et al., 2023; eq. 25-29), HGRN2,
 GLA, RWKV-6 and RWKV-7, DeltaNet, Gated DeltaNet, and Mamba-2. All are
 
     y = out_proj(norm(alpha v) gate),
 
-v being the projected tokens, behind a short convolution where the layer has one. The layers
-drop padding and pack what is left; a recurrence that starts from zero behind padding on the left
-and never sees padding on the right is the same.
+v being the projected tokens, after a short convolution if the layer has one. The layers remove
+padding and pack the other tokens. That gives the same result as a recurrence that starts from zero
+after padding on the left and never reads padding on the right.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import (
     ShortConv,
-    adapts,
     masked_tokens,
     previous,
     rms_factor,
     short_conv,
     unit,
 )
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.mixers.delta import delta_rule
 from captum_ssm.mixers.ssd import freeze_scan
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
@@ -38,7 +38,7 @@ _SILU = ("silu", "swish")
 
 class _Gate(NamedTuple):
     factor: Tensor | None = None
-    argument: Tensor | None = None  # where the factor is SiLU of it
+    argument: Tensor | None = None  # if the factor is SiLU of it
 
 
 _NO_GATE = _Gate()
@@ -49,7 +49,7 @@ def _silu_gate(z: Tensor) -> _Gate:
 
 
 def _project(call: MixerCall, name: str, x: Tensor) -> tuple[ShortConv, bool]:
-    """A projection with the short convolution behind it, and whether that ends in SiLU."""
+    """A projection with the short convolution after it, and whether SiLU follows."""
     u = call.linear(getattr(call.module, f"{name}_proj"), x)
     conv = getattr(call.module, f"{name}_conv1d", None)
     if conv is None:
@@ -58,7 +58,7 @@ def _project(call: MixerCall, name: str, x: Tensor) -> tuple[ShortConv, bool]:
 
 
 def _projected(call: MixerCall, name: str, x: Tensor, always_silu: bool = False) -> Tensor:
-    """A projection behind its convolution and activation, ``(B, L, D)``."""
+    """A projection after its convolution and activation, ``(B, L, D)``."""
     conv, silu = _project(call, name, x)
     return F.silu(conv.output) if silu or always_silu else conv.output
 
@@ -70,7 +70,7 @@ def _values(
     conv, silu = _project(call, name, x)
     factor = torch.sigmoid(conv.output) if silu or always_silu else None
     if mask is not None and conv.taps is not None:
-        # Behind a convolution padding is no longer zero.
+        # After a convolution padding is no longer zero.
         ones = torch.ones_like(conv.output)
         factor = (ones if factor is None else factor) * mask[..., None]
     return conv, factor
@@ -93,21 +93,21 @@ def _frozen(
     Args:
         call (MixerCall): the recorded call.
         recurrence (TokenOperator): alpha.
-        conv (ShortConv): what makes the values' argument.
+        conv (ShortConv): gives the argument of the values' activation.
         activation (Tensor, optional): the values' factor, ``(B, L, D)``.
         norm (nn.Module): an RMS or layer norm of groups of channels.
         groups (int): their number.
-        eps (float, optional): the norm's epsilon; None reads it there. Default: None
+        eps (float, optional): the norm's epsilon; None for ``norm.eps``. Default: None
         gate (_Gate, optional): ``(B, L, D)`` each. Default: none
-        bonus (Tensor, optional): ``(B, L, H)``, the weight with which a token's own values enter
-            behind the norm (RWKV-7). Default: None
+        bonus (Tensor, optional): ``(B, L, H)``, the weight of a token's own values, which are
+            added after the norm (RWKV-7). Default: None
     """
     out_proj = call.module.o_proj
     weight = None if norm.weight is None else call.parameter(norm.weight)
     bias = None if getattr(norm, "bias", None) is None else call.parameter(norm.bias)
     mean = None
-    if _takes_mean(norm):
-        # All channels of a head share one map, so the map may act on the centred values.
+    if _subtracts_mean(norm):
+        # All channels of a head share one map, so the map can act on the centered values.
         heads = conv.output.unflatten(-1, (groups, -1))
         mean = heads.mean(-1, keepdim=True).expand_as(heads).flatten(-2)
         conv = ShortConv(conv.output - mean)
@@ -116,8 +116,8 @@ def _frozen(
     skip, offset = None, bias
     if bonus is not None:
         weights = bonus.repeat_interleave(values.shape[-1] // bonus.shape[-1], -1)
-        # Divided by the norm's scale, which the skip is in front of and the bonus is not. What
-        # the centring took from the values is no part of the map.
+        # Divided by the norm's scale: the skip is added before the norm, the bonus after it. The
+        # mean that was subtracted from the values is not part of the map.
         skip = weights / scale
         rest = weights * mean if mean is not None else torch.zeros_like(weights)
         offset = rest if offset is None else offset + rest
@@ -139,7 +139,7 @@ def _frozen(
     )
 
 
-def _takes_mean(norm: nn.Module) -> bool:
+def _subtracts_mean(norm: nn.Module) -> bool:
     return type(norm).__name__ == "GroupNorm" and not getattr(norm, "is_rms_norm", False)
 
 
@@ -172,7 +172,7 @@ def _gate(call: MixerCall, x: Tensor) -> tuple[Any, _Gate]:
 
 @adapts("fla.layers.multiscale_retention.MultiScaleRetention")
 def freeze_retention(call: MixerCall) -> FrozenMixer:
-    """RetNet: a fixed decay per head, and rotated queries and keys."""
+    """RetNet: a fixed decay per head, queries and keys with rotary positions."""
     module = call.module
     x, mask = masked_tokens(call)
     H, N, repeat = module.num_heads, module.head_k_dim, module.num_kv_groups
@@ -212,7 +212,7 @@ def freeze_gla(call: MixerCall) -> FrozenMixer:
 
 
 def _forget_gate(call: MixerCall, f: Tensor) -> Tensor:
-    # log f, held above a bound that the model gives to all layers but the first.
+    # log f, with a lower bound that the model passes to all layers except the first.
     log_f = F.logsigmoid(f)
     bound = call.arguments.get("lower_bound")
     if bound is None or call.module.layer_idx == 0:
@@ -223,7 +223,7 @@ def _forget_gate(call: MixerCall, f: Tensor) -> Tensor:
 
 @adapts("fla.layers.hgrn.HGRNAttention")
 def freeze_hgrn(call: MixerCall) -> FrozenMixer:
-    """HGRN: one state a channel, written with what the forget gate leaves."""
+    """HGRN: one state per channel, written with one minus the forget gate."""
     module = call.module
     x, mask = masked_tokens(call)
     log_f = _forget_gate(call, _projected(call, "f", x))
@@ -254,7 +254,7 @@ def freeze_hgrn2(call: MixerCall) -> FrozenMixer:
         log_decay=_heads(log_f, N),
         width=module.head_i_dim,
     )
-    # The norm is fused into the projection, whose function has an epsilon of its own.
+    # The norm is fused into the projection, whose function has its own epsilon.
     return _frozen(
         call, recurrence, *_values(call, x, mask, "i"), norm=module.g_norm, groups=1, eps=1e-5
     )
@@ -262,7 +262,7 @@ def freeze_hgrn2(call: MixerCall) -> FrozenMixer:
 
 @adapts("fla.layers.rwkv6.RWKV6Attention")
 def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
-    """RWKV-6: a decay per key dimension, read ahead of the write, and a bonus for the token."""
+    """RWKV-6: a decay per key dimension, a read before the write, and a bonus per token."""
     module = call.module
     x, mask = masked_tokens(call)
     delta = previous(x) - x
@@ -299,12 +299,12 @@ def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
 
 @adapts("fla.layers.rwkv7.RWKV7Attention")
 def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
-    """RWKV-7: a delta rule with a decay per key dimension, and the bonus behind the norm."""
+    """RWKV-7: a delta rule with a decay per key dimension, and a bonus after the norm."""
     module = call.module
     x, mask = masked_tokens(call)
     delta = previous(x) - x
     mixed = {n: x + delta * call.parameter(getattr(module, f"x_{n}")) for n in "rwkvag"}
-    # The bound that the layer, too, has as a number: exp(-1/2).
+    # exp(-1/2), written as in the layer.
     log_decay = -0.6065306597126334 * torch.sigmoid(_low_rank(call, module.w_lora, mixed["w"]))
     r, k, v = (call.linear(getattr(module, f"{n}_proj"), mixed[n]) for n in "rkv")
     if module.layer_idx != 0:
@@ -323,7 +323,7 @@ def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
         log_decay=log_decay,
         width=module.head_v_dim,
         erase=removed * a,
-        # Read ahead of the decay, which is never below exp(-0.61).
+        # The state is read before the decay, which is never below exp(-0.61).
         probe=removed * torch.exp(-log_decay),
     )
     return _frozen(
@@ -405,7 +405,7 @@ def _freeze_delta(
 
 @adapts("fla.layers.mamba2.Mamba2")
 def freeze_mamba2(call: MixerCall) -> FrozenMixer:
-    """Mamba-2, whose padding is zeroed behind the input projection."""
+    """Mamba-2, which sets padding to zero after the input projection."""
     module = call.module
     x, mask = call.tokens(), call.token_mask()
     D, H = module.intermediate_size, module.num_heads
@@ -428,7 +428,7 @@ def freeze_mamba2(call: MixerCall) -> FrozenMixer:
 
 
 def _low_rank(call: MixerCall, layer: Any, x: Tensor) -> Tensor:
-    """A linear layer, or one through a low rank with an activation between."""
+    """A linear layer, or two through a low rank with an activation between them."""
     if isinstance(layer, nn.Linear):
         return call.linear(layer, x)
     down, act, up = layer.lora
@@ -436,14 +436,14 @@ def _low_rank(call: MixerCall, layer: Any, x: Tensor) -> Tensor:
 
 
 def _rotate(rotary: Any, x: Tensor, mask: Tensor | None) -> Tensor:
-    """Rotary positions of ``x (B, L, H, N)``, counted from the first token that is no padding."""
-    places = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)[None]
+    """Rotary positions of ``x (B, L, H, N)``, counted from the first token that is not padding."""
+    positions = torch.arange(x.shape[1], dtype=torch.float64, device=x.device)[None]
     if mask is not None:
-        places = (mask.double().cumsum(1) - 1).clamp(min=0)
+        positions = (mask.double().cumsum(1) - 1).clamp(min=0)
     rates = rotary.base ** -(
         torch.arange(0, rotary.dim, 2, dtype=torch.float64, device=x.device) / rotary.dim
     )
-    angle = (places[..., None] * rates)[:, :, None]  # (B or 1, L, 1, N / 2)
+    angle = (positions[..., None] * rates)[:, :, None]  # (B or 1, L, 1, N / 2)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     if rotary.interleaved:
         a, b = x[..., ::2], x[..., 1::2]

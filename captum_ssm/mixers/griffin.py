@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, short_conv
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import short_conv
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import DiagonalOperator
 
-# A decay of exp(-1e4) is a reset in every floating type, and stays finite in sums.
+# A decay of exp(-1e4) is zero in every floating-point dtype, and its logarithm is finite in sums.
 RESET = 1e4
 
 

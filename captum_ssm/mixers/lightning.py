@@ -8,13 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
-    activation_factor,
-    adapts,
-    rms_factor,
-)
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import activation_factor, rms_factor
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
 

@@ -6,15 +6,15 @@ the current token:
 .. math::
     \alpha_{ij} = e^{k_j - (i - 1 - j) w} / d_i \ (j < i), \qquad \alpha_{ii} = e^{u + k_i} / d_i
 
-with :math:`d_i` the sum of the numerators. The running maximum of the exponents is taken out, so
-that large keys do not overflow.
+with :math:`d_i` the sum of the numerators. The running maximum of the exponents is subtracted,
+so that large keys do not overflow.
 
 The values mix each token with the one before, :math:`v_t = W (\mu \odot x_t + (1 - \mu) \odot
-x_{t-1})`, ahead of their projection and so with a share for each feature of the model's width,
-not for each channel. Per channel d it is a convolution of :math:`u = W x` with the taps
-:math:`(1 - \bar\mu_d, \bar\mu_d)`, the mean of :math:`\mu` weighted by :math:`W_{de}^2`, which
-leave the least for features of equal variance. What they leave is added behind the convolution,
-like a bias, and is nothing where all features share one mix.
+x_{t-1})`, before their projection, so :math:`\mu` has a value per input feature e, not per
+channel d. A convolution of :math:`u = W x` with the taps :math:`(1 - \bar\mu_d, \bar\mu_d)` per
+channel approximates this, with :math:`\bar\mu_d` the mean of :math:`\mu` weighted by
+:math:`W_{de}^2`: the smallest residual for features of equal variance. The residual is added after
+the convolution, like a bias. It is zero if all features have the same :math:`\mu`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, previous
+from captum_ssm.kernels.convolution import causal_conv
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import previous
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import DiagonalOperator, SkipOperator, SumOperator
-from captum_ssm.operators.conv import causal_conv
 
 
 def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
@@ -36,13 +39,13 @@ def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
         bonus (Tensor): u, ``(D,)``.
 
     Returns:
-        SumOperator: the past, a recurrence behind a shift by one token, plus the current token.
+        SumOperator: the past, a recurrence after a shift by one token, plus the current token.
     """
     B, L, D = key.shape
-    # The largest exponent in the state behind token j, max over i <= j of k_i - (j - i) w.
+    # The largest exponent in the state after token j, max over i <= j of k_i - (j - i) w.
     faded = torch.arange(L, dtype=torch.float64, device=key.device)[:, None] * decay.double()
     peak = ((key.double() + faded).cummax(1).values - faded).to(key.dtype)
-    # Everything below is seen one token later, where the state is read.
+    # The state is read one token later: shift by one.
     before = torch.cat([torch.full_like(peak[:, :1], -torch.inf), peak[:, :-1]], 1)
     top = torch.maximum(before, key + bonus)
     dt = torch.zeros_like(key)
@@ -95,6 +98,6 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
         conv=taps,
         conv_bias=values - causal_conv(inputs, taps),
         gate=gate,
-        # Eq. 18 has no token shift of the values.
+        # Eq. 18 has no token shift of the values, which is the convolution here.
         paper_components=("activation", "gate", "norm"),
     )

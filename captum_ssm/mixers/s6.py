@@ -1,12 +1,12 @@
 """The S6 mixer of Mamba and its relatives (Gu & Dao, 2023; Ali et al., eq. 7-13).
 
-In transformers: Mamba, FalconMamba (normalised B, C, dt), Jamba (layer norms on them) and Zamba
+In transformers: Mamba, FalconMamba (normalized B, C, dt), Jamba (layer norms on them) and Zamba
 (several mamba heads, each with its own projections); in mamba-ssm: ``Mamba``. All of them are
 
     u, z = in_proj(x);  psi = conv(u);  v = SiLU(psi);  dt, B, C = x_proj(v)
     y = out_proj((scan(v; softplus(dt), A, B, C) + D v) SiLU(z))
 
-with padding zeroed at the input and behind the convolution.
+with padding set to zero at the input and after the convolution.
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
-    ShortConv,
-    activation_factor,
-    adapts,
-    masked_tokens,
-    short_conv,
-)
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import ShortConv, activation_factor, masked_tokens, short_conv
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import DiagonalOperator
 
 
@@ -57,7 +52,7 @@ def _freeze(
 
 
 def _values(call: MixerCall, u: Tensor, mask: Tensor | None) -> tuple[ShortConv, Tensor, Tensor]:
-    """The convolution, the activation factor and the values the recurrence acts on."""
+    """The convolution, the activation factor and the input of the recurrence."""
     conv = short_conv(call, call.module.conv1d, u)
     activation = activation_factor(call.module.act, conv.output)
     if mask is not None:
@@ -76,7 +71,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
     N, rank = module.A_log.shape[-1], module.dt_proj.in_features
     step, B, C = call.linear(module.x_proj, values).split([rank, N, N], dim=-1)
     step, B, C = (
-        _normalise(call, name, part)
+        _normalize(call, name, part)
         for name, part in (("dt_layernorm", step), ("b_layernorm", B), ("c_layernorm", C))
     )
     dt = F.softplus(call.linear(module.dt_proj, step))
@@ -100,7 +95,7 @@ def freeze_zamba(call: MixerCall) -> FrozenMixer:
     return _freeze(call, z, dt, B, C, conv, activation, values, mask)
 
 
-def _normalise(call: MixerCall, name: str, part: Tensor) -> Tensor:
+def _normalize(call: MixerCall, name: str, part: Tensor) -> Tensor:
     norm: nn.Module | None = getattr(call.module, name, None)
     if norm is not None:
         return norm(part).to(call.dtype)

@@ -1,6 +1,6 @@
 """The SSD mixer of Mamba-2 and its relatives (Dao & Gu, 2024; Zimerman et al., eq. 10-11).
 
-In transformers: Mamba2, Zamba2, Bamba, Falcon-H1 (its multipliers, a norm before or behind the
+In transformers: Mamba2, Zamba2, Bamba, Falcon-H1 (its multipliers, a norm before or after the
 gate, or none), Nemotron-H and GraniteMoeHybrid; in mamba-ssm: ``Mamba2`` and ``Mamba2Simple``.
 One decay per head, B and C shared by the heads of a group:
 
@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
-    activation_factor,
-    adapts,
-    masked_tokens,
-    rms_factor,
-    short_conv,
-)
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import activation_factor, masked_tokens, rms_factor, short_conv
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
 
@@ -41,7 +36,7 @@ def freeze_scan(
     mask: Tensor | None = None,
     act: Callable[[Tensor], Tensor] | None = None,
 ) -> FrozenMixer:
-    """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None is no norm."""
+    """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None: no norm."""
     module = call.module
     z, mixed, step = projected
     H = step.shape[-1]
@@ -70,7 +65,7 @@ def freeze_scan(
         y = recurrence.matvec(values) + skip * values
         norm = module.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
-        # One group where the norm knows of none (transformers 4, whatever the mixer's groups).
+        # One group if the norm has no groups (transformers 4, whatever the mixer's groups).
         size = getattr(norm, "group_size", None) or D // getattr(norm, "n_groups", 1)
         scale = rms_factor(
             y if norm_before_gate else y * gate, call.parameter(norm.weight), eps, D // size
@@ -118,7 +113,7 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
         projected=(z, mixed, step),
         width=module.head_dim,
         groups=module.n_groups,
-        # None where Zamba2 in transformers 4 has a lower bound only.
+        # None in Zamba2 of transformers 4, which has a lower bound only.
         limit=tuple(module.time_step_limit or (module.time_step_min, torch.inf)),
         norm_before_gate=before,
         out_proj=lambda y: call.linear(module.out_proj, y),
@@ -129,7 +124,7 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
 
 @adapts("mamba_ssm.modules.mamba2.Mamba2", "mamba_ssm.modules.mamba2_simple.Mamba2Simple")
 def freeze_mamba_ssm(call: MixerCall) -> FrozenMixer:
-    """mamba-ssm's ``Mamba2``, with an MLP beside a narrower SSM or not, and ``Mamba2Simple``."""
+    """mamba-ssm's ``Mamba2``, also with an MLP next to a narrower SSM, and ``Mamba2Simple``."""
     module = call.module
     projected = call.linear(module.in_proj, call.tokens("u"))
     D = getattr(module, "d_ssm", module.d_inner)

@@ -2,7 +2,7 @@ r"""Mixers of images, which scan their tokens in several orders.
 
 Vision Mamba's bidirectional S6 (here, and the published fork of mamba-ssm whose ``Mamba`` has a
 ``bimamba_type``) and VMamba's four-direction SS2D. Each scan is an ordinary frozen mixer over the
-tokens in its own order; what they put out is added up in the image's order.
+tokens in its own order. Their outputs are added up in the image's order.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from captum_ssm.mixers._base import (
-    FrozenMixer,
-    MixerCall,
-    activation_factor,
-    adapts,
-    rms_factor,
-    short_conv,
-)
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import activation_factor, rms_factor, short_conv
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.mixers.s6 import freeze_s6
 from captum_ssm.models.ss2d import scan_orders
 from captum_ssm.operators import (
@@ -36,23 +32,23 @@ from captum_ssm.operators.conv import depthwise_conv
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenScans(FrozenMixer):
-    r"""A mixer that adds up scans of the same tokens, each in an order of its own.
+    r"""A mixer that adds up scans of the same tokens, each in its own order.
 
     .. math::
         y = W_{out}\, \Big(c \sum_k P_k^\top y'_k + o\Big) + b_{out}
 
     where :math:`y'_k` is the gated output of scan k, an ordinary frozen mixer over the permuted
     tokens :math:`P_k u` with gate, norm and skip permuted likewise. ``"hidden"`` is the plain sum
-    of the scans' recurrences in image order; ``"unified"`` has the factor c in it, whichever
-    components are chosen. There is no one set of values: each scan has its own.
+    of the scans' recurrences in image order; ``"unified"`` includes the factor c, whichever
+    components are chosen. Values exist per scan only.
 
     Args:
         scans (tuple of FrozenMixer): the scans, over their own orders.
         orders (tuple of Tensor): ``(L,)`` each: the t-th token of scan k is token
             ``orders[k][t]`` of the image.
         scale (float, optional): c. Default: 1.0
-        image_conv (Tensor, optional): taps ``(D, Kh, Kw)`` of a convolution over the image in
-            front of all scans; the scans' ``inputs`` lie behind it. Default: None
+        image_conv (Tensor, optional): taps ``(D, Kh, Kw)`` of a convolution over the image
+            before all scans, whose ``inputs`` are its output. Default: None
         grid (tuple of int, optional): (H, W) for ``image_conv``. Default: None
     """
 
@@ -64,7 +60,9 @@ class FrozenScans(FrozenMixer):
 
     @property
     def values(self) -> Tensor:
-        raise AttributeError("a mixer of several scans has values per scan; see FrozenScans.scans.")
+        raise AttributeError(
+            "a mixer of several scans has values per scan; read those of FrozenScans.scans."
+        )
 
     def operator(
         self, formulation: str = "hidden", components: Iterable[str] | None = None
@@ -144,7 +142,7 @@ def freeze_bidirectional(call: MixerCall) -> FrozenMixer:
 def freeze_published(call: MixerCall) -> FrozenMixer:
     """mamba-ssm's ``Mamba``, and its fork in Vision Mamba's repository with two directions.
 
-    Away from its fast path the fork runs one direction, whatever its ``bimamba_type``.
+    Without its fast path the fork runs one direction, whatever its ``bimamba_type``.
     """
     module = call.module
     kind = getattr(module, "bimamba_type", "none") if module.use_fast_path else "none"
@@ -178,10 +176,10 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
     forward = scan("", "A_log", False)
     if kind == "none":
         return forward
-    places = torch.arange(u.shape[1], device=u.device)
+    positions = torch.arange(u.shape[1], device=u.device)
     if kind == "v2":
         scans = (forward, scan("_b", "A_b_log", True))
-        orders = (places, places.flip(0))
+        orders = (positions, positions.flip(0))
         halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
         return FrozenScans(
             recurrence=_in_image_order([s.recurrence for s in scans], orders),
@@ -192,12 +190,12 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
             orders=orders,
             scale=0.5 if halved else 1.0,
         )
-    # v1 scans the same values twice, with the same coefficients but the decay.
+    # v1 scans the same values twice, with the same coefficients except the decay.
     back = _direction(call, forward.values, "", "A_b_log")
     dt, B, C = (t.flip(1) for t in (back.dt, back.B, back.C))
     back = DiagonalOperator(dt, dt, back.A, B, C)
     return FrozenMixer(
-        recurrence=SumOperator((forward.recurrence, PermutedOperator(back, places.flip(0)))),
+        recurrence=SumOperator((forward.recurrence, PermutedOperator(back, positions.flip(0)))),
         inputs=u,
         out_proj=out_proj,
         out_weight=out_weight,
@@ -240,8 +238,8 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
     skips = call.parameter(module.Ds).view(4, D)
     recurrence = _in_image_order(list(recurrences), orders)
     merged = recurrence.matvec(values) + skips.sum(0) * values
-    centred = merged - merged.mean(-1, keepdim=True)
-    norm = rms_factor(centred, call.parameter(module.out_norm.weight), module.out_norm.eps)
+    centered = merged - merged.mean(-1, keepdim=True)
+    norm = rms_factor(centered, call.parameter(module.out_norm.weight), module.out_norm.eps)
     offset = call.parameter(module.out_norm.bias)
     out_proj, out_weight = _projection(call)
     scans = tuple(
@@ -255,7 +253,7 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
             gate=None if gate is None else gate[:, order],
             gate_argument=None if z is None else z[:, order],
             norm=norm[:, order],
-            centred=True,
+            centered=True,
         )
         for recurrence, skip, order in zip(recurrences, skips, orders, strict=True)
     )

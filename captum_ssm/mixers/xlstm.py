@@ -1,14 +1,14 @@
 r"""The mLSTM cell of xLSTM (Beck et al., 2024).
 
 In transformers: xLSTM. Linear attention with a forget gate, an exponential input gate kept in
-range by a running maximum m, and a normaliser:
+range by a running maximum m, and a normalizer:
 
 .. math::
     C_t = f_t C_{t-1} + i_t k_t v_t^\top, \quad n_t = f_t n_{t-1} + i_t k_t, \quad
     y_t = C_t^\top q_t / \max(|n_t^\top q_t|, e^{-m_t})
 
-followed by a layer norm per head and a sigmoid gate. The layer norm takes each head's mean over
-channels away; all channels of a head share one map, so the map acts on the centred values.
+followed by a layer norm per head and a sigmoid gate. The layer norm subtracts each head's mean
+over channels. All channels of a head share one map, so the map can act on the centered values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, rms_factor
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import rms_factor
+from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
 

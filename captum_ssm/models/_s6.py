@@ -1,4 +1,4 @@
-"""S6 as the reference models share it: coefficients from the values, and the scan with them."""
+"""S6, shared by the reference models: coefficients from the values, and the scan with them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def s6(
 ) -> Tensor:
     """The scan ``(B, L, D)`` of values ``v (B, L, D)``, with A ``(D, N)`` and D ``(D,)``.
 
-    ``x_proj`` returns the low-rank step, B and C, ``(B, L, rank + 2 N)``; ``dt_proj`` makes it a
-    step per channel.
+    ``x_proj`` returns the low-rank step, B and C, ``(B, L, rank + 2 N)``; ``dt_proj`` maps the
+    step to one per channel.
     """
     N = A_log.shape[1]
     found = x_proj(v)

@@ -1,4 +1,4 @@
-"""The selective scan as a model runs it: fast where nothing is learned, cheap to learn from."""
+"""The selective scan of a model: fast for inference, with fast gradients for training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from captum_ssm import kernels
 
-# Beyond this length the states of every token would take more memory than the time is worth.
+# For longer sequences, storing the states of every token needs too much memory.
 LONGEST_KEPT = 1024
 
 
@@ -37,10 +37,9 @@ def selective_scan(
 
 
 def _stepwise(v: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    # The gradients of coefficients come two to three times sooner from the plain recurrence than
-    # from the chunked form of `kernels`. Unbinding, not indexing: the gradient of an index is an
-    # array of the whole size at every step.
-    # Tokens come first, so that each step's slice is one piece of memory.
+    # Gradients of coefficients are two to three times faster with the plain recurrence than with
+    # the chunked form of `kernels`. Unbinding, not indexing: the gradient of an index is an array
+    # of the whole size at every step. Tokens come first, so each step's slice is contiguous.
     v, dt, B, C = (t.transpose(0, 1) for t in (v, dt, B, C))
     decay = torch.exp(dt[..., None] * A).unbind()
     write = ((dt * v)[..., None] * B[:, :, None]).unbind()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm._grid import TokenGrid, cls_positions, patch_index
+from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.models._s6 import initial_dt_bias, s6
-from captum_ssm.operators.conv import causal_conv
 
 DIRECTIONS = ("none", "v1", "v2")
 POOLS = ("mean", "last")
@@ -300,7 +300,7 @@ class VisionMamba(nn.Module):
         missing, unexpected = model.load_state_dict(sd, strict=False)
         if missing or unexpected:
             raise ValueError(
-                f"these are no weights of a VisionMamba: missing {missing[:5]}, not known "
+                f"these are not the weights of a VisionMamba: missing {missing[:5]}, unknown "
                 f"{unexpected[:5]}; expected the published names (rotary positions are not "
                 "supported)."
             )
@@ -398,7 +398,7 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Tensor]:
     sd = {name.removeprefix("module."): value for name, value in state.items()}
     if "patch_embed.proj.weight" not in sd or "layers.0.mixer.A_log" not in sd:
         raise ValueError(
-            f"these are no weights of a VisionMamba: {sorted(sd)[:5]}, ...; expected "
+            f"these are not the weights of a VisionMamba: {sorted(sd)[:5]}, ...; expected "
             "patch_embed.proj.weight and layers.0.mixer.A_log among them."
         )
     return sd
@@ -420,7 +420,7 @@ def _image_size(
         side = math.isqrt(patches)
         if side * side != patches:
             raise ValueError(
-                f"pos_embed has {patches} patches, which form no square; pass image_size."
+                f"pos_embed has {patches} patches, which do not form a square; pass image_size."
             )
         if stride is None and _is_published_half_stride(side, patch):
             return (PUBLISHED_SIZE, PUBLISHED_SIZE), (patch[0] // 2, patch[1] // 2)

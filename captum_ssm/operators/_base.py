@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from captum_ssm._memory import tile_entries
-from captum_ssm.operators.conv import conv_columns, depthwise_conv_transpose
+from captum_ssm._nested import detached
+from captum_ssm.kernels.convolution import causal_conv_transpose
+from captum_ssm.operators.conv import conv_columns
 
 FEW_ROWS = 4
 
@@ -38,8 +38,8 @@ class TokenOperator(ABC):
 
     It maps values ``(B, L, D)`` to outputs ``(B, L, D)``, channel by channel:
     :math:`y_{i,d} = \sum_j \alpha^{m(d)}_{ij} v_{j,d}`, with one matrix :math:`\alpha^m` of
-    shape ``(L, L)`` for each map m. The matrix never has to exist: every method that does not
-    return it works in time linear in L wherever the recurrence allows.
+    shape ``(L, L)`` for each map m. The matrix is never computed, except by the methods that return
+    it: all others take time linear in L if the recurrence allows it.
 
     Attributes:
         batch (int): B.
@@ -59,7 +59,7 @@ class TokenOperator(ABC):
         (True, 5, 4)
         >>> v, w = torch.randn(2, 1, 5, 4)
         >>> there, back = (w * operator.matvec(v)).sum(), (operator.rmatvec(w) * v).sum()
-        >>> torch.testing.assert_close(there, back)  # rmatvec is the adjoint of apply
+        >>> torch.testing.assert_close(there, back)  # rmatvec is the adjoint of matvec
     """
 
     @property
@@ -70,7 +70,7 @@ class TokenOperator(ABC):
     @property
     @abstractmethod
     def reference(self) -> Tensor:
-        """A coefficient, of the dtype and on the device of all of them."""
+        """One of the coefficients, which all have the same dtype and device."""
 
     @property
     def is_causal(self) -> bool:
@@ -112,7 +112,7 @@ class TokenOperator(ABC):
         Args:
             w (Tensor): ``(B, L, D)``, or ``(B, L)`` for the same row vector in every channel.
             reduction (str, optional): None keeps the channels; ``"mean"`` returns their mean
-                without ever holding them all. Default: None
+                without storing all of them. Default: None
 
         Returns:
             Tensor: ``(B, L, D)``, or ``(B, L)`` for ``"mean"``.
@@ -168,13 +168,13 @@ class TokenOperator(ABC):
             added = added.convolved(conv)
         return _composed.SumOperator((composed, added))
 
-    # What ConvolvedOperator asks of its inner operator. An operator whose
-    # kernels fold a convolution in has these as its own.
+    # ConvolvedOperator calls these of its inner operator. An operator whose kernels include a
+    # convolution overrides them.
 
     def convolved_rmatvec(self, w: Tensor, taps: Tensor, reduction: str | None = None) -> Tensor:
         """As :meth:`rmatvec`, of ``alpha conv`` with causal taps ``(D, K)``."""
         mean = check_rmatvec(reduction)
-        u = depthwise_conv_transpose(self.rmatvec(w), taps)
+        u = causal_conv_transpose(self.rmatvec(w), taps)
         return u.mean(-1) if mean else u
 
     def convolved_map_rows(self, index: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:
@@ -190,8 +190,8 @@ class TokenOperator(ABC):
         return self._mean_rows(start, stop, map_rows)
 
     def detach(self) -> TokenOperator:
-        """The operator with coefficients outside any autograd graph."""
-        return _detached(self)
+        """The operator with its coefficients detached from any autograd graph."""
+        return detached(self)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         """Rows ``start .. stop - 1`` of the mean over channels: ``(B, stop - start, L)``."""
@@ -260,22 +260,11 @@ class TokenOperator(ABC):
 
 
 def check_rmatvec(reduction: str | None) -> bool:
-    """Whether ``rmatvec`` was asked for the mean; a ValueError for what it does not do."""
+    """Whether ``rmatvec`` should return the mean; a ValueError for an unknown reduction."""
     if reduction not in (None, "mean"):
-        raise ValueError(f"reduction is {reduction!r}; rmatvec expected 'mean' or None.")
+        raise ValueError(f"reduction is {reduction!r}; expected 'mean' or None.")
     return reduction == "mean"
 
 
-def _detached(value: Any) -> Any:
-    if torch.is_tensor(value):
-        return value.detach()
-    if isinstance(value, tuple):
-        return tuple(_detached(v) for v in value)
-    if isinstance(value, TokenOperator) and is_dataclass(value):
-        parts = {f.name: _detached(getattr(value, f.name)) for f in fields(value)}
-        return replace(value, **parts)
-    return value
-
-
-# Operators themselves, made of this class.
+# Imported last: these are subclasses of TokenOperator.
 from captum_ssm.operators import composed as _composed  # noqa: E402

@@ -1,4 +1,4 @@
-"""What operators are put together from: skips, sums, row and column factors, convolutions."""
+"""Operators made of others: skips, sums, row and column factors, convolutions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from captum_ssm.kernels.convolution import causal_conv_transpose
 from captum_ssm.operators._base import TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
@@ -59,7 +60,7 @@ class SkipOperator(TokenOperator):
         factor = product(left, right)
         return self if factor is None else SkipOperator(self.diagonal * factor)
 
-    # Behind a convolution it is a band: a number for each row and lag.
+    # After a convolution it is a band matrix: a number for each row and lag.
 
     def convolved_rmatvec(
         self, w: Tensor, taps: Tensor | None, reduction: str | None = None
@@ -68,8 +69,7 @@ class SkipOperator(TokenOperator):
         if mean and w.dim() == 2:
             return _shift_add(w[..., None] * self._mean_band(taps))
         u = (w if w.dim() == 3 else w[..., None]) * self.diagonal
-        if taps is not None:
-            u = depthwise_conv_transpose(u, taps)
+        u = causal_conv_transpose(u, taps)
         return u.mean(-1) if mean else u
 
     def convolved_row_tile(self, start: int, stop: int, taps: Tensor | None) -> Tensor:
@@ -95,7 +95,7 @@ class SkipOperator(TokenOperator):
 
 @dataclass(frozen=True)
 class SumOperator(TokenOperator):
-    """The sum of operators with the same maps: both directions of a bidirectional mixer, ...
+    """The sum of operators with as many maps each, as the two directions of a bidirectional mixer.
 
     Args:
         parts (tuple of TokenOperator): at least one.
@@ -146,8 +146,8 @@ class SumOperator(TokenOperator):
 class ScaledOperator(TokenOperator):
     """``diag(left) alpha diag(right)``: one map per channel.
 
-    For operators that can't fold factors into themselves. A head of width P carries P channels
-    through the same matrix; a gate or a norm is different in each of them.
+    For operators whose coefficients cannot include the factors: the P channels of a head share one
+    matrix, but a gate or a norm differs between channels.
 
     Args:
         inner (TokenOperator): alpha.
@@ -159,7 +159,7 @@ class ScaledOperator(TokenOperator):
         >>> query, key = torch.randn(2, 1, 5, 2, 3)
         >>> inner = LinearAttentionOperator(query, key, torch.zeros(1, 5, 2, 1), width=4)
         >>> gate = torch.rand(1, 5, 8)
-        >>> gated = ScaledOperator(inner, left=gate)  # one map per channel: each has its gate
+        >>> gated = ScaledOperator(inner, left=gate)  # one map per channel, with its gate
         >>> v = torch.randn(1, 5, 8)
         >>> torch.testing.assert_close(gated.matvec(v), gate * inner.matvec(v))
         >>> inner.matrix().shape, gated.matrix().shape
@@ -243,7 +243,7 @@ class ScaledOperator(TokenOperator):
 
 @dataclass(frozen=True)
 class ConvolvedOperator(TokenOperator):
-    """An operator of what a depthwise convolution returns, ``alpha conv``: one map per channel.
+    """An operator applied after a depthwise convolution, ``alpha conv``: one map per channel.
 
     Args:
         inner (TokenOperator): alpha, with one map per channel.
@@ -254,7 +254,7 @@ class ConvolvedOperator(TokenOperator):
             Default: None
 
     Raises:
-        ValueError: for an operator of fewer maps than channels.
+        ValueError: for an operator with fewer maps than channels.
 
     Examples::
 
@@ -274,8 +274,8 @@ class ConvolvedOperator(TokenOperator):
         if self.inner.maps != self.inner.channels:
             raise ValueError(
                 f"the operator has {self.inner.maps} maps for {self.inner.channels} channels; "
-                "expected one map per channel, as a depthwise convolution has. Scale it first: "
-                "operator.scaled(None, None)."
+                "expected one map per channel, as a depthwise convolution has. Call "
+                "operator.scaled(None, None) first."
             )
 
     @property
@@ -314,7 +314,7 @@ class ConvolvedOperator(TokenOperator):
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         inner = self.inner if left is None else self.inner.scaled(left, None)
         scaled = ConvolvedOperator(inner, self.taps, self.grid)
-        # A column factor before the convolution stays outside of it.
+        # A column factor acts before the convolution, so it is not part of `inner`.
         return scaled if right is None else ScaledOperator(scaled, right=right)
 
     def convolved(self, taps: Tensor, grid: tuple[int, int] | None = None) -> TokenOperator:
@@ -324,7 +324,7 @@ class ConvolvedOperator(TokenOperator):
 
 
 def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The product of two factors, None standing for one."""
+    """The product of two factors, of which None stands for one."""
     return b if a is None else a if b is None else a * b
 
 

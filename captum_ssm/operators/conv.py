@@ -5,19 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-
-def causal_conv(v: Tensor, taps: Tensor) -> Tensor:
-    """A causal depthwise convolution of ``v (B, L, D)`` with ``taps (D, K)``: ``(B, L, D)``."""
-    if taps.shape[-1] > 8:
-        padded = nn.functional.pad(v.transpose(1, 2), (taps.shape[-1] - 1, 0))
-        out = nn.functional.conv1d(padded, taps[:, None, :], groups=taps.shape[0])
-        return out.transpose(1, 2)
-    # Tap by tap: torch's convolution wants time last, and for few taps the two copies cost more
-    # than the work.
-    out = v * taps[:, -1]
-    for lag in range(1, min(taps.shape[-1], v.shape[1])):
-        out[:, lag:].addcmul_(v[:, :-lag], taps[:, -1 - lag])
-    return out
+from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 
 
 def depthwise_conv(v: Tensor, taps: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
@@ -41,8 +29,9 @@ def depthwise_conv_transpose(
 ) -> Tensor:
     """The adjoint of :func:`depthwise_conv`: ``(B, L, D)`` to ``(B, L, D)``."""
     if grid is None:
-        return causal_conv(w.flip(1), taps).flip(1)
-    # Odd taps in the middle of their padding: the adjoint has them turned round.
+        return causal_conv_transpose(w, taps)
+    # The kernel size is odd and the padding is the same on both sides: the adjoint is the
+    # convolution with the taps flipped.
     return depthwise_conv(w, taps.flip(-2, -1), grid)
 
 

@@ -26,13 +26,13 @@ from captum_ssm.operators.composed import product
 
 @dataclass(frozen=True)
 class DiagonalOperator(DiagonalCoefficients, TokenOperator):
-    """A diagonal recurrence with optional row and column factors.
+    """A diagonal recurrence with optional row and column factors; one map per channel.
 
-    The operator is ``diag(left) alpha diag(right)``; one map per channel. The arguments are those
-    of :class:`~captum_ssm.kernels.DiagonalCoefficients`, all float32 or all float64.
+    The operator is ``diag(left) alpha diag(right) conv``. The arguments are those of
+    :class:`~captum_ssm.kernels.DiagonalCoefficients`, all float32 or all float64.
 
     Raises:
-        ValueError, TypeError: at the first use, for tensors that do not fit together.
+        ValueError, TypeError: at the first use, for tensors whose shapes do not agree.
 
     Examples::
 
@@ -73,7 +73,7 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
             right=self.right if right is None else self.right * right,
         )
 
-    # The kernels fold a convolution in.
+    # The kernels include a convolution.
 
     def convolved_rmatvec(
         self, w: Tensor, taps: Tensor | None, reduction: str | None = None

@@ -1,4 +1,4 @@
-"""Operators with one map per head: a head of width P carries P channels through one matrix."""
+"""Operators with one map per head: the P channels of a head share one matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HeadOperator(TokenOperator):
         width (int): P, the channels of a head.
 
     Raises:
-        ValueError: for a ``reduction`` that is not accepted.
+        ValueError: from a method, for an unknown ``reduction``.
 
     Examples::
 

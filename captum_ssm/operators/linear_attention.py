@@ -3,8 +3,8 @@
 The equations are in :mod:`captum_ssm.kernels.linear_attention`. Without e and r this is linear
 attention with a decay per head (Mamba-2, RetNet, lightning attention, mLSTM) or per key dimension
 (GLA, HGRN2, RWKV-6). With them it is the delta rule (DeltaNet, Gated DeltaNet, Kimi Delta
-Attention, RWKV-7): before a value is written, what the state holds under r_t is read and e_t takes
-it away. The matrix stays exact.
+Attention, RWKV-7): before a value is written, the state is read with r_t, and the result times
+e_t is subtracted. The matrix is exact in both cases.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from captum_ssm.operators.heads import HeadOperator
 class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
     """Linear attention with decay and an optional delta rule; one map per head.
 
-    The other arguments are those of :class:`~captum_ssm.kernels.LinearAttentionCoefficients`.
+    Takes, in addition, the arguments of :class:`~captum_ssm.kernels.LinearAttentionCoefficients`.
 
     Args:
         width (int): P, the channels of a head.
 
     Raises:
-        ValueError, TypeError: at the first use, for tensors that do not fit together.
+        ValueError, TypeError: at the first use, for tensors whose shapes do not agree.
 
     Examples::
 

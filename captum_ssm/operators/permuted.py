@@ -1,7 +1,7 @@
 """Operators over tokens in another order.
 
 A vision mixer scans an image's patches backwards, or down its columns. Each scan is an ordinary
-recurrence over its own order of the tokens; the operator here shows it in the image's order.
+recurrence over its own order of the tokens; the operator here gives it in the image's order.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from captum_ssm.operators._base import TokenOperator
 
 @dataclass(frozen=True)
 class PermutedOperator(TokenOperator):
-    r"""An operator whose tokens are taken in another order: :math:`P^\top \alpha P`.
+    r"""An operator over the tokens in another order: :math:`P^\top \alpha P`.
 
     Args:
         inner (TokenOperator): :math:`\alpha`, over the tokens in the order it scans them.
         order (Tensor): ``(L,)`` int64, a permutation; the t-th token of ``inner`` is token
-            ``order[t]``. Reversed for a backward scan.
+            ``order[t]``. For a backward scan it is reversed.
 
     Examples::
 
@@ -48,28 +48,28 @@ class PermutedOperator(TokenOperator):
         return False
 
     @cached_property
-    def place(self) -> Tensor:
-        """``(L,)``: the place of each token in the scan, the inverse of ``order``."""
+    def position(self) -> Tensor:
+        """``(L,)``: the position of each token in the scan, the inverse of ``order``."""
         return torch.argsort(self.order)
 
     def matvec(self, v: Tensor) -> Tensor:
-        return self.inner.matvec(v[:, self.order])[:, self.place]
+        return self.inner.matvec(v[:, self.order])[:, self.position]
 
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        return self.inner.rmatvec(w[:, self.order], reduction)[:, self.place]
+        return self.inner.rmatvec(w[:, self.order], reduction)[:, self.position]
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        rows = self.place[start:stop]
+        rows = self.position[start:stop]
         first, last = int(rows.min()), int(rows.max()) + 1
         if last - first <= 2 * (stop - start):
-            # The scan's rows lie close together, as they do when it runs backwards.
+            # The scan's rows are close together, as in a backward scan.
             tile = self.inner.row_tile(first, last)[:, rows - first]
         else:
             tile = self.inner.rows(rows.expand(self.batch, -1), "mean")
-        return tile[..., self.place]
+        return tile[..., self.position]
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        return self.inner.map_rows(self.place[index], start, stop)[..., self.place]
+        return self.inner.map_rows(self.position[index], start, stop)[..., self.position]
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         inner = self.inner.scaled(self._in_scan(left), self._in_scan(right))

@@ -15,18 +15,18 @@ from captum_ssm.operators.heads import HeadOperator
 
 @dataclass(frozen=True)
 class SoftmaxOperator(HeadOperator):
-    """The attention probabilities of each query head, computed a tile of rows at a time.
+    """The attention probabilities of each query head, computed in tiles of rows.
 
     Args:
         query (Tensor): ``(B, H, L, N)``.
-        key (Tensor): ``(B, H, L, N)``, repeated where query heads share one.
+        key (Tensor): ``(B, H, L, N)``, repeated if query heads share one.
         scale (float): multiplies the scores.
         width (int): P, the channels of a head's values.
-        bias (Tensor, optional): added to the scores, -inf where a token may not look, broadcasts
-            to ``(B, H, L, L)``. None means causal. Default: None
+        bias (Tensor, optional): added to the scores, -inf for the pairs that are masked;
+            broadcasts to ``(B, H, L, L)``. None means causal. Default: None
         softcap (float, optional): scores s become ``softcap * tanh(s / softcap)``. Default: None
-        sinks (Tensor, optional): ``(H,)``, a score per head that takes probability and has no
-            value. Default: None
+        sinks (Tensor, optional): ``(H,)``, a score per head that takes part in the softmax without
+            a value. Default: None
 
     Examples::
 
@@ -106,7 +106,7 @@ class SoftmaxOperator(HeadOperator):
             at = index[:, None, :, None].expand(-1, bias.shape[1], -1, self.length)
             scores = scores + bias.gather(2, at)
         if self.sinks is None:
-            # A row that may look nowhere (padding) has no probabilities.
+            # A row whose scores are all masked (padding) has only zeros.
             return torch.softmax(scores, -1).nan_to_num(0.0)
         sinks = self.sinks[start:stop, None, None].expand(*scores.shape[:3], 1)
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]

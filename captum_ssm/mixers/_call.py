@@ -1,0 +1,140 @@
+"""What an adapter is given: a recorded call of a mixer."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm._devices import weights_loaded
+from captum_ssm.mixers._weights import is_plain
+
+
+@dataclass(frozen=True)
+class MixerCall:
+    """One call of a mixer module in a forward pass, with its arguments and its result.
+
+    Args:
+        path (str): the module's name in the model.
+        module (nn.Module): the mixer.
+        args (tuple): positional arguments of its forward.
+        kwargs (dict): keyword arguments of its forward.
+        result (Any): what its forward returned.
+        gradient (Tensor, optional): gradient of the target with respect to ``output``,
+            ``(B, L, E)``. Default: None
+        order (int, optional): its position among the recorded calls of one forward pass.
+            Default: 0
+
+    Examples::
+
+        >>> module = model.backbone.layers[0].mixer
+        >>> x = torch.randn(1, 7, 16)
+        >>> call = MixerCall("mixer", module, (x,), {}, module(x))
+        >>> call.tokens().shape, call.output.shape
+        (torch.Size([1, 7, 16]), torch.Size([1, 7, 16]))
+    """
+
+    path: str
+    module: Any  # an nn.Module; adapters read attributes of its class
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    gradient: Tensor | None = None
+    order: int = 0
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the call, by their names in the module's ``forward``."""
+        return bound_arguments(self.module, self.args, self.kwargs)
+
+    @property
+    def output(self) -> Tensor:
+        """The mixed tokens ``(B, L, E)``: the result, or its first element."""
+        result = self.result
+        return result[0] if isinstance(result, (tuple, list)) else result
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The working dtype: float64 if the mixer's output is float64, else float32."""
+        return torch.float64 if self.output.dtype == torch.float64 else torch.float32
+
+    def tokens(self, name: str = "hidden_states") -> Tensor:
+        """The mixer's input tokens ``(B, L, E)``, in the working dtype."""
+        value = self.arguments.get(name)
+        if value is None:
+            value = next(a for a in (*self.args, *self.kwargs.values()) if torch.is_tensor(a))
+        return value.to(self.dtype)
+
+    def token_mask(self, name: str = "attention_mask") -> Tensor | None:
+        """The ``(B, L)`` padding mask passed to the mixer, in the working dtype, or None."""
+        mask = self.arguments.get(name)
+        if not torch.is_tensor(mask) or mask.dim() != 2:
+            return None
+        return mask.to(self.output.device, self.dtype)
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """``layer(x)`` for ``x (..., in)`` in the working dtype: ``(..., out)``.
+
+        A layer without a plain weight tensor (quantized, with LoRA) computes in its own dtype.
+        """
+        with weights_loaded(layer):
+            weight = getattr(layer, "weight", None)
+            if torch.is_tensor(weight):
+                x = x.to(weight.device)
+            if not is_plain(layer):
+                return layer(x.to(self.output.dtype)).to(self.dtype)
+            bias = None if layer.bias is None else self.parameter(layer.bias)
+            return F.linear(x, self.parameter(layer.weight), bias)
+
+    def weight(self, layer: Any) -> Tensor:
+        """The matrix of a linear layer, ``(out, in)``, in the working dtype.
+
+        For a layer without a plain weight tensor (quantized, with LoRA) it is computed from the
+        layer's outputs for unit vectors.
+        """
+        if is_plain(layer):
+            return self.parameter(layer.weight)
+        ones = torch.eye(layer.in_features, dtype=self.output.dtype, device=self.output.device)
+        with torch.no_grad():
+            return (self.linear(layer, ones) - self.linear(layer, 0 * ones[:1])).mT
+
+    def parameter(self, value: Tensor) -> Tensor:
+        """A parameter of any shape, detached, in the working dtype."""
+        return value.detach().to(self.dtype)
+
+    def decay_rate(self, A_log: Tensor) -> Tensor:
+        """``-exp(A_log)``, of any shape, computed in float32 whatever the model's dtype."""
+        return -torch.exp(A_log.detach().float()).to(self.dtype)
+
+
+def bound_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of ``module``, by their names in its ``forward``.
+
+    Arguments collected by ``**kwargs`` are listed with the others. If a subclass takes ``*args``
+    and passes them on, the names are those of the base class.
+    """
+    found: list[tuple[int, dict[str, Any]]] = []
+    for cls in type(module).__mro__:
+        if "forward" not in vars(cls):
+            continue
+        signature = inspect.signature(vars(cls)["forward"])
+        try:
+            named = dict(signature.bind(module, *args, **kwargs).arguments)
+        except TypeError:  # the arguments do not fit this class's forward
+            continue
+        unnamed = 0
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                named.update(named.pop(name, {}))
+            elif parameter.kind is Parameter.VAR_POSITIONAL:
+                unnamed = len(named.get(name, ()))
+        found.append((unnamed, named))
+    return min(found, key=lambda one: one[0])[1] if found else dict(kwargs)

@@ -1,0 +1,255 @@
+"""What an adapter returns: a mixer frozen at one input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from captum_ssm._nested import detached
+from captum_ssm.mixers._parts import ShortConv
+from captum_ssm.operators import TokenOperator
+from captum_ssm.operators.composed import product, sum_of
+
+COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
+PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
+FORMULATIONS = ("hidden", "unified")
+
+# A product of two tensors that both carry relevance.
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenMixer:
+    r"""A token mixer with its coefficients frozen at one input.
+
+    .. math::
+        y = W_{out}\, \big(n \odot g \odot (\alpha v + s \odot v)\big) + b_{out}, \qquad
+        v = \sigma \odot (\mathrm{conv}(u) + b_{conv})
+
+    Args:
+        recurrence (TokenOperator): :math:`\alpha`.
+        inputs (Tensor): u, ``(B, L, D)``, the input of the convolution, with padding set to zero
+            if the model does that. Without a convolution and an activation, u is v.
+        out_proj (Callable): maps the gated output ``(B, L, D)`` to the mixer's ``(B, L, E)``.
+        out_weight (Tensor): ``(E, D)``, the weight of ``out_proj`` (``call.weight(layer)``).
+        skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. Default: None
+        conv (Tensor, optional): taps ``(D, K)`` as in :class:`torch.nn.Conv1d`. Default: None
+        conv_bias (Tensor, optional): its bias, ``(D,)``, or ``(B, L, D)`` if each token has its
+            own. Added after the convolution; not part of the operator. Default: None
+        activation (Tensor, optional): :math:`\sigma`, ``(B, L, D)``: for SiLU the sigmoid of
+            its argument, times the padding mask. Default: None
+        gate (Tensor, optional): g, ``(B, L, D)``. Default: None
+        gate_argument (Tensor, optional): z, ``(B, L, D)``, if the gate is SiLU or GELU of z. Gate
+            and signal then get half of the relevance each (MambaLRP's half rule).
+            Default: None
+        norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
+        centered (bool, optional): whether the norm first subtracts the mean over channels. The
+            subtracted mean is not part of the operator (:meth:`remainder`). Default: False
+        offset (Tensor, optional): a bias after the norm, added to the gated output. Not part of
+            the operator. Broadcasts to ``(B, L, D)``. Default: None
+        paper_components (tuple of str, optional): the components of ``"unified"`` if none are
+            chosen, as in Zimerman et al.'s equation for the family. Default: all except the skip
+        rounding (float, optional): a factor of the reconstruction check's tolerance in half
+            precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
+
+    Examples::
+
+        >>> module = model.backbone.layers[0].mixer
+        >>> x = torch.randn(1, 7, 16)
+        >>> frozen = captum_ssm.mixers.find_adapter(module)(
+        ...     MixerCall("mixer", module, (x,), {}, module(x))
+        ... )
+        >>> torch.testing.assert_close(frozen.output(), module(x), rtol=1e-4, atol=1e-5)
+        >>> frozen.operator("unified").matrix("mean").shape
+        torch.Size([1, 7, 7])
+    """
+
+    recurrence: TokenOperator
+    inputs: Tensor
+    out_proj: Callable[[Tensor], Tensor] = field(repr=False)
+    out_weight: Tensor = field(repr=False)
+    skip: Tensor | None = None
+    conv: Tensor | None = None
+    conv_bias: Tensor | None = None
+    activation: Tensor | None = None
+    gate: Tensor | None = None
+    gate_argument: Tensor | None = None
+    norm: Tensor | None = None
+    centered: bool = False
+    offset: Tensor | None = None
+    paper_components: tuple[str, ...] = PAPER_COMPONENTS
+    rounding: float = 1.0
+
+    @cached_property
+    def values(self) -> Tensor:
+        """v, ``(B, L, D)``, the input of the recurrence."""
+        v = ShortConv(self.inputs, self.conv, self.conv_bias).output
+        return v if self.activation is None else v * self.activation
+
+    def with_values(self, values: Tensor) -> FrozenMixer:
+        """This mixer, with ``values``, ``(B, L, D)``, already computed."""
+        self.__dict__["values"] = values  # cached_property's cache, which copies do not share
+        return self
+
+    def operator(
+        self, formulation: str = "hidden", components: Iterable[str] | None = None
+    ) -> TokenOperator:
+        """The operator whose maps are the implicit attention.
+
+        Args:
+            formulation (str, optional): ``"hidden"``: the recurrence alone (Ali et al., eq. 13),
+                acting on ``values``. ``"unified"``: the whole mixer up to its output
+                projection (Zimerman et al., eq. 9), acting on ``inputs``.
+                Default: ``"hidden"``
+            components (iterable of str, optional): the parts that ``"unified"`` includes, any
+                of ``"conv" "activation" "gate" "norm" "skip"``. None stands for the mixer's
+                ``paper_components``. Default: None
+
+        Raises:
+            ValueError: for an unknown formulation or component, or components without
+                ``"unified"``.
+        """
+        chosen = self._chosen(formulation, components)
+        if formulation == "hidden":
+            return self.recurrence
+        return self.recurrence.compose(
+            left=product(
+                self.gate if "gate" in chosen else None, self.norm if "norm" in chosen else None
+            ),
+            skip=self.skip if "skip" in chosen else None,
+            right=self.activation if "activation" in chosen else None,
+            conv=self.conv if "conv" in chosen else None,
+        )
+
+    def _chosen(self, formulation: str, components: Iterable[str] | None) -> tuple[str, ...]:
+        chosen = check_components(formulation, components)
+        return self.paper_components if chosen is None else chosen
+
+    @property
+    def left(self) -> Tensor | None:
+        """The row factors of every map, gate times norm: ``(B, L, D)``, or None."""
+        return product(self.gate, self.norm)
+
+    def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
+        """The scans that the mixer adds up, each with its order of the tokens and its weight."""
+        return [(self, None, 1.0)]
+
+    def mix(self, values: Tensor) -> Tensor:
+        """The recurrence applied to ``values (B, L, D)``, plus the skip: ``(B, L, D)``."""
+        y = self.recurrence.matvec(values)
+        return y if self.skip is None else torch.addcmul(y, self.skip, values)
+
+    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
+        """The input of the output projection, ``(B, L, D)``, computed with the operator.
+
+        Args:
+            multiply (Callable, optional): computes signal times gate, if there is a
+                ``gate_argument``; relevance propagation passes its own rule.
+                Default: :func:`torch.mul`
+        """
+        total = self._add_up(lambda scan: scan._gated(multiply))
+        return total if self.offset is None else total + self.offset
+
+    def output(self, multiply: Product = torch.mul) -> Tensor:
+        """What the mixer returns, ``(B, L, E)``: the output projection of :meth:`gated_output`."""
+        return self.out_proj(self.gated_output(multiply))
+
+    def remainder(self) -> Tensor:
+        """The part of the gated output that is not a map of tokens, ``(B, L, D)``.
+
+        It is the offset minus the mean that a centered norm subtracts. ``conv_bias`` passes through
+        the maps and is not part of it.
+        """
+        mean = self._add_up(lambda scan: scan._subtracted_mean())
+        return -mean if self.offset is None else self.offset - mean
+
+    def detach_coefficients(self) -> Self:
+        """This mixer with its coefficients detached from the autograd graph.
+
+        Its output is then linear in ``inputs``. A gate with a ``gate_argument`` becomes that
+        argument times a constant; no other coefficient has a gradient.
+        """
+        frozen = detached(
+            {name: getattr(self, name) for name in ("skip", "activation", "gate", "norm", "offset")}
+        )
+        z = self.gate_argument
+        if self.gate is not None and z is not None:
+            tiny = torch.where(z.abs() < 1e-6, torch.full_like(z, 1e-6), z).detach()
+            frozen["gate"] = z * (frozen["gate"] / tiny)
+        return replace(self, recurrence=self.recurrence.detach(), **frozen)
+
+    def _add_up(self, of: Callable[[FrozenMixer], Tensor]) -> Tensor:
+        # The sum of a function of each scan, (B, L, D), with the tokens in the model's order.
+        parts = []
+        for scan, order, weight in self.scans_in_order():
+            y = of(scan) if weight == 1 else weight * of(scan)
+            parts.append(y if order is None else y[:, torch.argsort(order)])
+        return sum_of(parts)
+
+    def _gated(self, multiply: Product) -> Tensor:
+        y = self.mix(self.values)
+        if self.centered:
+            y = y - y.mean(-1, keepdim=True)
+        if self.norm is not None:
+            y = y * self.norm
+        if self.gate is None:
+            return y
+        return y * self.gate if self.gate_argument is None else multiply(y, self.gate)
+
+    def _subtracted_mean(self) -> Tensor:
+        if not self.centered:
+            return torch.zeros_like(self.inputs)
+        mean = self.mix(self.values).mean(-1, keepdim=True).expand_as(self.inputs)
+        return mean if self.left is None else mean * self.left
+
+    def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
+        """The channel mean of the gradient at the gated output, ``(B, L)``.
+
+        Args:
+            gradient (Tensor): the gradient at the mixer's output, ``(B, L, E)``. It is multiplied
+                by the output projection's weight, so no hook inside a fused kernel is needed.
+        """
+        return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
+
+
+def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...] | None:
+    """The chosen components, by name.
+
+    Args:
+        formulation (str): ``"hidden"`` or ``"unified"``.
+        components (iterable of str, optional): any of :data:`COMPONENTS`, or the name of one;
+            None for each mixer's ``paper_components``.
+
+    Returns:
+        tuple of str, or None for None.
+
+    Raises:
+        ValueError: for an unknown formulation or component, or components without ``"unified"``.
+        TypeError: for components that are not iterable.
+
+    Examples::
+
+        >>> check_components("unified", ["gate"])
+        ('gate',)
+    """
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+    if components is None:
+        return None
+    if formulation == "hidden":
+        raise ValueError(
+            "components were given with formulation='hidden', which is the recurrence alone; "
+            "pass formulation='unified' to choose components."
+        )
+    if not isinstance(components, Iterable):
+        raise TypeError(f"components is {components!r}; expected any of {COMPONENTS}.")
+    chosen = (components,) if isinstance(components, str) else tuple(components)
+    unknown = [c for c in chosen if c not in COMPONENTS]
+    if unknown:
+        raise ValueError(f"components holds {unknown}; expected any of {COMPONENTS}.")
+    return chosen

@@ -1,0 +1,151 @@
+"""The parts that adapters share: activations, norms, short convolutions, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm.kernels.convolution import causal_conv
+from captum_ssm.mixers._call import MixerCall
+
+
+def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
+    """The factor f with ``act(psi) = f * psi``: for SiLU the sigmoid.
+
+    Near zero, where the quotient is not defined, it is the factor at 1e-4.
+
+    Args:
+        act (Callable): an activation with ``act(0) = 0``, such as SiLU, GELU or ReLU.
+        psi (Tensor): its argument, of any shape.
+
+    Returns:
+        Tensor: of the shape of ``psi``.
+
+    Examples::
+
+        >>> psi = torch.randn(1, 7, 4)
+        >>> factor = activation_factor(nn.functional.gelu, psi)
+        >>> torch.testing.assert_close(factor * psi, nn.functional.gelu(psi))
+    """
+    if act is F.silu or isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
+        return torch.sigmoid(psi)
+    tiny = 1e-4
+    safe = torch.where(psi.abs() < tiny, torch.full_like(psi, tiny), psi)
+    return act(safe) / safe
+
+
+def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) -> Tensor:
+    """The frozen scale of an RMS norm over groups of channels.
+
+    Args:
+        y (Tensor): the norm's input, ``(B, L, D)``.
+        weight (Tensor, optional): its weight, ``(D,)``, or ``(D / groups,)`` if the groups
+            share it.
+        eps (float): its epsilon.
+        groups (int, optional): number of equal groups of channels. Default: 1
+
+    Returns:
+        Tensor: ``(B, L, D)``.
+
+    Examples::
+
+        >>> norm, y = nn.RMSNorm(4, eps=1e-5), torch.randn(1, 7, 4)
+        >>> torch.testing.assert_close(rms_factor(y, norm.weight, norm.eps) * y, norm(y))
+    """
+    parts = y.unflatten(-1, (groups, -1))
+    scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps).expand_as(parts)
+    if weight is not None:
+        scale = scale * (weight if weight.numel() == parts.shape[-1] else weight.view(groups, -1))
+    return scale.flatten(-2)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x (..., N)`` scaled to unit length, as the delta rule's keys and queries are."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def previous(x: Tensor) -> Tensor:
+    """The previous token at each position of ``x (B, L, E)``, zeros for the first."""
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A causal depthwise convolution with its input; without taps it returns the input.
+
+    Args:
+        inputs (Tensor): u, ``(B, L, D)``.
+        taps (Tensor, optional): ``(D, K)``. Default: None
+        bias (Tensor, optional): ``(D,)``, or ``(B, L, D)``. Default: None
+
+    Examples::
+
+        >>> u, conv = torch.randn(1, 7, 4), nn.Conv1d(4, 4, 3, groups=4, padding=2)
+        >>> found = ShortConv(u, conv.weight[:, 0], conv.bias)
+        >>> torch.testing.assert_close(found.output, conv(u.mT)[..., :7].mT)
+    """
+
+    inputs: Tensor
+    taps: Tensor | None = None
+    bias: Tensor | None = None
+
+    @cached_property
+    def output(self) -> Tensor:
+        """conv(u) + bias, ``(B, L, D)``."""
+        psi = causal_conv(self.inputs, self.taps)
+        return psi if self.bias is None else psi + self.bias
+
+    def channels(self, index: slice | Tensor) -> ShortConv:
+        """The convolution of some of the channels."""
+        taps = None if self.taps is None else self.taps[index]
+        bias = None if self.bias is None else self.bias[..., index]
+        return ShortConv(self.inputs[..., index], taps, bias)
+
+
+def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
+    """A module's convolution, as a :class:`ShortConv`.
+
+    Args:
+        call (MixerCall): the recorded call, which gives the working dtype.
+        conv (nn.Conv1d): causal and depthwise.
+        u (Tensor): its input, ``(B, L, D)``.
+
+    Returns:
+        ShortConv: over the L tokens.
+
+    Examples::
+
+        >>> module, x = model.backbone.layers[0].mixer, torch.randn(1, 7, 16)
+        >>> call = MixerCall("mixer", module, (x,), {}, module(x))
+        >>> u = torch.randn(1, 7, 32)
+        >>> found = short_conv(call, module.conv1d, u)
+        >>> torch.testing.assert_close(found.output, module.conv1d(u.mT)[..., :7].mT)
+    """
+    bias = None if conv.bias is None else call.parameter(conv.bias)
+    return ShortConv(u, call.parameter(conv.weight)[:, 0], bias)
+
+
+def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
+    """A mixer's input tokens with padding set to zero, and the padding mask.
+
+    Args:
+        call (MixerCall): the recorded call.
+
+    Returns:
+        tuple: ``(B, L, E)``, and the mask ``(B, L)`` or None without a mask.
+
+    Examples::
+
+        >>> module, x = model.backbone.layers[0].mixer, torch.randn(1, 7, 16)
+        >>> call = MixerCall("mixer", module, (x,), {}, module(x))
+        >>> tokens, mask = masked_tokens(call)
+        >>> tokens.shape, mask
+        (torch.Size([1, 7, 16]), None)
+    """
+    x, mask = call.tokens(), call.token_mask()
+    return (x if mask is None else x * mask[..., None]), mask

@@ -1,0 +1,150 @@
+"""Which adapter belongs to which module class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+
+Freeze = Callable[[MixerCall], FrozenMixer]
+_REGISTRY: dict[str, Freeze] = {}
+
+
+def adapts(*names: str) -> Callable[[Freeze], Freeze]:
+    """Register one of the library's own adapters, by the names of its classes.
+
+    Raises:
+        ValueError: for a name that already has an adapter.
+    """
+
+    def register(function: Freeze) -> Freeze:
+        for name in names:
+            if name in _REGISTRY:
+                both = [f"{f.__module__}.{f.__name__}" for f in (_REGISTRY[name], function)]
+                raise ValueError(
+                    f"{name!r} was given two adapters, {both[0]} and {both[1]}; expected one. "
+                    "Remove the name from either of them."
+                )
+            _REGISTRY[name] = function
+        return function
+
+    return register
+
+
+def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = None) -> Any:
+    """Register a mixer class, with the function that freezes a recorded call of it.
+
+    Args:
+        module_type (type or str): the module class, or its dotted name
+            (``"package.module.Class"``, or a trailing part of it such as ``"Class"``) to
+            avoid importing it. Subclasses are included; the most derived registered class wins.
+            Registering a name again, also one of the library's own, replaces its function.
+        freeze (Callable, optional): takes a :class:`MixerCall`, returns a
+            :class:`FrozenMixer`. None returns a decorator. Default: None
+
+    Returns:
+        The ``freeze`` function.
+
+    Raises:
+        TypeError: for a ``module_type`` that is neither a class nor a name, or a ``freeze`` that
+            cannot be called.
+
+    Examples::
+
+        >>> class MyMixer(nn.Module):
+        ...     pass
+        >>> @register_mixer(MyMixer)
+        ... def freeze_my_mixer(call):
+        ...     ...  # and returns FrozenMixer(recurrence=..., inputs=..., out_proj=..., ...)
+
+    The frozen mixer is checked against the module's own output at every use, so a wrong ``freeze``
+    raises ``ReconstructionError`` instead of explaining another model.
+    """
+    if isinstance(module_type, type):
+        name = f"{module_type.__module__}.{module_type.__qualname__}"
+    elif isinstance(module_type, str) and module_type:
+        name = module_type
+    else:
+        given = repr(module_type) if isinstance(module_type, str) else type(module_type).__name__
+        raise TypeError(
+            f"module_type is {given}; expected a module class or its dotted name, a str."
+        )
+
+    def register(function: Freeze) -> Freeze:
+        if not callable(function):
+            raise TypeError(
+                f"freeze is a {type(function).__name__}; expected a function that takes a "
+                "MixerCall and returns a FrozenMixer."
+            )
+        _REGISTRY[name] = function
+        return function
+
+    return register if freeze is None else register(freeze)
+
+
+def find_adapter(module: nn.Module) -> Freeze | None:
+    """The registered ``freeze`` for a module's class or its nearest base class.
+
+    Args:
+        module (nn.Module): any module.
+
+    Returns:
+        Callable, or None if no adapter is registered for the module.
+
+    Examples::
+
+        >>> find_adapter(model.backbone.layers[0].mixer).__name__
+        'freeze_s6'
+        >>> find_adapter(nn.Linear(2, 2)) is None
+        True
+    """
+    for cls in type(module).__mro__:
+        parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
+        for start in range(len(parts)):
+            freeze = _REGISTRY.get(".".join(parts[start:]))
+            if freeze is not None:
+                return freeze
+    return None
+
+
+def registered() -> list[str]:
+    """The names of the registered mixers.
+
+    Returns:
+        list of str: sorted.
+
+    Examples::
+
+        >>> "MambaMixer" in registered()
+        True
+    """
+    return sorted(_REGISTRY)
+
+
+def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model that have an adapter, except those inside of another such module.
+
+    Args:
+        model (nn.Module): the model.
+
+    Yields:
+        tuple: path and module, in the order of ``named_modules``.
+
+    Examples::
+
+        >>> [path for path, module in find_mixers(model)]
+        ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
+    """
+    inside: str | None = None
+    for path, module in model.named_modules():
+        if inside is not None and path.startswith(inside):
+            continue
+        if find_adapter(module) is not None:
+            inside = f"{path}." if path else ""
+            yield path, module
+            if not path:
+                return

@@ -1,0 +1,45 @@
+"""Linear layers: plain, or quantized or wrapped by another library."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a linear layer of ``module``, or one it wraps, holds quantized weights."""
+    return any(
+        _holds_codes(value)
+        for part in module.modules()
+        if hasattr(part, "in_features")
+        for value in _weights(part)
+    )
+
+
+def _weights(layer: nn.Module) -> list[Tensor]:
+    weight = getattr(layer, "weight", None)
+    if callable(weight) and not torch.is_tensor(weight):  # torch.ao's packed layers
+        weight = weight()
+    values = [*layer.parameters(), *layer.buffers()]
+    return [*values, weight] if torch.is_tensor(weight) else values
+
+
+def _holds_codes(value: Tensor) -> bool:
+    # Integers, floats of one byte, or a quantization library's tensor, which may claim any dtype.
+    # Torch's own subclasses (DTensor) hold plain numbers; a flag, mask or counter is not a weight.
+    if type(value).__module__.partition(".")[0] != "torch":
+        return True
+    if value.dim() == 0 or value.dtype == torch.bool or value.is_complex():
+        return False
+    return not value.is_floating_point() or value.element_size() == 1
+
+
+def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
+    return (
+        isinstance(layer, nn.Linear)
+        and type(layer).forward is nn.Linear.forward
+        and type(layer.weight) in (Tensor, nn.Parameter)
+        and layer.weight.is_floating_point()
+    )
