@@ -17,12 +17,9 @@ from captum_ssm._meter import Reading, fitted, grown, measured
 from captum_ssm._nested import map_tensors
 from captum_ssm.attr import TokenAttribution
 
-# Lengths are multiples of this, or of the longer chunks that a model pads its input to.
-CHUNK = 64
-# Methods build maps in tiles of up to 256 rows: on more tokens a tile differs from a whole map.
-TILE_ROWS = 256
-# Bytes that a call on more than TILE_ROWS tokens may use.
-BUDGET = 1 << 29
+CHUNK = 64  # lengths are multiples of it, or of the longer chunks that a model pads to
+TILE_ROWS = 256  # of maps: on more tokens a tile is told from a whole map
+BUDGET = 1 << 29  # bytes that a call on so many tokens may use
 
 
 @dataclass(frozen=True)
@@ -32,10 +29,9 @@ class Estimate:
     Args:
         result_bytes (int): what is returned.
         low (int): the most bytes at a time in addition to the result, the model's weights and its
-            inputs, if all of them grow linearly in the number of tokens.
+            inputs, if all grow linearly in the number of tokens.
         high (int): the same, if tensors with two token axes grow quadratically.
-        seconds (float): on this machine, as busy as it is. Not compared.
-        forwards (float): the same in forward passes of the model. Not compared.
+        seconds, forwards (float): on this machine, and in forward passes of the model.
 
     Examples::
 
@@ -51,24 +47,22 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
-        """Result and working memory together, at most."""
+        """Result and working memory together: what to plan for."""
         return self.result_bytes + self.high
 
     def __str__(self) -> str:
-        low, high = readable_bytes(self.low), readable_bytes(self.high)
+        result, low, high = map(readable_bytes, (self.result_bytes, self.low, self.high))
         works = high if low == high else f"{low} to {high}"
-        result = readable_bytes(self.result_bytes)
         return f"returns {result}, works in {works}, takes {self.forwards:.1f} forward passes"
 
 
 def estimate(method: Any, inputs: Any, **options: Any) -> Estimate:
     """The resource usage of a call, extrapolated from the same call on fewer tokens.
 
-    The call is made on the first 127 and 191 tokens of the first example, with every tensor
-    counted, and on 319 and 575 where that takes less than 512 MiB (on whole chunks less one token
-    where the model pads its input to longer ones). Shorter inputs, and images, are run as they
-    are. The total is within a factor of two of the measured peak in the library's tests; time is
-    rougher.
+    The call is made on the first 127 and 191 tokens of the first example, and on 319 and 575
+    where that takes less than 512 MiB (more, where the model pads its input to long chunks).
+    Shorter inputs, and images, are run as they are. The total is within a factor of two of the
+    measured peak in the library's tests; time is rougher.
 
     Args:
         method (TokenAttribution or Callable): a method, whose ``attribute`` is estimated; another
@@ -87,11 +81,8 @@ def estimate(method: Any, inputs: Any, **options: Any) -> Estimate:
 
         >>> print(estimate(MambaLRP(model), input_ids, target=token))
         returns 28 B, works in ... KiB, takes ... forward passes
-        >>> estimate(MambaRollout(model).rollout, input_ids).result_bytes
-        196
-        >>> maps = functools.partial(hidden_attention, model, reduction="mean")
-        >>> estimate(maps, input_ids).result_bytes  # of two layers
-        392
+        >>> estimate(functools.partial(hidden_attention, model), input_ids).result_bytes
+        12544
     """
     args: tuple[Any, ...] = ()
     while isinstance(method, partial):
@@ -105,8 +96,7 @@ def estimate(method: Any, inputs: Any, **options: Any) -> Estimate:
     if not is_model(model) or not callable(method):
         raise TypeError(
             f"method is {method!r}; expected a method such as MambaRollout(model), a function of "
-            "it such as MambaRollout(model).rollout, or "
-            "functools.partial(captum_ssm.hidden_attention, model)."
+            "it such as its rollout, or functools.partial(hidden_attention, model)."
         )
     return Costs(Request.of(model, None, inputs, extra)).of(partial(method, *args), **options)
 
@@ -115,9 +105,8 @@ class Costs:
     """The resource usage of calls on one request."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.batch = request, request.inputs.shape[0]
-        # An image is run as it is.
-        self.length = 1 if request.inputs.dim() == 4 else request.inputs.shape[1]
+        self.request, shape = request, request.inputs.shape
+        self.batch, self.length = shape[0], shape[1] if len(shape) < 4 else 1  # images stay whole
         self.lengths: list[int] = []  # of the calls that were made last
         self._run = cache(lambda tokens: self._measured(_forward, tokens).seconds)
         chunks = (getattr(module, "chunk_size", None) for module in request.module.modules())
@@ -191,10 +180,11 @@ class Costs:
         index = as_integers(value, device) if name in ("position", "rows") else None
         if index is not None:
             value = index % self.length * tokens // self.length
-        one_list = name == "rows" and index is not None and index.dim() == 1  # for all examples
-        return value if one_list else map_tensors(partial(self._cut, tokens), value)
+            if name == "rows" and index.dim() < 2:  # those of all examples
+                return value
+        return map_tensors(partial(self._cut, tokens), value)
 
 
+@torch.no_grad()
 def _forward(sample: Request, tokens: int) -> Any:
-    with torch.no_grad():
-        return sample.run()
+    return sample.run()

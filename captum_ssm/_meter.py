@@ -15,17 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_ssm._nested import tensors_in
 
-# Bytes that a tensor of a graph takes in addition to its numbers: itself, its storage and its
-# nodes. Where a model computes one token at a time that is more than the numbers.
+# Bytes of a tensor, its storage and its graph's nodes: more than its numbers in a loop of tokens.
 OBJECTS = 2048
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one call used: the most bytes at a time, those it returned, and its time.
+    """The most bytes of a call at a time, those it returned, and its time.
 
-    The second number of a pair counts a tensor with two token axes as many times as the whole
-    sequence is longer. In the length of the call both grow linearly.
+    The second of a pair, for the whole sequence, counts a tensor with two token axes accordingly.
     """
 
     peak: tuple[float, float]
@@ -36,10 +34,9 @@ class Reading:
 def measured(
     call: Callable[[], Any], owned: Iterable[Tensor], tokens: int = 0, stretch: float = 1.0
 ) -> Reading:
-    """Make a call for its memory, and once more for its time.
+    """Make a call for its memory, where ``owned`` is not counted, and once more for its time.
 
-    Tensors in ``owned`` are not counted. ``tokens`` is the length of a token axis, and the whole
-    sequence is ``stretch`` times longer.
+    A token axis has ``tokens`` entries, of a sequence that is ``stretch`` times longer.
     """
     ignored = {_storage(t) for t in owned}
     with _Meter(ignored, tokens, 1.0) as linear, _Meter(ignored, tokens, stretch) as quadratic:
@@ -48,8 +45,7 @@ def measured(
     returned = [sum(m.size(t, t.nbytes) for t in tensors.values()) for m in (linear, quadratic)]
     start = _now()
     call()
-    seconds = _now() - start
-    return Reading((linear.peak, quadratic.peak), (returned[0], returned[1]), seconds)
+    return Reading((linear.peak, quadratic.peak), (returned[0], returned[1]), _now() - start)
 
 
 def _now() -> float:
@@ -68,7 +64,6 @@ class _Meter(TorchDispatchMode):
         self.now = self.peak = 0.0
 
     def size(self, value: Tensor, count: int) -> float:
-        """The ``count`` bytes of ``value``, times the stretch of a map."""
         is_map = sum(axis == self._tokens for axis in value.shape) > 1
         return count * (self._stretch if is_map else 1)
 
