@@ -28,9 +28,10 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
+from captum_ssm.attr import methods
 
 MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
-METHODS = [*MAPS, LaTIM, MambaLRP]
+METHODS = list(methods().values())
 OF_A_TARGET = [MambaAttribution, UnifiedImplicitAttention, LaTIM, MambaLRP]
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 

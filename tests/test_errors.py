@@ -26,11 +26,12 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
+from captum_ssm.attr import methods
 from captum_ssm.mixers import registered
 from captum_ssm.models import VisionMamba
 
 MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
-METHODS = [*MAPS, LaTIM, MambaLRP]
+METHODS = list(methods().values())
 TOKENS = ids(2, 7)
 
 

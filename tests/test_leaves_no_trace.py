@@ -17,20 +17,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import captum_ssm
 from captum_ssm import (
-    LaTIM,
     MambaAttribution,
-    MambaLRP,
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
     hidden_attention,
 )
 from captum_ssm._capture import freeze
+from captum_ssm.attr import methods
 from captum_ssm.mixers import _base as registry
 from captum_ssm.mixers import attention
 
 MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
-METHODS = [*MAPS, LaTIM, MambaLRP]
+METHODS = list(methods().values())
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 HOOKS = [
     name
