@@ -4,14 +4,20 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed.stamp
+# One by one below, so that `make -j` runs them side by side.
+RUN_NOTEBOOKS = $(patsubst tutorials/%.ipynb,run-%,$(wildcard tutorials/*.ipynb))
 
-.PHONY: demo test lint types notebooks docs check-cuda check-aarch64 clean
+# A thread per process: idle threads that wait for a busy core cost more than they give.
+test notebooks: export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint types notebooks docs check-cuda check-aarch64 clean $(RUN_NOTEBOOKS)
 
 demo: $(STAMP)
 	$(BIN)/python tutorials/copying_demo.py --output out
 
+# On two workers; in one process, say, with PYTEST_ARGS="-n 0 tests/test_golden.py".
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -20,13 +26,15 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-notebooks: $(STAMP)
-	mkdir -p out/notebooks
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/jupyter nbconvert --to notebook --execute --ExecutePreprocessor.timeout=600 --output-dir out/notebooks tutorials/*.ipynb
+notebooks: $(RUN_NOTEBOOKS)
 
-docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[docs]"
-	$(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
+$(RUN_NOTEBOOKS): run-%: $(STAMP)
+	mkdir -p out/notebooks
+	$(BIN)/jupyter nbconvert --to notebook --execute --ExecutePreprocessor.timeout=600 --output-dir out/notebooks tutorials/$*.ipynb
+
+# With the notebooks' outputs; where both are made, after them.
+docs: $(STAMP) | $(filter notebooks,$(MAKECMDGOALS))
+	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
 
 check-cuda: $(STAMP)
 	PYTHON=$(BIN)/python bash csrc/check_cuda.sh
@@ -39,7 +47,7 @@ $(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/nul
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev,docs]"
 	# mamba-ssm's modules without their kernels: its reference code is tested against on a CPU.
 	-MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(BIN)/python -m pip install --quiet \
 	    --no-build-isolation --no-deps mamba-ssm==2.3.2.post1

@@ -48,7 +48,7 @@ from captum_ssm import (
     MambaLRP,
     MambaRollout,
     UnifiedImplicitAttention,
-    ops,
+    kernels,
 )
 
 
@@ -96,7 +96,8 @@ def fast_scan(
     """The values of transformers' scan, by this library's; in the layout of the former."""
     dt = torch.nn.functional.softplus(dt + delta_bias[:, None]).transpose(1, 2)
     B, C = (t.transpose(1, 2)[:, :, None] for t in (B, C))
-    y = ops.diagonal_scan(x.transpose(1, 2), dt, dt, A, B, C).transpose(1, 2)
+    coefficients = kernels.DiagonalCoefficients(dt, dt, A, B, C)
+    y = kernels.diagonal_scan(x.transpose(1, 2), coefficients).transpose(1, 2)
     return (y + x * D[:, None]) * torch.nn.functional.silu(z)
 
 
@@ -218,7 +219,7 @@ def main() -> None:
             cpu_time=args.cpu_time,
             malloc={k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
             transformers=transformers.__version__,
-            kernels=ops.extension_loaded(),
+            kernels=kernels.extension_loaded(),
             difference=difference,
         )
 

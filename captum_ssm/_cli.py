@@ -26,7 +26,7 @@ from captum_ssm._supported import first_line, report
 from captum_ssm._vocabulary import require_known, unknown_in_prompt
 from captum_ssm.attr import Option, TokenAttribution, methods
 from captum_ssm.generation import continuation_relevance
-from captum_ssm.ops import ExtensionWarning
+from captum_ssm.kernels import ExtensionWarning
 
 DEFAULT_METHOD = "mamba-lrp"
 PICTURES = (".png", ".svg", ".pdf")

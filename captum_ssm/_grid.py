@@ -16,13 +16,13 @@ INTERPOLATIONS = ("bilinear", "nearest", "bicubic")
 class TokenGrid:
     """Which token of a sequence is which patch of an image.
 
-    A vision model says so by a method ``token_grid(height, width)`` that returns one for images
-    of that size. Tokens that are no patch (CLS, registers) do not appear in it.
+    A vision model provides one by a method ``token_grid(height, width)``, for images of that
+    size. Tokens that are not patches (CLS, registers) do not appear in it.
 
     Args:
         index (Tensor): ``(H, W)`` int64, the token of each patch, top row first.
-        mode (str, optional): how relevance of patches is put on pixels, ``"bilinear"``,
-            ``"nearest"`` or ``"bicubic"``. Default: ``"bilinear"``
+        mode (str, optional): how relevance of patches is interpolated to pixels,
+            ``"bilinear"``, ``"nearest"`` or ``"bicubic"``. Default: ``"bilinear"``
 
     Raises:
         ValueError: for an index that is not ``(H, W)`` of integers, or an unknown ``mode``.
@@ -51,10 +51,10 @@ class TokenGrid:
         if self.index.dim() != 2 or self.index.is_floating_point():
             raise ValueError(
                 f"index has shape {tuple(self.index.shape)} and dtype {self.index.dtype}; "
-                "accepted is (H, W), int64: the token of each patch."
+                "expected (H, W), int64: the token of each patch."
             )
         if self.mode not in INTERPOLATIONS:
-            raise ValueError(f"interpolate_mode is {self.mode!r}; accepted are {INTERPOLATIONS}.")
+            raise ValueError(f"mode is {self.mode!r}; expected one of {INTERPOLATIONS}.")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class TokenGrid:
         return self.index.shape[0], self.index.shape[1]
 
     def patches(self, relevance: Tensor) -> Tensor:
-        """The relevance of patches ``(..., H, W)`` out of that of tokens ``(..., L)``."""
+        """The relevance of patches ``(..., H, W)``, from that of tokens ``(..., L)``."""
         return relevance[..., self.index.to(relevance.device)]
 
     def pixels(self, relevance: Tensor, size: tuple[int, int]) -> Tensor:
@@ -75,18 +75,18 @@ class TokenGrid:
 def find_token_grid(
     model: nn.Module, arguments: Mapping[str, Any], images: Tensor, tokens: int
 ) -> TokenGrid | None:
-    """The grid of a model's tokens, or None for no image, or where nothing in the model tells.
+    """The grid of a model's tokens, or None for inputs that are not images, or if unknown.
 
-    Asked in turn: a method ``token_grid(height, width)`` of the model or of a module in it; an
-    attribute ``patch_embed`` as in timm and in the published Vision Mamba, with its
+    It is found by a method ``token_grid(height, width)`` of the model or of a module in it; else
+    by an attribute ``patch_embed`` as in timm and in the published Vision Mamba, with its
     ``grid_size`` or its convolution ``proj``, and the published flags for the CLS token.
 
     Args:
         model (nn.Module): the model that ran.
-        arguments (mapping): what its ``forward`` was called with; the images it saw may have
-            another size than those that were explained.
+        arguments (mapping): the arguments of its ``forward``; images among them may have
+            another size than the explained ones.
         images (Tensor): the explained inputs; images are ``(B, C, H, W)``.
-        tokens (int): L, the length of the sequence its mixers saw.
+        tokens (int): L, the length of its mixers' sequence.
     """
     if images.dim() != 4:
         return None
@@ -99,8 +99,8 @@ def find_token_grid(
             if int(grid.index.max()) >= tokens:
                 raise ValueError(
                     f"token_grid of {type(module).__name__} names token "
-                    f"{int(grid.index.max())} for images of {height} x {width}, but its mixers "
-                    f"saw {tokens} tokens."
+                    f"{int(grid.index.max())} for images of {height} x {width}; expected tokens "
+                    f"0 .. {tokens - 1}, as in its mixers' sequence."
                 )
             return grid
     for module in model.modules():
@@ -111,30 +111,29 @@ def find_token_grid(
 
 
 def cls_positions(kind: str | None, patches: int) -> list[int]:
-    """Where the CLS tokens stand in a sequence with ``patches`` patches, as published.
+    """Positions of the CLS tokens in a sequence with ``patches`` patches, as published.
 
     Args:
         kind (str, optional): ``"start"``, ``"middle"``, ``"end"``, ``"ends"`` or None.
         patches (int): number of patches.
     """
-    places = {
+    positions = {
         None: [],
         "start": [0],
         "middle": [patches // 2],
         "end": [patches],
         "ends": [0, patches + 1],
     }
-    if kind not in places:
-        raise ValueError(f"cls is {kind!r}; accepted are {tuple(places)}.")
-    return places[kind]
+    if kind not in positions:
+        raise ValueError(f"cls is {kind!r}; expected one of {tuple(positions)}.")
+    return positions[kind]
 
 
 def patch_index(kind: str | None, shape: tuple[int, int]) -> Tensor:
-    """The token of each patch ``(H, W)`` around the CLS tokens of :func:`cls_positions`."""
+    """The token of each patch ``(H, W)``, skipping the CLS tokens of :func:`cls_positions`."""
     patches = shape[0] * shape[1]
-    taken = cls_positions(kind, patches)
-    free = [t for t in range(patches + len(taken)) if t not in taken]
-    return torch.tensor(free).view(shape)
+    cls = cls_positions(kind, patches)
+    return torch.tensor([t for t in range(patches + len(cls)) if t not in cls]).view(shape)
 
 
 def _published_grid(

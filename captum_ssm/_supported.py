@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture import Request, exact_arithmetic, freeze
-from captum_ssm._capture.checking import TOLERANCE, reconstruction_error
+from captum_ssm._capture.checking import reconstruction_error, tolerance_of
 from captum_ssm._capture.recording import record
 from captum_ssm._capture.target import extract_logits
 from captum_ssm._cost import Costs
@@ -120,7 +120,7 @@ def _rows(model: nn.Module, probe: Tensor) -> list[_Row]:
         with exact_arithmetic():
             mixer = layer.mixer
             error = float(reconstruction_error(layer.call, mixer.output(), frozen.mask).amax())
-        fits = error <= TOLERANCE[layer.call.output.dtype]
+        fits = error <= tolerance_of(layer.call, mixer.rounding)
         kind = type(layer.call.module).__name__
         rows.append(
             _Row(layer.name, kind, mixer.recurrence.maps, error, fits, (missed[0][i], missed[1][i]))

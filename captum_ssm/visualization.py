@@ -1,7 +1,7 @@
 """Figures and HTML for relevance of tokens and images, on matplotlib's and Captum's own functions.
 
-Every function returns what it made and shows nothing by itself, so that notebooks, scripts and
-machines without a screen are served alike.
+Functions return a figure or HTML and show nothing by themselves, so that they work the same in
+notebooks, in scripts and on machines without a screen.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _BYTES = _byte_alphabet()
 
 
 def readable_tokens(tokens: Sequence[str]) -> list[str]:
-    """Tokens as a reader wants them: spaces, line breaks and tabs made visible.
+    """Tokens in readable form, with spaces, line breaks and tabs made visible.
 
     Args:
-        tokens (sequence of str): as a tokenizer's ``convert_ids_to_tokens`` gives them.
-            Byte-level vocabularies (``Ġ`` for a space; told by such letters in any of the tokens)
-            are decoded, bytes that are no whole letter shown as ``\\xe2``; so are the markers
-            (``▁``) and byte tokens (``<0x0A>``) of sentencepiece.
+        tokens (sequence of str): as returned by a tokenizer's ``convert_ids_to_tokens``. Tokens
+            of byte-level vocabularies (recognized by letters such as ``Ġ``, a space, in any of
+            the tokens) are decoded; bytes that do not form a character are shown as ``\\xe2``.
+            The markers (``▁``) and byte tokens (``<0x0A>``) of sentencepiece are decoded too.
 
     Returns:
-        list of str: one a token, none of them empty.
+        list of str: one per token, none of them empty.
 
     Examples::
 
@@ -88,19 +88,20 @@ def interaction_map(
     """A token-to-token map with token labels.
 
     Args:
-        matrix (Tensor): ``(R, L)``: row i holds what each token means to query i.
+        matrix (Tensor): ``(R, L)``: row i holds the relevance of each token for query i.
         tokens (sequence of str): the L tokens of the columns.
         row_tokens (sequence of str, optional): the R queries. Default: ``tokens``
-        title (str, optional): above the figure. Default: None
-        cmap (str, optional): a matplotlib colour map; None picks one for signed or for
+        title (str, optional): of the figure. Default: None
+        cmap (str, optional): a matplotlib color map; None picks one for signed or for
             nonnegative values. Default: None
-        max_labels (int, optional): beyond it every n-th token is labelled. Default: 64
+        max_labels (int, optional): with more tokens than this, only every n-th is labeled.
+            Default: 64
 
     Returns:
         matplotlib.figure.Figure: not shown; ``figure.savefig("map.png")`` writes it.
 
     Raises:
-        ValueError: where the labels do not fit the matrix.
+        ValueError: if the number of labels does not match the matrix.
 
     Examples::
 
@@ -112,15 +113,12 @@ def interaction_map(
     values = _array(matrix)
     _check_shape("matrix", values, (len(rows), len(tokens)))
     side = min(14.0, 2.0 + 0.22 * max(values.shape))
-    figure, (axes,) = _figure(1, (side, side * max(0.35, values.shape[0] / values.shape[1])))
-    image = _image(axes, values, cmap)
+    size = side, side * max(0.35, values.shape[0] / values.shape[1])
+    figure, axes = _map_of_tokens(values, tokens, size, title, cmap, max_labels)
     axes.set_xlabel("token j")
     axes.set_ylabel("query i")
-    _labels(axes, "x", tokens, max_labels)
-    _labels(axes, "y", rows, max_labels)
-    if title:
-        axes.set_title(title)
-    figure.colorbar(image, ax=axes, fraction=0.046, pad=0.04)
+    axes.set_yticks(*_labels(rows, max_labels), fontsize=8)
+    figure.colorbar(axes.images[0], ax=axes, fraction=0.046, pad=0.04)
     return figure
 
 
@@ -132,13 +130,13 @@ def layer_overview(
     cmap: str | None = None,
     max_labels: int = 64,
 ) -> Figure:
-    """Layers by tokens: one row of relevance for each layer or method.
+    """Layers by tokens: one row of relevance per layer or method.
 
     Args:
         rows (mapping of str to Tensor, or Tensor): ``(L,)`` each by name, or ``(R, L)``. Each
             row is scaled by its own largest magnitude.
         tokens (sequence of str): the L tokens.
-        title (str, optional): above the figure. Default: None
+        title (str, optional): of the figure. Default: None
         cmap (str, optional): as for :func:`interaction_map`. Default: None
         max_labels (int, optional): as for :func:`interaction_map`. Default: 64
 
@@ -146,7 +144,7 @@ def layer_overview(
         matplotlib.figure.Figure: not shown.
 
     Raises:
-        ValueError: where the labels do not fit the rows.
+        ValueError: if the number of labels does not match the rows.
 
     Examples::
 
@@ -165,12 +163,8 @@ def layer_overview(
     _check_shape("rows", values, (len(names), len(tokens)))
     values = values / np.maximum(np.abs(values).max(1, keepdims=True), 1e-30)
     size = (min(16.0, 3.0 + 0.24 * len(tokens)), 1.2 + 0.35 * len(names))
-    figure, (axes,) = _figure(1, size)
-    _image(axes, values, cmap)
-    _labels(axes, "x", tokens, max_labels)
+    figure, axes = _map_of_tokens(values, tokens, size, title, cmap, max_labels)
     axes.set_yticks(range(len(names)), names)
-    if title:
-        axes.set_title(title)
     return figure
 
 
@@ -183,26 +177,26 @@ def image_overlay(
     titles: Sequence[str] | None = None,
     **options: Any,
 ) -> Figure:
-    """Images and their relevance: one row an image, one column a way to draw it.
+    """Images and their relevance: one row per image, one column per way to draw it.
 
-    Each cell is drawn by Captum's ``visualize_image_attr``, which scales relevance by itself in
-    every image and clips its largest values.
+    Each cell is drawn by Captum's ``visualize_image_attr``, which scales each image's relevance
+    separately and clips its largest values.
 
     Args:
         relevance (Tensor): ``(B, C, H, W)`` as a method returns it, summed over C; or
             ``(B, H, W)``.
-        images (Tensor): ``(B, C, H, W)`` with one or three colours. Integers are in 0 .. 255;
-            floating values beyond [0, 1], as in images a model's statistics were taken out of,
-            are stretched to it, each image from its own smallest to its largest.
-        methods (sequence of str, optional): Captum's ways to draw, one a column, of
+        images (Tensor): ``(B, C, H, W)`` with one or three color channels. Integers are in
+            0 .. 255. Floating values outside [0, 1], as in normalized images, are rescaled to
+            it, per image from the smallest value to the largest.
+        methods (sequence of str, optional): Captum's ways to draw, one per column, of
             ``"original_image"``, ``"heat_map"``, ``"blended_heat_map"``, ``"masked_image"`` and
             ``"alpha_scaling"``. Default: the image and the blended heat map
         signs (str or sequence of str, optional): which relevance is drawn, ``"all"``,
-            ``"positive"``, ``"negative"`` or ``"absolute_value"``, for all columns or one a
-            column; ``"all"`` is not for the last two methods. None is ``"positive"`` where no
-            relevance is negative, else ``"all"``, or the absolute value in those two.
+            ``"positive"``, ``"negative"`` or ``"absolute_value"``, for all columns or one per
+            column; the last two methods cannot draw ``"all"``. None is ``"positive"`` if no
+            relevance is negative, else ``"all"``, or ``"absolute_value"`` for those two methods.
             Default: None
-        titles (sequence of str, optional): one an image. Default: None
+        titles (sequence of str, optional): one per image. Default: None
         **options: of Captum's function: ``outlier_perc``, ``cmap``, ``alpha_overlay``,
             ``show_colorbar``.
 
@@ -210,7 +204,8 @@ def image_overlay(
         matplotlib.figure.Figure: not shown; ``figure.savefig("images.png")`` writes it.
 
     Raises:
-        ValueError: where relevance, titles or signs do not fit, or hold what cannot be drawn.
+        ValueError: if relevance, titles or signs do not match the images or methods, or cannot
+            be drawn.
 
     Examples::
 
@@ -225,16 +220,16 @@ def image_overlay(
     if values.shape != pictures.shape[:3]:
         raise ValueError(
             f"relevance has shape {tuple(relevance.shape)} for images of shape "
-            f"{tuple(images.shape)}; give it in their shape, as a method returns it, or (B, H, W)."
+            f"{tuple(images.shape)}; expected their shape, as a method returns it, or (B, H, W)."
         )
     if not np.isfinite(values).all():
         raise ValueError("relevance holds NaN or Inf.")
     if titles is not None and (isinstance(titles, str) or len(titles) != len(pictures)):
-        raise ValueError(f"titles is {titles!r}; give one an image, {len(pictures)} in all.")
+        raise ValueError(f"titles is {titles!r}; expected one per image, {len(pictures)} in all.")
     chosen = _signs(methods, signs, bool((values < 0).any()))
     rows, columns = len(pictures), len(chosen)
     height = 2.4 * values.shape[1] / values.shape[2] + 0.4
-    # Captum's colour bars are of a kind that the other layout leaves out.
+    # The "constrained" layout does not make room for Captum's color bars.
     figure, cells = _figure(columns, (2.4 * columns, height * rows), rows, layout="tight")
     for k, (picture, value) in enumerate(zip(pictures, values, strict=True)):
         for column, (method, sign) in enumerate(chosen):
@@ -256,18 +251,18 @@ def text_record(
 ) -> Any:
     """One line of Captum's text table: relevance scaled to its largest magnitude.
 
-    A record is also what Captum's own ``visualize_text`` takes.
+    Captum's own ``visualize_text`` takes such records too.
 
     Args:
         relevance (Tensor): ``(L,)``.
         tokens (sequence of str): the L tokens.
-        predicted, probability, true, target, delta (optional): what Captum's table shows.
+        predicted, probability, true, target, delta (optional): the table's other columns.
 
     Returns:
         captum.attr.visualization.VisualizationDataRecord.
 
     Raises:
-        ValueError: where tokens and relevance differ in number.
+        ValueError: if tokens and relevance differ in number.
 
     Examples::
 
@@ -277,7 +272,7 @@ def text_record(
     values = _array(relevance)
     _check_shape("relevance", values, (len(tokens),))
     scaled = values / max(float(np.abs(values).max()), 1e-30)
-    # Escaped, since Captum's functions put them into a page as they are.
+    # Escaped, since Captum's functions do not escape them.
     shown = [html.escape(token) for token in readable_tokens(tokens)]
     predicted, true, target = (html.escape(str(label)) for label in (predicted, true, target))
     return captum_visualization.VisualizationDataRecord(
@@ -292,18 +287,18 @@ def text_record(
     )
 
 
-def text_html(records: Sequence[Any], title: str | None = None) -> str:
+def text_html(records: Iterable[Any], title: str | None = None) -> str:
     """A page with the table of Captum's ``visualize_text``, made without IPython.
 
     Args:
-        records (sequence): from :func:`text_record`.
+        records (iterable): from :func:`text_record`.
         title (str, optional): a heading. Default: None
 
     Returns:
         str: HTML, to be written to a file.
 
     Raises:
-        TypeError: for something else than records in a sequence.
+        TypeError: for anything else than several records.
 
     Examples::
 
@@ -312,13 +307,13 @@ def text_html(records: Sequence[Any], title: str | None = None) -> str:
         >>> _ = (folder / "why.html").write_text(page, encoding="utf-8")
     """
     kind = captum_visualization.VisualizationDataRecord
-    alone = not isinstance(records, Iterable)
-    wrong = [records] if alone else [r for r in records if not isinstance(r, kind)]
-    if wrong:
-        raise TypeError(
-            f"records {'is' if alone else 'holds'} a {type(wrong[0]).__name__}; accepted is a "
-            "list of what text_record returns: text_html([record])."
-        )
+    expected = "expected a list of text_record's results: text_html([record])."
+    if not isinstance(records, Iterable):
+        raise TypeError(f"records is a {type(records).__name__}; {expected}")
+    records = list(records)
+    for record in records:
+        if not isinstance(record, kind):
+            raise TypeError(f"records holds a {type(record).__name__}; {expected}")
     rows = "".join(_table_row(record) for record in records)
     legend = captum_visualization.format_word_importances(
         ["Negative", "Neutral", "Positive"], np.array([-1.0, 0.0, 1.0])
@@ -355,29 +350,29 @@ def _table_row(record: Any) -> str:
 
 
 def _pictures(images: Tensor) -> np.ndarray:
-    # (B, H, W, 3) in [0, 1], whichever the values of the images (B, C, H, W).
+    # Images (B, C, H, W) of any values as (B, H, W, 3) in [0, 1].
     if images.dim() != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
         raise ValueError(
-            f"images has shape {tuple(images.shape)}; accepted is (B, C, H, W) with one or three "
-            "colours, images[None] for a single one."
+            f"images has shape {tuple(images.shape)}; expected (B, C, H, W) with one or three "
+            "color channels; pass images[None] for a single image."
         )
     values = _array(images if images.is_floating_point() else images / 255)
     if not np.isfinite(values).all():
         raise ValueError("images holds NaN or Inf.")
     values = values.transpose(0, 2, 3, 1).repeat(3 // images.shape[1], 3)
     low, high = values.min((1, 2, 3), keepdims=True), values.max((1, 2, 3), keepdims=True)
-    beyond = (low < 0) | (high > 1)
-    return np.where(beyond, (values - low) / np.maximum(high - low, 1e-30), values)
+    outside = (low < 0) | (high > 1)
+    return np.where(outside, (values - low) / np.maximum(high - low, 1e-30), values)
 
 
 def _signs(
     methods: Sequence[str], signs: str | Sequence[str] | None, has_negative: bool
 ) -> list[tuple[str, str]]:
-    # The columns: a way to draw, and the sign of what is drawn.
+    # Per column: how to draw, and which sign of relevance.
     methods = [methods] if isinstance(methods, str) else list(methods)
     unknown = [method for method in methods if method not in _DRAWINGS]
     if unknown or not methods:
-        raise ValueError(f"methods is {methods!r}; accepted are some of {_DRAWINGS}.")
+        raise ValueError(f"methods is {methods!r}; expected some of {_DRAWINGS}.")
     without = ("masked_image", "alpha_scaling")
     if signs is None:
         both = "all" if has_negative else "positive"
@@ -386,8 +381,8 @@ def _signs(
         chosen = [signs] * len(methods) if isinstance(signs, str) else list(signs)
     if len(chosen) != len(methods) or any(sign not in SIGNS for sign in chosen):
         raise ValueError(
-            f"signs is {signs!r}; accepted are one of {SIGNS} or one for each of the "
-            f"{len(methods)} methods."
+            f"signs is {signs!r}; expected one of {SIGNS}, or one for each of the {len(methods)} "
+            "methods."
         )
     found = list(zip(methods, chosen, strict=True))
     for method, sign in found:
@@ -404,8 +399,8 @@ def _draw(
     sign: str,
     **options: Any,
 ) -> None:
-    # Captum warns of small values, which a pixel's share of a token's relevance always is, and
-    # stops where nothing has the sign: a map of ones is drawn there, and taken out.
+    # Captum warns of small values, such as a pixel's share of a token's relevance, and fails if
+    # no value has the sign: then a map of ones is drawn, and set to zero afterwards.
     part = {"positive": values.clip(min=0), "negative": values.clip(max=0)}.get(sign, values)
     largest = float(np.abs(part).max())
     shown = part / largest if largest else np.full_like(part, -1 if sign == "negative" else 1)
@@ -420,16 +415,25 @@ def _draw(
 def _figure(
     columns: int, size: tuple[float, float], rows: int = 1, layout: _Layout = "constrained"
 ) -> tuple[Figure, list[Any]]:
-    # Not through pyplot: nothing is kept open, and no window system is asked for.
+    # Without pyplot, which would keep the figure open and may need a display.
     figure = Figure(figsize=size, layout=layout)
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def _image(axes: Any, values: np.ndarray, cmap: str | None) -> Any:
+def _map_of_tokens(
+    values: np.ndarray,
+    tokens: Sequence[str],
+    size: tuple[float, float],
+    title: str | None,
+    cmap: str | None,
+    max_labels: int,
+) -> tuple[Figure, Any]:
+    # A figure of values (R, L) with one column per token, and its axes.
+    figure, (axes,) = _figure(1, size)
     largest = float(np.abs(values).max()) or 1.0
     signed = bool((values < 0).any())
-    return axes.imshow(
+    axes.imshow(
         values,
         cmap=cmap or ("RdBu_r" if signed else "viridis"),
         vmin=-largest if signed else 0.0,
@@ -437,23 +441,24 @@ def _image(axes: Any, values: np.ndarray, cmap: str | None) -> Any:
         aspect="auto",
         interpolation="nearest",
     )
+    ticks, labels = _labels(tokens, max_labels)
+    upright = all(len(label) <= 2 for label in labels)
+    axes.set_xticks(ticks, labels, rotation=0 if upright else 90, fontsize=8)
+    if title:
+        axes.set_title(title)
+    return figure, axes
 
 
-def _labels(axes: Any, axis: str, tokens: Sequence[str], max_labels: int) -> None:
-    step = max(1, math.ceil(len(tokens) / max_labels))
-    places = range(0, len(tokens), step)
+def _labels(tokens: Sequence[str], max_labels: int) -> tuple[range, list[str]]:
+    # The tokens that are labeled, and their labels.
+    ticks = range(0, len(tokens), max(1, math.ceil(len(tokens) / max_labels)))
     readable = readable_tokens(tokens)
-    # A dollar would start a formula.
-    shown = [_drawable(readable[i]).replace("$", r"\$") for i in places]
-    if axis == "x":
-        upright = all(len(t) <= 2 for t in shown)
-        axes.set_xticks(places, shown, rotation=0 if upright else 90, fontsize=8)
-    else:
-        axes.set_yticks(places, shown, fontsize=8)
+    # Matplotlib takes text between dollars for a formula.
+    return ticks, [_drawable(readable[i]).replace("$", r"\$") for i in ticks]
 
 
 def _drawable(text: str) -> str:
-    # Letters that the font lacks would all be drawn as the same empty box.
+    # Characters that the font lacks are spelled out: all of them would be drawn as empty boxes.
     font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
     return "".join(
         c if font.get_char_index(ord(c)) else c.encode("unicode_escape").decode() for c in text
@@ -469,8 +474,8 @@ def _array(values: Tensor | np.ndarray) -> np.ndarray:
 def _check_shape(name: str, values: np.ndarray, expected: tuple[int, ...]) -> None:
     if values.shape != expected:
         raise ValueError(
-            f"{name} has shape {values.shape}, but the labels are for {expected}; give one token "
-            "a column and one query a row, without a batch axis."
+            f"{name} has shape {values.shape}, but the labels are for {expected}; expected one "
+            "token per column and one query per row, without a batch axis."
         )
     if values.size == 0:
         raise ValueError(f"{name} is empty, of shape {values.shape}; there is nothing to show.")

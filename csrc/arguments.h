@@ -1,4 +1,4 @@
-// The operators' arguments, on any device. Python checks them with better messages; this is the last
+// The operations' arguments, on any device. Python checks them with better messages; this is the last
 // guard of memory for callers of torch.ops, and holds on to what was made contiguous.
 #pragma once
 

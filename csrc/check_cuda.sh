@@ -25,5 +25,5 @@ headers=$("$python" -c "import sysconfig; print(sysconfig.get_path('include'))")
     -DTORCH_TARGET_VERSION=0x020b000000000000 -Icsrc/cuda \
     -I"$torch/include" -I"$torch/include/torch/csrc/api/include" -I"$headers" \
     -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90 \
-    -o "$out/ops_cuda.o" csrc/cuda/ops_cuda.cu
+    -o "$out/kernels.o" csrc/cuda/kernels.cu
 echo "compiled for sm_80 and sm_90"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds the CPU extension with AddressSanitizer and UndefinedBehaviorSanitizer, apart from the
-# installed one, and runs the operators' tests under them with every instruction set.
+# installed one, and runs the tests of the kernels under them with every instruction set.
 #
 #   csrc/sanitize.sh            (PYTHON=... and CXX=... choose others than the defaults)
 set -eu
@@ -19,7 +19,7 @@ CAPTUM_SSM_CXXFLAGS="$flags -g -O1 -fno-omit-frame-pointer" CAPTUM_SSM_LDFLAGS="
 test -e "$out"/lib/captum_ssm/_C*.so || { cat "$out/log"; exit 1; }
 
 # Python itself is not instrumented: the runtimes come first, and leaks of its own are not ours.
-# Subprocesses (compilers, other instruction sets) are left out; each set has its own run. Python
+# Subprocesses (compilers, other instruction sets) are excluded; each set has its own run. Python
 # looks in the working directory first, so that must be the instrumented package's.
 root=$PWD
 case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac
@@ -30,9 +30,9 @@ cd "$out/lib"
 for isa in avx512 avx2 portable; do
     export CAPTUM_SSM_ISA=$isa
     "$python" -c "
-import os, captum_ssm.ops, captum_ssm._C as C
+import os, captum_ssm.kernels, captum_ssm._C as C
 assert os.path.samefile(os.path.dirname(C.__file__), 'captum_ssm'), C.__file__
 print('== $isa:', C.__file__)"
     "$python" -m pytest -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root" \
-        "$root"/tests/test_ops.py "$root"/tests/test_linear_ops.py "$root"/tests/test_taps.py -k "$selection" "$@"
+        "$root"/tests/test_kernels.py -k "$selection" "$@"
 done

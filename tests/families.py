@@ -207,19 +207,8 @@ FAMILIES = (*S6_FAMILIES, *SPECS)
 HYBRIDS = (
     "jamba",
     "zamba",
-    "zamba2",
-    "bamba",
-    "falcon_h1",
-    "nemotron_h",
-    "granitemoehybrid",
-    "recurrent_gemma",
-    "minimax",
-    "qwen3_next",
-    "qwen3_5",
-    "olmo_hybrid",
-    "kimi_linear",
+    *(k for k, spec in SPECS.items() if ATTENTION.keys() <= spec[1].keys()),
 )
-HYBRIDS = tuple(family for family in HYBRIDS if family in FAMILIES)
 
 
 def build(family: str, *, seed: int = 0, **changes: object) -> nn.Module:

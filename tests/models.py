@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -91,6 +95,16 @@ def tiny(
     else:
         raise ValueError(f"family is {family!r}; accepted are {S6_FAMILIES}")
     return randomize(model, seed).eval()
+
+
+@cache
+def golden(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, object]]:
+    """Published outputs of ``golden/``: the tensors, the model's weights and configuration."""
+    with np.load(Path(__file__).parent / "golden" / f"{name}.npz") as z:
+        config = json.loads(str(z["config_json"]))
+        found = {key: torch.from_numpy(z[key]) for key in z.files if key != "config_json"}
+    weights = {key[3:]: found.pop(key) for key in list(found) if key.startswith("sd/")}
+    return found, weights, config
 
 
 def ids(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:

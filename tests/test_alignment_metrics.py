@@ -49,7 +49,20 @@ def test_alignment_error_rate_by_hand() -> None:
     assert alignment_error_rate(sure, sure) == 0
     # A = {00, 21, 33}: one sure, one more possible: 1 - (1 + 2) / (3 + 2).
     assert alignment_error_rate({(0, 0), (2, 1), (3, 3)}, sure, possible) == pytest.approx(0.4)
-    assert links(torch.eye(3)) == {(0, 0), (1, 1), (2, 2)}
+
+
+def test_links_of_some_rows() -> None:
+    scores = torch.eye(4)[[2, 0, 3, 1]]
+    assert links(scores) == {(2, 0), (0, 1), (3, 2), (1, 3)}
+    for rows in ([1, 3], (i for i in (1, 3)), iter(torch.tensor([1, 3]).tolist()), {3, 1, 99}):
+        assert links(scores, rows) == {(0, 1), (1, 3)}
+    assert links(scores, []) == set()
+
+
+def test_links_may_come_from_generators() -> None:
+    pairs = [(0, 0), (2, 1), (3, 3)]
+    found, sure, possible = (iter(x) for x in (pairs, [(0, 0), (1, 1)], [(2, 1), (2, 2)]))
+    assert alignment_error_rate(found, sure, possible) == pytest.approx(0.4)
 
 
 def test_without_scikit_learn(monkeypatch) -> None:
@@ -66,7 +79,7 @@ def test_without_scikit_learn(monkeypatch) -> None:
         (lambda: alignment_scores(torch.rand(1, 3), torch.zeros(1, 3)), "nothing to score"),
         (lambda: alignment_error_rate([], []), "not defined"),
         (lambda: hit_rate(torch.eye(3), torch.zeros(3, 1).long()), r"\(3, 1\) .* \(3,\)"),
-        (lambda: hit_rate(torch.eye(3), torch.zeros(2).long()), "one token a query"),
+        (lambda: hit_rate(torch.eye(3), torch.zeros(2).long()), "one token per query"),
     ],
 )
 def test_bad_calls(call, part: str) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from captum.attr import NoiseTunnel
 from captum.metrics import infidelity, sensitivity_max
+from families import build
+from methods import MAPS, METHODS, OF_A_TARGET, assert_close, each, each_method
 from models import (
     OUTPUT_FORMS,
     S6_FAMILIES,
@@ -18,6 +20,7 @@ from models import (
     tiny,
 )
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 from captum_ssm import (
     LaTIM,
@@ -28,18 +31,6 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm.attr import methods
-
-MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
-METHODS = list(methods().values())
-OF_A_TARGET = [MambaAttribution, UnifiedImplicitAttention, LaTIM, MambaLRP]
-each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
-
-
-def assert_close(ours: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
-    assert ours.shape == truth.shape
-    assert (ours - truth).abs().max() <= tolerance * truth.abs().max()
-
 
 # ---- inputs -----------------------------------------------------------------------------------
 
@@ -65,21 +56,6 @@ def test_every_form_of_input(method, family):
     (in_a_tuple,) = method(model).attribute((tokens,), target=4)
     assert_close(in_a_tuple, truth)
     assert isinstance(method(model).attribute((embeddings,), target=4), tuple)
-
-
-@each_method
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-def test_ids_of_any_integer_dtype(method, dtype):
-    model, tokens = tiny(), ids(2, 7)
-    truth = method(model).attribute(tokens, target=4)
-    if dtype in (torch.int16, torch.uint8):  # an nn.Embedding takes int32 and int64
-
-        def forward(t):
-            return model(t.long())
-
-        assert_close(method(forward, model).attribute(tokens.to(dtype), target=4), truth)
-    else:
-        assert_close(method(model).attribute(tokens.to(dtype), target=4), truth)
 
 
 @each_method
@@ -313,12 +289,16 @@ def test_a_padded_row_is_explained_as_if_alone(method, side):
             assert_close(found[b : b + 1, place], alone[b])
 
 
-@each_method
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *((method, {}) for method in METHODS),
+        *((method, {"normalize_rows": True, "sign": "clamp"}) for method in MAPS),
+    ],
+)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", S6_FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"normalize_rows": True, "sign": "clamp"}], ids=str)
 def test_padding_in_each_family(method, side, family, options):
-    options = options if method in MAPS else {}
     model = tiny(family)
     tokens, mask, places = padded(side)
     explain = method(model)
@@ -362,6 +342,46 @@ def test_padding_of_whole_rollouts_and_maps(side):
         for b, place in enumerate(places):
             (alone,) = hidden_attention(model, tokens[b : b + 1, place], **options).values()
             assert_close(maps[b : b + 1, :, place, place], alone)
+
+
+@each_method
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "recurrent_gemma", "jamba"])
+def test_one_token(method, family):
+    relevance = method(build(family)).attribute(ids(2, 1), target=5)
+    assert relevance.shape == (2, 1)
+    assert relevance.isfinite().all()
+
+
+@each_method
+def test_a_tokenizers_whole_output(method, tokenizer):
+    model = tiny()
+    encoding = tokenizer(["w3 w4 w5 w6", "w7 w8"], return_tensors="pt", padding=True)
+    mask = {"attention_mask": encoding["attention_mask"]}
+    truth = method(model).attribute(encoding["input_ids"], 4, mask)
+    taken = {k: encoding[k] for k in ("input_ids", "attention_mask")}
+    for whole in (taken, BatchEncoding(taken)):
+        assert_close(method(model).attribute(whole, target=4), truth)
+    ids_alone = {"input_ids": encoding["input_ids"]}
+    assert_close(method(model).attribute(ids_alone, 4, mask), truth)
+    with pytest.raises(TypeError, match="additional_forward_args"):
+        method(model).attribute(encoding["input_ids"], target=4, **mask)
+    with pytest.raises(TypeError, match="input_ids"):
+        method(model).attribute(mask, target=4)
+    with pytest.raises(TypeError, match="expected a dict"):
+        method(model).attribute(taken, 4, (None,))
+
+
+@pytest.mark.parametrize("method", [RawAttention, MambaRollout])
+def test_a_frozen_method_wants_the_same_arguments(method):
+    mask = torch.ones(2, 7, dtype=torch.long)
+    other = mask.clone()
+    other[0, :3] = 0
+    frozen = method(tiny()).freeze_once(ids(2, 7), {"attention_mask": mask})
+    found = frozen.attribute(ids(2, 7), None, {"attention_mask": mask.clone()}, position=5)
+    assert_close(found, method(tiny()).attribute(ids(2, 7), position=5))
+    for extra in (None, {"attention_mask": other}, {}):
+        with pytest.raises(ValueError, match="freeze_once"):
+            frozen.attribute(ids(2, 7), None, extra, position=5)
 
 
 @each_method
@@ -541,18 +561,20 @@ def test_training_mode_is_left_as_it_was(method, family):
 
 
 @each_method
-def test_gradient_checkpointing(method):
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(method, reentrant):
     model, tokens = tiny(), ids(2, 7)
     truth = method(model).attribute(tokens, target=4)
-    for layer in model.backbone.layers:
-        layer.gradient_checkpointing = True
     enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)()  # the name in transformers 4
+    enable = enable or model.gradient_checkpointing_enable  # the name in transformers 4
+    enable({"use_reentrant": reentrant})
     model.train()
     assert_close(method(model).attribute(tokens, target=4), truth)
+    assert model.training
+    assert all(layer.gradient_checkpointing for layer in model.backbone.layers)
 
 
-@pytest.mark.parametrize("method", [*MAPS, MambaLRP])  # LaTIM needs a norm behind the mixers
+@each([*MAPS, MambaLRP])  # LaTIM needs a norm behind the mixers
 def test_a_block_that_several_layers_share(method):
     class Twice(nn.Module):
         def __init__(self, model):

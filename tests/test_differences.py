@@ -4,30 +4,24 @@ Each departure is applied to the true operators here, and the published maps com
 """
 
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import torch
+from models import golden
 from torch import Tensor
 
-from captum_ssm._capture import freeze
+from captum_ssm._capture import Request, freeze
 from captum_ssm.models import VisionMamba
 from captum_ssm.operators import DiagonalOperator, PermutedOperator, TokenOperator
 
-FILE = Path(__file__).parent / "golden" / "vim_tiny.npz"
+GOLDEN, WEIGHTS, _ = golden("vim_tiny")
 LAYERS, CLS = range(4), 8
 
 
-def golden() -> dict[str, Tensor]:
-    with np.load(FILE) as z:
-        return {name: torch.from_numpy(z[name]) for name in z.files if name != "config_json"}
-
-
-def recurrences(g: dict[str, Tensor]) -> list[list[TokenOperator]]:
+def recurrences() -> list[list[TokenOperator]]:
     """The two directions' operators of each layer."""
-    state = {name[3:]: value for name, value in g.items() if name.startswith("sd/")}
-    model = VisionMamba.from_state_dict(state).eval()
-    return [layer.mixer.recurrence.parts for layer in freeze(model, None, g["image"]).layers]
+    model = VisionMamba.from_state_dict(WEIGHTS).eval()
+    layers = freeze(Request.of(model, None, GOLDEN["image"])).layers
+    return [layer.mixer.recurrence.parts for layer in layers]
 
 
 def without_decay_at_cls(operator: TokenOperator) -> TokenOperator:
@@ -61,10 +55,9 @@ def min_max(x: Tensor) -> Tensor:
 
 
 def test_the_published_row_leaves_out_the_decay_and_the_diagonal_at_cls():
-    g = golden()
     cosines = []
-    for n, parts in enumerate(recurrences(g)):
-        published = g[f"xai_b_L{n}"][0]
+    for n, parts in enumerate(recurrences()):
+        published = GOLDEN[f"xai_b_L{n}"][0]
         shortcut = cls_row([without_decay_at_cls(part) for part in parts])
         torch.testing.assert_close(shortcut, published, atol=1e-4, rtol=1e-4)
         means = cls_row(parts).mean(0), published.mean(0)
@@ -73,21 +66,19 @@ def test_the_published_row_leaves_out_the_decay_and_the_diagonal_at_cls():
 
 
 def test_the_published_rollout_adds_one_row_to_all_and_divides_by_sums():
-    g = golden()
-    rows = [g[f"xai_b_L{n}"][0].mean(0) for n in LAYERS]
+    rows = [GOLDEN[f"xai_b_L{n}"][0].mean(0) for n in LAYERS]
     assert min(float(row.min()) for row in rows) < 0
     torch.testing.assert_close(
-        published_rollout(rows), g["rollout_start0"].flatten(), atol=1e-6, rtol=1e-5
+        published_rollout(rows), GOLDEN["rollout_start0"].flatten(), atol=1e-6, rtol=1e-5
     )
 
 
 def test_the_published_attribution_takes_positive_parts_and_the_residual_streams_gradient():
-    g = golden()
     rows = []
     for n in LAYERS:
-        attention = min_max(g[f"xai_b_L{n}"][0].clamp(min=0)).mean(0)
-        gradient = min_max(g[f"residual_grad_L{n}"].reshape(17, -1).clamp(min=0).amax(1))
+        attention = min_max(GOLDEN[f"xai_b_L{n}"][0].clamp(min=0)).mean(0)
+        gradient = min_max(GOLDEN[f"residual_grad_L{n}"].reshape(17, -1).clamp(min=0).amax(1))
         rows.append(attention * gradient)
     torch.testing.assert_close(
-        published_rollout(rows), g["mamba_attr_start0"].flatten(), atol=1e-6, rtol=1e-5
+        published_rollout(rows), GOLDEN["mamba_attr_start0"].flatten(), atol=1e-6, rtol=1e-5
     )

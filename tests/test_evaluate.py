@@ -10,7 +10,7 @@ import pytest
 import torch
 from sharded_scores import SAMPLES, all_scores
 
-from captum_ssm.metrics import Curve, Estimate, SegmentationScores, evaluate, segmentation
+from captum_ssm.metrics import Curve, Interval, SegmentationScores, evaluate, segmentation
 
 
 def leaves(scores: object, path: str = "") -> dict[str, object]:
@@ -40,7 +40,7 @@ def test_two_processes_give_the_numbers_of_one_to_the_last_bit(tmp_path):
     expected = leaves(all_scores(None))
     assert expected["/images/positive/values"].shape == (SAMPLES, 9)
     for rank in range(2):
-        with torch.serialization.safe_globals([Curve, Estimate, SegmentationScores]):
+        with torch.serialization.safe_globals([Curve, Interval, SegmentationScores]):
             found = leaves(torch.load(tmp_path / f"found-{rank}"))
         assert list(found) == list(expected)
         for name, value in expected.items():
@@ -132,9 +132,11 @@ def test_errors_of_evaluate():
         evaluate(lambda a: a, [])
     with pytest.raises(ValueError, match="at least 1"):
         evaluate(lambda a: a, x, batch_size=0)
-    with pytest.raises(ValueError, match=r"shape \(\) for a batch of 4; return one row a sample"):
+    with pytest.raises(
+        ValueError, match=r"shape \(\) for a batch of 4; expected one row per sample"
+    ):
         evaluate(lambda a: a.mean(), x)
-    with pytest.raises(TypeError, match="returned a float; accepted are tensors, Curve"):
+    with pytest.raises(TypeError, match="returned a float; expected tensors, Curve"):
         evaluate(lambda a: 0.5, x)
     with pytest.raises(ValueError, match="different shares"):
         evaluate(lambda a: Curve(a[:1], a[:, None]), torch.arange(4.0), batch_size=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,12 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
-from captum_ssm._frozen import FrozenLayer, freeze
+from captum_ssm._capture import FrozenLayer, Request, freeze
+from captum_ssm._capture.checking import (
+    check_reconstruction,
+    reconstruction_error,
+    tolerance_of,
+)
 from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.mixers import (
     COMPONENTS,
@@ -43,17 +50,17 @@ def frozen_layers(
     model: nn.Module, tokens: Tensor, mask: Tensor | None = None, check: bool = False
 ) -> list[FrozenLayer]:
     extra = None if mask is None else {"attention_mask": mask}
-    return freeze(model, None, tokens, extra, query=False, check=check).layers
+    return freeze(Request.of(model, None, tokens, extra), query=False, check=check).layers
 
 
 def affine_output(mixer: FrozenMixer) -> Tensor:
     """The mixer's output from the unified operator and the documented bias terms, nothing else."""
     operator = mixer.operator("unified", COMPONENTS)
-    y = operator.apply(mixer.inputs)
+    y = operator.matvec(mixer.inputs)
     if mixer.conv_bias is not None:
         # The bias enters behind the convolution, and is carried by the rest of the operator.
         rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
-        y = y + rest.apply(mixer.conv_bias.expand_as(mixer.inputs))
+        y = y + rest.matvec(mixer.conv_bias.expand_as(mixer.inputs))
     y = y + mixer.remainder()
     constant = mixer.out_proj(torch.zeros_like(y))
     return y @ mixer.out_weight.mT + constant
@@ -84,8 +91,10 @@ def test_the_unified_operator_and_the_biases_are_the_mixer(family, length):
 def test_on_padded_batches(family, side):
     skip_what_fails_by_itself(family, 11, side)
     mask = padded(side, length=11)
-    for layer in frozen_layers(build(family), ids(2, 11), mask, check=True):
-        assert_reconstructs(layer, mask)
+    ignored = side == "left" and family in IGNORE_LEFT_PADDING
+    with pytest.warns(UserWarning, match="reads the padding") if ignored else nullcontext():
+        for layer in frozen_layers(build(family), ids(2, 11), mask, check=True):
+            assert_reconstructs(layer, mask)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -455,3 +464,35 @@ def test_no_cache_is_filled_while_a_model_is_explained(family: str) -> None:
             for cached in (True, False)
         )
         torch.testing.assert_close(found, expected)
+
+
+# ---- the check in half precision ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_check_knows_a_gate_that_is_wrong_by_a_tenth(family, dtype, monkeypatch):
+    model = build(family).to(dtype)
+    try:
+        with torch.no_grad():
+            model(ids(2, 9))
+    except RuntimeError:
+        pytest.skip(f"{family} does not run in {dtype} by itself")
+    for layer in frozen_layers(model, ids(2, 9), check=True):
+        mixer, call = layer.mixer, layer.call
+        # What a gate does to the output, up to the bias term of the output projection.
+        rebuilt = mixer.output()
+        wrong = rebuilt + 0.1 * (rebuilt - mixer.out_proj(torch.zeros_like(mixer.inputs)))
+        error = reconstruction_error(call, rebuilt, None)
+        assert float(error.max()) <= 0.75 * tolerance_of(call, mixer.rounding)
+        with pytest.raises(ReconstructionError):
+            check_reconstruction(layer.name, call, wrong, None, mixer.rounding)
+
+
+def test_each_example_is_checked_by_itself():
+    layer = frozen_layers(build("mamba"), ids(2, 9))[0]
+    rebuilt = layer.mixer.output()
+    rebuilt[1] *= 1.01  # of the smaller example
+    loud = replace(layer.call, result=layer.call.output * torch.tensor([1e4, 1.0])[:, None, None])
+    with pytest.raises(ReconstructionError, match="relative error 1"):
+        check_reconstruction("a", loud, rebuilt * torch.tensor([1e4, 1.0])[:, None, None], None, 1)

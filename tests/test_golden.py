@@ -1,18 +1,16 @@
 """Against the outputs of the papers' published code, kept as data in ``golden/``."""
 
-import json
 from functools import cache
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from models import golden
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
 from captum_ssm import hidden_attention
 
-FILE = Path(__file__).parent / "golden" / "mamba_lm.npz"
+GOLDEN, WEIGHTS, CONFIG = golden("mamba_lm")
 LAYERS = (0, 1, 2)
 TOLERANCE = 5e-5
 ABLATIONS = {
@@ -24,43 +22,33 @@ ABLATIONS = {
 
 
 @cache
-def golden() -> dict[str, Tensor]:
-    with np.load(FILE) as z:
-        names = [name for name in z.files if name != "config_json"]
-        return {name: torch.from_numpy(z[name]) for name in names}
-
-
-@cache
 def model() -> MambaForCausalLM:
-    with np.load(FILE) as z:
-        config = json.loads(str(z["config_json"]))
-    found = MambaForCausalLM(MambaConfig(**config)).eval()
-    state = {name[3:]: value for name, value in golden().items() if name.startswith("sd/")}
-    found.load_state_dict(state)
+    found = MambaForCausalLM(MambaConfig(**CONFIG)).eval()
+    found.load_state_dict(WEIGHTS)
     return found
 
 
 def maps(**options) -> list[Tensor]:
-    found = hidden_attention(model(), golden()["input_ids"], **options)
+    found = hidden_attention(model(), GOLDEN["input_ids"], **options)
     assert list(found) == [f"backbone.layers.{n}.mixer" for n in LAYERS]
     return list(found.values())
 
 
 def test_the_model_is_the_published_one():
     with torch.no_grad():
-        logits = model()(golden()["input_ids"]).logits
-    torch.testing.assert_close(logits, golden()["hf_logits"], atol=1e-5, rtol=0)
+        logits = model()(GOLDEN["input_ids"]).logits
+    torch.testing.assert_close(logits, GOLDEN["hf_logits"], atol=1e-5, rtol=0)
 
 
 def test_hidden_attention():
     for n, ours in enumerate(maps()):
-        torch.testing.assert_close(ours, golden()[f"s6_L{n}"], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(ours, GOLDEN[f"s6_L{n}"], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_unified_attention_and_its_ablations(name):
     for n, ours in enumerate(maps(formulation="unified", components=ABLATIONS[name])):
-        truth = golden()[f"{name}_L{n}"]
+        truth = GOLDEN[f"{name}_L{n}"]
         assert truth.abs().max() > 20 * TOLERANCE
         torch.testing.assert_close(ours, truth, atol=TOLERANCE, rtol=0)
 
@@ -68,7 +56,7 @@ def test_unified_attention_and_its_ablations(name):
 def test_the_convolution_alone_is_what_unified_adds():
     both, without = (maps(formulation="unified", components=c) for c in (["conv"], []))
     for n in LAYERS:
-        truth = without[n] @ golden()[f"conv2Mat_T_L{n}"]
+        truth = without[n] @ GOLDEN[f"conv2Mat_T_L{n}"]
         torch.testing.assert_close(both[n], truth, atol=TOLERANCE, rtol=0)
 
 
@@ -76,12 +64,12 @@ def test_the_convolution_alone_is_what_unified_adds():
 def test_last_rows(formulation):
     name = {"hidden": "s6_vec_last", "unified": "unified_vec_last"}[formulation]
     for n, ours in enumerate(maps(formulation=formulation, rows=-1)):
-        truth = golden()[f"{name}_L{n}"].reshape(ours.shape)
+        truth = GOLDEN[f"{name}_L{n}"].reshape(ours.shape)
         torch.testing.assert_close(ours, truth, atol=TOLERANCE, rtol=0)
 
 
 def test_the_maps_add_up_to_the_mixers_output():
-    g = golden()
+    g = GOLDEN
     # unified is taken with the skip here: gate * (s6 + D) * activation * conv.
     hidden, unified = maps(), maps(formulation="unified", components=("conv", "activation",
                                                                       "gate", "skip"))  # fmt: skip

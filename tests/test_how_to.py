@@ -28,7 +28,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
     names = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", captum_ssm.ops.ExtensionWarning)
+        warnings.simplefilter("ignore", captum_ssm.kernels.ExtensionWarning)
         for block in PAGES[page]:
             exec(compile(block, f"{page}.md", "exec"), names)
     plt.close("all")

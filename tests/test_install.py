@@ -85,7 +85,7 @@ def test_imports_are_told_apart():
         ("scikit-learn", False),
         ("numpy", True),
     ]
-    code = "import os, captum_ssm.ops\nfrom . import x\ndef f():\n if f: import tqdm.auto"
+    code = "import os, captum_ssm.kernels\nfrom . import x\ndef f():\n if f: import tqdm.auto"
     assert list(imports(ast.parse(code))) == [("tqdm", True)]
 
 
@@ -149,8 +149,8 @@ def try_readme(python: Path, folder: Path) -> str:
     assert match
     script = match[1] + (
         "print(tuple(relevance.shape), int(relevance[0].argmax()))\n"
-        "import captum_ssm\n"
-        "print(captum_ssm.__file__, captum_ssm.ops.extension_loaded(), captum_ssm.__version__)\n"
+        "import captum_ssm as c\n"
+        "print(c.__file__, c.kernels.extension_loaded(), c.__version__)\n"
     )
     (folder / "tutorials").symlink_to(ROOT / "tutorials")
     (folder / "five_lines.py").write_text(script, encoding="utf-8")

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, TRANSFORMERS_4, build
-from models import ids
-from test_leaves_no_trace import METHODS, assert_unchanged, fingerprint
+from methods import METHODS, each_method
+from models import embed, ids
+from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm import MambaLRP, MambaRollout, RawAttention, ReconstructionError, hidden_attention
+from captum_ssm._capture import Request, freeze
+from captum_ssm._capture.frozen import _Freeze
 from captum_ssm._devices import moved
-from captum_ssm._frozen import _Freeze, freeze
-from captum_ssm._memory import tensors_of
+from captum_ssm._nested import map_tensors
 from captum_ssm.mixers._base import is_quantised
 
 TOKENS = ids(2, 9)
-each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 some_families = pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "recurrent_gemma"])
 
 
@@ -85,12 +86,18 @@ def test_every_family_can_be_offloaded(family):
 # ---- spread over devices ----------------------------------------------------------------------
 
 
+def tensors_of(mixer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, mixer)
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_of_a_frozen_mixer_is_moved(family):
-    for layer in freeze(build(family), None, TOKENS).layers:
+    for layer in freeze(Request.of(build(family), None, TOKENS)).layers:
         there = moved(layer.mixer, torch.device("meta"))
         assert {t.device.type for t in tensors_of(there)} == {"meta"}
-        assert len([*tensors_of(there)]) >= len([*tensors_of(layer.mixer)])
+        assert len(tensors_of(there)) >= len(tensors_of(layer.mixer))
 
 
 @some_families
@@ -129,22 +136,39 @@ def test_layers_on_several_devices(method, family):
 # ---- compiled ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inplace", [True, False])
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_behind_a_function(inplace):
-    graphs = []
+@pytest.fixture(params=["in place", "wrapped"])
+def compiling(request):
+    """A model, the same compiled, and the graphs that its compiler was given."""
+    model, graphs = build("mamba"), []
 
     def backend(graph, example_inputs):
         graphs.append(graph)
         return graph.forward
 
     torch.compiler.reset()
-    model = build("mamba")
-    compiled = model
-    if inplace:
-        model.compile(backend=backend)
-    else:
-        compiled = torch.compile(model, backend=backend)
+    if request.param == "wrapped":
+        return model, torch.compile(model, backend=backend), graphs
+    model.compile(backend=backend)
+    return model, model, graphs
+
+
+def test_a_compiled_model_is_run_without_its_compiler(compiling):
+    model, compiled, graphs = compiling
+    before = model._compiled_call_impl
+    for method in METHODS:
+        found = method(compiled).attribute(TOKENS, target=5)
+        torch.testing.assert_close(found, expected("mamba", method))
+    found = MambaRollout(compiled).attribute(embed(model, TOKENS)).sum(-1)
+    torch.testing.assert_close(found, expected("mamba", MambaRollout))
+    paths = list(hidden_attention(build("mamba"), TOKENS))
+    assert list(hidden_attention(compiled, TOKENS)) == paths
+    assert not graphs
+    assert model._compiled_call_impl is before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_behind_a_function(compiling):
+    model, compiled, graphs = compiling
     compiled(TOKENS, use_cache=False)  # transformers 4 makes a cache that can't be traced
     count = len(graphs)
     assert count > 0

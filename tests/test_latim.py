@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, build
+from families import FAMILIES, build, padded
+from models import embed
+from torch import nn
 
-from captum_ssm import LaTIM, hidden_attention
+from captum_ssm import LaTIM, TargetError, hidden_attention
 from captum_ssm.attr._contributions import ACTIVATIONS
 from captum_ssm.metrics import decomposition_error
+from captum_ssm.models import BidirectionalMamba
 
 EXACT = (
     "mamba",
@@ -156,6 +159,51 @@ def test_a_padded_row_equals_the_row_alone() -> None:
         assert not bool(both[0, :3].any())
 
 
+def test_contributions_are_exact_where_padding_enters_the_state() -> None:
+    # RecurrentGemma's convolution and recurrence do not look at the mask.
+    extra = {"attention_mask": padded("left")}
+    latim = LaTIM(build("recurrent_gemma"))
+    for error in latim.layer_errors(ids_for(), activation="gate", additional_forward_args=extra):
+        assert error.max() < 1e-4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma"])
+def test_contributions_to_and_of_padding_are_zero(family: str, side: str) -> None:
+    latim, outside = LaTIM(build(family)), padded(side) == 0
+    options = {"activation": "gate", "additional_forward_args": {"attention_mask": padded(side)}}
+    vectors = latim.contributions(ids_for(), -1, range(L), **options)
+    assert (vectors[outside] == 0).all()
+    assert (vectors.transpose(1, 2)[outside] == 0).all()
+    found = latim.interactions(ids_for(), -1, "l2", **options)
+    torch.testing.assert_close(found, vectors.norm(dim=-1))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_logits_map_with_padding(side: str) -> None:
+    model, mask = build("mamba"), padded(side)
+    options = {"activation": "gate", "additional_forward_args": {"attention_mask": mask}}
+    found = LaTIM(model).interactions(ids_for(), aggregation="alti_logit", **options)
+    last = torch.where(mask.bool(), torch.arange(L), -1).amax(1)
+    target = model(ids_for(), attention_mask=mask).logits.argmax(-1)[torch.arange(2), last]
+    expected = LaTIM(model).attribute(ids_for(), target=target, **options)
+    torch.testing.assert_close(found[torch.arange(2), last], expected)
+
+
+def test_the_logits_map_takes_what_attribute_takes() -> None:
+    from nnsight import NNsight
+
+    model, ids = build("mamba"), ids_for()
+    expected = LaTIM(model).interactions(ids, aggregation="alti_logit")
+    for wrapped, inputs in ((model, embed(model, ids)), (NNsight(build("mamba")), ids)):
+        found = LaTIM(wrapped).interactions(inputs, aggregation="alti_logit")
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(TargetError, match=r"0 \.\. 36"):
+        LaTIM(model).interactions(ids, aggregation="alti_logit", target=ids + 100)
+    with pytest.raises(ValueError, match="pass it: Method"):
+        LaTIM(lambda t: model(t).logits).interactions(ids, aggregation="alti_logit")
+
+
 @pytest.mark.parametrize(
     ("call", "part"),
     [
@@ -170,3 +218,65 @@ def test_a_padded_row_equals_the_row_alone() -> None:
 def test_bad_calls_say_what_is_accepted(call: dict, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         LaTIM(build("mamba")).attribute(ids_for(), **call)
+
+
+# ---- one convergence delta ----------------------------------------------------------------------
+
+
+def with_biases() -> nn.Module:
+    """A model whose output projections and head have bias terms."""
+    model = build("mamba", use_bias=True)
+    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    return model
+
+
+@pytest.mark.parametrize("activation", ["silu", "gate"])
+@pytest.mark.parametrize("layer", [None, 0, -1])
+@pytest.mark.parametrize("make", [lambda: build("mamba"), with_biases, lambda: build("zamba")])
+def test_there_is_one_convergence_delta(make, layer, activation) -> None:
+    latim, ids = LaTIM(make()), ids_for()
+    options = {"layer": layer, "activation": activation}
+    found, delta = latim.attribute(ids, target=3, return_convergence_delta=True, **options)
+    again = latim.compute_convergence_delta(found, ids, target=3, **options)
+    torch.testing.assert_close(again, delta)
+    moved = latim.compute_convergence_delta(found + 0.5, ids, target=3, **options)
+    torch.testing.assert_close(moved, delta - 0.5 * L)
+    if activation == "gate":
+        assert delta.abs().max() < 1e-4 * max(1.0, float(found.abs().max()))
+    else:
+        assert delta.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["l1", "l2", "alti", 3])
+def test_what_decomposes_nothing_has_no_delta(aggregation) -> None:
+    latim, options = LaTIM(build("mamba")), {"layer": 0, "aggregation": aggregation}
+    with pytest.raises(ValueError, match="layer_errors"):
+        latim.attribute(ids_for(), return_convergence_delta=True, **options)
+    with pytest.raises(ValueError, match="delta"):
+        latim.compute_convergence_delta(torch.zeros(2, L), ids_for(), **options)
+
+
+class WithoutNorms(nn.Module):
+    """Two mixers on a residual stream, read by a linear head and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(30, 16)
+        self.mixers = nn.ModuleList(BidirectionalMamba(16, bimamba_type="none") for _ in range(2))
+        self.head = nn.Linear(16, 30)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embeddings(ids)
+        for mixer in self.mixers:
+            x = x + mixer(x)
+        return self.head(x)
+
+
+def test_a_linear_head_is_enough() -> None:
+    model, ids = WithoutNorms(), ids_for()
+    found, delta = LaTIM(model).attribute(
+        ids, target=3, activation="gate", return_convergence_delta=True
+    )
+    score = model(ids)[:, -1, 3] - model.head.bias[3]
+    torch.testing.assert_close(found.sum(1), score)
+    assert delta.abs().max() < 1e-5

@@ -10,7 +10,7 @@ import torch
 from families import modeling_of
 from transformers import MambaConfig, MambaModel
 
-from captum_ssm import MambaRollout, ops
+from captum_ssm import MambaRollout, kernels
 from captum_ssm.operators import DiagonalOperator
 
 # Last, so that files of the same name here come first.
@@ -23,7 +23,7 @@ GIB = 1024**3
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not ops.extension_loaded(),
+        not kernels.extension_loaded(),
         reason="the compiled kernels are missing; the PyTorch forms need minutes at this length",
     ),
     pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory as Linux reports it"),
@@ -58,7 +58,7 @@ def test_a_row_of_the_operator():
     query[:, -1] = 1
     reset_peak()
     before = peak()
-    row = query + operator.vecmat(query, "mean")
+    row = query + operator.rmatvec(query, "mean")
     assert peak() - before < GIB
     assert torch.isfinite(row).all()
 
@@ -70,7 +70,7 @@ def test_a_row_of_the_operator():
     torch.testing.assert_close(row[:, tail], truth, atol=1e-5, rtol=1e-4)
     # And all of it, against the recurrence run forwards.
     values = torch.randn(1, LENGTH, 1)
-    forwards = operator.apply(values.expand(shape))[:, -1].mean(-1) + values[:, -1, 0]
+    forwards = operator.matvec(values.expand(shape))[:, -1].mean(-1) + values[:, -1, 0]
     torch.testing.assert_close((row * values[..., 0]).sum(1), forwards, atol=1e-4, rtol=1e-3)
 
 

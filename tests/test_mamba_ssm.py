@@ -24,19 +24,22 @@ def mamba_ssm():
         yield package
 
 
-@pytest.fixture(params=[True, False], ids=["fused_norm", "plain_norm"])
-def pair(mamba_ssm, request):
-    """The same weights in mamba_ssm's language model and in transformers'."""
-    theirs = tiny("mamba", use_bias=False)
+def language_model(mamba_ssm, **options):
     config = mamba_ssm.MambaConfig(
         d_model=16,
         n_layer=2,
         vocab_size=VOCABULARY,
         ssm_cfg={"layer": "Mamba1", "d_state": 4, "dt_rank": 3},
-        fused_add_norm=request.param,
-        pad_vocab_size_multiple=1,
+        **options,
     )
-    ours = mamba_ssm.MambaLMHeadModel(config).eval()
+    return mamba_ssm.MambaLMHeadModel(config).eval()
+
+
+@pytest.fixture(params=[True, False], ids=["fused_norm", "plain_norm"])
+def pair(mamba_ssm, request):
+    """The same weights in mamba_ssm's language model and in transformers'."""
+    theirs = tiny("mamba", use_bias=False)
+    ours = language_model(mamba_ssm, fused_add_norm=request.param, pad_vocab_size_multiple=1)
     state = theirs.state_dict()
     ours.load_state_dict({k.replace("embeddings.", "embedding."): v for k, v in state.items()})
     return ours, theirs
@@ -68,15 +71,7 @@ def test_same_attributions(pair, method):
 def test_a_fused_layer_norm_conserves_what_a_plain_one_does(mamba_ssm):
     found = []
     for fused in (True, False):
-        config = mamba_ssm.MambaConfig(
-            d_model=16,
-            n_layer=2,
-            vocab_size=VOCABULARY,
-            ssm_cfg={"layer": "Mamba1", "d_state": 4, "dt_rank": 3},
-            rms_norm=False,
-            fused_add_norm=fused,
-        )
-        model = randomize(mamba_ssm.MambaLMHeadModel(config)).eval()
+        model = randomize(language_model(mamba_ssm, rms_norm=False, fused_add_norm=fused))
         found.append(MambaLRP(model).attribute(ids(2, 9), 3, return_convergence_delta=True))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

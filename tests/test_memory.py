@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build
+from families import build, padded
 from models import tiny
 from peak_memory import calls
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from captum_ssm import (
+    InputError,
     LaTIM,
     MambaAttribution,
     MambaLRP,
@@ -247,6 +248,19 @@ def test_an_estimate_moves_positions_and_cuts_targets(ids: torch.Tensor, short_c
         estimate(MambaLRP(model), ids, target=3, reduction="max")
     with pytest.raises(ValueError, match="reduction is 'most'"):
         estimate(RawAttention(model), ids, reduction="most")
+
+
+def test_an_estimate_takes_padding_and_says_what_it_does_not_take(ids: torch.Tensor) -> None:
+    method = RawAttention(build("mamba"))
+    plain = estimate(method, ids)
+    for side in ("left", "right"):
+        for mask in (padded(side, length=L), padded(side, length=L).flip(0)):
+            found = estimate(method, ids, additional_forward_args={"attention_mask": mask})
+            assert found.result_bytes == plain.result_bytes
+    with pytest.raises(InputError, match="holds ids from"):
+        estimate(method, ids + 1000)
+    with pytest.raises(TypeError, match="inputs is a list"):
+        estimate(method, ids.tolist())
 
 
 def test_an_image_is_run_as_it_is() -> None:

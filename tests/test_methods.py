@@ -1,21 +1,29 @@
 """Each method against the papers' formulas, written out with explicit matrices in float64."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
+from families import build
+from methods import MAPS, assert_close, each
 from models import S6_FAMILIES, Classifier, ids, recast, s6_paths, tiny
 from torch import Tensor
 
 from captum_ssm import (
+    LaTIM,
     MambaAttribution,
+    MambaLRP,
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
     hidden_attention,
 )
+from captum_ssm.attr._maps import MapOptions, raw_row, rollout_row
+from captum_ssm.mixers import _base as registry
+from captum_ssm.mixers import find_mixers
+from captum_ssm.models import BidirectionalMamba
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
 REDUCTIONS = ("mean", "max", "min", "prod")
 OPTIONS = [
     {},
@@ -44,12 +52,8 @@ def double(family: str = "mamba", **kwargs) -> torch.nn.Module:
 
 
 def reduce_channels(maps: Tensor, reduction: str) -> Tensor:
-    return {
-        "mean": lambda: maps.mean(1),
-        "max": lambda: maps.max(1).values,
-        "min": lambda: maps.min(1).values,
-        "prod": lambda: maps.prod(1),
-    }[reduction]()
+    by_name = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin, "prod": Tensor.prod}
+    return by_name[reduction](maps, 1)
 
 
 def explicit_map(
@@ -125,12 +129,6 @@ def gated_gradients(model, target: Tensor, position: int, **inputs) -> list[Tens
     return [g.double().mean(-1) for g in gradients]
 
 
-def assert_close(ours: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
-    assert ours.shape == truth.shape
-    assert torch.isfinite(truth).all()
-    assert (ours - truth).abs().max() <= tolerance * truth.abs().max()
-
-
 # ---- rollout and raw attention ----------------------------------------------------------------
 
 
@@ -189,23 +187,21 @@ def test_raw_attention_is_the_mean_of_rows(options):
         assert_close(explain.attribute(tokens, position=position, **options), truth[:, position])
 
 
-@pytest.mark.parametrize("chosen", [0, [1], [-1], [2, 0], "path", ["path", 2]])
-def test_raw_attention_of_chosen_layers(chosen):
+PATH = "backbone.layers.1.mixer"
+CHOSEN = [(0, [0]), ([1], [1]), ([-1], [2]), ([2, 0], [2, 0]), (PATH, [1]), ([PATH, 2], [1, 2])]
+
+
+@pytest.mark.parametrize(("chosen", "indices"), CHOSEN)
+def test_raw_attention_of_chosen_layers(chosen, indices):
     model, tokens = double(layers=3), ids(2, 9)
     maps = hidden_attention(model, tokens)
-    paths = list(maps)
-    wanted = [chosen] if isinstance(chosen, (int, str)) else chosen
-    indices = [1 if item == "path" else item for item in wanted]
-    selection = paths[1] if chosen == "path" else chosen
-    if isinstance(chosen, list):
-        selection = [paths[1] if item == "path" else item for item in chosen]
-    truth = explicit_raw([maps[paths[i]] for i in indices])
-    assert_close(RawAttention(model).attribute(tokens, layers=selection), truth[:, -1])
-    found = hidden_attention(model, tokens, layers=selection)
-    assert list(found) == [paths[i] for i in indices]
+    paths = [list(maps)[i] for i in indices]
+    truth = explicit_raw([maps[path] for path in paths])
+    assert_close(RawAttention(model).attribute(tokens, layers=chosen), truth[:, -1])
+    assert list(hidden_attention(model, tokens, layers=chosen)) == paths
 
 
-@pytest.mark.parametrize("method", [RawAttention, MambaRollout])
+@each([RawAttention, MambaRollout])
 def test_class_agnostic_methods_ignore_the_target(method):
     model, tokens = tiny(), ids(2, 9)
     plain = method(model).attribute(tokens)
@@ -297,7 +293,7 @@ def test_the_target_decides():
 
 def test_tokens_after_the_query_do_not_matter():
     model, tokens = tiny(), ids(1, 9)
-    for method in METHODS:
+    for method in MAPS:
         row = method(model).attribute(tokens, target=3, position=4)
         short = method(model).attribute(tokens[:, :5], target=3)
         assert (row[:, 5:] == 0).all()
@@ -307,7 +303,7 @@ def test_tokens_after_the_query_do_not_matter():
 # ---- position ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each(MAPS)
 def test_position_in_every_form(method):
     model, tokens = tiny(), ids(3, 9)
     explain = method(model)
@@ -330,7 +326,7 @@ def test_position_in_every_form(method):
         torch.testing.assert_close(rows(None, target=pairs), truth, **same)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each(MAPS)
 def test_a_mean_pooled_model_is_explained_by_the_mean_of_its_rows(method):
     model, tokens = Classifier("mean"), ids(2, 9)
     explain = method(model)
@@ -410,10 +406,124 @@ def test_components_of_unified_attention(family):
 
 def test_a_length_of_one_has_nothing_but_itself():
     model, tokens = tiny(), ids(2, 1)
-    for method in METHODS:
-        assert method(model).attribute(tokens, target=3).shape == (2, 1)
     assert math.isclose(
         MambaRollout(model).attribute(tokens)[0, 0].item(),
         math.prod(1 + float(m.mean()) for m in hidden_attention(model, tokens[:1]).values()),
         rel_tol=1e-5,
     )
+
+
+# ---- stages, sums and the cost in runs of the adapters ----------------------------------------
+
+
+class Sequential(torch.nn.Module):
+    """Three mixers one after the other, none of which adds much to the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = lambda: BidirectionalMamba(16, state=4, bimamba_type="none")  # noqa: E731
+        self.mixers = torch.nn.ModuleList(make() for _ in range(3))
+        for mixer in self.mixers:
+            mixer.out_proj.weight.data *= 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixer in self.mixers:
+            x = x + mixer(x)
+        return x
+
+
+def test_small_sequential_updates_are_layers_of_their_own():
+    model, x = Sequential().double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    rho = torch.eye(9, dtype=torch.float64)
+    for matrix in hidden_attention(model, x, reduction="mean").values():
+        rho = (torch.eye(9) + matrix) @ rho
+    assert_close(MambaRollout(model).rollout(x), rho)
+    row = MambaRollout(model).attribute(x, position=8)
+    assert_close(row.sum(-1), rho[:, 8])
+
+
+def test_mixers_side_by_side_share_a_layer():
+    model, tokens = build("falcon_h1"), ids(2, 9)
+    rho = torch.eye(9)
+    maps = list(hidden_attention(model, tokens, reduction="mean").values())
+    for first, second in zip(maps[::2], maps[1::2], strict=True):
+        rho = (torch.eye(9) + first + second) @ rho
+    assert_close(MambaRollout(model).rollout(tokens), rho)
+
+
+def test_rows_whose_entries_cancel_are_not_divided():
+    class Cancelling:
+        """A layer's map whose first row sums to minus one, and whose second to zero."""
+
+        parts = ()
+        options = MapOptions(normalize_rows=True)
+        values = torch.tensor([[[-1.0, 0, 0], [1.0, -1, 0], [1.0, 1, 1]]])
+
+        def row_sums(self) -> Tensor:
+            return self.values.sum(-1)
+
+        def rmatvec(self, w: Tensor) -> Tensor:
+            return torch.einsum("bi,bij->bj", w, self.values)
+
+    layers, query = [Cancelling()] * 2, torch.tensor([[0.0, 0.0, 1.0]])
+    assert rollout_row(layers, query).isfinite().all()
+    assert raw_row(layers, query).isfinite().all()
+    # Row 0 of I + M holds nothing after the division, row 2 a quarter of each of its entries.
+    once = rollout_row(layers[:1], query)
+    torch.testing.assert_close(once, torch.tensor([[0.25, 0.25, 0.5]]))
+
+
+def test_a_rollout_of_every_token_needs_no_readout():
+    # The output depends on no token differentiably, so a query cannot be found.
+    model = Classifier("mean")
+    for method in (MambaRollout, UnifiedImplicitAttention):
+        options = {"aggregation": "rollout"} if method is UnifiedImplicitAttention else {}
+        explain = method(lambda t: model(t).detach().round(), model)
+        assert explain.rollout(ids(2, 7), **options).shape == (2, 7, 7)
+
+
+CALLS = {
+    "raw attention": lambda m, t: RawAttention(m).attribute(t),
+    "rollout": lambda m, t: MambaRollout(m).attribute(t, normalize_rows=True),
+    "rollout of every token": lambda m, t: MambaRollout(m).rollout(t),
+    "attribution": lambda m, t: MambaAttribution(m).attribute(t, 4),
+    "attribution of every token": lambda m, t: MambaAttribution(m).rollout(t, 4),
+    "attribution, unchecked": lambda m, t: MambaAttribution(m, check=False).attribute(t, 4),
+    "unified": lambda m, t: UnifiedImplicitAttention(m).attribute(t, 4),
+    "latim": lambda m, t: LaTIM(m).attribute(t, 4, return_convergence_delta=True),
+    "latim, a layer": lambda m, t: LaTIM(m).attribute(t, layer=0, aggregation="l2"),
+    "latim, errors": lambda m, t: LaTIM(m).layer_errors(t),
+    "latim, logits": lambda m, t: LaTIM(m).interactions(t, aggregation="alti_logit"),
+    "mamba-lrp": lambda m, t: MambaLRP(m).attribute(t, 4, return_convergence_delta=True),
+    "mamba-lrp, unchecked": lambda m, t: MambaLRP(m, check=False).attribute(t, 4),
+    "maps": lambda m, t: hidden_attention(m, t),
+    "maps within a limit": lambda m, t: hidden_attention(m, t, memory_limit=1 << 30),
+}
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba", "rwkv"])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_adapter_runs_once_per_layer_and_call(name, family, monkeypatch):
+    model, runs = build(family), Counter()
+    for kind, freeze in dict(registry._REGISTRY).items():
+
+        def counted(call, freeze=freeze):
+            runs[call.path] += 1
+            return freeze(call)
+
+        counted.__module__ = freeze.__module__
+        monkeypatch.setitem(registry._REGISTRY, kind, counted)
+    CALLS[name](model, ids(2, 7))
+    layers = [0] if "a layer" in name else range(len(list(find_mixers(model))))
+    assert len(runs) == len(layers)
+    assert set(runs.values()) == {1}
+
+
+@pytest.mark.parametrize("method", [MambaAttribution, LaTIM, UnifiedImplicitAttention, MambaLRP])
+@pytest.mark.parametrize("family", ["mamba", "zamba"])
+def test_check_is_a_comparison_and_nothing_else(method, family):
+    model, tokens = tiny(family), ids(2, 7)
+    found, unchecked = (
+        method(model, check=check).attribute(tokens, target=4) for check in (True, False)
+    )
+    assert torch.equal(found, unchecked)

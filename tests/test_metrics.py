@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from captum_ssm import MambaAttribution, hidden_attention
 from captum_ssm.metrics import (
     Curve,
+    Interval,
     activation,
     average_precision,
     bootstrap,
@@ -158,7 +159,7 @@ def test_ties_fall_at_random_and_by_seed():
 
 
 class Bright(nn.Module):
-    """Whether the left half of an image is brighter, per colour-summed pixel."""
+    """Whether the left half of an image is brighter, per pixel summed over color channels."""
 
     def forward(self, images: Tensor) -> Tensor:
         left, right = images.sum(1).chunk(2, -1)
@@ -204,6 +205,17 @@ def test_batches_and_embeddings():
         torch.testing.assert_close(together, spread)
 
 
+def test_shares_may_come_from_a_generator():
+    tokens, relevance, target = ids(2, 5), torch.rand(2, 5), torch.tensor([0, 1])
+    for score in (perturbation, flipping, delta_af, activation):
+        run = vote, tokens, relevance, target
+        listed, generated = (score(*run, removal=UNK, shares=s) for s in ([0, 0.4], iter([0, 0.4])))
+        assert torch.equal(generated.shares, listed.shares)
+        assert torch.equal(generated.values, listed.values)
+    curve = pruning(vote, tokens, relevance, removal=UNK, shares=iter([0, 0.4]))
+    assert curve.values.shape == (2, 2)
+
+
 def test_what_replaces_the_removed():
     torch.manual_seed(0)
     images = torch.rand(2, 3, 12, 16)
@@ -243,7 +255,7 @@ def test_errors_of_perturbation():
     tokens, label = ids(2, 5), torch.zeros(2).long()
     relevance = torch.zeros(2, 5)
     calls = [
-        ({"order": "up"}, "'positive' and 'negative'"),
+        ({"order": "up"}, "'positive' or 'negative'"),
         ({"shares": (0.5, 1.5)}, r"in \[0, 1\]"),
         ({"removal": "zero"}, "the UNK id"),
     ]
@@ -254,18 +266,18 @@ def test_errors_of_perturbation():
         perturbation(vote, tokens, relevance[:, :4], label, removal=UNK)
     with pytest.raises(ValueError, match="NaN or Inf"):
         perturbation(vote, tokens, relevance / 0, label, removal=UNK)
-    with pytest.raises(ValueError, match="one row an example"):
+    with pytest.raises(ValueError, match="one row per example"):
         perturbation(lambda x: x, tokens[..., None].expand(-1, -1, 3).double(), relevance, label)
     with pytest.raises(ValueError, match="'blur' for images"):
         perturbation(vote, torch.rand(2, 5, 3), relevance, label, removal="blur")
 
 
 CLASSES = {
-    "a class outside": (torch.tensor([0, 99]), ValueError, r"from 0 to 99; .* \(2, 2\), .* 0 .. 1"),
+    "a class outside": (torch.tensor([0, 99]), ValueError, r"from 0 to 99; .* 0 .. 1, .* \(2, 2\)"),
     "a class below 0": (torch.tensor([-1, 0]), ValueError, "from -1 to 0"),
     "classes of another batch": (torch.zeros(3).long(), ValueError, r"\(3,\) for a batch of 2"),
-    "fractions of classes": (torch.tensor([0.5, 1.0]), TypeError, "is torch.float32; accepted"),
-    "words": (["a", "b"], TypeError, "is list; accepted"),
+    "fractions of classes": (torch.tensor([0.5, 1.0]), TypeError, "is torch.float32; expected"),
+    "words": (["a", "b"], TypeError, "is list; expected"),
 }
 
 
@@ -324,8 +336,8 @@ def test_segmentation_against_scikit_learn():
     iou = sklearn_metrics.jaccard_score(truth, found, average=None)
     assert scores.miou().value == pytest.approx(iou.mean())
     assert scores.map().value == pytest.approx(np.mean(aps))
-    for estimate in (scores.pixel_accuracy(), scores.miou(), scores.map()):
-        assert estimate.low < estimate.value < estimate.high
+    for interval in (scores.pixel_accuracy(), scores.miou(), scores.map()):
+        assert interval.low < interval.value < interval.high
 
 
 def test_segmentation_by_hand():
@@ -364,7 +376,7 @@ def test_average_precision_against_scikit_learn(decimals):
 
 def test_errors_of_segmentation():
     maps, masks = random_maps()
-    with pytest.raises(ValueError, match="accepted are"):
+    with pytest.raises(ValueError, match="expected \\(B, C, H, W\\)"):
         segmentation(maps[..., :-1], masks)
     with pytest.raises(ValueError, match="NaN or Inf"):
         segmentation(maps / 0, masks)
@@ -391,11 +403,30 @@ def test_bootstrap_is_seeded_and_named():
     ratio = bootstrap(values, values + 1, statistic=lambda a, b: a.sum() / b.sum())
     assert ratio.value == pytest.approx(190 / 210)
     assert str(bootstrap(torch.ones(3))) == "1.000 [1.000, 1.000]"
+    assert bootstrap(torch.tensor([2.0])) == Interval(2, 2, 2, samples=1)
     assert math.isnan(bootstrap(torch.zeros(0)).value)
-    with pytest.raises(ValueError, match="as many each"):
+    with pytest.raises(ValueError, match="as many in each"):
         bootstrap(values, values[:3])
     with pytest.raises(ValueError, match="0 < level < 1"):
         bootstrap(values, level=95)
+
+
+def test_scores_of_as_many_samples_are_compared_on_the_same_draws():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(99, (40, 2), generator=generator)  # sums of integers are exact
+    drawn, others = [], []
+    bootstrap(values, statistic=lambda v: drawn.append(v) or v[0, 0])
+    bootstrap(values * 2, values + 1, statistic=lambda v, w: others.append((v, w)) or w[0, 0])
+    assert len(drawn) == 1001  # the samples themselves, and 1000 times as many drawn from them
+    assert torch.equal(drawn[0], values.double())
+    for a, (b, c) in zip(drawn, others, strict=True):
+        assert a.shape == values.shape
+        assert torch.equal(b, a * 2)
+        assert torch.equal(c, a + 1)
+    one, two = bootstrap(values[:, 0]), bootstrap(values[:, 0] * 2)
+    assert (two.low, two.value, two.high) == pytest.approx(
+        (2 * one.low, 2 * one.value, 2 * one.high)
+    )
 
 
 # Layers and tokens
@@ -426,9 +457,9 @@ def test_knocking_a_layer_out_is_running_the_model_without_it():
     assert all(len(m._forward_hooks) == 0 for m in model.modules())
     with torch.no_grad():
         assert torch.equal(model(images), before)
-    with pytest.raises(ValueError, match="has the mixers"):
+    with pytest.raises(ValueError, match="expected some of"):
         layer_knockout(model, images, target, layers=["layers.9"])
-    with pytest.raises(ValueError, match="'zero' and 'mean'"):
+    with pytest.raises(ValueError, match="'zero' or 'mean'"):
         layer_knockout(model, images, target, replacement="noise")
 
 
@@ -449,7 +480,7 @@ def test_token_similarity():
 
 
 @pytest.mark.parametrize("kind", ["vision", "text"])
-def test_oversmoothing_behind_every_block(kind):
+def test_oversmoothing_after_every_block(kind):
     model = vision() if kind == "vision" else tiny("mamba")
     inputs = torch.randn(2, 3, 8, 12) if kind == "vision" else ids(2, 6)
     blocks = model.layers if kind == "vision" else model.backbone.layers
@@ -463,10 +494,11 @@ def test_oversmoothing_behind_every_block(kind):
     for value, tokens in zip(found.values(), seen, strict=True):
         tokens = tokens[0] if isinstance(tokens, tuple) else tokens
         torch.testing.assert_close(value, token_similarity(tokens))
-    without = oversmoothing(model, inputs, leave_out=[0, -2])
     last = seen[-1][0] if isinstance(seen[-1], tuple) else seen[-1]
     kept = torch.cat([last[:, 1:-2], last[:, -1:]], 1)
-    torch.testing.assert_close(list(without.values())[-1], token_similarity(kept))
+    for left_out in ([0, -2], iter([0, -2])):
+        without = oversmoothing(model, inputs, leave_out=left_out)
+        torch.testing.assert_close(list(without.values())[-1], token_similarity(kept))
     assert all(len(m._forward_hooks) == 0 for m in model.modules())
 
 
@@ -484,13 +516,14 @@ def test_position_bias():
     assert float(position_bias(near, 3)) == pytest.approx(1)
     assert float(position_bias(-near, 3)) == pytest.approx(-1)
     assert float(position_bias(torch.ones(7), 3)) == 0
+    assert float(position_bias(torch.ones(1), 0)) == 0
     generator = torch.Generator().manual_seed(0)
     influence = torch.rand(2, 9, generator=generator).round(decimals=1)
     others = [j for j in range(9) if j != 7]
     for row, value in zip(influence, position_bias(influence, -2), strict=True):
         expected = spearmanr([-abs(j - 7) for j in others], row[others].numpy()).statistic
         assert float(value) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="there are 7 tokens"):
+    with pytest.raises(ValueError, match="for 7 tokens"):
         position_bias(near, 7)
 
 

@@ -9,21 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from captum_ssm.kernels import naive_diagonal_matrix, naive_linear_attention_matrix
 from captum_ssm.operators import (
-    BandOperator,
-    ChainOperator,
-    ComposedOperator,
     ConvolvedOperator,
     DiagonalOperator,
     LinearAttentionOperator,
     PermutedOperator,
+    ScaledOperator,
+    SkipOperator,
     SoftmaxOperator,
     SumOperator,
     TokenOperator,
 )
-from captum_ssm.operators import diagonal as diagonal_module
-from captum_ssm.operators import linear_attention as linear_attention_module
-from captum_ssm.operators import softmax as softmax_module
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 100)
 B, D, H, N = 2, 6, 3, 4
@@ -34,6 +31,10 @@ FACTORS = ("left", "skip", "right", "conv")
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
+
+
+def uniform(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64)
 
 
 def make_diagonal(L: int, **changes: Tensor) -> DiagonalOperator:
@@ -85,13 +86,15 @@ def window_bias(L: int, window: int = 5, padding: int = 0) -> Tensor:
 
 KINDS = {
     "diagonal": make_diagonal,
-    "diagonal, all factors": lambda L: make_diagonal(L, left=normal(B, L, D), conv=normal(D, 4)),
+    "diagonal, all factors": lambda L: ConvolvedOperator(
+        make_diagonal(L, left=normal(B, L, D)), normal(D, 4)
+    ),
     "diagonal, extreme": lambda L: make_diagonal(
         L, dt=torch.tensor([0.0, 1e4, 0.3]).double()[torch.randint(3, (B, L, D))]
     ),
-    "band": lambda L: BandOperator(normal(B, L, D)),
-    "band, conv": lambda L: BandOperator(normal(B, L, D), normal(D, 3)),
-    "sum": lambda L: SumOperator((make_diagonal(L), BandOperator(normal(B, L, D), normal(D, 3)))),
+    "skip": lambda L: SkipOperator(normal(B, L, D)),
+    "band": lambda L: ConvolvedOperator(SkipOperator(normal(B, L, D)), normal(D, 3)),
+    "sum": lambda L: SumOperator((make_diagonal(L), KINDS["band"](L))),
     "sum of heads": lambda L: SumOperator((make_linear(L), make_softmax(L))),
     "head decay": make_linear,
     "key decay": lambda L: make_linear(L, "key"),
@@ -111,16 +114,25 @@ KINDS = {
     "softmax, sinks": lambda L: make_softmax(L, sinks=normal(H)),
     "permuted": lambda L: PermutedOperator(make_diagonal(L), torch.randperm(L)),
     "reversed heads": lambda L: PermutedOperator(make_linear(L, delta=True), arange_back(L)),
-    "convolved": lambda L: ConvolvedOperator(BandOperator(normal(B, L, D)), normal(D, 3)),
-    "chained": lambda L: ChainOperator(make_diagonal(L), BandOperator(normal(B, L, D))),
-    "chained, conv": lambda L: ChainOperator(
-        make_diagonal(L), BandOperator(normal(B, L, D), normal(D, 3))
+    "reversed, convolved": lambda L: ConvolvedOperator(
+        PermutedOperator(make_diagonal(L), arange_back(L)), normal(D, 3)
     ),
-    "composed": lambda L: ComposedOperator(
-        make_linear(L), normal(B, L, D), normal(B, L, D), normal(D, 4)
+    # Of positive terms: products over maps of what cancels could not be compared.
+    "convolved twice": lambda L: ConvolvedOperator(
+        ConvolvedOperator(SkipOperator(uniform(B, L, D)), uniform(D, 4)), uniform(D, 3)
     ),
-    "composed delta": lambda L: ComposedOperator(make_linear(L, delta=True), left=normal(B, L, D)),
-    "composed softmax": lambda L: ComposedOperator(make_softmax(L), right=normal(B, L, D)),
+    "scaled before a convolution": lambda L: ScaledOperator(
+        KINDS["convolved twice"](L), uniform(B, L, D), uniform(B, L, D)
+    ),
+    "between two convolutions": lambda L: ConvolvedOperator(
+        KINDS["scaled before a convolution"](L), uniform(D, 3)
+    ),
+    "scaled diagonal": lambda L: ScaledOperator(make_diagonal(L), right=normal(B, L, D)),
+    "scaled diagonal, conv": lambda L: ConvolvedOperator(KINDS["scaled diagonal"](L), normal(D, 3)),
+    "scaled": lambda L: ScaledOperator(make_linear(L), normal(B, L, D), normal(B, L, D)),
+    "scaled, conv": lambda L: ConvolvedOperator(KINDS["scaled"](L), normal(D, 4)),
+    "scaled delta": lambda L: ScaledOperator(make_linear(L, delta=True), left=normal(B, L, D)),
+    "scaled softmax": lambda L: ScaledOperator(make_softmax(L), right=normal(B, L, D)),
 }
 
 
@@ -156,24 +168,39 @@ def naive_maps(op: TokenOperator) -> Tensor:
     """Every map, ``(B, M, L, L)``."""
     if isinstance(op, SumOperator):
         return sum(naive_maps(part) for part in op.parts)
-    if isinstance(op, BandOperator):
-        return dense(torch.diag_embed(op.diagonal.mT), conv=op.conv)
+    if isinstance(op, SkipOperator):
+        return torch.diag_embed(op.diagonal.mT)
     if isinstance(op, PermutedOperator):
         place = torch.argsort(op.order)
         return naive_maps(op.inner)[:, :, place][..., place]
-    if isinstance(op, ChainOperator):
-        return naive_maps(op.first) @ naive_maps(op.second)
     if isinstance(op, ConvolvedOperator):
         return dense(naive_maps(op.inner), conv=op.taps)
-    if isinstance(op, ComposedOperator):
-        maps = naive_maps(op.inner).repeat_interleave(WIDTH, 1)
-        return dense(maps, left=op.left, right=op.right, conv=op.conv)
+    if isinstance(op, ScaledOperator):
+        return dense(per_channel(naive_maps(op.inner)), left=op.left, right=op.right)
     if isinstance(op, DiagonalOperator):
-        return diagonal_module.naive_matrix(op)
+        return naive_diagonal_matrix(op)
     if isinstance(op, SoftmaxOperator):
-        return softmax_module.naive_matrix(op).nan_to_num(0.0)
+        return naive_softmax(op).nan_to_num(0.0)
     assert isinstance(op, LinearAttentionOperator)
-    return linear_attention_module.naive_matrix(op)
+    return naive_linear_attention_matrix(op)
+
+
+def naive_softmax(op: SoftmaxOperator) -> Tensor:
+    """Every head's probabilities, row by row, in float64: ``(B, H, L, L)``."""
+    B, L, H = op.heads
+    out = torch.zeros(B, H, L, L, dtype=torch.float64)
+    for b, h, i in itertools.product(range(B), range(H), range(L)):
+        s = (op.key[b, h].double() @ op.query[b, h, i].double()) * op.scale
+        if op.softcap is not None:
+            s = op.softcap * torch.tanh(s / op.softcap)
+        if op.bias is None:
+            s[i + 1 :] = -torch.inf
+        else:
+            s = s + op.bias.expand(B, H, L, L)[b, h, i].double()
+        e = torch.exp(s - s.max())
+        rest = 0.0 if op.sinks is None else torch.exp(op.sinks[h].double() - s.max())
+        out[b, h, i] = e / (e.sum() + rest)
+    return out
 
 
 def per_channel(maps: Tensor) -> Tensor:
@@ -233,11 +260,11 @@ def test_everything_an_operator_does_follows_from_its_matrix(kind, length):
         close(op.rows(index, "max"), rows.amax(1), dtype, maps)
         close(op.rows(index, "min"), rows.amin(1), dtype, maps)
         close(op.rows(index, "prod"), rows.prod(1), dtype)
-        close(op.apply(v.to(dtype)), image, dtype, size)
-        close(op.vecmat(w.to(dtype)), adjoint, dtype, size)
-        close(op.vecmat(w.to(dtype), "mean"), adjoint.mean(-1), dtype, size)
-        close(op.vecmat(w2.to(dtype)), flat, dtype, size)
-        close(op.vecmat(w2.to(dtype), "mean"), flat.mean(-1), dtype, size)
+        close(op.matvec(v.to(dtype)), image, dtype, size)
+        close(op.rmatvec(w.to(dtype)), adjoint, dtype, size)
+        close(op.rmatvec(w.to(dtype), "mean"), adjoint.mean(-1), dtype, size)
+        close(op.rmatvec(w2.to(dtype)), flat, dtype, size)
+        close(op.rmatvec(w2.to(dtype), "mean"), flat.mean(-1), dtype, size)
         close(op.row_sums(), mean.sum(-1), dtype, size)
         close(op.row_sums(columns.to(dtype)), sums, dtype, size)
 
@@ -261,12 +288,14 @@ def test_compose_is_the_dense_product(kind):
             assert composed.maps == (D if names or op.maps == D else composed.maps)
             close(per_channel(composed.matrix()), truth, torch.float64)
             v, w = normal(B, L, D), normal(B, L, D)
-            close(composed.apply(v), torch.einsum("bdij,bjd->bid", truth, v), torch.float64)
-            close(composed.vecmat(w), torch.einsum("bid,bdij->bjd", w, truth), torch.float64)
+            close(composed.matvec(v), torch.einsum("bdij,bjd->bid", truth, v), torch.float64)
+            close(composed.rmatvec(w), torch.einsum("bid,bdij->bjd", w, truth), torch.float64)
             close(composed.matrix("mean"), truth.mean(1), torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "head decay", "softmax", "band", "sum of heads"])
+@pytest.mark.parametrize(
+    "kind", ["diagonal", "head decay", "softmax", "band", "sum of heads", "scaled, conv"]
+)
 def test_composing_twice(kind):
     L = 17
     op = KINDS[kind](L)
@@ -287,7 +316,7 @@ def test_a_convolution_longer_than_the_sequence(length):
         composed = op.compose(conv=taps)
         close(composed.matrix(), truth, torch.float64)
         close(composed.matrix("mean"), truth.mean(1), torch.float64)
-        close(composed.vecmat(normal(B, length) * 0 + 1, "mean"), truth.mean(1).sum(1), op.dtype)
+        close(composed.rmatvec(normal(B, length) * 0 + 1, "mean"), truth.mean(1).sum(1), op.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -308,8 +337,8 @@ def test_thousands_of_tokens_of_slow_decay_stay_exact(kind):
     w = torch.zeros(B, L)
     w[:, -1] = 1
     for found, expected in (
-        (op.vecmat(w, "mean"), truth.vecmat(w.double(), "mean")),
-        (op.apply(torch.ones(B, L, D)), truth.apply(torch.ones(B, L, D, dtype=torch.float64))),
+        (op.rmatvec(w, "mean"), truth.rmatvec(w.double(), "mean")),
+        (op.matvec(torch.ones(B, L, D)), truth.matvec(torch.ones(B, L, D, dtype=torch.float64))),
     ):
         assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
@@ -326,7 +355,7 @@ def test_no_decay_and_full_reset_without_nan():
 
 def test_reductions_over_tiles_of_maps(monkeypatch):
     # As many tiles as maps: the reductions have to be carried across.
-    for kind in ("diagonal", "head decay", "composed", "softmax"):
+    for kind in ("diagonal", "head decay", "scaled", "softmax"):
         op = KINDS[kind](17)
         whole = {name: op.matrix(name) for name in ("max", "min", "prod", "mean")}
         tiles = [(m, m + 1) for m in range(op.maps)]
@@ -335,11 +364,11 @@ def test_reductions_over_tiles_of_maps(monkeypatch):
             close(op.matrix(name), truth, torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "band", "sum", "head decay", "composed"])
+@pytest.mark.parametrize("kind", ["diagonal", "band", "sum", "head decay", "scaled"])
 def test_unknown_reductions_are_refused(kind):
     op = KINDS[kind](3)
     with pytest.raises(ValueError, match="median"):
-        op.vecmat(normal(B, 3), "median")
+        op.rmatvec(normal(B, 3), "median")
     with pytest.raises(ValueError, match="median"):
         op.matrix("median")
 
@@ -347,4 +376,4 @@ def test_unknown_reductions_are_refused(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_vector_of_zeros(kind):
     op = KINDS[kind](17)
-    assert float(op.vecmat(torch.zeros(B, 17).double(), "mean").abs().max()) == 0
+    assert float(op.rmatvec(torch.zeros(B, 17).double(), "mean").abs().max()) == 0

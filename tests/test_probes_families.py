@@ -7,20 +7,29 @@ returns its probabilities itself. No formula of this library is in any of it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, SPECS, build, modeling_of, padded, skip_what_fails_by_itself
-from models import ids
+from families import (
+    FAMILIES,
+    HYBRIDS,
+    build,
+    modeling_of,
+    padded,
+    skip_what_fails_by_itself,
+)
+from models import S6_FAMILIES, ids, s6_paths, tiny
 from torch import Tensor, nn
 
 from captum_ssm import hidden_attention
 from captum_ssm.mixers import find_mixers
 
 LENGTHS = (1, 2, 3, 19, 67)
+S6_LENGTHS = (1, 2, 3, 7, 33)  # of a loop over tokens, once per head and column
 TOLERANCE = 2e-5
 
 # A scan with everything but its values fixed: values (B, L, M, P) to outputs (B, L, M, P).
@@ -92,6 +101,37 @@ def function_probe(name: str, values: int | str, **without: Any) -> Measure:
 
 def mixers(model: nn.Module) -> list[nn.Module]:
     return [module for _, module in find_mixers(model)]
+
+
+def probe_s6(model, inputs, monkeypatch) -> dict[str, Tensor]:
+    """S6's scan, channels ahead of tokens; Zamba has one per head of channels."""
+    modeling = modeling_of(model, "mamba_selective_scan")
+    original, calls = modeling.mamba_selective_scan, []
+
+    def spy(*args, **kwargs):
+        calls.append((args, kwargs))
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(modeling, "mamba_selective_scan", spy)
+        model(**inputs)
+
+    def matrices(args, kwargs) -> Tensor:
+        values, *coefficients = args
+        named = kwargs | {"D": None, "z": None, "return_last_state": False}
+
+        def scan(v: Tensor) -> Tensor:
+            return original(v[..., 0].mT, *coefficients, **named).mT[..., None]
+
+        return impulses(scan, (*values.mT.shape, 1))
+
+    paths = s6_paths(model)
+    heads = len(calls) // len(paths)
+    assert heads == getattr(mixers(model)[0], "n_mamba_heads", 1)
+    assert len(calls) == heads * len(paths)
+    parts = [matrices(*call) for call in calls]
+    joined = [torch.cat(parts[i : i + heads], 1) for i in range(0, len(parts), heads)]
+    return dict(zip(paths, joined, strict=True))
 
 
 def probe_rg_lru(model, inputs, monkeypatch) -> dict[str, Tensor]:
@@ -228,6 +268,7 @@ def probabilities(model, inputs, monkeypatch) -> dict[str, Tensor]:
 SSD = function_probe("mamba2_chunk_scan", 0, D=None)
 DELTA = function_probe("torch_chunk_gated_delta_rule", 2)
 PROBES: dict[str, Measure] = {
+    **dict.fromkeys(S6_FAMILIES, probe_s6),
     "mamba2": SSD,
     "zamba2": SSD,
     "bamba": SSD,
@@ -245,25 +286,7 @@ PROBES: dict[str, Measure] = {
     "olmo_hybrid": DELTA,
     "kimi_linear": function_probe("chunk_kimi_delta_attention", 2),
 }
-SOFTMAX = (
-    "jamba",
-    "zamba",
-    "zamba2",
-    "bamba",
-    "falcon_h1",
-    "nemotron_h",
-    "granitemoehybrid",
-    "recurrent_gemma",
-    "minimax",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "olmo_hybrid",
-    "kimi_linear",
-)
-
 PROBES = {family: probe for family, probe in PROBES.items() if family in FAMILIES}
-SOFTMAX = tuple(family for family in SOFTMAX if family in FAMILIES)
 
 
 def assert_same(maps: dict[str, Tensor], truth: dict[str, Tensor], mask: Tensor | None) -> None:
@@ -273,18 +296,22 @@ def assert_same(maps: dict[str, Tensor], truth: dict[str, Tensor], mask: Tensor 
             real = mask.to(expected.dtype)
             expected = expected * real[:, None, :, None] * real[:, None, None]
         assert maps[path].shape == expected.shape
+        assert maps[path].dtype == torch.float32
         assert expected.abs().max() > 1e-3
         error = (maps[path] - expected).abs().max()
         assert error <= TOLERANCE * expected.abs().max(), path
+    assert [path for path in maps if path in truth] == list(truth)  # in forward order
 
 
 def test_every_family_has_a_probe():
     variants = {"falcon_h1_norm_first", "falcon_h1_no_norm"}  # the same scan, another norm
-    assert set(PROBES) == set(SPECS) - variants
+    assert set(PROBES) == set(FAMILIES) - variants
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("family", PROBES)
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [(family, L) for family in PROBES for L in (S6_LENGTHS if family in S6_FAMILIES else LENGTHS)],
+)
 def test_hidden_attention_is_what_impulses_measure(family, length, monkeypatch):
     skip_what_fails_by_itself(family, length)
     model, tokens = build(family), ids(2, length)
@@ -292,19 +319,45 @@ def test_hidden_attention_is_what_impulses_measure(family, length, monkeypatch):
     assert_same(hidden_attention(model, tokens), truth, None)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", PROBES)
+@pytest.mark.parametrize(
+    ("family", "side"),
+    [*itertools.product(PROBES, ("left", "right")), *((f, "middle") for f in S6_FAMILIES)],
+)
 def test_under_a_padding_mask(family, side, monkeypatch):
     model, tokens, mask = build(family), ids(2, 9), padded(side)
+    if side == "middle":
+        mask = torch.ones(2, 9, dtype=torch.long)
+        mask[1, 3:5] = 0
     truth = PROBES[family](model, {"input_ids": tokens, "attention_mask": mask}, monkeypatch)
     maps = hidden_attention(model, tokens, additional_forward_args={"attention_mask": mask})
     assert_same(maps, truth, mask)
 
 
+@pytest.mark.parametrize("family", S6_FAMILIES)
+def test_maps_of_s6_differ_and_are_not_trivial(family, monkeypatch):
+    # Else a test of maps could not tell which channel is which.
+    model, tokens = tiny(family), ids(1, 7)
+    for m in hidden_attention(model, tokens, layers=s6_paths(model)).values():
+        flat = m[0].flatten(1)
+        distance = torch.cdist(flat, flat).fill_diagonal_(float("inf"))
+        assert distance.min() > 1e-3 * flat.norm(dim=1).mean()
+    for length in S6_LENGTHS:
+        for truth in probe_s6(model, {"input_ids": ids(2, length)}, monkeypatch).values():
+            assert truth.tril().abs().median() > 1e-6 * truth.abs().max()
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu"])
+def test_options_of_the_architecture(act, monkeypatch):
+    changes = {"conv_kernel": 3, "use_conv_bias": False, "use_bias": True, "expand": 3}
+    model, tokens = tiny("mamba", hidden_act=act, **changes), ids(2, 7)
+    truth = probe_s6(model, {"input_ids": tokens}, monkeypatch)
+    assert_same(hidden_attention(model, tokens), truth, None)
+
+
 @pytest.mark.parametrize(
     ("length", "side"), [(1, None), (2, None), (19, None), (19, "left"), (19, "right")]
 )
-@pytest.mark.parametrize("family", SOFTMAX)
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_softmax_attention_is_what_the_model_computes(family, length, side, monkeypatch):
     skip_what_fails_by_itself(family, length, side)
     model, tokens = build(family), ids(2, length)

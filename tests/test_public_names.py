@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -21,6 +22,7 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
+from captum_ssm._capture import Request, freeze
 from captum_ssm.mixers import _base as registry
 from captum_ssm.mixers import find_adapter, registered
 from captum_ssm.operators import DiagonalOperator
@@ -99,10 +101,11 @@ def test_importing_is_free_of_side_effects():
 def test_every_module_is_there_after_one_import():
     code = (
         "import sys, captum_ssm as c\n"
-        "for module in c.attr, c.generation, c.metrics, c.mixers, c.models, c.operators, c.ops:\n"
+        "parts = c.attr, c.generation, c.kernels, c.metrics, c.mixers, c.models, c.operators\n"
+        "for module in parts:\n"
         "    assert module.__name__.startswith('captum_ssm.')\n"
         "c.metrics.perturbation, c.visualization.image_overlay\n"
-        "heavy = {'datasets', 'nnsight', 'sklearn', 'transformers'} & set(sys.modules)\n"
+        "heavy = {'datasets', 'nnsight', 'scipy', 'sklearn', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
@@ -119,10 +122,13 @@ class RunningMean(nn.Module):
         self.out_proj = nn.Linear(width, width)
         self.rate = nn.Parameter(torch.linspace(0.1, 1, width))
 
+    def decay(self, token: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-self.rate)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h, out = torch.zeros_like(x[:, 0]), []
         for token in x.unbind(1):
-            h = torch.exp(-self.rate) * h + token
+            h = self.decay(token) * h + token
             out.append(h)
         return self.out_proj(torch.stack(out, 1))
 
@@ -223,6 +229,30 @@ def test_a_wrong_adapter_is_found_out():
     with pytest.raises(ReconstructionError, match="mixer"):
         RawAttention(Toy()).attribute(ids())
     RawAttention(Toy(), check=False).attribute(ids())
+
+
+def test_an_adapter_may_read_its_coefficients_without_a_graph():
+    class Decaying(RunningMean):
+        def decay(self, token):
+            return torch.exp(-torch.sigmoid(token))
+
+    @register_mixer(Decaying)
+    def freeze_decaying(call):
+        x, mixer = call.tokens("x"), freeze_running_mean(call)
+        with torch.no_grad():
+            dt, A = torch.sigmoid(x), -torch.ones(x.shape[-1], 1)
+            return replace(mixer, recurrence=replace(mixer.recurrence, dt=dt, A=A))
+
+    assert find_adapter(Decaying()) is freeze_decaying
+    model = nn.Sequential(Decaying(), Decaying(), nn.Linear(8, 5))
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    first, second = (
+        freeze(Request.of(model, None, x), target=2, gradients=True, check=check)
+        .layers[0]
+        .call.gradient
+        for check in (True, False)
+    )
+    torch.testing.assert_close(first, second)
 
 
 def test_a_mixer_that_is_the_whole_model():

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from methods import MAPS, assert_close, each
 from models import ids, tiny
-from test_contract import MAPS, assert_close
+from nnsight_server import receive, send
 
 from captum_ssm import (
     LaTIM,
@@ -23,7 +24,6 @@ from captum_ssm import (
 from captum_ssm.mixers import find_mixers
 
 FAMILIES = ("mamba", "jamba", "zamba")  # one mixer, beside attention, one that layers share
-remotely = pytest.mark.parametrize("method", [*MAPS, LaTIM], ids=lambda m: m.__name__)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -36,17 +36,16 @@ def checkpoint(request, tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def process(checkpoint):
-    """A process that holds the model and lacks this package."""
-    _, folder = checkpoint
-    command = [sys.executable, Path(__file__).parent / "nnsight_server.py", folder]
+def process():
+    """A process that holds the models and lacks this package."""
+    command = [sys.executable, Path(__file__).with_name("nnsight_server.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         yield running
         running.stdin.close()
 
 
 @pytest.fixture
-def server(monkeypatch, process):
+def server(monkeypatch, checkpoint, process):
     """Sends requests to the process instead of the network; a list of what they took, in bytes."""
     from nnsight import TransformersModel
     from nnsight.intervention.backends.remote import RemoteBackend
@@ -56,12 +55,10 @@ def server(monkeypatch, process):
     def answer(self, request, tracer):
         self.compress = False
         blob = self._serialize(tracer)
-        process.stdin.write(len(blob).to_bytes(8, "big") + blob)
-        process.stdin.flush()
-        size = int.from_bytes(process.stdout.read(8), "big")
-        assert size, "the server ended"
-        sent.append((len(blob), size))
-        result = process.stdout.read(size)
+        send(process.stdin, checkpoint[1].encode(), blob)
+        result = receive(process.stdout)
+        assert result, "the server ended"
+        sent.append((len(blob), len(result)))
         assert not result.startswith(b"error"), result.decode()
         return self.finalize(result)
 
@@ -103,7 +100,7 @@ def test_on_a_server(checkpoint, server):
     assert all(p.is_meta for p in elsewhere._module.parameters())
 
 
-@remotely
+@each([*MAPS, LaTIM])
 @pytest.mark.parametrize("dispatch", [False, True], ids=["absent", "loaded"])
 def test_every_method(method, dispatch, checkpoint, server):
     family, folder = checkpoint

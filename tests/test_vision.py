@@ -1,14 +1,10 @@
 """Vision Mamba and SS2D: the published numbers, their operators, and relevance on pixels."""
 
-import json
-from functools import cache
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from captum.attr import IntegratedGradients, LayerAttribution, NoiseTunnel, visualization
-from models import randomize
+from methods import each
+from models import golden, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,9 +16,9 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._capture import freeze
+from captum_ssm._capture import Request, freeze
 from captum_ssm.attr.mamba_lrp import frozen_output
-from captum_ssm.models import SS2D, BidirectionalMamba, TokenGrid, VisionMamba, vision_mamba
+from captum_ssm.models import SS2D, BidirectionalMamba, TokenGrid, VisionMamba, _s6, vision_mamba
 from captum_ssm.models.vision_mamba import find_cls
 from captum_ssm.operators import (
     ConvolvedOperator,
@@ -31,20 +27,8 @@ from captum_ssm.operators import (
     TokenOperator,
 )
 
-FILE = Path(__file__).parent / "golden" / "vim_tiny.npz"
+GOLDEN, WEIGHTS, CONFIG = golden("vim_tiny")
 CLS = ("start", "middle", "end", "ends", None)
-
-
-@cache
-def golden() -> dict[str, Tensor]:
-    with np.load(FILE) as z:
-        names = [name for name in z.files if name != "config_json"]
-        return {name: torch.from_numpy(z[name]) for name in names}
-
-
-def golden_model() -> VisionMamba:
-    state = {name[3:]: value for name, value in golden().items() if name.startswith("sd/")}
-    return VisionMamba.from_state_dict(state)
 
 
 def small(size=(12, 20), **changes) -> VisionMamba:
@@ -63,7 +47,7 @@ def images(count: int = 2, size=(12, 20), colours: int = 3) -> Tensor:
 
 
 def test_golden_logits_and_mixers():
-    g, model, seen = golden(), golden_model(), {}
+    g, model, seen = GOLDEN, VisionMamba.from_state_dict(WEIGHTS), {}
     for n, layer in enumerate(model.layers):
         layer.mixer.register_forward_hook(lambda m, a, out, n=n: seen.update({n: (a[0], out)}))
     with torch.no_grad():
@@ -75,9 +59,9 @@ def test_golden_logits_and_mixers():
 
 
 def test_golden_matrices_of_both_directions():
-    g, model = golden(), golden_model()
+    g, model = GOLDEN, VisionMamba.from_state_dict(WEIGHTS)
     found = hidden_attention(model, g["image"])
-    frozen = freeze(model, None, g["image"])
+    frozen = freeze(Request.of(model, None, g["image"]))
     assert list(found) == [f"layers.{n}.mixer" for n in range(4)]
     for n, layer in enumerate(frozen.layers):
         truth = [g[f"attn_matrix_{way}_fp32_L{n}"] for way in "ab"]
@@ -89,7 +73,7 @@ def test_golden_matrices_of_both_directions():
 
 
 def test_golden_configuration_is_read_off_the_weights():
-    model, config = golden_model(), json.loads(str(np.load(FILE)["config_json"]))
+    model, config = VisionMamba.from_state_dict(WEIGHTS), CONFIG
     grid = model.token_grid(32, 32)
     assert model.image_size == (config["img_size"],) * 2
     assert model.cls_tokens() == [config["cls_pos"]] == [8]
@@ -196,7 +180,7 @@ def test_errors_of_loading():
     with pytest.raises(ValueError, match=r"\(B, C, 12, 20\)"):
         small()(images(size=(12, 16)))
     for bad in ({"cls": "left"}, {"pool": "max"}, {"norm": "batch"}, {"bimamba_type": "v3"}):
-        with pytest.raises(ValueError, match="accepted are"):
+        with pytest.raises(ValueError, match="; expected"):
             small(**bad)
 
 
@@ -241,10 +225,10 @@ def assert_is(op: TokenOperator, truth: Tensor) -> None:
         "rows": (op.rows(index), rows),
         "row means": (op.rows(index, "mean"), rows.mean(1)),
         "row maxima": (op.rows(index, "max"), rows.amax(1)),
-        "apply": (op.apply(v), torch.einsum("bdij,bjd->bid", truth, v)),
-        "vecmat": (op.vecmat(w), torch.einsum("bid,bdij->bjd", w, truth)),
-        "vecmat mean": (op.vecmat(w, "mean"), torch.einsum("bid,bdij->bj", w, truth) / D),
-        "shared": (op.vecmat(w[..., 0], "mean"), torch.einsum("bi,bij->bj", w[..., 0],
+        "matvec": (op.matvec(v), torch.einsum("bdij,bjd->bid", truth, v)),
+        "rmatvec": (op.rmatvec(w), torch.einsum("bid,bdij->bjd", w, truth)),
+        "rmatvec mean": (op.rmatvec(w, "mean"), torch.einsum("bid,bdij->bj", w, truth) / D),
+        "shared": (op.rmatvec(w[..., 0], "mean"), torch.einsum("bi,bij->bj", w[..., 0],
                                                               truth.mean(1))),
         "sums": (op.row_sums(), truth.mean(1).sum(-1)),
     }  # fmt: skip
@@ -331,30 +315,23 @@ MIXERS = {
 def test_impulses_through_the_models_own_scan(kind, monkeypatch):
     """Column j of a map is what the model's scan makes of a unit value at j."""
     model, calls = MIXERS[kind](), []
-    name = "captum_ssm.models.ss2d" if "ss2d" in kind else "captum_ssm.models.vision_mamba"
-    scan = vision_mamba.selective_scan
+    scan = _s6.selective_scan
 
     def recorded(*args):
         calls.append(args)
         return scan(*args)
 
-    monkeypatch.setattr(f"{name}.selective_scan", recorded)
+    monkeypatch.setattr(_s6, "selective_scan", recorded)
     with torch.no_grad():
         model(images())
     monkeypatch.undo()
     maps = list(hidden_attention(model, images()).values())
     ways = len(calls) // len(maps)
-    orders = {
-        1: lambda L: [torch.arange(L)],
-        2: lambda L: [torch.arange(L), torch.arange(L).flip(0)],
-    }
     for n, found in enumerate(maps):
         B, D, L, _ = found.shape
-        if ways == 4:
-            columns = torch.arange(15).view(3, 5).mT.flatten()
-            scans = [torch.arange(15), columns, torch.arange(15).flip(0), columns.flip(0)]
-        else:
-            scans = orders[ways](L)
+        rows = torch.arange(L)
+        columns = [rows.view(3, 5).mT.flatten()] if ways == 4 else []
+        scans = [rows, *columns, rows.flip(0), *(c.flip(0) for c in columns)][:ways]
         truth = torch.zeros_like(found)
         for order, args in zip(scans, calls[n * ways : (n + 1) * ways], strict=True):
             for t in range(L):
@@ -369,18 +346,18 @@ def test_the_unified_operator_is_the_mixer(kind):
     """Without its constants (the convolution's bias, offsets) a mixer is its unified operator."""
     model = MIXERS[kind]()
     everything = ("conv", "activation", "gate", "norm", "skip")
-    for layer in freeze(model, None, images()).layers:
+    for layer in freeze(Request.of(model, None, images())).layers:
         module = layer.call.module
         operator = layer.mixer.operator("unified", everything)
         u = layer.mixer.inputs
         constant = layer.mixer.operator("unified", ("activation", "gate", "norm", "skip"))
         conv = getattr(module, "conv2d", None) or module.conv1d
-        found = operator.apply(u)
+        found = operator.matvec(u)
         if kind in ("v1", "one direction", "ss2d", "ss2d without gate") and conv.bias is not None:
-            found = found + constant.apply(conv.bias.expand_as(u))
+            found = found + constant.matvec(conv.bias.expand_as(u))
         elif conv.bias is not None:
             for scan, order, weight in layer.mixer.scans_in_order():
-                bias = scan.operator("unified", everything[1:]).apply(scan.conv_bias.expand_as(u))
+                bias = scan.operator("unified", everything[1:]).matvec(scan.conv_bias.expand_as(u))
                 found = found + weight * bias[:, torch.argsort(order)]
         out = module.out_proj(found + layer.mixer.remainder())
         gamma = getattr(module, "gamma", None)
@@ -488,7 +465,7 @@ def explicit(model, x, target, formulation) -> dict[str, Tensor]:
     for hook in hooks:
         hook.remove()
     maps = hidden_attention(model, x, formulation=formulation, reduction="mean").values()
-    query = freeze(model, None, x).require_query()[:, None]
+    query = freeze(Request.of(model, None, x)).require_query()[:, None]
     eye = torch.eye(query.shape[-1], dtype=torch.float64)
     rollout = attribution = eye
     for alpha, gradient in zip(maps, gradients, strict=True):
@@ -534,9 +511,6 @@ def test_scan_learns_and_infers_alike():
 # Images in Captum
 
 
-METHODS = [RawAttention, MambaRollout, MambaAttribution]
-
-
 def token_relevance(model, x, method=MambaAttribution, **options) -> Tensor:
     """Relevance of tokens ``(B, L)``: the method on the embeddings behind the same blocks."""
 
@@ -556,7 +530,7 @@ def token_relevance(model, x, method=MambaAttribution, **options) -> Tensor:
     return explain.attribute(model.embed(x).detach(), target=2, **options).sum(-1)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each([RawAttention, MambaRollout, MambaAttribution])
 @pytest.mark.parametrize("cls", CLS)
 def test_relevance_of_patches_on_pixels(method, cls):
     model, x = small(cls=cls), images()
@@ -577,7 +551,7 @@ def test_relevance_of_patches_on_pixels(method, cls):
 @pytest.mark.parametrize("pool", ["mean", "last"])
 def test_the_readout_is_found(cls, pool):
     model, x = small(cls=cls, pool=pool), images()
-    query = freeze(model, None, x).require_query()
+    query = freeze(Request.of(model, None, x)).require_query()
     expected = torch.zeros(16 + (cls == "ends") - (cls is None), dtype=torch.float64)
     places = model.cls_tokens() or ([14] if pool == "last" else list(range(15)))
     expected[places] = 1 / len(places)
@@ -707,7 +681,7 @@ def test_a_grid_that_is_not_known_is_asked_for():
 
 
 def test_interpolations_are_named():
-    with pytest.raises(ValueError, match="accepted are"):
+    with pytest.raises(ValueError, match=r"interpolate_mode is 'cubic'; .*'bilinear', 'nearest'"):
         RawAttention(small(), interpolate_mode="cubic")
-    with pytest.raises(ValueError, match=r"accepted is \(H, W\)"):
+    with pytest.raises(ValueError, match=r"expected \(H, W\)"):
         TokenGrid(torch.arange(4))

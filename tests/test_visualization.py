@@ -108,6 +108,11 @@ def test_layer_overview(tmp_path):
     layer_overview(torch.zeros(2, L), TOKENS).savefig(tmp_path / "zeros.png")
 
 
+def test_a_page_of_records_from_a_generator():
+    records = [text_record(torch.ones(2), ["a", "b"])] * 2
+    assert text_html(iter(records)) == text_html(records)
+
+
 def test_a_page_of_text():
     relevance = MambaLRP(tiny()).attribute(ids(1, L), target=5)[0]
     records = [
@@ -168,9 +173,12 @@ def test_images_and_their_relevance(tmp_path):
     assert size_of(figure, tmp_path / "images.png") > 5000
 
 
-@pytest.mark.parametrize(
+each_drawing = pytest.mark.parametrize(
     "method", ["heat_map", "blended_heat_map", "masked_image", "alpha_scaling"]
 )
+
+
+@each_drawing
 @pytest.mark.parametrize("sign", ["positive", "negative", "absolute_value"])
 def test_each_way_to_draw_is_captums_own(method, sign):
     torch.manual_seed(0)
@@ -203,9 +211,7 @@ def figure_limits(figure: Figure) -> tuple[float, float]:
     return figure.axes[1].images[-1].get_clim()
 
 
-@pytest.mark.parametrize(
-    "method", ["heat_map", "blended_heat_map", "masked_image", "alpha_scaling"]
-)
+@each_drawing
 def test_nothing_of_a_sign_is_nothing_drawn(method, tmp_path):
     images = torch.rand(2, 3, 4, 4)
     relevance = torch.stack([torch.ones(4, 4), -torch.ones(4, 4)])
@@ -277,7 +283,7 @@ BAD_CALLS = {
     ),
     "two colours": (
         lambda: image_overlay(torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4, 4)),
-        "one or three colours",
+        "one or three color channels",
     ),
     "relevance of tokens": (
         lambda: image_overlay(torch.rand(1, 5), torch.rand(1, 3, 4, 4)),
@@ -293,11 +299,11 @@ BAD_CALLS = {
     ),
     "one title": (
         lambda: image_overlay(torch.rand(2, 4, 4), torch.rand(2, 3, 4, 4), titles="ab"),
-        "titles is 'ab'; give one an image, 2",
+        "titles is 'ab'; expected one per image, 2",
     ),
     "an unknown sign": (
         lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), signs="both"),
-        "signs is 'both'; accepted are one of",
+        "signs is 'both'; expected one of",
     ),
     "too many signs": (
         lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), signs=["all"] * 3),
@@ -305,7 +311,7 @@ BAD_CALLS = {
     ),
     "an unknown method": (
         lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), methods=["map"]),
-        r"methods is \['map'\]; accepted",
+        r"methods is \['map'\]; expected",
     ),
     "all signs in a mask": (
         lambda: image_overlay(
@@ -318,7 +324,7 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("records", [text_record(torch.ones(1), ["a"]), [1], ["record"], 3])
 def test_a_page_of_something_else(records):
-    with pytest.raises(TypeError, match=r"accepted is a list .* text_html\(\[record\]\)"):
+    with pytest.raises(TypeError, match=r"expected a list .* text_html\(\[record\]\)"):
         text_html(records)
 
 

@@ -56,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=captum_ssm.ops.ExtensionWarning)
+    warnings.filterwarnings("ignore", category=captum_ssm.kernels.ExtensionWarning)
 
     source = [SYMBOLS.index(letter) for letter in args.string]
     n = len(source)
@@ -70,7 +70,7 @@ def main() -> None:
     with torch.no_grad():
         probabilities = model(ids).logits[0, -1].softmax(-1)
     target = int(probabilities.argmax())
-    print(f"kernels: {'compiled' if captum_ssm.ops.extension_loaded() else 'PyTorch'}")
+    print(f"kernels: {'compiled' if captum_ssm.kernels.extension_loaded() else 'PyTorch'}")
     print(f"reads    {' '.join(tokens)}")
     print(
         f"predicts {SYMBOLS[target]!r} with probability {float(probabilities[target]):.4f}; "

@@ -6,40 +6,43 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from captum_ssm import ops
+from captum_ssm.kernels import DiagonalCoefficients, extension_loaded
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import _record
 
 
-def layer(length: int, channels: int = 1536, states: int = 16, seed: int = 0) -> dict[str, Tensor]:
+def layer(
+    length: int, channels: int = 1536, states: int = 16, seed: int = 0
+) -> DiagonalCoefficients:
     """Coefficients with the shape of one layer of a 130m-sized Mamba, and typical decays."""
     g = torch.Generator().manual_seed(seed)
     dt = torch.nn.functional.softplus(torch.randn(1, length, channels, generator=g) - 3)
-    return {
-        "dt": dt,
-        "right": dt,
-        "A": -torch.arange(1, states + 1.0).repeat(channels, 1),
-        "Bm": torch.randn(1, length, 1, states, generator=g),
-        "Cm": torch.randn(1, length, 1, states, generator=g),
-    }
+    return DiagonalCoefficients(
+        dt,
+        dt,
+        A=-torch.arange(1, states + 1.0).repeat(channels, 1),
+        B=torch.randn(1, length, 1, states, generator=g),
+        C=torch.randn(1, length, 1, states, generator=g),
+    )
 
 
-def mixer(coefficients: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
+def mixer(coefficients: DiagonalCoefficients, seed: int = 1) -> DiagonalCoefficients:
     """The same layer with its activation, gate and convolution of width 4 folded in."""
     g = torch.Generator().manual_seed(seed)
-    dt = coefficients["dt"]
-    return {
-        **coefficients,
-        "right": dt * torch.rand(dt.shape, generator=g),
-        "left": torch.randn(dt.shape, generator=g),
-        "conv": torch.randn(dt.shape[2], 4, generator=g) / 2,
-    }
+    dt = coefficients.dt
+    return replace(
+        coefficients,
+        right=dt * torch.rand(dt.shape, generator=g),
+        left=torch.randn(dt.shape, generator=g),
+        conv=torch.randn(dt.shape[2], 4, generator=g) / 2,
+    )
 
 
 _clock = time.perf_counter
@@ -87,7 +90,7 @@ def arguments(description: str | None) -> argparse.Namespace:
         global _clock
         args.threads, _clock = 1, time.process_time
     torch.set_num_threads(args.threads)
-    if not ops.extension_loaded():
+    if not extension_loaded():
         raise SystemExit("the compiled kernels are not loaded: there is nothing to measure")
     return args
 

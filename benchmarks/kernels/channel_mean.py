@@ -8,11 +8,14 @@ is a layer of steps a hundred times smaller, in which every state lives to the e
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from _common import arguments, check, layer, mixer, save, seconds
 from _opponents import published_loop, recursive_halving, row_recurrence
 
-from captum_ssm import ops
+from captum_ssm import kernels
+from captum_ssm.kernels import diagonal
 
 
 def main() -> None:
@@ -23,21 +26,21 @@ def main() -> None:
     for length in args.lengths or (256, 512, 1024, 2048):
         plain = layer(length)
         whole = mixer(plain)
-        dense = {**plain, "dt": plain["dt"] / 100}
-        channels, states = plain["A"].shape
-        expected = ops.diagonal_mean(**plain)  # the first call of each side warms up
-        error = check("recursive halving", recursive_halving(**plain), expected)
-        check("the PyTorch form", ops.diagonal_mean_torch(**plain), expected)
-        check("the whole mixer", ops.diagonal_mean_torch(**whole), ops.diagonal_mean(**whole))
-        check("dense", ops.diagonal_mean_torch(**dense), ops.diagonal_mean(**dense))
+        dense = replace(plain, dt=plain.dt / 100)
+        channels, states = plain.A.shape
+        expected = kernels.diagonal_mean(plain)  # the first call of each side warms up
+        error = check("recursive halving", recursive_halving(plain), expected)
+        check("the PyTorch form", diagonal.diagonal_mean_torch(plain), expected)
+        check("the whole mixer", diagonal.diagonal_mean_torch(whole), kernels.diagonal_mean(whole))
+        check("dense", diagonal.diagonal_mean_torch(dense), kernels.diagonal_mean(dense))
 
         kernel, dense_s, unified, mm, halving, form = seconds(
-            lambda p=plain: ops.diagonal_mean(**p),
-            lambda d=dense: ops.diagonal_mean(**d),
-            lambda w=whole: ops.diagonal_mean(**w),
+            lambda p=plain: kernels.diagonal_mean(p),
+            lambda d=dense: kernels.diagonal_mean(d),
+            lambda w=whole: kernels.diagonal_mean(w),
             lambda: torch.mm(a, b, out=out),
-            lambda p=plain: recursive_halving(**p),
-            lambda p=plain: ops.diagonal_mean_torch(**p),
+            lambda p=plain: recursive_halving(p),
+            lambda p=plain: diagonal.diagonal_mean_torch(p),
             repeats=args.repeats,
         )
         row: dict[str, object] = {
@@ -54,10 +57,10 @@ def main() -> None:
         }
         row["dense_share_of_mm"] = row["dense_gflops"] / row["mm_gflops"]  # type: ignore[operator]
         if length <= 1024:
-            check("row recurrence", row_recurrence(**plain), expected)
+            check("row recurrence", row_recurrence(plain), expected)
             slow, again = seconds(
-                lambda p=plain: row_recurrence(**p),
-                lambda p=plain: ops.diagonal_mean(**p),
+                lambda p=plain: row_recurrence(p),
+                lambda p=plain: kernels.diagonal_mean(p),
                 repeats=1,
             )
             row["row_recurrence_over_kernel"] = slow / again
@@ -72,11 +75,11 @@ def main() -> None:
 
     # The triple loop is cubic in Python: a short sequence has to do.
     short = layer(64)
-    check("published loop", published_loop(**short), ops.diagonal_mean(**short))
+    check("published loop", published_loop(short), kernels.diagonal_mean(short))
     loop, kernel = seconds(
-        lambda: published_loop(**short), lambda: ops.diagonal_mean(**short), repeats=1
+        lambda: published_loop(short), lambda: kernels.diagonal_mean(short), repeats=1
     )
-    [kernel] = seconds(lambda: ops.diagonal_mean(**short), repeats=args.repeats)
+    [kernel] = seconds(lambda: kernels.diagonal_mean(short), repeats=args.repeats)
     rows.append({"length": 64, "kernel_ms": kernel * 1e3, "loop_over_kernel": loop / kernel})
     print(f"L=   64: published loop {loop:.1f} s, {loop / kernel:.0f} times the kernel's time")
     save("channel_mean", args, rows)

@@ -10,11 +10,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import torch
 from _common import arguments, layer, save, seconds
 
-from captum_ssm import ops
+from captum_ssm import kernels
 
 SETS = ("avx512", "avx2", "portable")
 
@@ -22,11 +23,11 @@ SETS = ("avx512", "avx2", "portable")
 def measure(repeats: int) -> dict[str, float]:
     short, long = layer(512), layer(8192)
     w = torch.rand(1, 8192)
-    double = {k: x.double() for k, x in short.items()}
+    double = replace(short, **{k: x.double() for k, x in vars(short).items() if x is not None})
     mean, scan, mean64 = seconds(
-        lambda: ops.diagonal_mean(**short),
-        lambda: ops.diagonal_vecmat(w, **long, mean=True),
-        lambda: ops.diagonal_mean(**double),
+        lambda: kernels.diagonal_mean(short),
+        lambda: kernels.diagonal_rmatvec(w, long, mean=True),
+        lambda: kernels.diagonal_mean(double),
         repeats=repeats,
     )
     return {"mean_ms": mean * 1e3, "scan_ms": scan * 1e3, "mean_float64_ms": mean64 * 1e3}

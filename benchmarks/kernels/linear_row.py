@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from _common import arguments, check, layer, mixer, save, seconds
 
-from captum_ssm import ops
+from captum_ssm import kernels
+from captum_ssm.kernels import diagonal
 
 
 def main() -> None:
@@ -22,18 +23,18 @@ def main() -> None:
         row: dict[str, object] = {"length": length}
 
         def scan(p=plain, w=w):
-            return ops.diagonal_vecmat(w, **p, mean=True)
+            return kernels.diagonal_rmatvec(w, p, mean=True)
 
         text = ""
         if length <= 4096:
             whole = mixer(plain)
-            check("matrix", w @ ops.diagonal_mean(**plain)[0], scan())
-            check("PyTorch form", ops.diagonal_vecmat_torch(w, **plain, mean=True), scan())
+            check("matrix", w @ kernels.diagonal_mean(plain)[0], scan())
+            check("PyTorch form", diagonal.diagonal_rmatvec_torch(w, plain, mean=True), scan())
             kernel, unified, matrix, form = seconds(
                 scan,
-                lambda w=w, p=whole: ops.diagonal_vecmat(w, **p, mean=True),
-                lambda w=w, p=plain: w @ ops.diagonal_mean(**p)[0],
-                lambda w=w, p=plain: ops.diagonal_vecmat_torch(w, **p, mean=True),
+                lambda w=w, p=whole: kernels.diagonal_rmatvec(w, p, mean=True),
+                lambda w=w, p=plain: w @ kernels.diagonal_mean(p)[0],
+                lambda w=w, p=plain: diagonal.diagonal_rmatvec_torch(w, p, mean=True),
                 repeats=args.repeats,
             )
             row |= {

@@ -19,34 +19,32 @@ import torch
 from _common import arguments, check, layer, save, seconds
 from torch import Tensor
 
-from captum_ssm import ops
+from captum_ssm import kernels
+from captum_ssm.kernels import diagonal as diagonal_kernels
+from captum_ssm.kernels import linear_attention as linear_attention_kernels
 from captum_ssm.operators import (
     DiagonalOperator,
     LinearAttentionOperator,
     SoftmaxOperator,
     TokenOperator,
 )
-from captum_ssm.operators.diagonal import naive_matrix as naive_diagonal
-from captum_ssm.operators.linear_attention import naive_matrix as naive_linear
-from captum_ssm.operators.softmax import naive_matrix as naive_softmax
 
 
 def diagonal(length: int, channels: int = 1536) -> DiagonalOperator:
-    c = layer(length, channels)
-    return DiagonalOperator(c["dt"], c["right"], c["A"], c["Bm"], c["Cm"])
+    return DiagonalOperator(**vars(layer(length, channels)))
 
 
-def linear(
+def linear_attention(
     length: int, heads: int, state: int, width: int, per_key: bool = False, delta: bool = False
 ) -> LinearAttentionOperator:
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, length, heads, state, generator=g) * state**-0.5
     decay = -torch.rand(1, length, heads, state if per_key else 1, generator=g) * 0.1
     if not delta:
-        return LinearAttentionOperator(query, key, decay, width)
+        return LinearAttentionOperator(query, key, decay, width=width)
     probe = torch.nn.functional.normalize(key, dim=-1)
     write = probe * torch.rand(1, length, heads, 1, generator=g)
-    return LinearAttentionOperator(query, write, decay, width, erase=write, probe=probe)
+    return LinearAttentionOperator(query, write, decay, write, probe, width=width)
 
 
 def softmax(length: int, heads: int, state: int) -> SoftmaxOperator:
@@ -55,21 +53,27 @@ def softmax(length: int, heads: int, state: int) -> SoftmaxOperator:
     return SoftmaxOperator(query, key, state**-0.5, state)
 
 
+def naive_softmax(op: SoftmaxOperator) -> Tensor:
+    scores = (op.query.double() @ op.key.double().mT) * op.scale
+    later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return torch.softmax(scores.masked_fill(later, -torch.inf), -1)
+
+
 KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict[str, int]]] = {
-    "diagonal, 1536 channels of 16": (diagonal, naive_diagonal, {"channels": 32}),
+    "diagonal, 1536 channels of 16": (diagonal, kernels.naive_diagonal_matrix, {"channels": 32}),
     "decay per head, 24 heads of 64, state 128": (
-        lambda length, heads=24: linear(length, heads, 128, 64),
-        naive_linear,
+        lambda length, heads=24: linear_attention(length, heads, 128, 64),
+        kernels.naive_linear_attention_matrix,
         {"heads": 2},
     ),
     "decay per key, 8 heads of 128, state 128": (
-        lambda length, heads=8: linear(length, heads, 128, 128, per_key=True),
-        naive_linear,
+        lambda length, heads=8: linear_attention(length, heads, 128, 128, per_key=True),
+        kernels.naive_linear_attention_matrix,
         {"heads": 2},
     ),
     "gated delta rule, 16 heads of 128, state 128": (
-        lambda length, heads=16: linear(length, heads, 128, 128, delta=True),
-        naive_linear,
+        lambda length, heads=16: linear_attention(length, heads, 128, 128, delta=True),
+        kernels.naive_linear_attention_matrix,
         {"heads": 2},
     ),
     "softmax, 12 heads of 64": (
@@ -83,15 +87,15 @@ KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict
 @contextlib.contextmanager
 def torch_forms() -> Iterator[None]:
     """Operators take the PyTorch forms, as where the extension is missing."""
-    names = [n for n in ops.__all__ if n.endswith("_torch")]
-    kernels = {n.removesuffix("_torch"): getattr(ops, n.removesuffix("_torch")) for n in names}
-    for name in kernels:
-        setattr(ops, name, getattr(ops, f"{name}_torch"))
+    forms = {**vars(diagonal_kernels), **vars(linear_attention_kernels)}
+    compiled = {name: f for name, f in vars(kernels).items() if f"{name}_torch" in forms}
+    for name in compiled:
+        setattr(kernels, name, forms[f"{name}_torch"])
     try:
         yield
     finally:
-        for name, kernel in kernels.items():
-            setattr(ops, name, kernel)
+        for name, kernel in compiled.items():
+            setattr(kernels, name, kernel)
 
 
 def in_torch(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -139,7 +143,7 @@ def main() -> None:
             v = torch.randn(1, length, op.channels, generator=torch.Generator().manual_seed(1))
 
             def row(op: TokenOperator = op, query: Tensor = query) -> Tensor:
-                return op.vecmat(query, "mean")
+                return op.rmatvec(query, "mean")
 
             def matrix(op: TokenOperator = op) -> Tensor:
                 return op.matrix("mean")
@@ -155,7 +159,7 @@ def main() -> None:
             if not isinstance(op, SoftmaxOperator):
 
                 def apply(op: TokenOperator = op, v: Tensor = v) -> Tensor:
-                    return op.apply(v)
+                    return op.matvec(v)
 
                 def loop(op: TokenOperator = op, v: Tensor = v) -> Tensor:
                     return token_by_token(op, v)

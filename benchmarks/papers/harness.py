@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from captum_ssm.metrics import Estimate
+from captum_ssm.metrics import Interval
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WAIT = timedelta(days=2)  # one process may be long done before another
@@ -83,7 +83,7 @@ def report(
     output: Path,
     name: str,
     about: Mapping[str, Any],
-    scores: Mapping[str, Mapping[str, Estimate]],
+    scores: Mapping[str, Mapping[str, Interval]],
     paper: Mapping[str, Mapping[str, float]],
     columns: Mapping[str, tuple[str, float]],
     notes: str,
@@ -125,7 +125,7 @@ def report(
 
 
 def table(
-    scores: Mapping[str, Mapping[str, Estimate]],
+    scores: Mapping[str, Mapping[str, Interval]],
     paper: Mapping[str, Mapping[str, float]],
     columns: Mapping[str, tuple[str, float]],
 ) -> str:

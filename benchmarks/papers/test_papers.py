@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from captum_ssm import MambaAttribution, MambaLRP
-from captum_ssm.metrics import Estimate, alignment_error_rate, segmentation
+from captum_ssm.metrics import Interval, alignment_error_rate, segmentation
 from captum_ssm.models import VisionMamba
 
 HERE = Path(__file__).resolve().parent
@@ -563,7 +563,7 @@ def test_names_of_the_hub_are_asked_of_the_hub(monkeypatch):
 
 
 def test_the_paper_s_numbers_stand_beside_ours():
-    scores = {"A": {"x": Estimate(0.5, 0.25, 0.75, 9)}, "B": {"x": Estimate(0.1, 0.1, 0.1, 9)}}
+    scores = {"A": {"x": Interval(0.5, 0.25, 0.75, 9)}, "B": {"x": Interval(0.1, 0.1, 0.1, 9)}}
     text = harness.table(scores, {"A": {"x": 51.2}}, {"x": ("X ↑", 100)})
     assert text.splitlines()[2:] == [
         "| A | 50.0 [25.0, 75.0] (51.2) |",

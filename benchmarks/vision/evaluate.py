@@ -39,7 +39,7 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm.metrics import (
-    Estimate,
+    Interval,
     bootstrap,
     cls_influence,
     delta_af,
@@ -52,7 +52,7 @@ from captum_ssm.metrics import (
 )
 from captum_ssm.mixers.vision import freeze_bidirectional
 from captum_ssm.models import BidirectionalMamba, VisionMamba
-from captum_ssm.operators import BandOperator
+from captum_ssm.operators import SkipOperator
 
 # Last, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "papers"))
@@ -110,7 +110,7 @@ def without_s6(call: MixerCall) -> FrozenMixer:
     """The mixer with the identity in place of its recurrence (Zimerman et al., table 4)."""
     mixer: Any = freeze_bidirectional(call)
     scans = tuple(
-        dataclasses.replace(scan, recurrence=BandOperator(torch.ones_like(scan.inputs)))
+        dataclasses.replace(scan, recurrence=SkipOperator(torch.ones_like(scan.inputs)))
         for scan in mixer.scans
     )
     return dataclasses.replace(mixer, scans=scans)
@@ -162,7 +162,7 @@ def score(
     method: Callable[[Tensor, Tensor], Tensor],
     removal: Any,
     **harness: Any,
-) -> dict[str, Estimate]:
+) -> dict[str, Interval]:
     """All scores of one method."""
     options = {"removal": removal, "patch": PATCH}
 
@@ -208,7 +208,7 @@ def inside(
     }
 
 
-def table(results: dict[str, dict[str, Estimate]]) -> str:
+def table(results: dict[str, dict[str, Interval]]) -> str:
     """The scores as a Markdown table, in percent, the papers' numbers beneath ours in brackets."""
     head = ["Method", "Positive ↓", "Negative ↑", "ΔA^F ↑", "Pixel accuracy ↑", "mAP ↑", "mIoU ↑"]
     lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
@@ -283,7 +283,7 @@ def main() -> None:
         earlier = json.loads(path.read_text())
         if earlier["about"]["images"] == about["images"]:
             kept = {
-                method: {key: Estimate(**e) for key, e in row.items()}
+                method: {key: Interval(**e) for key, e in row.items()}
                 for method, row in earlier["scores"].items()
             }
             results = kept | results

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm.metrics import Estimate, evaluate, segmentation
+from captum_ssm.metrics import Interval, evaluate, segmentation
 from captum_ssm.models import VisionMamba
 
 HERE = Path(__file__).resolve().parent
@@ -96,13 +96,13 @@ def learnt(images: Tensor, masks: Tensor, unseen: Tensor, epochs: int, seed: int
         return (model(unseen)[:, 0] > cut).float()
 
 
-def agreement(found: Tensor, truth: Tensor) -> dict[str, Estimate]:
+def agreement(found: Tensor, truth: Tensor) -> dict[str, Interval]:
     """Pixel accuracy and mIoU of masks ``(B, H, W)`` of 0 and 1."""
     scores = segmentation(found, truth.long(), threshold=0.5)
     return {"pixel_accuracy": scores.pixel_accuracy(), "miou": scores.miou()}
 
 
-def table(results: dict[str, dict[str, dict[str, Estimate]]]) -> str:
+def table(results: dict[str, dict[str, dict[str, Interval]]]) -> str:
     """The scores as a Markdown table, in percent."""
     lines = [
         "| Masks by | mIoU of the masks | mIoU of the network | Pixel accuracy of the network |",

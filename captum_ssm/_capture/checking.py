@@ -12,12 +12,14 @@ from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers._base import is_quantised
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
-# at every step; the frozen operator does not.
+# at every step; the frozen operator does not. Measured on every family, with weights up to 1.5
+# times as large as at initialization, right adapters err by at most 9e-7, 1.3e-5, 6e-3 and 1.9e-2;
+# in bfloat16 the delta rule and RG-LRU by 4.7e-2 (see FrozenMixer.rounding).
 TOLERANCE = {
-    torch.float64: 1e-6,
+    torch.float64: 5e-6,
     torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 3e-2,
+    torch.float16: 1.2e-2,
+    torch.bfloat16: 4e-2,
 }
 
 
@@ -38,12 +40,25 @@ def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) 
     return torch.linalg.vector_norm(error, dim=(1, 2)) / size.clamp(min=1e-12)
 
 
-def check_reconstruction(name: str, call: MixerCall, rebuilt: Tensor, mask: Tensor | None) -> None:
+def tolerance_of(call: MixerCall, rounding: float) -> float:
+    """The largest relative error with which a call counts as reproduced.
+
+    Args:
+        call (MixerCall): its dtype and weights decide.
+        rounding (float): that of the :class:`FrozenMixer`.
+    """
+    dtype = call.output.dtype
+    tolerance = TOLERANCE[dtype] * (rounding if dtype.itemsize == 2 else 1.0)
+    # Quantized weights may round what enters a layer.
+    return max(tolerance, TOLERANCE[torch.float16]) if is_quantised(call.module) else tolerance
+
+
+def check_reconstruction(
+    name: str, call: MixerCall, rebuilt: Tensor, mask: Tensor | None, rounding: float
+) -> None:
     """Raise `ReconstructionError` unless ``rebuilt (B, L, E)`` is the mixer's output."""
     error = float(reconstruction_error(call, rebuilt, mask).amax())
-    tolerance = TOLERANCE[call.output.dtype]
-    if is_quantised(call.module):  # which may round what enters a layer
-        tolerance = max(tolerance, TOLERANCE[torch.float16])
+    tolerance = tolerance_of(call, rounding)
     if not error <= tolerance:
         raise ReconstructionError(
             f"the frozen operator of {name} ({type(call.module).__name__}) does not reproduce its "
@@ -62,7 +77,7 @@ def warn_if_padding_is_read(
     if mask is None or not bool((mask[:, 1:] > mask[:, :-1]).any()):
         return
     mask = mask.to(mixer.recurrence.device, mixer.recurrence.dtype)
-    read = mixer.recurrence.vecmat(mask, "mean") * (1 - mask)
+    read = mixer.recurrence.rmatvec(mask, "mean") * (1 - mask)
     written = mixer.inputs.abs().amax(-1) * read.abs()
     if bool((written > 0).any()):
         warnings.warn(

@@ -159,6 +159,7 @@ class Made:
 
     mixer: FrozenMixer | None
     output: Tensor
+    rounding: float
 
 
 class Substitution:
@@ -182,9 +183,10 @@ class Substitution:
             self.made.append(None)
             return call.result
         check_finite(call)
-        with weights_loaded(call.module):
-            mixer = adapter(call)
-        output, made = self.mixed(mixer)
+        with _without_autocast():
+            with weights_loaded(call.module):
+                mixer = adapter(call)
+            output, made = self.mixed(mixer)
         self.made.append(made)
         return self._in_place(call, output)
 
@@ -199,7 +201,7 @@ class Substitution:
         quick = isinstance(mixer.recurrence, DiagonalOperator)
         with torch.set_grad_enabled(quick):
             output = mixer.output()
-        return output if quick else None, Made(detached(mixer), output.detach())
+        return output if quick else None, Made(detached(mixer), output.detach(), mixer.rounding)
 
     def other(self, call: MixerCall) -> Tensor | None:
         """What takes the place of another module's output, if anything."""
@@ -280,8 +282,14 @@ def freeze(
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """Without gradients, and in the operators' own dtype wherever the caller's autocast is on."""
+    with torch.no_grad(), _without_autocast():
+        yield
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
     devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    with torch.no_grad(), ExitStack() as stack:
+    with ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
@@ -323,7 +331,7 @@ def _frozen_layers(
             stage = layers[-1].stage + (0 if parallel else 1)
         known = made[i] if i < len(made) else None
         if known is not None and check:
-            check_reconstruction(name, call, known.output, recording.mask)
+            check_reconstruction(name, call, known.output, recording.mask, known.rounding)
         freeze = _Freeze(name, call, known, recording.mask, check, recording.device)
         layers.append(FrozenLayer(name, here, stage, freeze))
     return layers
@@ -364,7 +372,7 @@ class _Freeze:
         with weights_loaded(self.call.module):
             mixer = adapter(self.call)
         if self.check and self.first:
-            check_reconstruction(self.name, self.call, mixer.output(), self.mask)
+            check_reconstruction(self.name, self.call, mixer.output(), self.mask, mixer.rounding)
         return mixer
 
 

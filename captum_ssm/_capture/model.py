@@ -20,8 +20,8 @@ def is_model(value: Any) -> bool:
 
 def is_wrapped(value: Any) -> TypeIs[Envoy]:
     """Whether ``value`` is an nnsight model."""
-    nnsight = sys.modules.get("nnsight")
-    return nnsight is not None and isinstance(value, nnsight.Envoy)
+    loaded = sys.modules.get("nnsight.intervention.envoy")
+    return loaded is not None and isinstance(value, loaded.Envoy)
 
 
 def unwrap(model: nn.Module | Envoy) -> nn.Module:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -273,7 +272,7 @@ def _trace(
     run: Callable[[], Any],
     put: Callable[[Envoy, Any, Any], Any],
 ) -> tuple[Any, list[tuple[Envoy, Any, Any]], list[Any]]:
-    from nnsight.intervention.interleaver import OutOfOrderError  # after import_nnsight
+    from nnsight.intervention.interleaver import OutOfOrderError
 
     visits: list[tuple[Envoy, Any, Any]] = []
     root_visits: list[Any] = []
@@ -306,7 +305,7 @@ def _trace(
 @contextmanager
 def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
     """The model as nnsight's, for the time of a run; it leaves as it came."""
-    nnsight = import_nnsight()
+    _load_nnsight()
     modules = list(unwrap(model).modules())
     for module in modules:
         # RWKV-4 divides its weights in its first run for inference, and has to remember that.
@@ -319,7 +318,7 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
             # A checkpointed block has no graph, or one that is not of what was recorded.
             if module.__dict__.get("gradient_checkpointing"):
                 module.__dict__["gradient_checkpointing"] = False
-        root = model if is_wrapped(model) else _wrap(nnsight, unwrap(model))
+        root = model if is_wrapped(model) else _wrap(unwrap(model))
         for module in modules:
             _make_other_threads_wait(module)
         yield root
@@ -328,38 +327,39 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
             state.restore()
 
 
-def _wrap(nnsight: ModuleType, module: nn.Module) -> Envoy:
+def _wrap(module: nn.Module) -> Envoy:
+    from nnsight.modeling.base import NNsight
+
     with warnings.catch_warnings():
         # Where it mounts a submodule named "output" concerns those who navigate its tree.
         warnings.filterwarnings("ignore", message=".*nnsight already serves")
-        return nnsight.NNsight(module)
+        return NNsight(module)
 
 
-def import_nnsight() -> ModuleType:
-    """nnsight, imported without the ``save`` attribute that it gives every object of a process.
-
-    Where the user's own code has imported nnsight, its ``save`` stays.
-    """
-    imported_before = "nnsight" in sys.modules
+def _load_nnsight() -> None:
+    # Importing nnsight gives every object of the process a `save` attribute. It is taken back, and
+    # the package's name with it, so that a user's own import brings it as they know it.
+    if "nnsight.modeling.base" in sys.modules:
+        return
     import nnsight
+    from nnsight._c import unmount
 
-    if not imported_before and hasattr(object, "save"):
-        from nnsight._c import unmount
-
+    if unmount is not None and hasattr(object, "save"):
         unmount("save")
-    return nnsight
+    del sys.modules[nnsight.__name__]
 
 
 class _State:
     # The attributes of a module: nnsight replaces its forward, and a run may count, cache or
-    # register buffers. Containers are put back in place, as others may hold them too. Buffers
-    # are written in training (a batch norm's means).
+    # register buffers. Containers are put back in place, as others may hold them too. In training
+    # a run writes into buffers (a batch norm's means): it gets copies of them.
     def __init__(self, module: nn.Module) -> None:
         self.module, self.attributes = module, dict(module.__dict__)
         kept = (dict, list, set)
         self.contents = [(v, v.copy()) for v in self.attributes.values() if isinstance(v, kept)]
-        buffers = module._buffers.values() if module.training else ()
-        self.buffers = [(b, b.clone()) for b in buffers if b is not None and not b.is_meta]
+        if module.training:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.clone()
 
     def restore(self) -> None:
         self.module.__dict__.clear()
@@ -367,9 +367,6 @@ class _State:
         for value, content in self.contents:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
-        with torch.no_grad():
-            for buffer, values in self.buffers:
-                buffer.copy_(values)
 
 
 def _make_other_threads_wait(module: nn.Module) -> None:

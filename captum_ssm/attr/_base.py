@@ -116,10 +116,6 @@ class TokenAttribution(Attribution):
         self._constructed_with = forward_func
         self._frozen: FrozenModel | None = None
 
-    def get_name(self) -> str:
-        """The method's name: that of its class."""
-        return type(self).__name__
-
     @classmethod
     def options(cls) -> dict[str, Option]:
         """The method's own keyword arguments of ``attribute``, by name."""

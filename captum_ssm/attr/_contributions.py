@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from captum_ssm import ops
+from captum_ssm import kernels
 from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.band import sum_of
+from captum_ssm.operators.composed import sum_of
 
 ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
 
@@ -85,7 +85,7 @@ class Contributions:
         for part in self.parts:
             out = torch.zeros_like(total)
             for lag, operator in part.scored(direction):
-                row = operator.vecmat(ones, "mean") * operator.channels
+                row = operator.rmatvec(ones, "mean") * operator.channels
                 out[:, : self.length - lag] += row[:, lag:]
             total += part.restore(out, 1)
         return total
@@ -214,7 +214,7 @@ class _Part:
             at = index[..., None].expand(-1, -1, z.shape[1])
             left = self.left[..., part].gather(1, at).mT
         values = torch.stack([lagged[..., part].mT for lagged in self.lagged])
-        ops.tap_rows(rows, values, left, z)
+        kernels.tap_rows(rows, values, left, z)
 
 
 def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:

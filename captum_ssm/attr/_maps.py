@@ -137,7 +137,7 @@ class MixerMap:
         """w^T M for ``w (B, L)``: ``(B, L)``."""
         options, operator = self.options, self.operator
         if options.is_linear:
-            row = operator.vecmat(w if self.row_scale is None else w * self.row_scale, "mean")
+            row = operator.rmatvec(w if self.row_scale is None else w * self.row_scale, "mean")
             return row if self.mask is None else row * self.mask
         if options.is_global:
             return torch.einsum("bi,bij->bj", w, self.matrix())

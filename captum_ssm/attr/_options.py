@@ -62,6 +62,11 @@ class Option:
         default (Any): its default; None also where the method chooses it.
         values (tuple of str): the names it can be, where it is a choice.
         types (tuple of type): the types it can be in addition.
+
+    Examples::
+
+        >>> LaTIM.options()["aggregation"].values
+        ('alti_logit', 'alti', 'l1', 'l2')
     """
 
     name: str

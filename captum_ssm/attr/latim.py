@@ -18,7 +18,7 @@ from captum_ssm._progress import progress
 from captum_ssm.attr._base import TokenAttribution, delta, format_attributions
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._residual import ResidualStream, Stage, norms_and_head
-from captum_ssm.operators.band import sum_of
+from captum_ssm.operators.composed import sum_of
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
 
@@ -46,7 +46,7 @@ class LaTIM(TokenAttribution):
     last two for models retrained with them), and ``"gate"`` freezes its factor,
     :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`, which is exact on any model.
 
-    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 
@@ -65,6 +65,10 @@ class LaTIM(TokenAttribution):
     def needs_target(cls, **options: Any) -> bool:
         """Whether the aggregation decomposes a logit."""
         return options.get("aggregation", LOGIT) == LOGIT
+
+    def get_name(self) -> str:
+        """The method's name."""
+        return "LaTIM"
 
     def has_convergence_delta(self) -> bool:
         """True: the contributions claim to add up, and the delta says how well they do."""
@@ -412,7 +416,7 @@ def _mixing(stage: Stage, parts: Contributions) -> Callable[[], Any]:
 def _logit_row(
     frozen: FrozenModel, stream: ResidualStream, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """Relevance ``(B, L)`` of eq. 8 at the query, and the bias terms' part of the score, ``(B,)``."""
+    """Relevance ``(B, L)`` of eq. 8 at the query, and the bias terms' share of the score."""
     direction = stream.direction
     v = torch.zeros_like(direction[..., 0])
     bias = torch.zeros_like(v[:, 0])

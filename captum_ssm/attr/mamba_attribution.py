@@ -29,7 +29,7 @@ class MambaAttribution(TokenAttribution):
     gradient is taken with respect to the mixer's gated output :math:`\hat y'`, the input of its
     output projection; entry i of it scales row i.
 
-    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 

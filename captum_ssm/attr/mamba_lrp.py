@@ -48,7 +48,7 @@ class MambaLRP(TokenAttribution):
     :func:`torch.tanh`: where its result is rounded to ±1 (\|x\| > 9 in float32, 3.5 in bfloat16),
     relevance is too large by about \|x\| over that limit. :class:`torch.nn.Tanh` is exact.
 
-    Construction: see :class:`~captum_ssm.attr.TokenAttribution`. ``memory_limit`` here limits the
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`. ``memory_limit`` here limits the
     bytes that the graph of the run may keep, in addition to the model; a run that needs more
     raises :class:`~captum_ssm.MemoryLimitError`. ``interpolate_mode`` is not used (an image's
     pixels have relevance of their own), and ``remote`` must be False.
@@ -63,6 +63,10 @@ class MambaLRP(TokenAttribution):
     name = "mamba-lrp"
     summary = "gradient times input through the frozen network"
     needs_run_here = True
+
+    def get_name(self) -> str:
+        """The method's name."""
+        return "MambaLRP"
 
     def has_convergence_delta(self) -> bool:
         """True: relevance claims to add up to the score."""
@@ -144,7 +148,7 @@ class _Rules(Substitution):
 
     def mixed(self, mixer: FrozenMixer) -> tuple[Tensor, Made]:
         output = frozen_output(mixer)
-        return output, Made(None, output.detach())
+        return output, Made(None, output.detach(), mixer.rounding)
 
     def other(self, call: MixerCall) -> Tensor | None:
         if isinstance(call.module, nn.Embedding):

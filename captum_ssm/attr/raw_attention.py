@@ -20,7 +20,7 @@ class RawAttention(TokenAttribution):
     eq. 13); the average over layers is theirs too (section 4.2). Class-agnostic: ``target`` is
     accepted and ignored. A row costs time linear in the sequence.
 
-    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 

@@ -23,7 +23,7 @@ class MambaRollout(TokenAttribution):
     Class-agnostic: ``target`` is accepted and ignored. The row is carried backward through the
     layers, one reversed scan each, in time linear in the sequence and without a matrix.
 
-    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 

@@ -39,7 +39,7 @@ class UnifiedImplicitAttention(TokenAttribution):
     attention, rollout and attribution (their table 1). A row costs time linear in the sequence
     for ``"raw"`` and ``"rollout"``, and for ``"attribution"`` with ``sign=None``.
 
-    Construction: see :class:`~captum_ssm.attr.TokenAttribution`.
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
 

@@ -1,6 +1,6 @@
 """Metrics: which explanation to trust."""
 
-from captum_ssm.metrics._estimate import Estimate, bootstrap
+from captum_ssm.metrics._interval import Interval, bootstrap
 from captum_ssm.metrics.alignment import (
     alignment_error_rate,
     alignment_scores,
@@ -28,7 +28,7 @@ from captum_ssm.metrics.segmentation import SegmentationScores, average_precisio
 
 __all__ = [
     "Curve",
-    "Estimate",
+    "Interval",
     "SegmentationScores",
     "activation",
     "alignment_error_rate",

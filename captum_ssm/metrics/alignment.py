@@ -1,6 +1,6 @@
 """How well a token-to-token map agrees with a known alignment.
 
-The generic parts, area under the ROC curve and average precision, are scikit-learn's.
+Area under the ROC curve and average precision are scikit-learn's.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Links = Iterable[tuple[int, int]]
 def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) -> dict[str, float]:
     """AUC, average precision and recall at K of a map against a ground-truth matrix.
 
-    Per query row, as in the evaluation of word-level explanations by Fomicheva et al. (2021)
-    that Pitorro & Treviso (2025, section 4.1) use; averaged over rows that mark at least one
-    token and leave at least one unmarked.
+    Scored per query row, as in the evaluation of word-level explanations by Fomicheva et al.
+    (2021) that Pitorro & Treviso (2025, section 4.1) use; then averaged over the rows whose
+    truth marks at least one token, but not all of them.
 
     Args:
         scores (Tensor): ``(..., R, L)``, higher is more relevant.
         truth (Tensor): of the same shape or broadcastable to it, nonzero where a token belongs
             to a query.
-        mask (Tensor, optional): likewise, zero for tokens that are not candidates (the future,
-            padding). Default: None
+        mask (Tensor, optional): of the same shape or broadcastable to it, zero for tokens that
+            are not candidates (the future, padding). Default: None
 
     Returns:
-        dict: ``"auc"``, ``"ap"`` and ``"recall_at_k"``, K being the number of tokens marked in
-        the row; ``"rows"``, how many rows they are averaged over.
+        dict: ``"auc"``, ``"ap"`` and ``"recall_at_k"``, where K is the number of tokens marked
+        in the row; ``"rows"``, the number of rows they are averaged over.
 
     Raises:
-        ValueError: where shapes do not fit, scores are not finite, or no row can be scored.
+        ValueError: if shapes do not fit, scores are not finite, or no row can be scored.
         ImportError: without scikit-learn, which ``captum-ssm[metrics]`` installs.
 
     Examples::
@@ -51,21 +51,18 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
             "alignment_scores needs scikit-learn: pip install captum-ssm[metrics]"
         ) from error
     try:
-        truth = truth.expand_as(scores) if truth.shape != scores.shape else truth
+        truth = truth.expand_as(scores)
         mask = torch.ones_like(scores) if mask is None else mask.expand_as(scores)
     except RuntimeError as error:
         raise ValueError(
-            f"scores has shape {tuple(scores.shape)} and truth {tuple(truth.shape)}; truth and "
-            "mask have to broadcast to the scores."
+            f"scores has shape {tuple(scores.shape)} and truth {tuple(truth.shape)}; expected "
+            "truth and mask that broadcast to the scores."
         ) from error
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("scores holds NaN or Inf.")
-    length = scores.shape[-1]
     totals = {"auc": 0.0, "ap": 0.0, "recall_at_k": 0.0}
     rows = 0
-    for s, t, m in zip(
-        _rows(scores, length), _rows(truth, length), _rows(mask, length), strict=True
-    ):
+    for s, t, m in zip(_rows(scores), _rows(truth), _rows(mask), strict=True):
         keep = m != 0
         s, t = s[keep], t[keep] != 0
         k = int(t.sum())
@@ -77,24 +74,27 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
         best = np.argsort(-s, kind="stable")[:k]
         totals["recall_at_k"] += float(t[best].mean())
     if rows == 0:
-        raise ValueError("truth marks no token, or every one, in each row: nothing to score.")
+        raise ValueError(
+            "truth marks no token, or all of them, in every row: nothing to score; expected a row "
+            "with tokens of both kinds."
+        )
     return {**{name: total / rows for name, total in totals.items()}, "rows": rows}
 
 
 def hit_rate(scores: Tensor, source: Tensor, within: int = 1) -> float:
-    """How often a query's largest score is within some tokens of the right one.
+    """The share of queries whose largest score is at the right token, or close to it.
 
     Args:
         scores (Tensor): ``(..., R, L)``.
         source (Tensor): ``(..., R)`` int64, the right token of each query.
-        within (int, optional): accepted distance; 1 is the three diagonals of Pitorro & Treviso
-            (2025, section 4.1). Default: 1
+        within (int, optional): largest distance, in tokens, that counts as a hit; 1 is the
+            three diagonals of Pitorro & Treviso (2025, section 4.1). Default: 1
 
     Returns:
         float: in [0, 1].
 
     Raises:
-        ValueError: where ``source`` does not give one token a query.
+        ValueError: if ``source`` does not give one token per query.
 
     Examples::
 
@@ -107,7 +107,7 @@ def hit_rate(scores: Tensor, source: Tensor, within: int = 1) -> float:
     except RuntimeError as error:
         raise ValueError(
             f"source has shape {tuple(source.shape)} for scores of shape {tuple(scores.shape)}; "
-            f"accepted is one token a query, {tuple(best.shape)}."
+            f"expected one token per query, {tuple(best.shape)}."
         ) from error
     distance = (best - source).abs()
     return float((distance <= within).double().mean())
@@ -116,7 +116,7 @@ def hit_rate(scores: Tensor, source: Tensor, within: int = 1) -> float:
 def alignment_error_rate(predicted: Links, sure: Links, possible: Links | None = None) -> float:
     r"""Alignment error rate with sure and possible links (Och & Ney, 2003).
 
-    :math:`1 - (|A \cap S| + |A \cap P|) / (|A| + |S|)`, P including S.
+    :math:`1 - (|A \cap S| + |A \cap P|) / (|A| + |S|)`, where P includes S.
 
     Args:
         predicted (iterable of pairs): A, links (source, target).
@@ -124,10 +124,10 @@ def alignment_error_rate(predicted: Links, sure: Links, possible: Links | None =
         possible (iterable of pairs, optional): P; S is added to it. Default: None
 
     Returns:
-        float: in [0, 1]; 0 where every link is right and no sure one is missing.
+        float: in [0, 1]; 0 if every predicted link is right and no sure link is missing.
 
     Raises:
-        ValueError: where neither a predicted nor a sure link is given.
+        ValueError: if there is neither a predicted nor a sure link.
 
     Examples::
 
@@ -137,7 +137,10 @@ def alignment_error_rate(predicted: Links, sure: Links, possible: Links | None =
     found, must = set(predicted), set(sure)
     may = must | set(possible or ())
     if not found and not must:
-        raise ValueError("neither predicted nor sure holds a link; the rate is not defined.")
+        raise ValueError(
+            "neither predicted nor sure holds a link, so the rate is not defined; expected at "
+            "least one."
+        )
     return 1 - (len(found & must) + len(found & may)) / (len(found) + len(must))
 
 
@@ -157,7 +160,8 @@ def links(scores: Tensor, rows: Iterable[int] | None = None) -> set[tuple[int, i
         [(0, 0), (1, 1), (2, 2)]
     """
     best = scores.argmax(-1).tolist()
-    return {(j, i) for i, j in enumerate(best) if rows is None or i in set(rows)}
+    queries = set(range(len(best)) if rows is None else rows)
+    return {(j, i) for i, j in enumerate(best) if i in queries}
 
 
 def decomposition_error(
@@ -168,12 +172,13 @@ def decomposition_error(
     Args:
         latim (LaTIM): the method.
         inputs (Tensor): as for :meth:`captum_ssm.LaTIM.attribute`.
-        activation (str, optional): its choice of f. Default: ``"silu"``
+        activation (str, optional): as for ``attribute``. Default: ``"silu"``
         additional_forward_args (Any, optional): as for ``attribute``. Default: None
 
     Returns:
-        list of float: per layer, the norm of what the contributions miss of its output relative
-        to the output's, averaged over examples. Zero for ``"gate"``, up to rounding.
+        list of float: per layer, the norm of its output minus the sum of the contributions,
+        relative to the norm of its output, averaged over examples. Zero for ``"gate"``, up to
+        rounding.
 
     Raises:
         ValueError, TypeError: as for :meth:`captum_ssm.LaTIM.layer_errors`.
@@ -192,5 +197,5 @@ def decomposition_error(
     ]
 
 
-def _rows(values: Tensor, length: int) -> np.ndarray:
-    return values.detach().reshape(-1, length).double().cpu().numpy()
+def _rows(values: Tensor) -> np.ndarray:
+    return values.detach().reshape(-1, values.shape[-1]).double().cpu().numpy()

@@ -1,10 +1,10 @@
-"""The harness: batches of samples scored one by one, by one process or by many."""
+"""Scores of a data set, batch by batch, on one process or several."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,36 +21,36 @@ def evaluate(
     accelerator: Any = None,
     seed: int = 0,
 ) -> Any:
-    """Scores of all samples, computed a batch at a time on as many processes as there are.
+    """Scores of all samples, computed batch by batch on one process or several.
 
-    The batches are the unit of work: the processes take them in turn, and every process gets the
-    scores of all samples back, in the samples' order. Which process scored a batch changes
-    nothing: batches are cut the same way for any number of processes and each is seeded by its
-    own number, so two processes with as many threads each as one (``torchrun`` gives each one
-    thread) return that one's numbers to the last bit, and so do intervals from them.
+    The processes take the batches in turn, and every process returns the scores of all samples,
+    in the samples' order. The number of processes does not change the scores: batches are the
+    same for any number of processes, and each is seeded by its own number. With the
+    same number of threads per process (``torchrun`` gives each process one), the scores, and
+    intervals from them, are the same to the last bit.
 
     Args:
-        function (Callable): scores one batch, and takes of each of ``samples`` the batch's part:
-            a tensor of a tensor, a list of anything else. It returns one row a sample: a tensor
-            ``(b, ...)``, a :class:`Curve`, :class:`SegmentationScores`, or a dict of them, nested
-            as it likes.
+        function (Callable): scores one batch. It takes the batch's part of each of ``samples``:
+            a tensor for a tensor, a list for anything else. It returns one row per sample: a
+            tensor ``(b, ...)``, a :class:`Curve`, :class:`SegmentationScores`, or a dict of
+            them, which may be nested.
         *samples (Sequence or Tensor): aligned by sample, each with a length and an index, such as
-            tensors, lists and data sets. Only the samples of a process's own batches are read.
+            tensors, lists and data sets. A process reads only the samples of its own batches.
         batch_size (int, optional): samples scored at once. With fewer batches than processes
             some processes have nothing to do. Default: 32
-        accelerator (accelerate.Accelerator, optional): knows the processes; None for one
+        accelerator (accelerate.Accelerator, optional): describes the processes; None for one
             process. Default: None
-        seed (int, optional): of PyTorch's generators, plus the batch's number: the CPU's, and
-            every GPU's where CUDA is initialised before the batch. The caller's random state is
-            left as it was. Default: 0
+        seed (int, optional): PyTorch's generators are seeded with this plus the batch's number:
+            the CPU's, and every GPU's if CUDA is initialized before the batch. The caller's
+            random state is restored afterwards. Default: 0
 
     Returns:
         What ``function`` returns, for all samples, on the CPU.
 
     Raises:
-        ValueError: where there is no sample, samples are not aligned, or ``function`` does not
-            return a row a sample.
-        TypeError: where it returns something else than the above.
+        ValueError: if there are no samples, samples are not aligned, or ``function`` does not
+            return one row per sample.
+        TypeError: if ``function`` returns something else.
 
     Examples::
 
@@ -69,10 +69,11 @@ def evaluate(
     count = len(samples[0]) if samples else 0
     if count == 0 or any(len(s) != count for s in samples):
         raise ValueError(
-            f"samples hold {[len(s) for s in samples]} samples; give as many each, at least one."
+            f"samples hold {[len(s) for s in samples]} samples; expected as many in each, at "
+            "least one."
         )
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; at least 1 is needed.")
+        raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
     starts = range(0, count, batch_size)
     rank = 0 if accelerator is None else accelerator.process_index
     processes = 1 if accelerator is None else accelerator.num_processes
@@ -81,12 +82,13 @@ def evaluate(
         start, stop = starts[number], min(starts[number] + batch_size, count)
         with _seeded(seed + number):
             scores = function(*(_part(s, start, stop) for s in samples))
-        found.append((number, _checked(scores, stop - start)))
+        found.append((number, _map(partial(_checked, rows=stop - start), scores)))
     if processes > 1:
         from accelerate.utils import gather_object
 
         found = gather_object(found)
-    return _joined([scores for _, scores in sorted(found, key=lambda batch: batch[0])])
+    parts = [scores for _, scores in sorted(found, key=lambda batch: batch[0])]
+    return _map(lambda *rows: torch.cat(rows), *parts)
 
 
 def _part(samples: Any, start: int, stop: int) -> Any:
@@ -97,50 +99,37 @@ def _part(samples: Any, start: int, stop: int) -> Any:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    # torch.manual_seed seeds every GPU, before CUDA is initialised by a call that waits for it.
-    if torch.cuda.is_initialized():
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            yield
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            yield
+    # torch.manual_seed seeds every GPU; before CUDA is initialized it would queue a call for them.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+    with torch.random.fork_rng(devices=gpus):
+        (torch.manual_seed if gpus else torch.default_generator.manual_seed)(seed)
+        yield
 
 
-def _checked(scores: Any, rows: int) -> Any:
+def _map(function: Callable[..., Tensor], *parts: Any) -> Any:
+    # The function of the tensors at the same place in each of the parts.
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _map(function, *(part[name] for part in parts)) for name in first}
+    if isinstance(first, SegmentationScores):
+        return SegmentationScores(**_map(function, *map(vars, parts)))
+    if isinstance(first, Curve):
+        if any(not torch.equal(part.shares, first.shares) for part in parts):
+            raise ValueError("function returned curves over different shares; use the same.")
+        return Curve(first.shares.cpu(), _map(function, *(part.values for part in parts)))
+    return function(*parts)
+
+
+def _checked(scores: Any, rows: int) -> Tensor:
     # The scores of a batch on the CPU, where every process can read them.
-    if isinstance(scores, dict):
-        return {name: _checked(value, rows) for name, value in scores.items()}
-    if isinstance(scores, Curve):
-        return Curve(scores.shares.cpu(), _checked(scores.values, rows))
-    if isinstance(scores, SegmentationScores):
-        fields = vars(scores).items()
-        return SegmentationScores(**{name: _checked(value, rows) for name, value in fields})
     if not torch.is_tensor(scores):
         raise TypeError(
-            f"function returned a {type(scores).__name__}; accepted are tensors, Curve, "
-            "SegmentationScores and dicts of them."
+            f"function returned a {type(scores).__name__}; expected tensors, Curve, "
+            "SegmentationScores or dicts of them."
         )
     if scores.dim() == 0 or len(scores) != rows:
         raise ValueError(
             f"function returned a tensor of shape {tuple(scores.shape)} for a batch of {rows}; "
-            "return one row a sample."
+            "expected one row per sample."
         )
     return scores.detach().cpu()
-
-
-def _joined(parts: list[Any]) -> Any:
-    first = parts[0]
-    if isinstance(first, dict):
-        return {name: _joined([part[name] for part in parts]) for name in first}
-    if isinstance(first, Curve):
-        if any(not torch.equal(part.shares, first.shares) for part in parts):
-            raise ValueError("function returned curves over different shares; use the same.")
-        return Curve(first.shares, torch.cat([part.values for part in parts]))
-    if isinstance(first, SegmentationScores):
-        names = [field.name for field in dataclasses.fields(first)]
-        return SegmentationScores(
-            **{name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        )
-    return torch.cat(parts)

@@ -1,4 +1,4 @@
-"""What a model's layers do: knocked out one at a time, and how alike they make its tokens."""
+"""Metrics of layers: knockout, similarity of tokens, influence by position."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,32 +26,32 @@ def layer_knockout(
     replacement: str = "zero",
     batch_size: int | None = None,
 ) -> dict[str, Tensor]:
-    """How much of the target's score goes when a mixer is silenced: a causal check.
+    """How much the target's score drops when a mixer is knocked out: a causal check.
 
-    Explanations say which layers carry what a prediction rests on; silencing a layer says it
-    without any (Meng et al., 2022; Sharma et al., 2024, for Mamba). The residual stream passes
-    by the silenced mixer.
+    Explanations estimate which layers a prediction depends on; knocking a layer out measures it
+    (Meng et al., 2022; Sharma et al., 2024, for Mamba). The residual stream is kept.
 
     Args:
         forward_func (Callable): inputs to logits ``(B, V)``.
         inputs (Tensor): of any form the model takes.
-        target (Tensor): ``(B,)``, the class whose logit is followed.
-        model (nn.Module, optional): the model that ``forward_func`` runs, where it is not one.
+        target (Tensor): ``(B,)``, the class whose logit is the score.
+        model (nn.Module, optional): the model that ``forward_func`` runs, if it is a function.
             Default: None
-        layers (sequence of str, optional): paths of mixers; None for every known one, one at a
-            time. Default: None
-        replacement (str, optional): what a silenced mixer returns, ``"zero"`` or the ``"mean"``
-            of its output over the batch and its tokens. Default: ``"zero"``
+        layers (sequence of str, optional): paths of mixers, which are knocked out one at a
+            time; None for all known mixers. Default: None
+        replacement (str, optional): what replaces a mixer's output, ``"zero"`` or its ``"mean"``
+            over the batch and its tokens. Default: ``"zero"``
         batch_size (int, optional): examples run at once; None for all. Default: None
 
     Returns:
-        dict: by path, ``(B,)``: the score of the whole model less that without the layer, in the
-        logits' unit.
+        dict: by path, ``(B,)``: the score of the whole model minus the score without the layer,
+        in logits.
 
     Raises:
-        ValueError: for layers that are no mixers of the model, a ``replacement`` or classes that
-            are not accepted, or a ``forward_func`` that does not return ``(B, V)``.
-        TypeError: for classes that are no integers.
+        ValueError: for layers that are not mixers of the model, an unknown ``replacement``,
+            classes that the logits do not have, or a ``forward_func`` that does not return
+            ``(B, V)``.
+        TypeError: for classes that are not integers.
 
     Examples::
 
@@ -61,13 +62,13 @@ def layer_knockout(
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
     if replacement not in ("zero", "mean"):
-        raise ValueError(f"replacement is {replacement!r}; accepted are 'zero' and 'mean'.")
+        raise ValueError(f"replacement is {replacement!r}; expected 'zero' or 'mean'.")
     root = unwrap(forward_func if model is None else model)
     mixers = dict(find_mixers(root))
     chosen = list(mixers) if layers is None else list(layers)
     unknown = [path for path in chosen if path not in mixers]
     if unknown or not chosen:
-        raise ValueError(f"layers holds {unknown}; this model has the mixers {list(mixers)}.")
+        raise ValueError(f"layers holds {unknown or 'nothing'}; expected some of {list(mixers)}.")
 
     def score() -> Tensor:
         with torch.no_grad():
@@ -77,21 +78,19 @@ def layer_knockout(
 
     whole, drops = score(), {}
     for path in chosen:
-        with _silenced(mixers[path], replacement):
+        with _knocked_out(mixers[path], replacement):
             drops[path] = whole - score()
     return drops
 
 
 @contextmanager
-def _silenced(mixer: nn.Module, replacement: str) -> Iterator[None]:
+def _knocked_out(mixer: nn.Module, replacement: str) -> Iterator[None]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, (tuple, list)) else output
-        silent = torch.zeros_like(first)
-        if replacement == "mean":
-            silent = first.flatten(0, -2).mean(0).expand_as(first)
         if isinstance(output, (tuple, list)):
-            return type(output)([silent, *output[1:]])
-        return silent
+            return type(output)([hook(module, args, output[0]), *output[1:]])
+        if replacement == "zero":
+            return torch.zeros_like(output)
+        return output.flatten(0, -2).mean(0).expand_as(output)
 
     handle = mixer.register_forward_hook(hook)
     try:
@@ -110,10 +109,10 @@ def token_similarity(tokens: Tensor) -> Tensor:
         tokens (Tensor): h, ``(B, L, E)``, L at least 2.
 
     Returns:
-        Tensor: ``(B,)``, in [-1, 1]; 1 where all tokens point the same way.
+        Tensor: ``(B,)``, in [-1, 1]; 1 if all tokens point in the same direction.
 
     Raises:
-        ValueError: for tokens of another shape, or a single one.
+        ValueError: for tokens of another shape, or fewer than two.
 
     Examples::
 
@@ -122,9 +121,9 @@ def token_similarity(tokens: Tensor) -> Tensor:
     """
     L = tokens.shape[1]
     if tokens.dim() != 3 or L < 2:
-        raise ValueError(f"tokens have shape {tuple(tokens.shape)}; accepted is (B, L, E), L > 1.")
+        raise ValueError(f"tokens have shape {tuple(tokens.shape)}; expected (B, L, E), L > 1.")
     unit = nn.functional.normalize(tokens.double(), dim=-1)
-    # The sum over all pairs is the square of the sum; zero vectors are alike to nothing.
+    # The sum over all pairs is the square of the sum; a zero vector has similarity 0 to all.
     total = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
     return total / (L * (L - 1))
 
@@ -136,24 +135,24 @@ def oversmoothing(
     model: Any = None,
     leave_out: Sequence[int] = (),
 ) -> dict[str, Tensor]:
-    """:func:`token_similarity` behind every block, in forward order: ``{path: (B,)}``.
+    """:func:`token_similarity` after every block, in forward order: ``{path: (B,)}``.
 
-    A block is the module that holds a known mixer; its output, or the first tensor of it, is
-    what the similarity is of.
+    A block is the module that holds a known mixer. The tokens are its output, or the first
+    tensor of its output.
 
     Args:
         forward_func (Callable): runs the model on the inputs.
         inputs (Tensor): of any form the model takes.
-        model (nn.Module, optional): the model that ``forward_func`` runs, where it is not one.
+        model (nn.Module, optional): the model that ``forward_func`` runs, if it is a function.
             Default: None
-        leave_out (sequence of int, optional): tokens that are not compared; the paper leaves
-            out the CLS token. Default: none
+        leave_out (sequence of int, optional): tokens that are not compared; the paper excludes
+            the CLS token. Default: none
 
     Returns:
         dict: by path of a block, ``(B,)``, in [-1, 1].
 
     Raises:
-        ValueError: where less than two tokens are left to compare.
+        ValueError: if fewer than two tokens are left to compare.
 
     Examples::
 
@@ -161,6 +160,7 @@ def oversmoothing(
         ['backbone.layers.0', 'backbone.layers.1']
     """
     root = unwrap(forward_func if model is None else model)
+    excluded = list(leave_out)
     found: dict[str, Tensor] = {}
     handles = []
     try:
@@ -169,8 +169,8 @@ def oversmoothing(
 
             def hook(module: nn.Module, args: Any, output: Any, block: str = block) -> None:
                 first = output[0] if isinstance(output, (tuple, list)) else output
-                left_out = {t % first.shape[1] for t in leave_out}
-                kept = [t for t in range(first.shape[1]) if t not in left_out]
+                gone = {t % first.shape[1] for t in excluded}
+                kept = [t for t in range(first.shape[1]) if t not in gone]
                 found[block] = token_similarity(first.detach()[:, kept])
 
             handles.append(root.get_submodule(block).register_forward_hook(hook))
@@ -185,12 +185,12 @@ def oversmoothing(
 def cls_influence(
     model: Any, inputs: Tensor, position: int, *, batch_size: int | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """The influence of tokens on one token; its mean over inputs is Ali et al.'s figure 2.
+    """The influence of all tokens on one; its mean over inputs is Ali et al.'s figure 2.
 
     Args:
         model (nn.Module): the model.
         inputs (Tensor): of any form the model takes.
-        position (int): the token influenced, the CLS token of a vision model.
+        position (int): the token that is influenced, such as the CLS token of a vision model.
         batch_size (int, optional): examples run at once; None for all. Default: None
         **options: of :func:`captum_ssm.hidden_attention`, such as ``formulation``.
 
@@ -217,12 +217,13 @@ def position_bias(influence: Tensor, position: int) -> Tensor:
     """Rank correlation between influence and nearness along the sequence (Spearman's rho).
 
     Args:
-        influence (Tensor): ``(..., L)``, of each token on the one at ``position``, which is
-            left out itself.
-        position (int): the token influenced.
+        influence (Tensor): ``(..., L)``, of each token on the token at ``position``, which is
+            itself excluded.
+        position (int): the token that is influenced.
 
     Returns:
-        Tensor: ``(...)``; 1 where nearer tokens always have more, 0 for no bias.
+        Tensor: ``(...)``, in [-1, 1]; 1 if a nearer token always has more influence, 0 for no
+        bias.
 
     Raises:
         ValueError: for a position outside the sequence.
@@ -234,18 +235,14 @@ def position_bias(influence: Tensor, position: int) -> Tensor:
     """
     L = influence.shape[-1]
     if not -L <= position < L:
-        raise ValueError(f"position is {position}; there are {L} tokens.")
-    places = torch.arange(L, device=influence.device)
-    others = places[places != position % L]
-    nearness = -(others - position % L).abs().double()
-    x, y = _ranks(nearness), _ranks(influence[..., others].double())
-    x, y = x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True)
-    scale = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
-    return torch.where(scale > 0, (x * y).sum(-1) / scale.clamp(min=1e-30), 0)
+        raise ValueError(f"position is {position}; expected -{L} .. {L - 1}, for {L} tokens.")
 
+    from scipy.stats import rankdata
 
-def _ranks(x: Tensor) -> Tensor:
-    # Ranks along the last axis; equal values share the mean of theirs.
-    below = (x[..., None, :] < x[..., None]).sum(-1)
-    equal = (x[..., None, :] == x[..., None]).sum(-1)
-    return below + (equal - 1) / 2
+    distance = np.arange(L) - position % L
+    others = distance != 0
+    values = influence.detach().double().cpu().numpy()[..., others]
+    ranks = (torch.from_numpy(rankdata(v, axis=-1)) for v in (-np.abs(distance[others]), values))
+    x, y = (r - r.mean(-1, keepdim=True) for r in ranks)
+    # Pearson's correlation of the ranks, 0 if they are all equal.
+    return nn.functional.cosine_similarity(x, y, dim=-1).to(influence.device, torch.float32)

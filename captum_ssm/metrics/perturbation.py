@@ -1,8 +1,8 @@
-r"""Perturbation tests: what a model says while tokens are taken from it, or given back.
+r"""Perturbation tests: a model's output while tokens are removed, or given back.
 
 All of them order the tokens (or an image's patches) by relevance and run the model on inputs
 from which a share of them is removed. They take relevance in the shape of the input, as every
-Captum method returns it, and any ``forward_func`` that returns one row of logits an example.
+Captum method returns it, and any ``forward_func`` that returns one row of logits per example.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm._integers import as_integers
-from captum_ssm.metrics._estimate import Estimate, bootstrap
+from captum_ssm.metrics._interval import Interval, bootstrap
 
 Removal = str | int | float | Tensor | Callable[[Tensor], Tensor]
 REMOVALS = ("zero", "mean", "blur", "mask")
@@ -26,7 +27,7 @@ WHOLE = tuple(k / 10 for k in range(11))
 
 @dataclass(frozen=True)
 class Curve:
-    """What a model says as a share of its tokens is removed or given back, an example a row.
+    """A score per example at each share of tokens that is removed or given back.
 
     Args:
         shares (Tensor): ``(S,)``, ascending.
@@ -54,7 +55,7 @@ class Curve:
         """The curve's mean over examples, ``(S,)``."""
         return self.values.mean(0)
 
-    def estimate(self, **options: Any) -> Estimate:
+    def estimate(self, **options: Any) -> Interval:
         """The mean area with its interval; the options are those of :func:`bootstrap`."""
         return bootstrap(self.areas, **options)
 
@@ -85,17 +86,18 @@ def perturbation(
         attributions (Tensor): of their shape (ids of any shape that sums to ``(B, L)``).
         labels (Tensor): ``(B,)``: the true class, or the predicted one.
         order (str, optional): ``"positive"`` or ``"negative"``. Default: ``"positive"``
-        removal (optional): what stands where something was removed: ``"zero"``, ``"mean"`` (of
-            each image's colours, or of a sequence's embeddings), ``"blur"`` (images; Fong &
-            Vedaldi, 2017), a number, for ids the UNK id, a tensor that broadcasts to the
-            inputs, or a function of the inputs that returns one. With ``"mask"`` tokens stay
-            where they are, and ``forward_func`` takes, behind the inputs, which of them are
-            left, ``(B, L)`` of 0 and 1: an attention mask. Default: ``"zero"``
+        removal (optional): what replaces the removed: ``"zero"``, ``"mean"`` (of each of an
+            image's channels, or of a sequence's embeddings), ``"blur"`` (images; Fong &
+            Vedaldi, 2017), a number (for ids the UNK id), a tensor that broadcasts to the
+            inputs, or a function of the inputs that returns one. With ``"mask"`` the tokens
+            stay as they are, and ``forward_func`` is called with an attention mask after the
+            inputs: ``(B, L)``, 1 for tokens that are left, 0 for removed ones.
+            Default: ``"zero"``
         shares (sequence of float, optional): ascending, in [0, 1]. Default: 0.1, 0.2, ..., 0.9
         patch (int or (int, int), optional): side of the squares an image is removed in; 1 for
             single pixels, as in the papers. Default: 1
-        mask (Tensor, optional): ``(B, L)``, zero for padding, which is left as it is; shares
-            are then of each example's own tokens. Default: None
+        mask (Tensor, optional): a padding mask ``(B, L)``, zero for padding. Padding is not
+            removed and does not count: shares are of each example's own tokens. Default: None
         batch_size (int, optional): examples run at once; None for all. Default: None
         seed (int, optional): breaks ties in the order. Default: 0
 
@@ -103,10 +105,10 @@ def perturbation(
         Curve: of 0 and 1.
 
     Raises:
-        ValueError: for an order, shares or a removal that are not accepted, relevance that is
-            not finite or does not fit, classes that the logits do not have, or a
-            ``forward_func`` that returns something else.
-        TypeError: for classes that are no integers.
+        ValueError: for an unknown order or removal, shares outside [0, 1], relevance that is
+            not finite or not of the inputs' shape, classes that the logits do not have, or a
+            ``forward_func`` that does not return ``(B, V)``.
+        TypeError: for classes that are not integers.
 
     Examples::
 
@@ -118,11 +120,11 @@ def perturbation(
         >>> curve.values.shape
         torch.Size([1, 9])
     """
+    shares = list(shares)
     runs = _runs(
         forward_func, inputs, attributions, order, removal, shares, patch, mask, batch_size, seed
     )
-    hits = [(logits.argmax(-1) == classes("labels", labels, logits)).double() for logits in runs]
-    return Curve(torch.tensor(list(shares), dtype=torch.float64), torch.stack(hits, 1).cpu())
+    return _curve(shares, [r.argmax(-1) == classes("labels", labels, r) for r in runs])
 
 
 def flipping(
@@ -144,7 +146,8 @@ def flipping(
 
     Args:
         target (Tensor): ``(B,)``, the class explained.
-        probability (bool, optional): its probability instead. Default: False
+        probability (bool, optional): the target's probability instead of its logit.
+            Default: False
 
     The other arguments, and the errors, are those of :func:`perturbation`.
 
@@ -160,12 +163,13 @@ def flipping(
         >>> flipping(last, input_ids, relevance, predicted, removal=0).values.shape
         torch.Size([1, 11])
     """
-    runs = _runs(
+    shares, scores = list(shares), []
+    for logits in _runs(
         forward_func, inputs, attributions, order, removal, shares, patch, mask, batch_size, seed
-    )
-    return Curve(
-        torch.tensor(list(shares), dtype=torch.float64), _target_curve(runs, target, probability)
-    )
+    ):
+        values = logits.double().softmax(-1) if probability else logits.double()
+        scores.append(values.gather(1, classes("target", target, logits)[:, None])[:, 0])
+    return _curve(shares, scores)
 
 
 def delta_af(
@@ -177,9 +181,9 @@ def delta_af(
 ) -> Curve:
     r""":math:`\Delta A^F`, the area between two flipping curves (Jafari et al., MambaLRP, 2024).
 
-    The target's logit while the least relevant tokens are removed first, less that while the
-    most relevant are: the higher the area the better, and zero on average for relevance that
-    means nothing. The arguments and the errors are those of :func:`flipping`.
+    The target's logit while the least relevant tokens are removed first, minus its logit while
+    the most relevant are removed first: the higher the area the better, and zero on average for
+    random relevance. The arguments and the errors are those of :func:`flipping`.
 
     Returns:
         Curve: of differences of logits.
@@ -194,6 +198,7 @@ def delta_af(
         >>> curve.areas.shape
         torch.Size([1])
     """
+    options["shares"] = list(options.get("shares", WHOLE))  # used twice
     least = flipping(forward_func, inputs, attributions, target, order="negative", **options)
     most = flipping(forward_func, inputs, attributions, target, order="positive", **options)
     return Curve(least.shares, least.values - most.values)
@@ -214,10 +219,9 @@ def activation(
 ) -> Curve:
     """The target's probability while tokens are given back (Ali et al., 2022; AUAC).
 
-    From an input that is removed altogether, for text a sentence of UNK, tokens come back from
-    the most relevant on. The area under the curve is the AUAC: the higher the better. The
-    arguments and the errors are those of :func:`perturbation`; ``shares`` are of tokens given
-    back.
+    Everything is removed at first (text is all UNK); then tokens are given back, the most
+    relevant first. The area under the curve is the AUAC: the higher the better. The arguments
+    and the errors are those of :func:`perturbation`; ``shares`` are of tokens given back.
 
     Returns:
         Curve: of probabilities.
@@ -232,12 +236,13 @@ def activation(
         torch.Size([11])
     """
     # Giving back the most relevant share s is removing the least relevant share 1 - s.
-    removed = [1 - s for s in shares]
-    runs = _runs(
-        forward_func, inputs, attributions, "negative", removal, removed, patch, mask, batch_size,
-        seed,
+    shares = list(shares)
+    found = flipping(
+        forward_func, inputs, attributions, target, order="negative", removal=removal,
+        shares=[1 - s for s in shares], patch=patch, mask=mask, batch_size=batch_size, seed=seed,
+        probability=True,
     )  # fmt: skip
-    return Curve(torch.tensor(list(shares), dtype=torch.float64), _target_curve(runs, target, True))
+    return _curve(shares, found.values.unbind(1))
 
 
 def pruning(
@@ -252,14 +257,15 @@ def pruning(
     batch_size: int | None = None,
     seed: int = 0,
 ) -> Curve:
-    """How far the logits move while the least relevant tokens are removed (AU-MSE).
+    """How much the logits change while the least relevant tokens are removed (AU-MSE).
 
-    The mean squared difference to the logits of the whole input; the lower the area the better
-    (Ali et al., 2022; Ali et al., 2025, appendix A). Relevance is ordered by magnitude, as in
-    the paper's pruning task. The arguments and the errors are those of :func:`perturbation`.
+    The mean squared difference from the logits of the whole input; the lower the area the
+    better (Ali et al., 2022; Ali et al., 2025, appendix A). Tokens are ordered by the magnitude
+    of their relevance, as in the paper's pruning task.
+    The arguments and the errors are those of :func:`perturbation`.
 
     Returns:
-        Curve: of squared logits.
+        Curve: of mean squared differences of logits.
 
     Examples::
 
@@ -270,19 +276,19 @@ def pruning(
         >>> bool((pruning(last, input_ids, relevance, removal=0).values >= 0).all())
         True
     """
+    shares = list(shares)
     relevance = _unit_relevance(attributions, inputs, _side(patch)).abs()
     runs = _runs(
         forward_func, inputs, relevance, "negative", removal, [0.0, *shares], patch, mask,
         batch_size, seed,
     )  # fmt: skip
     whole = next(runs).double()
-    errors = [(logits.double() - whole).square().mean(-1) for logits in runs]
-    return Curve(torch.tensor(list(shares), dtype=torch.float64), torch.stack(errors, 1).cpu())
+    return _curve(shares, [(logits.double() - whole).square().mean(-1) for logits in runs])
 
 
 def removed(inputs: Tensor, removal: Removal) -> Tensor:
     """Inputs with everything removed; ``removal`` as in :func:`perturbation`."""
-    if callable(removal) and not torch.is_tensor(removal):
+    if callable(removal):
         return removal(inputs)
     if torch.is_tensor(removal):
         return removal.to(inputs).expand_as(inputs)
@@ -290,8 +296,7 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
         return torch.full_like(inputs, removal)
     if not inputs.is_floating_point():
         raise ValueError(
-            f"removal is {removal!r} for ids; accepted are the UNK id, 'mask', a tensor and a "
-            "function."
+            f"removal is {removal!r} for ids; expected the UNK id, 'mask', a tensor or a function."
         )
     if removal == "zero":
         return torch.zeros_like(inputs)
@@ -301,23 +306,23 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
     if removal == "blur" and inputs.dim() == 4:
         return blurred(inputs)
     raise ValueError(
-        f"removal is {removal!r} for inputs of shape {tuple(inputs.shape)}; accepted are "
-        f"{REMOVALS} ('blur' for images, 'mask' for tokens), a number, a tensor and a function."
+        f"removal is {removal!r} for inputs of shape {tuple(inputs.shape)}; expected one of "
+        f"{REMOVALS} ('blur' for images, 'mask' for tokens), a number, a tensor or a function."
     )
 
 
 def blurred(images: Tensor, sigma: float | None = None) -> Tensor:
-    """Images under a Gaussian blur, by default a tenth of their height wide."""
+    """Images after a Gaussian blur; its width is a tenth of their height unless given."""
     sigma = images.shape[-2] / 10 if sigma is None else sigma
-    reach = max(1, min(int(3 * sigma), min(images.shape[-2:]) - 1))
-    x = torch.arange(-reach, reach + 1, dtype=images.dtype, device=images.device)
-    kernel = torch.exp(-0.5 * (x / sigma).square())
-    kernel = kernel / kernel.sum()
-    colours = images.shape[1]
-    padded = F.pad(images, (reach,) * 4, mode="reflect")
-    down = kernel.view(1, 1, -1, 1).expand(colours, -1, -1, -1)
-    across = kernel.view(1, 1, 1, -1).expand(colours, -1, -1, -1)
-    return F.conv2d(F.conv2d(padded, down, groups=colours), across, groups=colours)
+    radius = max(1, min(int(3 * sigma), min(images.shape[-2:]) - 1))
+    x = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
+    taps = torch.exp(-0.5 * (x / sigma).square())
+    taps = taps / taps.sum()
+    channels = images.shape[1]
+    padded = F.pad(images, (radius,) * 4, mode="reflect")
+    vertical = taps.view(1, 1, -1, 1).expand(channels, -1, -1, -1)
+    horizontal = taps.view(1, 1, 1, -1).expand(channels, -1, -1, -1)
+    return F.conv2d(F.conv2d(padded, vertical, groups=channels), horizontal, groups=channels)
 
 
 def _runs(
@@ -326,30 +331,31 @@ def _runs(
     attributions: Tensor,
     order: str,
     removal: Removal,
-    shares: Sequence[float],
+    shares: list[float],
     patch: int | tuple[int, int],
     mask: Tensor | None,
     batch_size: int | None,
     seed: int,
 ) -> Iterator[Tensor]:
-    # The logits (B, V) for each share removed, as an iterator.
+    # The logits (B, V) for each share removed.
     if order not in ("positive", "negative"):
-        raise ValueError(f"order is {order!r}; accepted are 'positive' and 'negative'.")
+        raise ValueError(f"order is {order!r}; expected 'positive' or 'negative'.")
     if any(not 0 <= s <= 1 for s in shares):
-        raise ValueError(f"shares are {list(shares)}; accepted are numbers in [0, 1].")
+        raise ValueError(f"shares are {shares}; expected numbers in [0, 1].")
     side = _side(patch)
     relevance = _unit_relevance(attributions, inputs, side)
     if not bool(torch.isfinite(relevance).all()):
         raise ValueError("attributions hold NaN or Inf.")
-    rank, count = _ranks(relevance, mask, order == "positive", seed)
+    relevance = relevance.detach().cpu()
+    removable = torch.ones_like(relevance).bool() if mask is None else mask.cpu() != 0
+    rank = _removal_ranks(-relevance if order == "positive" else relevance, removable, seed)
     masks = isinstance(removal, str) and removal == "mask" and inputs.dim() < 4
     replacement = inputs if masks else removed(inputs, removal)
     step = len(inputs) if batch_size is None else batch_size
     for share in shares:
-        gone = rank < (share * count).round()[:, None]  # (B, U)
+        gone = rank < (share * removable.sum(1)).round()[:, None]  # (B, U)
         if masks:
-            left = ~gone if mask is None else (mask.cpu() != 0) & ~gone
-            changed: tuple[Tensor, ...] = (inputs, left.long().to(inputs.device))
+            changed: tuple[Tensor, ...] = (inputs, (removable & ~gone).long().to(inputs.device))
         else:
             changed = (torch.where(_on_inputs(gone, inputs, side), replacement, inputs),)
         with torch.no_grad():
@@ -362,39 +368,41 @@ def _side(patch: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def read_logits(output: Any) -> Tensor:
-    """What ``forward_func`` returned, or its ``.logits``, where it is ``(B, V)``."""
+    """The output of ``forward_func``, or its ``.logits``, which must be ``(B, V)``."""
     logits = getattr(output, "logits", output)
     if not torch.is_tensor(logits) or logits.dim() != 2:
         raise ValueError(
-            "forward_func has to return logits (B, V), one row an example; it returned "
-            f"{tuple(logits.shape) if torch.is_tensor(logits) else type(output).__name__}."
+            "forward_func returned "
+            f"{tuple(logits.shape) if torch.is_tensor(logits) else type(output).__name__}; "
+            "expected logits (B, V), one row per example."
         )
     return logits
 
 
 def classes(name: str, given: Any, logits: Tensor) -> Tensor:
-    """The class of each example, ``(B,)``, where it is one of the columns of ``logits (B, V)``."""
-    (B, V), accepted = logits.shape, "accepted is one class an example, integers (B,)"
+    """The class of each example, ``(B,)``, which must be a column of ``logits (B, V)``."""
+    (B, V), expected = logits.shape, "expected one class per example, integers (B,)"
     yes_or_no = isinstance(given, Tensor) and given.dtype == torch.bool
     found = as_integers(given.long() if yes_or_no else given, logits.device)
     if found is None:
         kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
-        raise TypeError(f"{name} is {kind}; {accepted}.")
+        raise TypeError(f"{name} is {kind}; {expected}.")
     if found.numel() != 1 and tuple(found.shape) != (B,):
-        raise ValueError(f"{name} has shape {tuple(found.shape)} for a batch of {B}; {accepted}.")
+        raise ValueError(f"{name} has shape {tuple(found.shape)} for a batch of {B}; {expected}.")
     if bool(((found < 0) | (found >= V)).any()):
         raise ValueError(
-            f"{name} holds classes from {int(found.min())} to {int(found.max())}; forward_func "
-            f"returns logits of shape {tuple(logits.shape)}, so of classes 0 .. {V - 1}."
+            f"{name} holds classes from {int(found.min())} to {int(found.max())}; expected 0 .. "
+            f"{V - 1}, since forward_func returns logits of shape {tuple(logits.shape)}."
         )
     return found.reshape(-1).expand(B)
 
 
 def _unit_relevance(attributions: Tensor, inputs: Tensor, side: tuple[int, int]) -> Tensor:
-    # Relevance of what can be removed at once: tokens (B, L), or squares of an image (B, U).
+    # Relevance per unit, which is what is removed at once: tokens (B, L), or squares of an
+    # image (B, U).
     if inputs.dim() == 4:
-        if attributions.dim() == 2:  # of units already
-            return attributions
+        if attributions.dim() == 2:  # per unit already
+            return attributions.double()
         maps = attributions.sum(1) if attributions.dim() == 4 else attributions
         if maps.shape != (inputs.shape[0], *inputs.shape[2:]):
             raise ValueError(_shapes(attributions, inputs))
@@ -413,23 +421,11 @@ def _shapes(attributions: Tensor, inputs: Tensor) -> str:
     )
 
 
-def _ranks(
-    relevance: Tensor, mask: Tensor | None, descending: bool, seed: int
-) -> tuple[Tensor, Tensor]:
-    # The place of each unit in the order of removal, and how many there are an example.
-    B, U = relevance.shape
-    generator = torch.Generator().manual_seed(seed)
-    relevance = relevance.detach().cpu()
-    # In a random order first: what follows is stable, so ties fall at random.
-    shuffle = torch.rand(B, U, generator=generator).argsort(1)
-    key = relevance.gather(1, shuffle)
-    if mask is not None:
-        last = -torch.inf if descending else torch.inf
-        key = key.masked_fill(mask.cpu().gather(1, shuffle) == 0, last)
-    sequence = shuffle.gather(1, key.argsort(dim=1, descending=descending, stable=True))
-    rank = sequence.argsort(1)
-    count = torch.full((B,), U) if mask is None else (mask.cpu() != 0).sum(1)
-    return rank, count
+def _removal_ranks(key: Tensor, removable: Tensor, seed: int) -> Tensor:
+    # When each unit (B, U) is removed, from 0 on: by ascending key, padding last, ties at random.
+    noise = torch.rand(key.shape, generator=torch.Generator().manual_seed(seed))
+    sequence = np.lexsort((noise.numpy(), key.masked_fill(~removable, torch.inf).numpy()))
+    return torch.from_numpy(sequence).argsort(1)
 
 
 def _on_inputs(gone: Tensor, inputs: Tensor, side: tuple[int, int]) -> Tensor:
@@ -445,9 +441,6 @@ def _on_inputs(gone: Tensor, inputs: Tensor, side: tuple[int, int]) -> Tensor:
     return squares[:, None, :height, :width]
 
 
-def _target_curve(runs: Iterator[Tensor], target: Tensor, probability: bool) -> Tensor:
-    found = []
-    for logits in runs:
-        scores = logits.double().softmax(-1) if probability else logits.double()
-        found.append(scores.gather(1, classes("target", target, logits)[:, None])[:, 0])
-    return torch.stack(found, 1).cpu()
+def _curve(shares: list[float], values: Sequence[Tensor]) -> Curve:
+    stacked = torch.stack(list(values), 1).cpu().double()
+    return Curve(torch.tensor(shares, dtype=torch.float64), stacked)

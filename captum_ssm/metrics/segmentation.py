@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.metrics._estimate import Estimate, bootstrap
+from captum_ssm.metrics._interval import Interval, bootstrap
 
 
 @dataclass(frozen=True)
 class SegmentationScores:
-    """How well explanations find the objects of images, with what it was counted from.
+    """Counts of pixels per image, from which the scores of a segmentation are taken.
 
     Args:
-        correct (Tensor): ``(B,)``, the pixels on the right side of the threshold.
-        labelled (Tensor): ``(B,)``, the pixels that were labelled.
+        correct (Tensor): ``(B,)``, pixels on the right side of the threshold.
+        labelled (Tensor): ``(B,)``, pixels that are labelled.
         intersection (Tensor): ``(B, 2)``, for background and foreground.
-        union (Tensor): ``(B, 2)``.
-        ap (Tensor): ``(B,)``, average precision of each image.
+        union (Tensor): ``(B, 2)``, for background and foreground.
+        ap (Tensor): ``(B,)``, average precision per image.
 
     Examples::
 
@@ -41,13 +41,13 @@ class SegmentationScores:
     union: Tensor
     ap: Tensor
 
-    def pixel_accuracy(self, **options: Any) -> Estimate:
-        """Share of all images' pixels that are right; the options are those of a bootstrap."""
+    def pixel_accuracy(self, **options: Any) -> Interval:
+        """Share of all images' pixels that are right; the options are :func:`bootstrap`'s."""
         return bootstrap(
             self.correct, self.labelled, statistic=lambda c, n: c.sum() / n.sum(), **options
         )
 
-    def miou(self, **options: Any) -> Estimate:
+    def miou(self, **options: Any) -> Interval:
         """Intersection over union, over all images, mean of background and foreground."""
 
         def ratio(intersection: Tensor, union: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class SegmentationScores:
 
         return bootstrap(self.intersection, self.union, statistic=ratio, **options)
 
-    def map(self, **options: Any) -> Estimate:
+    def map(self, **options: Any) -> Interval:
         """Mean average precision over images."""
         return bootstrap(self.ap, **options)
 
@@ -67,16 +67,17 @@ def segmentation(
 
     Args:
         attributions (Tensor): ``(B, C, H, W)``, or ``(B, H, W)``, of any scale and sign.
-        masks (Tensor): ``(B, H, W)``, 1 on the object, 0 beside it, -1 where not labelled.
+        masks (Tensor): ``(B, H, W)``, 1 for the object, 0 for background, -1 if not labelled.
         threshold (str or float, optional): ``"mean"`` of each rescaled map, or a number in
             [0, 1]. Default: ``"mean"``
 
     Returns:
-        SegmentationScores: as defined there: accuracy and IoU are counted over all pixels of the
-        data set; average precision is of background and foreground together, an image at a time.
+        SegmentationScores: as defined in that paper: accuracy and IoU are counted over all
+        pixels of the data set; average precision is per image, of background and foreground
+        together.
 
     Raises:
-        ValueError: where shapes do not fit or relevance is not finite.
+        ValueError: if shapes do not fit or relevance is not finite.
 
     Examples::
 
@@ -89,7 +90,7 @@ def segmentation(
     if maps.shape != masks.shape:
         raise ValueError(
             f"attributions have shape {tuple(attributions.shape)} and masks "
-            f"{tuple(masks.shape)}; accepted are (B, C, H, W) or (B, H, W), and (B, H, W)."
+            f"{tuple(masks.shape)}; expected (B, C, H, W) or (B, H, W), and (B, H, W)."
         )
     if not bool(torch.isfinite(maps).all()):
         raise ValueError("attributions hold NaN or Inf.")
@@ -119,10 +120,10 @@ def average_precision(scores: Tensor, truth: Tensor) -> Tensor:
 
     Args:
         scores (Tensor): ``(n,)``.
-        truth (Tensor): ``(n,)``, true where positive.
+        truth (Tensor): ``(n,)``, true for positives.
 
     Returns:
-        Tensor: a scalar in [0, 1]; 0 where nothing is positive.
+        Tensor: a scalar in [0, 1]; 0 if there are no positives.
 
     Examples::
 

@@ -16,7 +16,8 @@ from typing_extensions import Self
 
 from captum_ssm._devices import weights_loaded
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.band import causal_conv, product, sum_of
+from captum_ssm.operators.composed import product, sum_of
+from captum_ssm.operators.conv import causal_conv
 
 COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
 PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
@@ -116,6 +117,10 @@ class MixerCall:
         """A parameter of any shape, detached, in the working dtype."""
         return value.detach().to(self.dtype)
 
+    def decay_rate(self, A_log: Tensor) -> Tensor:
+        """``-exp(A_log)``, of any shape, computed in float32 whatever the model's dtype."""
+        return -torch.exp(A_log.detach().float()).to(self.dtype)
+
 
 def bound_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -214,6 +219,8 @@ class FrozenMixer:
         paper_components (tuple of str, optional): what ``"unified"`` folds in where no components
             are chosen, as in the family's own equation of Zimerman et al. Default: all except
             the skip
+        rounding (float, optional): how many times further than most the mixer's own arithmetic
+            may be from exact in half precision, for the reconstruction check. Default: 1.0
 
     Examples::
 
@@ -241,6 +248,7 @@ class FrozenMixer:
     centred: bool = False
     offset: Tensor | None = None
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
+    rounding: float = 1.0
 
     @cached_property
     def values(self) -> Tensor:
@@ -298,7 +306,7 @@ class FrozenMixer:
 
     def mix(self, values: Tensor) -> Tensor:
         """The recurrence of ``values (B, L, D)``, and the skip: ``(B, L, D)``."""
-        y = self.recurrence.apply(values)
+        y = self.recurrence.matvec(values)
         return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
     def gated_output(self, multiply: Product = torch.mul) -> Tensor:
@@ -462,6 +470,16 @@ def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) ->
     if weight is not None:
         scale = scale * (weight if weight.numel() == parts.shape[-1] else weight.view(groups, -1))
     return scale.flatten(-2)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x (..., N)`` divided by its length, as the delta rule's keys and queries are."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def previous(x: Tensor) -> Tensor:
+    """Each token's predecessor in ``x (B, L, E)``, zeros for the first."""
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
 @dataclass(frozen=True)

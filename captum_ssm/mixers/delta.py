@@ -25,10 +25,26 @@ from captum_ssm.mixers._base import (
     masked_tokens,
     rms_factor,
     short_conv,
+    unit,
 )
 from captum_ssm.operators import LinearAttentionOperator
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor, width: int
+) -> LinearAttentionOperator:
+    """The recurrence of queries and keys ``(B, L, H, N)`` and steps ``(B, L, H)``."""
+    write = k * beta[..., None]
+    return LinearAttentionOperator(
+        query=q * q.shape[-1] ** -0.5,
+        key=write,
+        log_decay=log_decay,
+        width=width,
+        erase=write,
+        probe=k,
+    )
 
 
 def _freeze_delta(
@@ -50,20 +66,13 @@ def _freeze_delta(
     q, k, values = (factor * conv.output).split([keys, keys, D], -1)
     # Each key head serves consecutive value heads.
     repeat = H // (keys // key_width)
-    q, k = (_unit(t.unflatten(-1, (-1, key_width))).repeat_interleave(repeat, 2) for t in (q, k))
-    write = k * beta[..., None]
-    recurrence = LinearAttentionOperator(
-        query=q * key_width**-0.5,
-        key=write,
-        log_decay=log_decay,
-        width=D // H,
-        erase=write,
-        probe=k,
-    )
+    q, k = (unit(t.unflatten(-1, (-1, key_width))).repeat_interleave(repeat, 2) for t in (q, k))
+    recurrence = delta_rule(q, k, beta, log_decay, D // H)
     weight, eps = call.parameter(norm.weight), norm.variance_epsilon
     act = _ACTIVATIONS[getattr(norm, "activation", "silu")]
     conv = conv.channels(slice(2 * keys, None))
     return FrozenMixer(
+        rounding=2.0,
         recurrence=recurrence,
         inputs=conv.inputs,
         out_proj=lambda y: call.linear(out_proj, y),
@@ -73,13 +82,12 @@ def _freeze_delta(
         activation=factor[..., -D:],
         gate=act(gate),
         gate_argument=gate if act is F.silu else None,
-        norm=rms_factor(recurrence.apply(values), weight, eps, H),
+        norm=rms_factor(recurrence.matvec(values), weight, eps, H),
     )
 
 
 def _head_decay(call: MixerCall, a: Tensor) -> Tensor:
-    module = call.module
-    rate = -torch.exp(module.A_log.detach().float()).to(call.dtype)
+    module, rate = call.module, call.decay_rate(call.module.A_log)
     return (rate * F.softplus(a + call.parameter(module.dt_bias)))[..., None]
 
 
@@ -148,12 +156,11 @@ def freeze_kimi(call: MixerCall) -> FrozenMixer:
     gate = module.forget_gate
     step = call.linear(gate.f_b_proj, call.linear(gate.f_a_proj, x))
     step = (step + call.parameter(gate.dt_bias)).unflatten(-1, (-1, module.head_dim))
-    rate = torch.exp(gate.A_log.detach().float()).to(call.dtype)
     return _freeze_delta(
         call,
         mixed=_projections(call, x),
         key_width=module.head_dim,
-        log_decay=-rate * F.softplus(step),
+        log_decay=call.decay_rate(gate.A_log) * F.softplus(step),
         beta=torch.sigmoid(call.linear(module.b_proj, x)),
         gate=call.linear(module.g_b_proj, call.linear(module.g_a_proj, x)),
         norm=module.o_norm,
@@ -164,7 +171,3 @@ def freeze_kimi(call: MixerCall) -> FrozenMixer:
 def _projections(call: MixerCall, x: Tensor) -> Tensor:
     layers = (call.module.q_proj, call.module.k_proj, call.module.v_proj)
     return torch.cat([call.linear(layer, x) for layer in layers], -1)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -24,9 +24,12 @@ from captum_ssm.mixers._base import (
     ShortConv,
     adapts,
     masked_tokens,
+    previous,
     rms_factor,
     short_conv,
+    unit,
 )
+from captum_ssm.mixers.delta import delta_rule
 from captum_ssm.mixers.ssd import freeze_scan
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
 
@@ -109,7 +112,7 @@ def _frozen(
         mean = heads.mean(-1, keepdim=True).expand_as(heads).flatten(-2)
         conv = ShortConv(conv.output - mean)
     values = conv.output if activation is None else conv.output * activation
-    scale = rms_factor(recurrence.apply(values), weight, eps or norm.eps, groups)
+    scale = rms_factor(recurrence.matvec(values), weight, eps or norm.eps, groups)
     skip, offset = None, bias
     if bonus is not None:
         weights = bonus.repeat_interleave(values.shape[-1] // bonus.shape[-1], -1)
@@ -202,7 +205,7 @@ def freeze_gla(call: MixerCall) -> FrozenMixer:
     log_decay = F.logsigmoid(_heads(step, N, repeat)) / module.gate_logit_normalizer
     if module.clamp_min is not None:
         log_decay = log_decay.clamp(min=module.clamp_min)
-    recurrence = LinearAttentionOperator(q * N**-0.5, k, log_decay, module.head_v_dim)
+    recurrence = LinearAttentionOperator(q * N**-0.5, k, log_decay, width=module.head_v_dim)
     values = _repeat_channels(*_values(call, x, mask), module.head_v_dim, repeat)
     norm, gate = _gate(call, x)
     return _frozen(call, recurrence, *values, norm=norm, groups=H, gate=gate)
@@ -262,7 +265,7 @@ def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
     """RWKV-6: a decay per key dimension, read ahead of the write, and a bonus for the token."""
     module = call.module
     x, mask = masked_tokens(call)
-    delta = _shift(x) - x
+    delta = previous(x) - x
     first, act, last = module.x_proj
     low = call.linear(first.linear, x + delta * call.parameter(first.mu))
     low = act(low).unflatten(-1, (5, -1))  # (B, L, 5, rank)
@@ -299,7 +302,7 @@ def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
     """RWKV-7: a delta rule with a decay per key dimension, and the bonus behind the norm."""
     module = call.module
     x, mask = masked_tokens(call)
-    delta = _shift(x) - x
+    delta = previous(x) - x
     mixed = {n: x + delta * call.parameter(getattr(module, f"x_{n}")) for n in "rwkvag"}
     # The bound that the layer, too, has as a number: exp(-1/2).
     log_decay = -0.6065306597126334 * torch.sigmoid(_low_rank(call, module.w_lora, mixed["w"]))
@@ -311,10 +314,7 @@ def freeze_rwkv7(call: MixerCall) -> FrozenMixer:
         v = v * mask[..., None]
     a = torch.sigmoid(_low_rank(call, module.a_lora, mixed["a"]))
     removed = _heads(k * call.parameter(module.k_k), module.head_dim)
-    if module.fuse_norm:
-        removed = removed * torch.rsqrt(removed.square().sum(-1, keepdim=True) + 1e-6)
-    else:
-        removed = F.normalize(removed, dim=-1)
+    removed = unit(removed) if module.fuse_norm else F.normalize(removed, dim=-1)
     k = k + k * (a - 1) * call.parameter(module.k_a)
     r, k, a, log_decay = (_heads(t, module.head_dim) for t in (r, k, a, log_decay))
     recurrence = LinearAttentionOperator(
@@ -357,7 +357,7 @@ def freeze_delta_net(call: MixerCall) -> FrozenMixer:
     if module.qk_norm == "sum":
         q, k = (F.normalize(t, p=1, dim=-1, eps=1e-6) for t in (q, k))
     else:
-        q, k = _unit(q), _unit(k)
+        q, k = unit(q), unit(k)
     if module.use_beta:
         beta = torch.sigmoid(call.linear(module.b_proj, x))
     else:
@@ -374,13 +374,13 @@ def freeze_gated_delta_net(call: MixerCall) -> FrozenMixer:
     x, mask = masked_tokens(call)
     N, repeat = module.head_k_dim, module.num_v_heads // module.num_heads
     bare = not module.use_short_conv
-    q, k = (_unit(_heads(_projected(call, name, x, always_silu=bare), N, repeat)) for name in "qk")
+    q, k = (unit(_heads(_projected(call, name, x, always_silu=bare), N, repeat)) for name in "qk")
     beta = torch.sigmoid(call.linear(module.b_proj, x))
     if module.allow_neg_eigval:
         beta = 2 * beta
-    rate = torch.exp(module.A_log.detach().float()).to(call.dtype)
     step = call.linear(module.a_proj, x) + call.parameter(module.dt_bias)
-    return _freeze_delta(call, x, mask, q, k, beta, -rate * F.softplus(step))
+    log_decay = call.decay_rate(module.A_log) * F.softplus(step)
+    return _freeze_delta(call, x, mask, q, k, beta, log_decay)
 
 
 def _freeze_delta(
@@ -393,15 +393,7 @@ def _freeze_delta(
     log_decay: Tensor,
 ) -> FrozenMixer:
     module = call.module
-    write = k * beta[..., None]
-    recurrence = LinearAttentionOperator(
-        query=q * q.shape[-1] ** -0.5,
-        key=write,
-        log_decay=log_decay[..., None],
-        width=module.head_v_dim,
-        erase=write,
-        probe=k,
-    )
+    recurrence = delta_rule(q, k, beta, log_decay[..., None], module.head_v_dim)
     gate = _Gate()
     if module.use_gate:
         z = call.linear(module.g_proj, x)
@@ -435,21 +427,12 @@ def freeze_mamba2(call: MixerCall) -> FrozenMixer:
     )
 
 
-def _shift(x: Tensor) -> Tensor:
-    # Each token's predecessor, nothing for the first.
-    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
-
-
 def _low_rank(call: MixerCall, layer: Any, x: Tensor) -> Tensor:
     """A linear layer, or one through a low rank with an activation between."""
     if isinstance(layer, nn.Linear):
         return call.linear(layer, x)
     down, act, up = layer.lora
     return call.linear(up, act(call.linear(down, x)))
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _rotate(rotary: Any, x: Tensor, mask: Tensor | None) -> Tensor:

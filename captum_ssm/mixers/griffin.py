@@ -48,6 +48,7 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
     )
     z = call.linear(module.linear_y, x)
     return FrozenMixer(
+        rounding=2.0,
         recurrence=recurrence,
         inputs=u,
         out_proj=lambda y: call.linear(module.linear_out, y),

@@ -47,6 +47,6 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
         out_weight=call.weight(module.out_proj),
         gate=torch.sigmoid(call.linear(module.output_gate, x)),
         norm=rms_factor(
-            recurrence.apply(values), call.parameter(norm.weight), norm.variance_epsilon
+            recurrence.matvec(values), call.parameter(norm.weight), norm.variance_epsilon
         ),
     )

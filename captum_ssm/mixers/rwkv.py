@@ -22,9 +22,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts
-from captum_ssm.operators import BandOperator, DiagonalOperator, SumOperator
-from captum_ssm.operators.band import causal_conv
+from captum_ssm.mixers._base import FrozenMixer, MixerCall, adapts, previous
+from captum_ssm.operators import DiagonalOperator, SkipOperator, SumOperator
+from captum_ssm.operators.conv import causal_conv
 
 
 def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
@@ -59,10 +59,10 @@ def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
         left=torch.exp(before - top),
     )
     own = torch.exp(key + bonus - top)
-    total = past.apply(torch.ones_like(key)) + own
+    total = past.matvec(torch.ones_like(key)) + own
     shift = torch.zeros(D, 2, dtype=key.dtype, device=key.device)
     shift[:, 0] = 1.0
-    return SumOperator((past.compose(left=1 / total, conv=shift), BandOperator(own / total)))
+    return SumOperator((past.compose(left=1 / total, conv=shift), SkipOperator(own / total)))
 
 
 @adapts("RwkvSelfAttention")
@@ -70,7 +70,7 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
     """RWKV-4's time mixing."""
     module = call.module
     x = call.tokens("hidden")
-    shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    shifted = previous(x)
 
     def project(layer: torch.nn.Module, mix: Tensor) -> Tensor:
         share = call.parameter(mix)

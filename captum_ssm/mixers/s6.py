@@ -39,8 +39,7 @@ def _freeze(
     mask: Tensor | None,
 ) -> FrozenMixer:
     module = call.module
-    # transformers reads A_log in float32 whatever the model's dtype; so does its kernel.
-    A = -torch.exp(module.A_log.detach().float()).to(call.dtype)
+    A = call.decay_rate(module.A_log)
     A = A.reshape(-1, A.shape[-1])  # (D, N)
     right = dt if mask is None else dt * mask[..., None]
     return FrozenMixer(

@@ -54,7 +54,7 @@ def freeze_scan(
     activation = factor[..., :D]
     values, B, C = (factor * conv.output).split([D, groups * N, groups * N], -1)
     dt = F.softplus(step + call.parameter(module.dt_bias)).clamp(*limit)  # (B, L, H)
-    A = -torch.exp(module.A_log.detach().float()).to(call.dtype)
+    A = call.decay_rate(module.A_log)
     key = _per_head(B, groups, H) * dt[..., None]
     if mask is not None:
         key = key * mask[..., None, None]
@@ -67,7 +67,7 @@ def freeze_scan(
     gate = F.silu(z)
     scale = None
     if norm_before_gate is not None:
-        y = recurrence.apply(values) + skip * values
+        y = recurrence.matvec(values) + skip * values
         norm = module.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         # One group where the norm knows of none (transformers 4, whatever the mixer's groups).

@@ -26,13 +26,12 @@ from captum_ssm.mixers._base import (
 from captum_ssm.mixers.s6 import freeze_s6
 from captum_ssm.models.ss2d import scan_orders
 from captum_ssm.operators import (
-    ConvolvedOperator,
     DiagonalOperator,
     PermutedOperator,
     SumOperator,
     TokenOperator,
 )
-from captum_ssm.operators.permuted import depthwise_conv
+from captum_ssm.operators.conv import depthwise_conv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +75,9 @@ class FrozenScans(FrozenMixer):
         parts = [scan.operator(formulation, chosen) for scan in self.scans]
         total = _in_image_order(parts, self.orders)
         if self.scale != 1:
-            total = total.compose(left=torch.full_like(self.inputs, self.scale))
+            total = total.scaled(torch.full_like(self.inputs, self.scale), None)
         if self.image_conv is not None and "conv" in chosen:
-            total = ConvolvedOperator(total, self.image_conv, self.grid)
+            total = total.convolved(self.image_conv, self.grid)
         return total
 
     def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
@@ -240,7 +239,7 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
     ]
     skips = call.parameter(module.Ds).view(4, D)
     recurrence = _in_image_order(list(recurrences), orders)
-    merged = recurrence.apply(values) + skips.sum(0) * values
+    merged = recurrence.matvec(values) + skips.sum(0) * values
     centred = merged - merged.mean(-1, keepdim=True)
     norm = rms_factor(centred, call.parameter(module.out_norm.weight), module.out_norm.eps)
     offset = call.parameter(module.out_norm.bias)

@@ -54,7 +54,7 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
         width=width,
     )
     ones = torch.ones(x.shape[0], H, x.shape[1], 1, dtype=call.dtype, device=x.device)
-    found = cell.apply_heads(ones)[..., 0].transpose(1, 2)  # q^T n, (B, L, H)
+    found = cell.matvec_heads(ones)[..., 0].transpose(1, 2)  # q^T n, (B, L, H)
     total = torch.maximum(found.abs(), torch.exp(-peak)) + config.eps
     recurrence = LinearAttentionOperator(
         query=cell.query / total[..., None],
@@ -73,7 +73,7 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.weight(module.out_proj),
         gate=gate,
-        norm=rms_factor(recurrence.apply(values), weight, norm.eps, H),
+        norm=rms_factor(recurrence.matvec(values), weight, norm.eps, H),
         offset=None if norm.bias is None else call.parameter(norm.bias) * gate,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm import ops
+from captum_ssm import kernels
 
 # Beyond this length the states of every token would take more memory than the time is worth.
 LONGEST_KEPT = 1024
@@ -31,13 +31,14 @@ def selective_scan(
     if learns and v.shape[1] <= LONGEST_KEPT:
         y = _stepwise(v, dt, A, B, C)
     else:
-        y = ops.diagonal_scan(v, dt, dt, A, B[:, :, None], C[:, :, None])
+        coefficients = kernels.DiagonalCoefficients(dt, dt, A, B[:, :, None], C[:, :, None])
+        y = kernels.diagonal_scan(v, coefficients)
     return y if D is None else y + D * v
 
 
 def _stepwise(v: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     # The gradients of coefficients come two to three times sooner from the plain recurrence than
-    # from the chunked form of `ops`. Unbinding, not indexing: the gradient of an index is an
+    # from the chunked form of `kernels`. Unbinding, not indexing: the gradient of an index is an
     # array of the whole size at every step.
     # Tokens come first, so that each step's slice is one piece of memory.
     v, dt, B, C = (t.transpose(0, 1) for t in (v, dt, B, C))

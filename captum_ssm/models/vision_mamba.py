@@ -11,39 +11,41 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm._grid import TokenGrid, cls_positions, patch_index
-from captum_ssm.models._scan import selective_scan
-from captum_ssm.operators.band import causal_conv
+from captum_ssm.models._s6 import initial_dt_bias, s6
+from captum_ssm.operators.conv import causal_conv
 
 DIRECTIONS = ("none", "v1", "v2")
 POOLS = ("mean", "last")
 PUBLISHED_SIZE = 224
+# The published names of the CLS tokens, by their number.
+CLS_TOKENS = {0: (), 1: ("cls_token",), 2: ("cls_token_head", "cls_token_tail")}
 
 
 class BidirectionalMamba(nn.Module):
-    r"""The mixer of Vision Mamba: S6 over the tokens, forwards and backwards.
+    r"""The mixer of Vision Mamba: S6 over the tokens, forward and backward.
 
     .. math::
         u, z = W_{in} x, \qquad
         y = c\, W_{out}\, \mathrm{SiLU}(z) \odot \big(S(u) + P\, S_b(P u)\big)
 
-    with S the convolution, its SiLU and the scan with its skip, and P the reversed order.
-    ``"v2"`` gives the backward direction weights of its own throughout. ``"v1"`` shares them all
-    but the decay rates, and scans what the forward convolution returned. Parameters have the
-    names of the published module.
+    where S is the convolution, its SiLU and the scan with its skip, and P reverses the order.
+    In ``"v2"`` all weights of the backward direction are separate. In ``"v1"`` all are shared
+    except the decay rates, and the backward direction scans the output of the forward
+    convolution. Parameters have the names of the published module.
 
     Args:
         width (int): E, channels of a token.
         state (int, optional): N. Default: 16
-        conv (int, optional): taps of the convolutions. Default: 4
+        conv (int, optional): kernel size of the convolutions. Default: 4
         expand (int, optional): D = expand * E. Default: 2
         dt_rank (int, optional): None for E / 16, rounded up. Default: None
         bimamba_type (str, optional): ``"v1"``, ``"v2"``, or ``"none"`` for the forward
-            direction alone. Default: ``"v2"``
+            direction only. Default: ``"v2"``
         if_divide_out (bool, optional): c = 1/2 (``"v2"`` only, as published). Default: True
         conv_bias (bool, optional): Default: True
         bias (bool, optional): of the input and output projections. Default: False
-        layer_scale (float, optional): start of a learned factor per output channel.
-            Default: None
+        layer_scale (float, optional): initial value of a learned factor per output channel;
+            None for no such factor. Default: None
 
     Raises:
         ValueError: for an unknown ``bimamba_type``.
@@ -54,7 +56,7 @@ class BidirectionalMamba(nn.Module):
         >>> mixer(torch.randn(1, 9, 16)).shape
         torch.Size([1, 9, 16])
         >>> (weights,) = hidden_attention(mixer, torch.randn(1, 9, 16), reduction="mean").values()
-        >>> bool(weights[0, 0, 1:].any())  # the first token is told of later ones
+        >>> bool(weights[0, 0, 1:].any())  # the first token reads later ones
         True
     """
 
@@ -74,7 +76,7 @@ class BidirectionalMamba(nn.Module):
     ) -> None:
         super().__init__()
         if bimamba_type not in DIRECTIONS:
-            raise ValueError(f"bimamba_type is {bimamba_type!r}; accepted are {DIRECTIONS}.")
+            raise ValueError(f"bimamba_type is {bimamba_type!r}; expected one of {DIRECTIONS}.")
         self.bimamba_type = bimamba_type
         self.if_divide_out = if_divide_out and bimamba_type == "v2"
         inner = expand * width
@@ -91,7 +93,7 @@ class BidirectionalMamba(nn.Module):
             self.add_module(f"x_proj{suffix}", nn.Linear(inner, rank + 2 * state, bias=False))
             self.add_module(f"dt_proj{suffix}", _step_projection(rank, inner))
             self.register_parameter(f"D{suffix}", nn.Parameter(torch.ones(inner)))
-        # The published names of the decay rates: A_log, and A_b_log for the way back.
+        # The published names of the decay rates: A_log, and A_b_log for the backward direction.
         for name in ("A_log",) if bimamba_type == "none" else ("A_log", "A_b_log"):
             rates = torch.arange(1.0, state + 1).log().repeat(inner, 1)
             self.register_parameter(name, nn.Parameter(rates))
@@ -101,8 +103,8 @@ class BidirectionalMamba(nn.Module):
         u, z = self.in_proj(hidden_states).chunk(2, -1)
         if self.bimamba_type == "v2":
             y = self._scan(self._convolved(u), "A_log")
-            back = self._scan(self._convolved(u.flip(1), "_b"), "A_b_log", "_b")
-            y = y + back.flip(1)
+            backward = self._scan(self._convolved(u.flip(1), "_b"), "A_b_log", "_b")
+            y = y + backward.flip(1)
         else:
             v = self._convolved(u)
             y = self._scan(v, "A_log")
@@ -118,18 +120,12 @@ class BidirectionalMamba(nn.Module):
         return self.act(psi if conv.bias is None else psi + conv.bias)
 
     def _scan(self, v: Tensor, rates: str, suffix: str = "") -> Tensor:
-        state = getattr(self, rates).shape[1]
-        found = getattr(self, f"x_proj{suffix}")(v)
-        step, B, C = found.split([found.shape[-1] - 2 * state, state, state], -1)
-        dt = F.softplus(getattr(self, f"dt_proj{suffix}")(step))
-        wide = torch.promote_types(v.dtype, torch.float32)
-        A, D = (getattr(self, name).to(wide) for name in (rates, f"D{suffix}"))
-        v, dt, B, C = (t.to(wide) for t in (v, dt, B, C))
-        return selective_scan(v, dt, -torch.exp(A), B, C, D)
+        names = f"x_proj{suffix}", f"dt_proj{suffix}", rates, f"D{suffix}"
+        return s6(v, *(getattr(self, name) for name in names))
 
 
 class Block(nn.Module):
-    """A mixer behind its norm, on the residual stream: ``x + mixer(norm(x))``."""
+    """A mixer with its norm, on the residual stream: ``x + mixer(norm(x))``."""
 
     def __init__(self, mixer: nn.Module, norm: nn.Module) -> None:
         super().__init__()
@@ -137,7 +133,7 @@ class Block(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, L, E)`` to ``(B, L, E)``, the stream in float32 at least."""
+        """``(B, L, E)`` to ``(B, L, E)``; the residual stream is in float32 at least."""
         wide = torch.promote_types(x.dtype, torch.float32)
         weight: Tensor = self.norm.weight  # type: ignore[assignment]
         return x.to(wide) + self.mixer(self.norm(x.to(weight.dtype))).to(wide)
@@ -160,29 +156,29 @@ class VisionMamba(nn.Module):
     """An image classifier of Mamba blocks over patches, with the published weights' names.
 
     Zhu et al., `Vision Mamba <https://arxiv.org/abs/2401.09417>`_. It runs without compiled
-    kernels; its mixers are what this library explains.
+    kernels.
 
     Args:
         image_size (int or (int, int), optional): height and width. Default: 224
         patch_size (int or (int, int), optional): Default: 16
-        stride (int or (int, int), optional): between patches; None for patches side by side.
-            Default: None
-        channels (int, optional): colours of an image. Default: 3
+        stride (int or (int, int), optional): distance between patches; None for the patch size,
+            which is no overlap. Default: None
+        channels (int, optional): color channels of an image. Default: 3
         classes (int, optional): V; 0 returns the pooled token ``(B, E)``. Default: 1000
         width (int, optional): E. Default: 192
         depth (int, optional): number of blocks. Default: 24
-        cls (str, optional): where the CLS token stands, ``"start"``, ``"middle"``, ``"end"``,
+        cls (str, optional): position of the CLS token, ``"start"``, ``"middle"``, ``"end"``,
             ``"ends"`` (two, averaged), or None for none. Default: ``"middle"``
-        pool (str, optional): what a model without a CLS token reads its output from, the
-            ``"mean"`` over tokens or the ``"last"`` token. Default: ``"mean"``
+        pool (str, optional): the readout of a model without a CLS token, the ``"mean"`` over
+            tokens or the ``"last"`` token. Default: ``"mean"``
         norm (str, optional): ``"rms"`` or ``"layer"``. Default: ``"rms"``
-        positions (bool, optional): learned absolute positions; without them images of any size
-            are taken. Default: True
+        positions (bool, optional): learned absolute positions; without them images may have
+            any size. Default: True
         eps (float, optional): of the norms. Default: 1e-5
         **mixer: see :class:`BidirectionalMamba`.
 
     Raises:
-        ValueError: for a ``cls``, ``pool``, ``norm`` or ``bimamba_type`` that is not accepted.
+        ValueError: for an unknown ``cls``, ``pool``, ``norm`` or ``bimamba_type``.
 
     Examples::
 
@@ -213,9 +209,9 @@ class VisionMamba(nn.Module):
     ) -> None:
         super().__init__()
         if norm not in ("rms", "layer"):
-            raise ValueError(f"norm is {norm!r}; accepted are 'rms' and 'layer'.")
+            raise ValueError(f"norm is {norm!r}; expected 'rms' or 'layer'.")
         if pool not in POOLS:
-            raise ValueError(f"pool is {pool!r}; accepted are {POOLS}.")
+            raise ValueError(f"pool is {pool!r}; expected one of {POOLS}.")
         self.image_size = _pair(image_size)
         patch = _pair(patch_size)
         self.cls, self.pool = cls, pool
@@ -224,7 +220,7 @@ class VisionMamba(nn.Module):
         )
         rows, columns = self.grid_shape(*self.image_size)
         extra = len(cls_positions(cls, rows * columns))
-        for name in {0: (), 1: ("cls_token",), 2: ("cls_token_head", "cls_token_tail")}[extra]:
+        for name in CLS_TOKENS[extra]:
             self.register_parameter(name, nn.Parameter(torch.zeros(1, 1, width)))
         shape = (1, rows * columns + extra, width)
         self.pos_embed = nn.Parameter(torch.zeros(shape)) if positions else None
@@ -246,27 +242,27 @@ class VisionMamba(nn.Module):
         stride: int | tuple[int, int] | None = None,
         **options: Any,
     ) -> VisionMamba:
-        """The model whose weights these are, in eval mode; sizes are read off the weights.
+        """A model with these weights, in eval mode; sizes are read off the weights.
 
-        Where the CLS token stands and whether the output is halved are not among the weights.
-        The position comes from the position embeddings: taken out at the right place it leaves
-        a grid whose columns agree (:func:`find_cls`); where no place is clearly better, and for
-        the halving, the published rule holds (in the middle; ``v2`` halves).
+        The weights do not tell the CLS token's position, nor whether the output is halved. The
+        position is found from the position embeddings: without the CLS token's own, they form
+        a grid whose columns are similar (:func:`find_cls`). If no position is clearly better,
+        and for the halving, the published rule is used (the middle; ``v2`` halves).
 
         Args:
-            state (mapping): a state dict in the published names; a checkpoint that holds it
-                under ``"model"``, and names that start with ``"module."``, are accepted.
-            image_size (int or (int, int), optional): height and width; None for square images
-                of patches side by side, or of the published models' 224 pixels where patches
-                at half their distance fit it. Default: None
-            stride (int or (int, int), optional): between patches; None where ``image_size``
-                says it, or for patches side by side. Default: None
-            **options: arguments of the constructor that the weights leave open: ``cls``,
+            state (mapping): a state dict in the published names; it may be under ``"model"``
+                in a checkpoint, and its names may start with ``"module."``.
+            image_size (int or (int, int), optional): height and width. None for square images
+                whose patches do not overlap, or for the published models' 224 pixels if
+                patches at half their size's distance fit. Default: None
+            stride (int or (int, int), optional): distance between patches; None for the one
+                that ``image_size`` implies, else the patch size. Default: None
+            **options: arguments of the constructor that the weights do not determine: ``cls``,
                 ``pool``, ``if_divide_out``, ``eps``.
 
         Raises:
-            ValueError: the weights hold something this model does not have, or sizes that do
-                not fit together.
+            ValueError: if the weights are not those of this model, or sizes contradict each
+                other.
         """
         sd = _plain(state)
         embed, pos = sd["patch_embed.proj.weight"], sd.get("pos_embed")
@@ -276,8 +272,8 @@ class VisionMamba(nn.Module):
         if tokens != 1:
             options["cls"] = "ends" if tokens == 2 else None
         elif "cls" not in options:
-            rows, columns = ((n - p) // s + 1 for n, p, s in zip(size, patch, step, strict=True))
-            options["cls"] = "middle" if pos is None else find_cls(pos, (rows, columns))
+            grid = _grid_shape(size, patch, step)
+            options["cls"] = "middle" if pos is None else find_cls(pos, grid)
         prefix = "layers.0.mixer."
         mixer = {name[len(prefix) :]: w for name, w in sd.items() if name.startswith(prefix)}
         kind = "v2" if "x_proj_b.weight" in mixer else "v1" if "A_b_log" in mixer else "none"
@@ -305,46 +301,47 @@ class VisionMamba(nn.Module):
         if missing or unexpected:
             raise ValueError(
                 f"these are no weights of a VisionMamba: missing {missing[:5]}, not known "
-                f"{unexpected[:5]} (rotary positions are not supported)."
+                f"{unexpected[:5]}; expected the published names (rotary positions are not "
+                "supported)."
             )
         return model.to(embed.dtype).eval()
 
     def grid_shape(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of patches of an image."""
         proj = self.patch_embed.proj
-        sides = zip((height, width), proj.kernel_size, proj.stride, strict=True)
-        rows, columns = ((n - k) // s + 1 for n, k, s in sides)
-        return rows, columns
+        return _grid_shape((height, width), proj.kernel_size, proj.stride)
 
     def token_grid(self, height: int, width: int) -> TokenGrid:
-        """Which token is which patch; the CLS token is none."""
+        """Which token is which patch of the image."""
         return TokenGrid(patch_index(self.cls, self.grid_shape(height, width)))
 
     def cls_tokens(self, height: int | None = None, width: int | None = None) -> list[int]:
-        """Where the CLS tokens stand in the sequence, for ``position=``."""
+        """Positions of the CLS tokens in the sequence, for ``position=``."""
         size = self.image_size if height is None or width is None else (height, width)
         rows, columns = self.grid_shape(*size)
         return cls_positions(self.cls, rows * columns)
 
     def embed(self, images: Tensor) -> Tensor:
-        """The tokens ``(B, L, E)`` of ``images (B, C, H, W)``, CLS and positions included.
+        """The tokens ``(B, L, E)`` of ``images (B, C, H, W)``, with CLS tokens and positions.
 
         Raises:
-            ValueError: for images of another size than the positions.
+            ValueError: for images of a size that the positions do not fit.
         """
         size = (int(images.shape[-2]), int(images.shape[-1]))
         if images.dim() != 4 or (self.pos_embed is not None and size != self.image_size):
             raise ValueError(
-                f"images have shape {tuple(images.shape)}; accepted is (B, C, "
+                f"images have shape {tuple(images.shape)}; expected (B, C, "
                 f"{self.image_size[0]}, {self.image_size[1]})."
             )
         x = self.patch_embed(images)
-        for at, token in zip(self.cls_tokens(*size), self._cls_parameters(), strict=True):
-            x = torch.cat([x[:, :at], token.expand(len(x), -1, -1), x[:, at:]], 1)
+        positions = self.cls_tokens(*size)
+        for at, name in zip(positions, CLS_TOKENS[len(positions)], strict=True):
+            token = getattr(self, name).expand(len(x), -1, -1)
+            x = torch.cat([x[:, :at], token, x[:, at:]], 1)
         return x if self.pos_embed is None else x + self.pos_embed
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """The tokens behind the last norm, ``(B, L, E)``."""
+        """The tokens after the last norm, ``(B, L, E)``."""
         x = self.embed(images)
         for layer in self.layers:
             x = layer(x)
@@ -353,14 +350,10 @@ class VisionMamba(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``(B, V)`` of ``images (B, C, H, W)``."""
         x = self.forward_features(images)
-        places = self.cls_tokens(int(images.shape[-2]), int(images.shape[-1]))
-        if not places and self.pool == "last":
-            places = [x.shape[1] - 1]
-        return self.head((x[:, places] if places else x).mean(1))
-
-    def _cls_parameters(self) -> list[nn.Parameter]:
-        names = {None: (), "ends": ("cls_token_head", "cls_token_tail")}
-        return [getattr(self, name) for name in names.get(self.cls, ("cls_token",))]
+        pooled = self.cls_tokens(int(images.shape[-2]), int(images.shape[-1]))
+        if not pooled and self.pool == "last":
+            pooled = [x.shape[1] - 1]
+        return self.head((x[:, pooled] if pooled else x).mean(1))
 
     def _initialize(self, depth: int) -> None:
         for name, p in self.named_parameters():
@@ -374,18 +367,18 @@ class VisionMamba(nn.Module):
 
 
 def find_cls(pos_embed: Tensor, shape: tuple[int, int]) -> str:
-    """Where a CLS token stands, from trained position embeddings.
+    """The position of a CLS token, from trained position embeddings.
 
-    Training makes the embeddings of patches above one another alike. Without the CLS token's own
-    embedding, and only then, the embeddings fall into such columns.
+    In trained models the embeddings of vertically adjacent patches are similar. That shows only
+    if the CLS token's embedding is removed at the right position.
 
     Args:
         pos_embed (Tensor): ``(1, L, E)``.
         shape (tuple of int): (H, W), rows and columns of patches; L = H W + 1.
 
     Returns:
-        str: ``"start"``, ``"middle"`` or ``"end"``; the published ``"middle"`` where no other
-        place is clearly better, as with weights that were not trained.
+        str: ``"start"``, ``"middle"`` or ``"end"``; the published ``"middle"`` if no other
+        position is clearly better, as with weights that were not trained.
     """
     apart = {}
     for kind in ("start", "middle", "end"):
@@ -405,8 +398,8 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Tensor]:
     sd = {name.removeprefix("module."): value for name, value in state.items()}
     if "patch_embed.proj.weight" not in sd or "layers.0.mixer.A_log" not in sd:
         raise ValueError(
-            "these are no weights of a VisionMamba: patch_embed.proj.weight or "
-            f"layers.0.mixer.A_log is missing among {sorted(sd)[:5]}, ..."
+            f"these are no weights of a VisionMamba: {sorted(sd)[:5]}, ...; expected "
+            "patch_embed.proj.weight and layers.0.mixer.A_log among them."
         )
     return sd
 
@@ -418,7 +411,7 @@ def _image_size(
     image_size: int | tuple[int, int] | None,
     stride: int | tuple[int, int] | None,
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    # Height and width, and the stride, that give as many patches as there are positions.
+    # An image size and a stride that give as many patches as there are positions.
     step = patch if stride is None else _pair(stride)
     if pos is None:
         return (224, 224) if image_size is None else _pair(image_size), step
@@ -436,7 +429,7 @@ def _image_size(
     size = _pair(image_size)
     steps = [step] if stride is not None else [patch, *((s, s) for s in range(1, patch[0]))]
     for s in steps:
-        if math.prod((n - p) // q + 1 for n, p, q in zip(size, patch, s, strict=True)) == patches:
+        if math.prod(_grid_shape(size, patch, s)) == patches:
             return size, s
     raise ValueError(
         f"images of {size} in patches of {patch} do not give the {patches} patches of pos_embed; "
@@ -445,10 +438,17 @@ def _image_size(
 
 
 def _is_published_half_stride(side: int, patch: tuple[int, int]) -> bool:
-    # The published models with overlapping patches: as many as fit at half a patch's distance.
+    # The published models with overlapping patches, whose stride is half the patch size.
     return all(
         side * p != PUBLISHED_SIZE and (side - 1) * (p // 2) + p == PUBLISHED_SIZE for p in patch
     )
+
+
+def _grid_shape(
+    size: tuple[int, ...], patch: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[int, int]:
+    rows, columns = ((n - p) // s + 1 for n, p, s in zip(size, patch, stride, strict=True))
+    return rows, columns
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
@@ -456,10 +456,8 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _step_projection(rank: int, inner: int) -> nn.Linear:
-    # As in Mamba: steps start log-uniform between 0.001 and 0.1.
     layer = nn.Linear(rank, inner)
     nn.init.uniform_(layer.weight, -(rank**-0.5), rank**-0.5)
-    dt = torch.exp(torch.rand(inner) * math.log(100.0) + math.log(1e-3)).clamp(min=1e-4)
     with torch.no_grad():
-        layer.bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        layer.bias.copy_(initial_dt_bias(inner))
     return layer

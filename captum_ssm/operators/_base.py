@@ -6,8 +6,9 @@ channels), R rows asked for. The channels of a map are consecutive.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -15,9 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._memory import tile_entries
+from captum_ssm.operators.conv import conv_columns, depthwise_conv_transpose
 
-REDUCTIONS = ("mean", "max", "min", "prod")
 FEW_ROWS = 4
+
+# Rows (B, R) of some maps: (B, m, R, L).
+MapRows = Callable[[Tensor, int, int], Tensor]
+
+# How each reduction takes a tile of maps (B, m, R, L), and joins the results of two tiles.
+_OVER_MAPS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "mean": (lambda tile: tile.sum(1), torch.add),
+    "max": (lambda tile: tile.amax(1), torch.maximum),
+    "min": (lambda tile: tile.amin(1), torch.minimum),
+    "prod": (lambda tile: tile.prod(1), torch.mul),
+}
+REDUCTIONS = tuple(_OVER_MAPS)
 
 
 class TokenOperator(ABC):
@@ -37,16 +50,16 @@ class TokenOperator(ABC):
         device (torch.device): device of all results.
 
     Raises:
-        ValueError: from a method, for a ``reduction`` that is not accepted.
+        ValueError: from a method, for an unknown ``reduction``.
 
     Examples::
 
-        >>> operator = BandOperator(torch.rand(1, 5, 4))
+        >>> operator = SkipOperator(torch.rand(1, 5, 4))
         >>> isinstance(operator, TokenOperator), operator.length, operator.maps
         (True, 5, 4)
         >>> v, w = torch.randn(2, 1, 5, 4)
-        >>> there, back = (w * operator.apply(v)).sum(), (operator.vecmat(w) * v).sum()
-        >>> torch.testing.assert_close(there, back)  # vecmat is the adjoint of apply
+        >>> there, back = (w * operator.matvec(v)).sum(), (operator.rmatvec(w) * v).sum()
+        >>> torch.testing.assert_close(there, back)  # rmatvec is the adjoint of apply
     """
 
     @property
@@ -89,12 +102,12 @@ class TokenOperator(ABC):
         return self.reference.device
 
     @abstractmethod
-    def apply(self, v: Tensor) -> Tensor:
+    def matvec(self, v: Tensor) -> Tensor:
         """The mixer's output for the values ``v (B, L, D)``: ``(B, L, D)``."""
 
     @abstractmethod
-    def vecmat(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        """A row vector times each matrix: the adjoint of :meth:`apply`.
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        """A row vector times each matrix: the adjoint of :meth:`matvec`.
 
         Args:
             w (Tensor): ``(B, L, D)``, or ``(B, L)`` for the same row vector in every channel.
@@ -109,7 +122,19 @@ class TokenOperator(ABC):
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         """Rows ``index (B, R)`` of the maps ``start .. stop - 1``: ``(B, stop - start, R, L)``."""
 
-    @abstractmethod
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        """``diag(left) alpha diag(right)`` for ``(B, L, D)`` each, with one map per channel."""
+        return _composed.ScaledOperator(self, left, right)
+
+    def convolved(self, taps: Tensor, grid: tuple[int, int] | None = None) -> TokenOperator:
+        """``alpha conv``, of an operator with one map per channel.
+
+        Args:
+            taps (Tensor): ``(D, K)``, causal, or ``(D, Kh, Kw)`` over an image.
+            grid (tuple of int, optional): (H, W) of the image's patches. Default: None
+        """
+        return _composed.ConvolvedOperator(self, taps, grid)
+
     def compose(
         self,
         *,
@@ -132,6 +157,37 @@ class TokenOperator(ABC):
         Returns:
             TokenOperator: with one map per channel.
         """
+        composed = self.scaled(left, right)
+        if conv is not None:
+            composed = composed.convolved(conv)
+        if skip is None:
+            return composed
+        diagonal = skip.to(self.dtype).expand(self.batch, self.length, self.channels)
+        added = _composed.SkipOperator(diagonal).scaled(left, right)
+        if conv is not None:
+            added = added.convolved(conv)
+        return _composed.SumOperator((composed, added))
+
+    # What ConvolvedOperator asks of its inner operator. An operator whose
+    # kernels fold a convolution in has these as its own.
+
+    def convolved_rmatvec(self, w: Tensor, taps: Tensor, reduction: str | None = None) -> Tensor:
+        """As :meth:`rmatvec`, of ``alpha conv`` with causal taps ``(D, K)``."""
+        mean = check_rmatvec(reduction)
+        u = depthwise_conv_transpose(self.rmatvec(w), taps)
+        return u.mean(-1) if mean else u
+
+    def convolved_map_rows(self, index: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:
+        """As :meth:`map_rows`, of ``alpha conv`` with causal taps ``(D, K)``."""
+        return conv_columns(self.map_rows(index, start, stop), taps[start:stop])
+
+    def convolved_row_tile(self, start: int, stop: int, taps: Tensor) -> Tensor:
+        """As :meth:`row_tile`, of ``alpha conv`` with causal taps ``(D, K)``."""
+
+        def map_rows(index: Tensor, first: int, last: int) -> Tensor:
+            return self.convolved_map_rows(index, first, last, taps)
+
+        return self._mean_rows(start, stop, map_rows)
 
     def detach(self) -> TokenOperator:
         """The operator with coefficients outside any autograd graph."""
@@ -139,11 +195,7 @@ class TokenOperator(ABC):
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         """Rows ``start .. stop - 1`` of the mean over channels: ``(B, stop - start, L)``."""
-        index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
-        total = torch.zeros(index.shape + (self.length,), dtype=self.dtype, device=self.device)
-        for first, last in self._map_tiles(stop - start):
-            total += self.map_rows(index, first, last).sum(1)
-        return total / self.maps
+        return self._mean_rows(start, stop, self.map_rows)
 
     def rows(self, index: Tensor, reduction: str | None = None) -> Tensor:
         """Some rows of every map, or of a reduction over the maps.
@@ -162,26 +214,12 @@ class TokenOperator(ABC):
         if reduction is None:
             return self.map_rows(index, 0, self.maps)
         if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction is {reduction!r}; accepted are {REDUCTIONS} and None.")
+            raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS} or None.")
         if reduction == "mean" and index.shape[1] <= FEW_ROWS:
             # A few rows of the mean: one reversed scan each, without the rows of every map.
             one_hot = nn.functional.one_hot(index, self.length).to(self.dtype)  # (B, R, L)
-            return torch.stack([self.vecmat(w, "mean") for w in one_hot.unbind(1)], 1)
-        total: Tensor | None = None
-        for start, stop in self._map_tiles(index.shape[1]):
-            tile = self.map_rows(index, start, stop)
-            if reduction == "mean":
-                part = tile.sum(1)
-                total = part if total is None else total + part
-            elif reduction == "prod":
-                part = tile.prod(1)
-                total = part if total is None else total * part
-            else:
-                part = tile.amax(1) if reduction == "max" else tile.amin(1)
-                combine = torch.maximum if reduction == "max" else torch.minimum
-                total = part if total is None else combine(total, part)
-        assert total is not None
-        return total / self.maps if reduction == "mean" else total
+            return torch.stack([self.rmatvec(w, "mean") for w in one_hot.unbind(1)], 1)
+        return self._reduced(index, self.map_rows, reduction)
 
     def matrix(self, reduction: str | None = None) -> Tensor:
         """Every row: ``(B, M, L, L)``, or ``(B, L, L)`` with a reduction (see :meth:`rows`)."""
@@ -201,7 +239,17 @@ class TokenOperator(ABC):
             ones = torch.ones(shape, dtype=self.dtype, device=self.device)
         else:
             ones = columns.to(self.dtype)[..., None].expand(shape)
-        return self.apply(ones).mean(-1)
+        return self.matvec(ones).mean(-1)
+
+    def _mean_rows(self, start: int, stop: int, map_rows: MapRows) -> Tensor:
+        index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
+        return self._reduced(index, map_rows, "mean")
+
+    def _reduced(self, index: Tensor, map_rows: MapRows, reduction: str) -> Tensor:
+        of_tile, combine = _OVER_MAPS[reduction]
+        tiles = self._map_tiles(index.shape[1])
+        total = functools.reduce(combine, (of_tile(map_rows(index, *tile)) for tile in tiles))
+        return total / self.maps if reduction == "mean" else total
 
     def _map_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
         # Tiles of maps whose rows take a bounded amount of memory (64 MiB in float32).
@@ -211,10 +259,10 @@ class TokenOperator(ABC):
             yield start, min(self.maps, start + step)
 
 
-def check_vecmat(reduction: str | None) -> bool:
-    """Whether ``vecmat`` was asked for the mean; a ValueError for what it does not do."""
+def check_rmatvec(reduction: str | None) -> bool:
+    """Whether ``rmatvec`` was asked for the mean; a ValueError for what it does not do."""
     if reduction not in (None, "mean"):
-        raise ValueError(f"reduction is {reduction!r}; vecmat accepts 'mean' and None.")
+        raise ValueError(f"reduction is {reduction!r}; rmatvec expected 'mean' or None.")
     return reduction == "mean"
 
 
@@ -227,3 +275,7 @@ def _detached(value: Any) -> Any:
         parts = {f.name: _detached(getattr(value, f.name)) for f in fields(value)}
         return replace(value, **parts)
     return value
+
+
+# Operators themselves, made of this class.
+from captum_ssm.operators import composed as _composed  # noqa: E402

@@ -8,45 +8,28 @@ Per channel d and state n: :math:`h_t = e^{A_{dn} \Delta_{td}} h_{t-1} + B_{tn} 
         \exp\Big(A_{dn} \sum_{k=j+1}^{i} \Delta_{kd}\Big) B_{jn} r_{jd}, \quad j \le i.
 
 With :math:`r = \Delta` and :math:`l = 1` this is the hidden attention of Mamba (Ali et al.,
-eq. 13); with a gate in l, an activation in r and a convolution behind it, the unified one
+eq. 13); with a gate in l, an activation in r and a convolution before it, the unified one
 (Zimerman et al., eq. 9).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from captum_ssm import ops
-from captum_ssm.operators._base import TokenOperator, check_vecmat
-from captum_ssm.operators.band import (
-    behind_conv,
-    causal_conv,
-    join_taps,
-    product,
-    with_skip,
-)
+from captum_ssm import kernels
+from captum_ssm.kernels import DiagonalCoefficients
+from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators.composed import product
 
 
 @dataclass(frozen=True)
-class DiagonalOperator(TokenOperator):
-    """A diagonal recurrence with optional row and column factors and a convolution.
+class DiagonalOperator(DiagonalCoefficients, TokenOperator):
+    """A diagonal recurrence with optional row and column factors.
 
-    The operator is ``diag(left) alpha diag(right) conv``; one map per channel. All tensors are
-    float32, or all float64.
-
-    Args:
-        dt (Tensor): ``(B, L, D)``, nonnegative decay steps.
-        right (Tensor): ``(B, L, D)``, column factors (Delta for S6).
-        A (Tensor): ``(D, N)``, nonpositive decay rates.
-        B (Tensor): ``(B, L, G, N)``, input coefficients; channel d is in group ``d // (D // G)``.
-        C (Tensor): ``(B, L, G, N)``, output coefficients.
-        left (Tensor, optional): ``(B, L, D)``, row factors. Default: None
-        conv (Tensor, optional): ``(D, K)``, causal taps applied before the recurrence.
-            Default: None
+    The operator is ``diag(left) alpha diag(right)``; one map per channel. The arguments are those
+    of :class:`~captum_ssm.kernels.DiagonalCoefficients`, all float32 or all float64.
 
     Raises:
         ValueError, TypeError: at the first use, for tensors that do not fit together.
@@ -57,18 +40,10 @@ class DiagonalOperator(TokenOperator):
         >>> operator = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
         >>> v = torch.randn(1, 5, 4)
         >>> y = torch.einsum("bdij,bjd->bid", operator.matrix(), v)  # from whole maps
-        >>> torch.testing.assert_close(operator.apply(v), y)
+        >>> torch.testing.assert_close(operator.matvec(v), y)
         >>> operator.rows(torch.tensor([[4]]), "mean").shape  # the last row alone, in linear time
         torch.Size([1, 1, 5])
     """
-
-    dt: Tensor
-    right: Tensor
-    A: Tensor
-    B: Tensor
-    C: Tensor
-    left: Tensor | None = None
-    conv: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -79,69 +54,36 @@ class DiagonalOperator(TokenOperator):
     def reference(self) -> Tensor:
         return self.dt
 
-    def apply(self, v: Tensor) -> Tensor:
-        if self.conv is not None:
-            v = causal_conv(v, self.conv)
-        return ops.diagonal_scan(v, self.dt, self.right, self.A, self.B, self.C, self.left)
+    def matvec(self, v: Tensor) -> Tensor:
+        return kernels.diagonal_scan(v, self)
 
-    def vecmat(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        mean = check_vecmat(reduction)
-        return ops.diagonal_vecmat(
-            w, self.dt, self.right, self.A, self.B, self.C, self.left, self.conv, mean
-        )
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        return kernels.diagonal_rmatvec(w, self, check_rmatvec(reduction))
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        return ops.diagonal_mean(
-            self.dt, self.right, self.A, self.B, self.C, self.left, self.conv, start, stop
-        )
+        return kernels.diagonal_mean(self, start, stop)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        return ops.diagonal_rows(index, *self._slice(start, stop))
+        return kernels.diagonal_rows(index, self.narrow(start, stop))
 
-    def compose(
-        self,
-        *,
-        left: Tensor | None = None,
-        skip: Tensor | None = None,
-        right: Tensor | None = None,
-        conv: Tensor | None = None,
-    ) -> TokenOperator:
-        if self.conv is not None and right is not None:
-            scaled = replace(self, left=product(self.left, left))
-            return behind_conv(scaled, left, skip, right, conv)
-        composed = DiagonalOperator(
-            self.dt,
-            self.right if right is None else self.right * right,
-            self.A,
-            self.B,
-            self.C,
-            product(self.left, left),
-            join_taps(self.conv, conv),
-        )
-        return with_skip(composed, left, skip, right, conv)
-
-    def _slice(self, start: int, stop: int) -> tuple[Any, ...]:
-        # The coefficients of some channels. Where they do not cover whole groups, the groups
-        # are written out, one per channel.
-        if (start, stop) == (0, self.channels):
-            return self.dt, self.right, self.A, self.B, self.C, self.left, self.conv
-        size = self.channels // self.B.shape[2]
-        first, last = start // size, (stop - 1) // size
-        B, C = self.B[:, :, first : last + 1], self.C[:, :, first : last + 1]
-        if first != last and (start % size or stop % size):
-            group = torch.arange(start, stop, device=self.device) // size - first
-            B, C = B[:, :, group], C[:, :, group]
-        return (
-            self.dt[..., start:stop],
-            self.right[..., start:stop],
-            self.A[start:stop],
-            B,
-            C,
-            None if self.left is None else self.left[..., start:stop],
-            None if self.conv is None else self.conv[start:stop],
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        return replace(
+            self,
+            left=product(self.left, left),
+            right=self.right if right is None else self.right * right,
         )
 
+    # The kernels fold a convolution in.
 
-def naive_matrix(op: DiagonalOperator) -> Tensor:
-    """Every map by the equation, term by term, in float64: ``(B, D, L, L)``. For tests."""
-    return ops.naive_diagonal_matrix(op.dt, op.right, op.A, op.B, op.C, op.left, op.conv)
+    def convolved_rmatvec(
+        self, w: Tensor, taps: Tensor | None, reduction: str | None = None
+    ) -> Tensor:
+        return replace(self, conv=taps).rmatvec(w, reduction)
+
+    def convolved_row_tile(self, start: int, stop: int, taps: Tensor | None) -> Tensor:
+        return replace(self, conv=taps).row_tile(start, stop)
+
+    def convolved_map_rows(
+        self, index: Tensor, start: int, stop: int, taps: Tensor | None
+    ) -> Tensor:
+        return replace(self, conv=taps).map_rows(index, start, stop)

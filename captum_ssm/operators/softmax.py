@@ -34,7 +34,7 @@ class SoftmaxOperator(HeadOperator):
         >>> operator = SoftmaxOperator(query, key, scale=3**-0.5, width=4)
         >>> v = torch.randn(1, 2, 5, 4)
         >>> y = nn.functional.scaled_dot_product_attention(query, key, v, is_causal=True)
-        >>> torch.testing.assert_close(operator.apply_heads(v), y)
+        >>> torch.testing.assert_close(operator.matvec_heads(v), y)
     """
 
     query: Tensor
@@ -58,11 +58,11 @@ class SoftmaxOperator(HeadOperator):
     def is_causal(self) -> bool:
         return self.bias is None
 
-    def apply_heads(self, v: Tensor) -> Tensor:
+    def matvec_heads(self, v: Tensor) -> Tensor:
         H = self.maps
         return torch.cat([self._tile(at, 0, H) @ v for at in self._tiles(H)], 2)
 
-    def vecmat_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
+    def rmatvec_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
         B, L, _ = self.heads
         asked = (w != 0).any(-1).any(1).any(0).nonzero()[:, 0]
         if asked.numel() <= FEW_ROWS:
@@ -110,23 +110,3 @@ class SoftmaxOperator(HeadOperator):
             return torch.softmax(scores, -1).nan_to_num(0.0)
         sinks = self.sinks[start:stop, None, None].expand(*scores.shape[:3], 1)
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
-
-
-def naive_matrix(op: SoftmaxOperator) -> Tensor:
-    """Every head's probabilities, row by row, in float64: ``(B, H, L, L)``. For tests."""
-    B, L, H = op.heads
-    out = torch.zeros(B, H, L, L, dtype=torch.float64)
-    for b in range(B):
-        for h in range(H):
-            for i in range(L):
-                s = (op.key[b, h].double() @ op.query[b, h, i].double()) * op.scale
-                if op.softcap is not None:
-                    s = op.softcap * torch.tanh(s / op.softcap)
-                if op.bias is None:
-                    s[i + 1 :] = -torch.inf
-                else:
-                    s = s + op.bias.expand(B, H, L, L)[b, h, i].double()
-                e = torch.exp(s - s.max())
-                rest = 0.0 if op.sinks is None else torch.exp(op.sinks[h].double() - s.max())
-                out[b, h, i] = e / (e.sum() + rest)
-    return out

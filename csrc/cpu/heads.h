@@ -1,5 +1,5 @@
-// What the kernels of recurrences on a matrix-valued state take (see captum_ssm/ops/linear.py for
-// the algebra). Free of torch.
+// What the kernels of recurrences on a matrix-valued state take (for the algebra, see
+// captum_ssm/kernels/linear_attention.py). Free of torch.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ struct Heads {
 };
 
 // A run over steps [first, last), counted in its direction, of all of a few heads and columns of
-// the state: forwards from values to outputs (linear_scan), backwards the transposed
-// (linear_vecmat).
+// the state: forwards from values to outputs (linear_attention_scan), backwards the transposed
+// (linear_attention_rmatvec).
 template <class T>
 struct HeadsRun {
   Heads<T> heads;

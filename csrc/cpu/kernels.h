@@ -1,5 +1,6 @@
 // What the CPU kernels take and the table through which one instruction set's version of them is
-// called. Free of torch: the kernels see pointers and sizes, ops.cpp sees tensors.
+// called. Free of torch: the kernels see pointers and sizes; diagonal.cpp,
+// linear_attention.cpp and taps.cpp see tensors.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,7 @@
 
 namespace captum_ssm {
 
-// The coefficients of one sequence, contiguous (see captum_ssm/ops/diagonal.py for the algebra).
+// The coefficients of one sequence, contiguous (see captum_ssm/kernels/diagonal.py for the algebra).
 template <class T>
 struct Maps {
   const T* dt;     // (L, D)
@@ -29,7 +30,7 @@ struct Maps {
 };
 
 // A run of the recurrence over time and a range of channels, forwards (diagonal_scan) or
-// backwards (diagonal_vecmat). Steps are counted in the direction of the run.
+// backwards (diagonal_rmatvec). Steps are counted in the direction of the run.
 template <class T>
 struct Run {
   Maps<T> maps;

@@ -1,4 +1,4 @@
-// The recurrence over time: diagonal_scan forwards, diagonal_vecmat backwards. One vector holds
+// The recurrence over time: diagonal_scan forwards, diagonal_rmatvec backwards. One vector holds
 // one state of as many channels as there are lanes. No includes here (see vec.h).
 //
 // With i the position of a step, both directions are h <- decay h + write_i input_i and

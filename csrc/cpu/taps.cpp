@@ -1,4 +1,4 @@
-// tap_rows on CPU tensors (see captum_ssm/ops/taps.py).
+// tap_rows on CPU tensors (see captum_ssm/kernels/taps.py).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

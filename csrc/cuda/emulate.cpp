@@ -89,7 +89,7 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... argu
   launch(kernel, grid, threads, __VA_ARGS__)
 #define CAPTUM_SSM_EMULATED
 
-#include "linear.cuh"
+#include "linear_attention.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
 #include "rows.cuh"
@@ -208,7 +208,7 @@ void check(const Case<T>& c) {
       if (mean)
         compare("row mean", c.sizes(), row, expected_row);
       else
-        compare(backward ? "vecmat" : "scan", c.sizes(), out, expected);
+        compare(backward ? "rmatvec" : "scan", c.sizes(), out, expected);
     }
 
   for (const auto& [start, stop] : {std::pair<int64_t, int64_t>{0, L}, {L / 3, (2 * L + 2) / 3}}) {

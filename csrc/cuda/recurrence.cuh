@@ -1,4 +1,4 @@
-// The recurrence over time on a GPU: diagonal_scan forwards, diagonal_vecmat backwards. Free of
+// The recurrence over time on a GPU: diagonal_scan forwards, diagonal_rmatvec backwards. Free of
 // torch. One thread runs one channel over one chunk of time; the chunks' starting states are found
 // first, so that all of them run at once. See csrc/cpu/run.h for the directions.
 #pragma once
@@ -23,7 +23,7 @@ constexpr double kHugeStep = 1e30;
 
 template <class T>
 struct Maps {
-  const T *dt, *right, *A, *B, *C, *left, *conv;  // of the whole batch, as in captum_ssm/ops/
+  const T *dt, *right, *A, *B, *C, *left, *conv;  // of the whole batch, as in captum_ssm/kernels/
   int64_t batch, L, D, N, G, K;
 
   __host__ __device__ int64_t reach() const { return conv ? K - 1 : 0; }

@@ -7,7 +7,7 @@ import torch
 from layers import LAYERS, build
 from models import ids
 
-from captum_ssm._capture import freeze
+from captum_ssm._capture import Request, freeze
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:According to Bo"),
@@ -18,7 +18,7 @@ pytestmark = [
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_frozen_layer_is_what_the_kernels_compute(name):
     with torch.no_grad():
-        frozen = freeze(build(name), None, ids(2, 5), query=False, check=False)
+        frozen = freeze(Request.of(build(name), None, ids(2, 5)), query=False, check=False)
     for layer in frozen.layers:
         expected = layer.call.output
         error = (layer.mixer.output() - expected).abs().max()

@@ -20,7 +20,7 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._frozen import FrozenLayer, freeze
+from captum_ssm._capture import FrozenLayer, Request, freeze
 from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.mixers import COMPONENTS, FrozenMixer, find_mixers
 
@@ -41,15 +41,15 @@ def frozen_layers(
     model: nn.Module, tokens: Tensor, mask: Tensor | None = None
 ) -> list[FrozenLayer]:
     extra = None if mask is None else {"attention_mask": mask}
-    return freeze(model, None, tokens, extra, query=False).layers
+    return freeze(Request.of(model, None, tokens, extra), query=False).layers
 
 
 def affine_output(mixer: FrozenMixer) -> Tensor:
     """The output from the unified operator and the documented bias terms, nothing else."""
-    y = mixer.operator("unified", COMPONENTS).apply(mixer.inputs)
+    y = mixer.operator("unified", COMPONENTS).matvec(mixer.inputs)
     if mixer.conv_bias is not None:
         rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
-        y = y + rest.apply(mixer.conv_bias.expand_as(mixer.inputs))
+        y = y + rest.matvec(mixer.conv_bias.expand_as(mixer.inputs))
     y = y + mixer.remainder()
     return y @ mixer.out_weight.mT + mixer.out_proj(torch.zeros_like(y))
 

@@ -1,5 +1,5 @@
-// Recurrences on a matrix-valued state, one per head: linear_scan forwards, linear_vecmat and
-// linear_rows backwards. No includes here (see vec.h).
+// Recurrences on a matrix-valued state, one per head: linear_attention_scan forwards,
+// linear_attention_rmatvec and linear_attention_rows backwards. No includes here (see vec.h).
 //
 // Few columns ("narrow") are run as the recurrence is written, a vector of the state's rows at a
 // time: what counts is to read the coefficients once, in the order in which they lie in memory.

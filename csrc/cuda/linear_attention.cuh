@@ -1,8 +1,8 @@
-// Recurrences on a matrix-valued state on a GPU: linear_scan forwards, linear_vecmat backwards,
-// linear_rows and linear_mean backwards from unit vectors. Free of torch. A few lanes of a warp
-// share a column of one head's state and run it over time; where the columns are values and nothing
-// is erased, in chunks, whose starting states are found first, so that all of them run at once. See
-// csrc/cpu/linear.h for the steps.
+// Recurrences on a matrix-valued state on a GPU: linear_attention_scan forwards,
+// linear_attention_rmatvec backwards, linear_attention_rows and linear_attention_mean backwards from
+// unit vectors. Free of torch. A few lanes of a warp share a column of one head's state and run it
+// over time; where the columns are values and nothing is erased, in chunks, whose starting states
+// are found first, so that all of them run at once. See csrc/cpu/linear_attention.h for the steps.
 #pragma once
 
 #include "recurrence.cuh"

@@ -1,4 +1,5 @@
-// The operators of captum_ssm on CUDA tensors: see csrc/cpu/ops.cpp.
+// The operations of captum_ssm on CUDA tensors: see csrc/cpu/. Experimental: compiled, and checked on
+// the host by emulate.cpp, but not run on a GPU yet.
 
 #include <Python.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -9,7 +10,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../arguments.h"
-#include "linear.cuh"
+#include "linear_attention.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
 #include "rows.cuh"
@@ -63,22 +64,22 @@ Tensor recurrence(const DiagonalArguments& a, bool backward, const Tensor& input
 }
 
 Tensor diagonal_scan(const Tensor& v, const Tensor& dt, const Tensor& right, const Tensor& A,
-                     const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left) {
-  const DiagonalArguments a(dt, right, A, Bm, Cm, left, std::nullopt);
+                     const Tensor& B, const Tensor& C, const std::optional<Tensor>& left) {
+  const DiagonalArguments a(dt, right, A, B, C, left, std::nullopt);
   return recurrence(a, false, whole(v, dt, 3), false);
 }
 
-Tensor diagonal_vecmat(const Tensor& w, const Tensor& dt, const Tensor& right, const Tensor& A,
-                       const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left,
-                       const std::optional<Tensor>& conv, bool mean) {
-  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+Tensor diagonal_rmatvec(const Tensor& w, const Tensor& dt, const Tensor& right, const Tensor& A,
+                        const Tensor& B, const Tensor& C, const std::optional<Tensor>& left,
+                        const std::optional<Tensor>& conv, bool mean) {
+  const DiagonalArguments a(dt, right, A, B, C, left, conv);
   return recurrence(a, true, whole(w, dt, w.dim() == 2 ? 2 : 3), mean);
 }
 
-Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, const Tensor& Bm,
-                     const Tensor& Cm, const std::optional<Tensor>& left,
+Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, const Tensor& B,
+                     const Tensor& C, const std::optional<Tensor>& left,
                      const std::optional<Tensor>& conv, int64_t start, int64_t stop) {
-  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+  const DiagonalArguments a(dt, right, A, B, C, left, conv);
   const int64_t batch = a.batch, L = a.L, D = a.D;
   check_range(start, stop, L);
   torch::stable::accelerator::DeviceGuard guard(dt.get_device_index());
@@ -103,9 +104,9 @@ Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, con
 }
 
 Tensor diagonal_rows(const Tensor& index_, const Tensor& dt, const Tensor& right, const Tensor& A,
-                     const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left,
+                     const Tensor& B, const Tensor& C, const std::optional<Tensor>& left,
                      const std::optional<Tensor>& conv) {
-  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+  const DiagonalArguments a(dt, right, A, B, C, left, conv);
   torch::stable::accelerator::DeviceGuard guard(dt.get_device_index());
   const Tensor index = row_index(index_, a.dt);
   const Tensor out = torch::stable::new_empty(dt, {a.batch, a.D, index.size(1), a.L});
@@ -135,7 +136,7 @@ gpu::Heads<T> heads(const HeadArguments& a) {
           a.log_decay.size(3) > 1, a.batch, a.L, a.H, a.N};
 }
 
-Tensor linear(const HeadArguments& a, bool backward, const Tensor& given) {
+Tensor run(const HeadArguments& a, bool backward, const Tensor& given) {
   torch::stable::accelerator::DeviceGuard guard(a.query.get_device_index());
   const Tensor input = a.values(given, backward);
   const int64_t P = input.size(3);
@@ -153,21 +154,24 @@ Tensor linear(const HeadArguments& a, bool backward, const Tensor& given) {
   return out;
 }
 
-Tensor linear_scan(const Tensor& v, const Tensor& query, const Tensor& key, const Tensor& log_decay,
-                   const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
-                   const std::optional<Tensor>& bonus) {
-  return linear(HeadArguments(query, key, log_decay, erase, probe, bonus), false, v);
+Tensor linear_attention_scan(const Tensor& v, const Tensor& query, const Tensor& key,
+                             const Tensor& log_decay, const std::optional<Tensor>& erase,
+                             const std::optional<Tensor>& probe,
+                             const std::optional<Tensor>& bonus) {
+  return run(HeadArguments(query, key, log_decay, erase, probe, bonus), false, v);
 }
 
-Tensor linear_vecmat(const Tensor& w, const Tensor& query, const Tensor& key,
-                     const Tensor& log_decay, const std::optional<Tensor>& erase,
-                     const std::optional<Tensor>& probe, const std::optional<Tensor>& bonus) {
-  return linear(HeadArguments(query, key, log_decay, erase, probe, bonus), true, w);
+Tensor linear_attention_rmatvec(const Tensor& w, const Tensor& query, const Tensor& key,
+                                const Tensor& log_decay, const std::optional<Tensor>& erase,
+                                const std::optional<Tensor>& probe,
+                                const std::optional<Tensor>& bonus) {
+  return run(HeadArguments(query, key, log_decay, erase, probe, bonus), true, w);
 }
 
-Tensor linear_rows(const Tensor& index_, const Tensor& query, const Tensor& key,
-                   const Tensor& log_decay, const std::optional<Tensor>& erase,
-                   const std::optional<Tensor>& probe, const std::optional<Tensor>& bonus) {
+Tensor linear_attention_rows(const Tensor& index_, const Tensor& query, const Tensor& key,
+                             const Tensor& log_decay, const std::optional<Tensor>& erase,
+                             const std::optional<Tensor>& probe,
+                             const std::optional<Tensor>& bonus) {
   const HeadArguments a(query, key, log_decay, erase, probe, bonus);
   torch::stable::accelerator::DeviceGuard guard(a.query.get_device_index());
   const Tensor index = row_index(index_, a.query);
@@ -183,9 +187,9 @@ Tensor linear_rows(const Tensor& index_, const Tensor& query, const Tensor& key,
   return out;
 }
 
-Tensor linear_mean(const Tensor& query, const Tensor& key, const Tensor& log_decay,
-                   const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
-                   const std::optional<Tensor>& bonus, int64_t start, int64_t stop) {
+Tensor linear_attention_mean(const Tensor& query, const Tensor& key, const Tensor& log_decay,
+                             const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
+                             const std::optional<Tensor>& bonus, int64_t start, int64_t stop) {
   const HeadArguments a(query, key, log_decay, erase, probe, bonus);
   check_range(start, stop, a.L);
   torch::stable::accelerator::DeviceGuard guard(a.query.get_device_index());
@@ -221,13 +225,13 @@ void tap_rows(const Tensor& rows, const Tensor& values, const std::optional<Tens
 
 STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CUDA, m) {
   m.impl("diagonal_scan", TORCH_BOX(&captum_ssm::diagonal_scan));
-  m.impl("diagonal_vecmat", TORCH_BOX(&captum_ssm::diagonal_vecmat));
+  m.impl("diagonal_rmatvec", TORCH_BOX(&captum_ssm::diagonal_rmatvec));
   m.impl("diagonal_mean", TORCH_BOX(&captum_ssm::diagonal_mean));
   m.impl("diagonal_rows", TORCH_BOX(&captum_ssm::diagonal_rows));
-  m.impl("linear_scan", TORCH_BOX(&captum_ssm::linear_scan));
-  m.impl("linear_vecmat", TORCH_BOX(&captum_ssm::linear_vecmat));
-  m.impl("linear_rows", TORCH_BOX(&captum_ssm::linear_rows));
-  m.impl("linear_mean", TORCH_BOX(&captum_ssm::linear_mean));
+  m.impl("linear_attention_scan", TORCH_BOX(&captum_ssm::linear_attention_scan));
+  m.impl("linear_attention_rmatvec", TORCH_BOX(&captum_ssm::linear_attention_rmatvec));
+  m.impl("linear_attention_rows", TORCH_BOX(&captum_ssm::linear_attention_rows));
+  m.impl("linear_attention_mean", TORCH_BOX(&captum_ssm::linear_attention_mean));
   m.impl("tap_rows", TORCH_BOX(&captum_ssm::tap_rows));
 }
 

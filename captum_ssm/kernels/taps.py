@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.ops._operator import shape_error, warn_if_missing
+from captum_ssm.kernels._arguments import shape_error
+from captum_ssm.kernels._extension import warn_if_missing
 
 
 def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> None:
@@ -22,11 +23,11 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
         values (Tensor): ``(K, B, D, L)``, what is put in at each token through each of K taps; D is
             a multiple of M.
         left (Tensor, optional): ``(B, D, R)``, or None.
-        out (Tensor): ``(B, D, R, C)`` with C at most L, contiguous but for its first dimension;
-            written to.
+        out (Tensor): ``(B, D, R, C)`` with C at most L, contiguous except for its first
+            dimension; written to.
 
     Raises:
-        ValueError: a shape is not accepted.
+        ValueError: an argument has an unexpected shape.
         TypeError: the tensors are not of one dtype.
 
     Examples::
@@ -37,12 +38,12 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
         >>> last = rows[0, 0, 0, 4] * values[0, 0, 0, 4]  # the last token has one tap to go through
         >>> torch.testing.assert_close(out[0, 0, 0, 4], last)
     """
-    for name, x, dim in (("out", out, 4), ("rows", rows, 4), ("values", values, 4)):
-        if x.dim() != dim:
-            raise shape_error(name, x, f"{dim} dimensions, see above")
+    for name, x in (("out", out), ("rows", rows), ("values", values)):
+        if x.dim() != 4:
+            raise shape_error(name, x, "4 dimensions")
     dtypes = {x.dtype for x in (rows, values, left, out) if x is not None}
     if len(dtypes) > 1:
-        raise TypeError(f"the arguments are of {sorted(map(str, dtypes))}; accepted: one dtype")
+        raise TypeError(f"the arguments are {sorted(map(str, dtypes))}; expected one dtype")
     B, D, R, C = out.shape
     M, L = rows.shape[1], rows.shape[-1]
     if rows.shape != (B, M, R, L) or M == 0 or D % M or C > L:
@@ -56,19 +57,6 @@ def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> 
 
 
 def tap_rows_torch(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> None:
-    """PyTorch form of :func:`tap_rows`.
-
-    The arguments are those of :func:`tap_rows`; they are not checked.
-
-    Examples::
-
-        >>> rows, values = torch.rand(1, 2, 3, 5), torch.rand(4, 1, 6, 5)
-        >>> out = torch.empty(1, 6, 3, 5)
-        >>> tap_rows(rows, values, None, out)
-        >>> other = torch.empty_like(out)
-        >>> tap_rows_torch(rows, values, None, other)
-        >>> torch.testing.assert_close(other, out)
-    """
     C, L = out.shape[-1], rows.shape[-1]
     rows = rows.repeat_interleave(out.shape[1] // rows.shape[1], 1)
     for lag, value in enumerate(values[:L]):

@@ -1,5 +1,6 @@
-// The operators of captum_ssm on CPU tensors: tensors to pointers, and the division of the work.
-// Schemas, checks of arguments, gradients and shapes for tracing are in captum_ssm/ops/.
+// The operations of diagonal recurrences on CPU tensors: tensors to pointers, the division of the
+// work, and the module that registers all operations.
+// Schemas, checks of arguments, gradients and shapes for tracing are in captum_ssm/kernels/.
 
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
@@ -127,8 +128,8 @@ void recurrence(const DiagonalArguments& a, bool backward, const Tensor& input, 
 }
 
 Tensor diagonal_scan(const Tensor& v, const Tensor& dt, const Tensor& right, const Tensor& A,
-                     const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left) {
-  const DiagonalArguments a(dt, right, A, Bm, Cm, left, std::nullopt);
+                     const Tensor& B, const Tensor& C, const std::optional<Tensor>& left) {
+  const DiagonalArguments a(dt, right, A, B, C, left, std::nullopt);
   const Tensor in = whole(v, dt, 3);
   STD_TORCH_CHECK(in.numel() == a.dt.numel(), "captum_ssm: v must have the shape of dt");
   Tensor out = torch::stable::new_empty(a.dt, {a.batch, a.L, a.D});
@@ -139,10 +140,10 @@ Tensor diagonal_scan(const Tensor& v, const Tensor& dt, const Tensor& right, con
   return out;
 }
 
-Tensor diagonal_vecmat(const Tensor& w, const Tensor& dt, const Tensor& right, const Tensor& A,
-                       const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left,
-                       const std::optional<Tensor>& conv, bool mean) {
-  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+Tensor diagonal_rmatvec(const Tensor& w, const Tensor& dt, const Tensor& right, const Tensor& A,
+                        const Tensor& B, const Tensor& C, const std::optional<Tensor>& left,
+                        const std::optional<Tensor>& conv, bool mean) {
+  const DiagonalArguments a(dt, right, A, B, C, left, conv);
   const Tensor in = whole(w, dt, w.dim() == 2 ? 2 : 3);
   STD_TORCH_CHECK(in.numel() == a.batch * a.L * (w.dim() == 2 ? 1 : a.D),
                   "captum_ssm: w must have the shape of dt, or its first two dimensions");
@@ -236,10 +237,10 @@ void mean_rows(const DiagonalArguments& a, int64_t start, int64_t stop, T* out) 
                });
 }
 
-Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, const Tensor& Bm,
-                     const Tensor& Cm, const std::optional<Tensor>& left,
+Tensor diagonal_mean(const Tensor& dt, const Tensor& right, const Tensor& A, const Tensor& B,
+                     const Tensor& C, const std::optional<Tensor>& left,
                      const std::optional<Tensor>& conv, int64_t start, int64_t stop) {
-  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+  const DiagonalArguments a(dt, right, A, B, C, left, conv);
   check_range(start, stop, a.L);
   Tensor out = torch::stable::new_zeros(a.dt, {a.batch, stop - start, a.L});
   dispatch(dt, [&](auto zero) {
@@ -292,9 +293,9 @@ void channel_rows(const DiagonalArguments& a, const int64_t* index, int64_t coun
 }
 
 Tensor diagonal_rows(const Tensor& index, const Tensor& dt, const Tensor& right, const Tensor& A,
-                     const Tensor& Bm, const Tensor& Cm, const std::optional<Tensor>& left,
+                     const Tensor& B, const Tensor& C, const std::optional<Tensor>& left,
                      const std::optional<Tensor>& conv) {
-  const DiagonalArguments a(dt, right, A, Bm, Cm, left, conv);
+  const DiagonalArguments a(dt, right, A, B, C, left, conv);
   const Tensor rows = row_index(index, a.dt);
   Tensor out = torch::stable::new_empty(a.dt, {a.batch, a.D, rows.size(1), a.L});
   dispatch(dt, [&](auto zero) {
@@ -309,7 +310,7 @@ Tensor diagonal_rows(const Tensor& index, const Tensor& dt, const Tensor& right,
 
 STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
   m.impl("diagonal_scan", TORCH_BOX(&captum_ssm::diagonal_scan));
-  m.impl("diagonal_vecmat", TORCH_BOX(&captum_ssm::diagonal_vecmat));
+  m.impl("diagonal_rmatvec", TORCH_BOX(&captum_ssm::diagonal_rmatvec));
   m.impl("diagonal_mean", TORCH_BOX(&captum_ssm::diagonal_mean));
   m.impl("diagonal_rows", TORCH_BOX(&captum_ssm::diagonal_rows));
 }

@@ -1,4 +1,4 @@
-// The operators of recurrences on a matrix-valued state on CPU tensors: see ops.cpp, heads.h.
+// The operations of recurrences on a matrix-valued state on CPU tensors: see diagonal.cpp, heads.h.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -151,15 +151,17 @@ Tensor run(const HeadArguments& a, bool backward, const Tensor& given) {
   return out;
 }
 
-Tensor linear_scan(const Tensor& v, const Tensor& query, const Tensor& key, const Tensor& log_decay,
-                   const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
-                   const std::optional<Tensor>& bonus) {
+Tensor linear_attention_scan(const Tensor& v, const Tensor& query, const Tensor& key,
+                             const Tensor& log_decay, const std::optional<Tensor>& erase,
+                             const std::optional<Tensor>& probe,
+                             const std::optional<Tensor>& bonus) {
   return run(HeadArguments(query, key, log_decay, erase, probe, bonus), false, v);
 }
 
-Tensor linear_vecmat(const Tensor& w, const Tensor& query, const Tensor& key,
-                     const Tensor& log_decay, const std::optional<Tensor>& erase,
-                     const std::optional<Tensor>& probe, const std::optional<Tensor>& bonus) {
+Tensor linear_attention_rmatvec(const Tensor& w, const Tensor& query, const Tensor& key,
+                                const Tensor& log_decay, const std::optional<Tensor>& erase,
+                                const std::optional<Tensor>& probe,
+                                const std::optional<Tensor>& bonus) {
   return run(HeadArguments(query, key, log_decay, erase, probe, bonus), true, w);
 }
 
@@ -191,9 +193,10 @@ void head_rows(const HeadArguments& a, const int64_t* index, int64_t count, T* o
   });
 }
 
-Tensor linear_rows(const Tensor& index, const Tensor& query, const Tensor& key,
-                   const Tensor& log_decay, const std::optional<Tensor>& erase,
-                   const std::optional<Tensor>& probe, const std::optional<Tensor>& bonus) {
+Tensor linear_attention_rows(const Tensor& index, const Tensor& query, const Tensor& key,
+                             const Tensor& log_decay, const std::optional<Tensor>& erase,
+                             const std::optional<Tensor>& probe,
+                             const std::optional<Tensor>& bonus) {
   const HeadArguments a(query, key, log_decay, erase, probe, bonus);
   const Tensor rows = row_index(index, a.query);
   Tensor out = torch::stable::new_empty(a.query, {a.batch, a.H, rows.size(1), a.L});
@@ -232,9 +235,9 @@ void mean_rows(const HeadArguments& a, int64_t start, int64_t stop, T* out) {
   });
 }
 
-Tensor linear_mean(const Tensor& query, const Tensor& key, const Tensor& log_decay,
-                   const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
-                   const std::optional<Tensor>& bonus, int64_t start, int64_t stop) {
+Tensor linear_attention_mean(const Tensor& query, const Tensor& key, const Tensor& log_decay,
+                             const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
+                             const std::optional<Tensor>& bonus, int64_t start, int64_t stop) {
   const HeadArguments a(query, key, log_decay, erase, probe, bonus);
   check_range(start, stop, a.L);
   Tensor out = torch::stable::new_empty(a.query, {a.batch, stop - start, a.L});
@@ -250,8 +253,8 @@ Tensor linear_mean(const Tensor& query, const Tensor& key, const Tensor& log_dec
 }  // namespace captum_ssm
 
 STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
-  m.impl("linear_scan", TORCH_BOX(&captum_ssm::linear_scan));
-  m.impl("linear_vecmat", TORCH_BOX(&captum_ssm::linear_vecmat));
-  m.impl("linear_rows", TORCH_BOX(&captum_ssm::linear_rows));
-  m.impl("linear_mean", TORCH_BOX(&captum_ssm::linear_mean));
+  m.impl("linear_attention_scan", TORCH_BOX(&captum_ssm::linear_attention_scan));
+  m.impl("linear_attention_rmatvec", TORCH_BOX(&captum_ssm::linear_attention_rmatvec));
+  m.impl("linear_attention_rows", TORCH_BOX(&captum_ssm::linear_attention_rows));
+  m.impl("linear_attention_mean", TORCH_BOX(&captum_ssm::linear_attention_mean));
 }

@@ -1,0 +1,55 @@
+"""The recurrences under every method, as operations of ``torch.ops.captum_ssm``.
+
+:mod:`captum_ssm.kernels.diagonal` has those of a diagonal recurrence,
+:mod:`captum_ssm.kernels.linear_attention` those of linear attention and the delta rule;
+:mod:`captum_ssm.kernels.taps` has the inner loop of LaTIM's vectors. Each operation exists twice:
+
+* the compiled kernel in ``csrc/``, used for CPU tensors wherever the extension is built. The CUDA
+  kernels are experimental: they compile and are checked thread by thread on a CPU, but have not
+  been run on a GPU yet;
+* a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
+  argument: the fallback for any device, and what gradients of coefficients are taken from.
+
+Two naive matrices, the equations line by line in float64, say what is computed.
+
+Results are float32, or float64 where any argument is float64; half precision arguments are
+accumulated in float32. :func:`tap_rows` is the exception: it writes into a tensor it is given, in
+that tensor's dtype, and has no gradient.
+"""
+
+from captum_ssm.kernels._extension import ExtensionWarning, extension_loaded
+from captum_ssm.kernels.diagonal import (
+    DiagonalCoefficients,
+    diagonal_mean,
+    diagonal_rmatvec,
+    diagonal_rows,
+    diagonal_scan,
+    naive_diagonal_matrix,
+)
+from captum_ssm.kernels.linear_attention import (
+    LinearAttentionCoefficients,
+    linear_attention_mean,
+    linear_attention_rmatvec,
+    linear_attention_rows,
+    linear_attention_scan,
+    naive_linear_attention_matrix,
+)
+from captum_ssm.kernels.taps import tap_rows
+
+__all__ = [
+    "DiagonalCoefficients",
+    "ExtensionWarning",
+    "LinearAttentionCoefficients",
+    "diagonal_mean",
+    "diagonal_rmatvec",
+    "diagonal_rows",
+    "diagonal_scan",
+    "extension_loaded",
+    "linear_attention_mean",
+    "linear_attention_rmatvec",
+    "linear_attention_rows",
+    "linear_attention_scan",
+    "naive_diagonal_matrix",
+    "naive_linear_attention_matrix",
+    "tap_rows",
+]

@@ -1,0 +1,532 @@
+"""Diagonal linear recurrences.
+
+A channel ``d`` of a diagonal recurrence maps tokens to tokens by the lower triangular matrix::
+
+    alpha_d[i, j] = left[i, d] * sum_n C[i, g, n]
+                    * exp(A[d, n] * sum(dt[j + 1 : i + 1, d])) * B[j, g, n] * right[j, d]
+
+for ``j <= i`` (``g = d // (D // G)`` is the group of the channel), optionally after a causal
+depthwise convolution with taps in ``nn.Conv1d`` order::
+
+    Conv_d[s, j] = conv[d, K - 1 - (s - j)]   for 0 <= s - j < K
+
+Selective state spaces (S6) have ``right = dt``; gated linear RNNs have ``N = 1``, ``A = -1``,
+``dt = -log(decay)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from captum_ssm.kernels._arguments import promote, row_index, row_range, shape_error
+from captum_ssm.kernels._extension import warn_if_missing
+from captum_ssm.kernels._registration import operation
+
+
+@dataclass(frozen=True)
+class DiagonalCoefficients:
+    """The coefficients of a diagonal recurrence, and of a convolution before it.
+
+    Any floating dtype and any layout; tensors of different dtypes are computed in the widest.
+
+    Args:
+        dt (Tensor): ``(B, L, D)``, by how much a channel decays before each token, at least 0;
+            infinite where the decay is zero.
+        right (Tensor): ``(B, L, D)``, a factor of each token's value (``dt`` for S6).
+        A (Tensor): ``(D, N)``, the decay rates, at most 0.
+        B (Tensor): ``(B, L, G, N)``, what each token writes into the state with; each of the G
+            groups has D / G channels.
+        C (Tensor): ``(B, L, G, N)``, what each token reads the state with.
+        left (Tensor, optional): ``(B, L, D)``, a factor of each output. Default: None
+        conv (Tensor, optional): ``(D, K)``, the taps of a causal convolution before the
+            recurrence; the last tap is the current token. Default: None
+
+    Examples::
+
+        >>> dt, (B, C) = torch.rand(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
+        >>> coefficients = DiagonalCoefficients(dt, dt, -torch.ones(4, 3), B, C)
+    """
+
+    dt: Tensor
+    right: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    left: Tensor | None = None
+    conv: Tensor | None = None
+
+    def narrow(self, start: int, stop: int) -> DiagonalCoefficients:
+        """The coefficients of channels ``start .. stop - 1``."""
+        B, C = self.B, self.C
+        channels, groups = self.dt.shape[2], B.shape[2]
+        if (start, stop) != (0, channels):
+            size = channels // groups
+            first, last = start // size, (stop - 1) // size
+            B, C = B[:, :, first : last + 1], C[:, :, first : last + 1]
+            if first != last and (start % size or stop % size):
+                # They do not cover whole groups: these are written out, one per channel.
+                group = torch.arange(start, stop, device=B.device) // size - first
+                B, C = B[:, :, group], C[:, :, group]
+        return DiagonalCoefficients(
+            self.dt[..., start:stop],
+            self.right[..., start:stop],
+            self.A[start:stop],
+            B,
+            C,
+            None if self.left is None else self.left[..., start:stop],
+            None if self.conv is None else self.conv[start:stop],
+        )
+
+
+def _checked(c: DiagonalCoefficients, **first: Tensor) -> list[Any]:
+    # All tensors in one dtype, `first` before the coefficients, whose shapes agree.
+    tensors = promote(
+        **first, dt=c.dt, right=c.right, A=c.A, B=c.B, C=c.C, left=c.left, conv=c.conv
+    )
+    shape, N = tuple(c.dt.shape), c.A.shape[-1]
+    if len(shape) != 3 or 0 in shape[1:]:
+        raise shape_error("dt", c.dt, "(B, L, D) with L and D at least 1")
+    for name, x in (("right", c.right), ("left", c.left)):
+        if x is not None and x.shape != shape:
+            raise shape_error(name, x, f"that of dt, {shape}")
+    if c.A.dim() != 2 or c.A.shape[0] != shape[2] or N == 0:
+        raise shape_error("A", c.A, f"(D, N) with D = {shape[2]} and N at least 1")
+    B, L, D = shape
+    if c.B.dim() != 4 or c.B.shape[:2] != (B, L) or c.B.shape[2] == 0 or c.B.shape[3] != N:
+        raise shape_error("B", c.B, f"(B, L, G, N) with B = {B}, L = {L}, N = {N}")
+    if c.C.shape != c.B.shape:
+        raise shape_error("C", c.C, f"that of B, {tuple(c.B.shape)}")
+    if D % c.B.shape[2]:
+        raise ValueError(f"B and C have {c.B.shape[2]} groups; expected a divisor of D = {D}")
+    if c.conv is not None and (c.conv.dim() != 2 or c.conv.shape[0] != D or c.conv.shape[1] == 0):
+        raise shape_error("conv", c.conv, f"(D, K) with D = {D} and K at least 1, or None")
+    return tensors
+
+
+# The tensors of the schemas, in the order of the fields; the convolution comes after them.
+_RECURRENCE = "Tensor dt, Tensor right, Tensor A, Tensor B, Tensor C, Tensor? left"
+
+
+def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
+    """Apply the maps to values, ``y_d = alpha_d Conv_d v_d``, in linear time.
+
+    Args:
+        v (Tensor): values, ``(B, L, D)``.
+        coefficients (DiagonalCoefficients): the recurrence.
+
+    Returns:
+        Tensor: ``(B, L, D)``. Differentiable; the gradient with respect to ``v`` is one
+        :func:`diagonal_rmatvec`.
+
+    Raises:
+        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> B, C = torch.randn(2, 1, 5, 1, 3)
+        >>> diagonal_scan(v, DiagonalCoefficients(dt, dt, -torch.ones(4, 3), B, C)).shape
+        torch.Size([1, 5, 4])
+    """
+    v, *recurrence, conv = _checked(coefficients, v=v)
+    if v.shape != coefficients.dt.shape:
+        raise shape_error("v", v, f"that of dt, {tuple(coefficients.dt.shape)}")
+    warn_if_missing()
+    return torch.ops.captum_ssm.diagonal_scan(_convolve(v, conv), *recurrence)
+
+
+@operation(
+    f"diagonal_scan(Tensor v, {_RECURRENCE}) -> Tensor",
+    DiagonalCoefficients,
+    fake=lambda v, c: v.new_empty(v.shape),
+    backward=lambda grad, v, c: diagonal_rmatvec(grad, c),
+)
+def diagonal_scan_torch(v: Tensor, c: DiagonalCoefficients) -> Tensor:
+    x = (_convolve(v, c.conv) * c.right)[:, None]
+    return _scaled(_recurrence(x, c.dt, c.A, c.B, c.C)[:, 0], c.left)
+
+
+def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool = False) -> Tensor:
+    """Multiply row vectors with the maps, ``u_d = w_d^T (alpha_d Conv_d)``, in linear time.
+
+    Args:
+        w (Tensor): ``(B, L, D)``, or ``(B, L)`` for one row vector shared by all channels.
+        coefficients (DiagonalCoefficients): the recurrence.
+        mean (bool, optional): return the mean over channels, in O(L) memory in addition to the
+            arguments. Default: False
+
+    Returns:
+        Tensor: ``(B, L, D)``, or ``(B, L)`` with ``mean``. Differentiable; the gradient with
+        respect to ``w`` is one :func:`diagonal_scan`.
+
+    Raises:
+        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
+
+    Examples::
+
+        >>> dt, (B, C) = torch.rand(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
+        >>> coefficients = DiagonalCoefficients(dt, dt, -torch.ones(4, 3), B, C)
+        >>> last = torch.eye(5)[-1:]
+        >>> row = diagonal_rmatvec(last, coefficients, mean=True)
+        >>> torch.testing.assert_close(row, diagonal_mean(coefficients)[:, -1])
+    """
+    w, *tensors = _checked(coefficients, w=w)
+    shape = tuple(coefficients.dt.shape)
+    if w.shape not in (shape, shape[:2]):
+        raise shape_error("w", w, f"{shape} or {shape[:2]}")
+    warn_if_missing()
+    return torch.ops.captum_ssm.diagonal_rmatvec(w, *tensors, bool(mean))
+
+
+def _rmatvec_backward(grad: Tensor, w: Tensor, c: DiagonalCoefficients, mean: bool) -> Tensor:
+    if mean:
+        channels = c.dt.shape[2]
+        grad = (grad / channels).unsqueeze(-1).expand(-1, -1, channels)
+    back = diagonal_scan(grad, c)
+    return back if w.dim() == 3 else back.sum(-1)
+
+
+@operation(
+    f"diagonal_rmatvec(Tensor w, {_RECURRENCE}, Tensor? conv, bool mean) -> Tensor",
+    DiagonalCoefficients,
+    fake=lambda w, c, mean: c.dt.new_empty(c.dt.shape[:2] if mean else c.dt.shape),
+    backward=_rmatvec_backward,
+)
+def diagonal_rmatvec_torch(w: Tensor, c: DiagonalCoefficients, mean: bool = False) -> Tensor:
+    w = w if w.dim() == 3 else w[..., None].expand_as(c.dt)
+    s = _reversed_recurrence(_scaled(w, c.left)[:, None], c.dt, c.A, c.C, c.B)[:, 0]
+    u = _convolve_transposed(s * c.right, c.conv)
+    return u.mean(-1) if mean else u
+
+
+_HUGE = 1e30  # stands for an infinite decay step: any A < 0 times this underflows
+
+
+def _decay(exponent: Tensor) -> Tensor:
+    """exp of non-positive numbers, kept above the denormals, which cost a factor of ten."""
+    return exponent.clamp(min=-700.0 if exponent.dtype == torch.float64 else -70.0).exp()
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """(..., D) -> (..., G, D / G)."""
+    return x.unflatten(-1, (groups, -1))
+
+
+def _recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Tensor:
+    """y_t = read_t . h_t with h_t = exp(A dt_t) h_(t-1) + write_t x_t.
+
+    x is (B, R, L, D), with R inputs for the same coefficients; dt (B, L, D), write and read
+    (B, L, G, N). The sequence is cut in about sqrt(L) chunks that step in parallel: once from
+    zero for what each chunk passes on, once more from the right start.
+    """
+    length, groups, _ = write.shape[1:]
+    chunk = 1 << max(0, (length - 1).bit_length() // 2)
+    chunks = -(-length // chunk)
+    padding = chunks * chunk - length
+
+    def cut(t: Tensor, axis: int) -> Tensor:
+        pad = [0, 0] * (t.dim() - 1 - axis) + [0, padding]
+        return F.pad(t, pad).unflatten(axis, (chunks, chunk))
+
+    x = _by_group(cut(x, 2), groups)  # (B, R, chunks, chunk, G, D/G)
+    dt = _by_group(cut(dt.clamp(max=_HUGE), 1), groups).unsqueeze(1)
+    write = cut(write, 1)[:, None, :, :, :, None]  # (B, 1, chunks, chunk, G, 1, N)
+    read = cut(read, 1)[:, None, :, :, :, None]
+    rate = A.unflatten(0, (groups, -1))
+
+    def step(h: Tensor | None, t: int) -> Tensor:
+        enter = x[:, :, :, t, ..., None] * write[:, :, :, t]
+        return enter if h is None else enter + _decay(dt[:, :, :, t, ..., None] * rate) * h
+
+    start = None
+    if chunks > 1:
+        last = None
+        for t in range(chunk):
+            last = step(last, t)
+        assert last is not None
+        across = _decay(dt.double().sum(3).to(dt.dtype)[..., None] * rate)
+        carried = [torch.zeros_like(last[:, :, 0])]
+        for c in range(chunks - 1):
+            carried.append(last[:, :, c] + across[:, :, c] * carried[-1])
+        start = torch.stack(carried, 2)
+
+    outputs = []
+    h = start
+    for t in range(chunk):
+        h = step(h, t)
+        outputs.append((h * read[:, :, :, t]).sum(-1))
+    y = torch.stack(outputs, 3).flatten(4)  # (B, R, chunks, chunk, D)
+    return y.flatten(2, 3)[:, :, :length]
+
+
+def _reversed_recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Tensor:
+    """u_t = read_t . s_t with s_t = write_t x_t + exp(A dt_(t+1)) s_(t+1)."""
+    late = F.pad(dt[:, 1:], (0, 0, 0, 1)).flip(1)
+    return _recurrence(x.flip(2), late, A, write.flip(1), read.flip(1)).flip(2)
+
+
+def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _convolve(x: Tensor, conv: Tensor | None) -> Tensor:
+    """Conv_d x_d, for x (..., L, D)."""
+    if conv is None:
+        return x
+    K = conv.shape[1]
+    if K > 8:
+        padded = F.pad(x.mT.flatten(0, -3), (K - 1, 0))
+        return F.conv1d(padded, conv[:, None], groups=len(conv)).mT.reshape(x.shape)
+    # Tap by tap: torch's convolution wants time last, and for few taps the two copies cost more
+    # than the work.
+    taps = conv.t().contiguous()
+    out = x * taps[-1]
+    for lag in range(1, min(K, x.shape[-2])):
+        out[..., lag:, :].addcmul_(x[..., :-lag, :], taps[-1 - lag])
+    return out
+
+
+def _convolve_transposed(x: Tensor, conv: Tensor | None) -> Tensor:
+    """Conv_d^T x_d, for x (..., L, D)."""
+    return x if conv is None else _convolve(x.flip(-2), conv).flip(-2)
+
+
+def diagonal_mean(
+    coefficients: DiagonalCoefficients, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Rows ``[start, stop)`` of the channel-mean matrix, ``mean_d(alpha_d Conv_d)``.
+
+    No per-channel matrix is ever formed: blocks off the diagonal are matrix products with an
+    inner dimension of channels times state. A range of rows costs its share of the whole, so a
+    caller can stream tiles of rows (256 or more at a time) in O(R L) memory.
+
+    Args:
+        coefficients (DiagonalCoefficients): the recurrence.
+        start, stop (int, optional): the rows asked for, ``0 <= start < stop <= L``; None stands
+            for L. Default: all rows
+
+    Returns:
+        Tensor: ``(B, stop - start, L)``. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument has an unexpected shape, dtype or device, or the range
+            of rows is empty or leaves the sequence.
+
+    Examples::
+
+        >>> dt, (B, C) = torch.rand(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
+        >>> coefficients = DiagonalCoefficients(dt, dt, -torch.ones(4, 3), B, C)
+        >>> diagonal_mean(coefficients, start=2, stop=4).shape
+        torch.Size([1, 2, 5])
+    """
+    tensors = _checked(coefficients)
+    rows = row_range(start, stop, coefficients.dt)
+    warn_if_missing()
+    return torch.ops.captum_ssm.diagonal_mean(*tensors, *rows)
+
+
+@operation(
+    f"diagonal_mean({_RECURRENCE}, Tensor? conv, int start, int stop) -> Tensor",
+    DiagonalCoefficients,
+    fake=lambda c, start, stop: c.dt.new_empty(len(c.dt), stop - start, c.dt.shape[1]),
+)
+def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | None = None) -> Tensor:
+    # Rows are cut in tiles. What lies left of a tile is one matrix product, with decays split at
+    # the tile's first row; the tiles' own triangles are halved until nothing is left, every level
+    # of all tiles being one batched product.
+    batch, length, channels = c.dt.shape
+    states = c.A.shape[1]
+    stop = length if stop is None else stop
+    rows = stop - start
+    tile = min(256, 1 << (rows - 1).bit_length())
+    padded = -(-rows // tile) * tile
+    reach = 0 if c.conv is None else c.conv.shape[1] - 1
+
+    def near(x: Tensor) -> Tensor:
+        """The positions of the rows themselves, padded to whole tiles."""
+        return F.pad(x[:, start:stop], [0, 0] * (x.dim() - 2) + [0, padded - rows])
+
+    # Columns are stored `reach` further right: the first sources reach out on the left.
+    width = reach + start + padded
+    out = c.dt.new_zeros(batch, padded, width)
+    halves = [tile >> k for k in range(1, tile.bit_length())]
+    triangles = {h: c.dt.new_zeros(batch, padded // (2 * h), h, reach + h) for h in halves}
+    diagonal = c.dt.new_zeros(batch, padded, reach + 1)
+
+    for part in _channel_chunks(c, max(1, 1024 // states)):
+        A, B, right, conv = part.A, part.B, part.right, part.conv
+        t = part.dt.clamp(max=_HUGE).double()
+        t_near, r_near, b_near, c_near = near(t), near(right), near(B), near(part.C)
+        f = None if part.left is None else near(part.left)
+
+        for first in range(0, padded, tile):
+            edge, own = start + first, slice(first, first + tile)
+            if edge == 0:
+                continue
+            p = _panel(
+                t_near[:, own].cumsum(1), A, c_near[:, own], None if f is None else f[:, own]
+            )
+            q = _panel(_after(t[:, :edge], 1), A, B[:, :edge], right[:, :edge])
+            out[:, own, : reach + edge] += p @ _fold(q, conv).mT
+
+        for h in halves:
+            # (B, blocks, h, ...) of the sources' half and of the rows' half.
+            def early(x: Tensor, h: int = h) -> Tensor:
+                return x.unflatten(1, (-1, 2, h))[:, :, 0]
+
+            def late(x: Tensor, h: int = h) -> Tensor:
+                return x.unflatten(1, (-1, 2, h))[:, :, 1]
+
+            q = _panel(_after(early(t_near), 2), A, early(b_near), early(r_near))
+            scale = None if f is None else late(f)
+            p = _panel(late(t_near).cumsum(2), A, late(c_near), scale)
+            triangles[h] += p @ _fold(q, conv).mT
+
+        z = (b_near * c_near).sum(-1, keepdim=True) * _by_group(r_near, B.shape[2])
+        z = _scaled(z.flatten(2), f)
+        diagonal += z.sum(-1, keepdim=True) if conv is None else z @ conv
+
+    for h in halves:
+        strides = (padded * width, 2 * h * (width + 1), width, 1)
+        out.as_strided(triangles[h].shape, strides, h * width + start).add_(triangles[h])
+    out.as_strided(diagonal.shape, (padded * width, width + 1, 1), start).add_(diagonal)
+    return F.pad(out[:, :rows, reach : reach + stop], (0, length - stop)) / channels
+
+
+def _channel_chunks(c: DiagonalCoefficients, width: int) -> Iterator[DiagonalCoefficients]:
+    """The coefficients of at most ``width`` channels at a time: whole groups, or part of one."""
+    channels, groups = c.dt.shape[2], c.B.shape[2]
+    size = channels // groups
+    block = max(1, width // size) * size
+    for first in range(0, channels, block):
+        last = min(channels, first + block)
+        for start in range(first, last, width):
+            yield c.narrow(start, min(last, start + width))
+
+
+def _after(dt: Tensor, dim: int) -> Tensor:
+    """Sums over all later positions: out[j] = sum(dt[j + 1:]).
+
+    Sums of what lies between, never differences of longer sums: a huge step (a reset) must not
+    swallow the small ones after it.
+    """
+    later = dt.narrow(dim, 1, dt.shape[dim] - 1).flip(dim).cumsum(dim).flip(dim)
+    return torch.cat([later, torch.zeros_like(dt.narrow(dim, 0, 1))], dim)
+
+
+def _panel(exponent: Tensor, rate: Tensor, coefficient: Tensor, factor: Tensor | None) -> Tensor:
+    """One side of the products: (..., positions, D * N) of decay, coefficient and factor.
+
+    exponent (float64) and factor are (..., D), rate (D, N), coefficient (..., G, N).
+    """
+    groups = coefficient.shape[-2]
+    x = _decay(exponent.to(rate.dtype).unsqueeze(-1) * rate).unflatten(-2, (groups, -1))
+    x = x * coefficient.unsqueeze(-2)
+    if factor is not None:
+        x = x * _by_group(factor, groups).unsqueeze(-1)
+    return x.flatten(-3)
+
+
+def _fold(q: Tensor, conv: Tensor | None) -> Tensor:
+    """Push taps into a panel of sources, which then reaches K - 1 columns further left."""
+    if conv is None:
+        return q
+    taps = conv.repeat_interleave(q.shape[-1] // len(conv), 0)
+    return _convolve_transposed(F.pad(q, (0, 0, conv.shape[1] - 1, 0)), taps)
+
+
+def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
+    """Rows of every channel's own matrix ``alpha_d Conv_d``.
+
+    Args:
+        index (Tensor): the rows asked for, ``(B, R)`` int64 (or ``(R,)`` for the same rows in
+            every sequence), each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices.
+        coefficients (DiagonalCoefficients): the recurrence.
+
+    Returns:
+        Tensor: ``(B, D, R, L)``. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
+        IndexError: a row outside the sequence was asked for.
+
+    Examples::
+
+        >>> dt, v = torch.rand(2, 1, 5, 4)
+        >>> B, C = torch.randn(2, 1, 5, 1, 3)
+        >>> coefficients = DiagonalCoefficients(dt, dt, -torch.ones(4, 3), B, C)
+        >>> maps = diagonal_rows(torch.arange(5), coefficients)  # (B, D, L, L)
+        >>> y = torch.einsum("bdij,bjd->bid", maps, v)
+        >>> torch.testing.assert_close(y, diagonal_scan(v, coefficients))
+    """
+    tensors = _checked(coefficients)
+    index = row_index(index, coefficients.dt)
+    warn_if_missing()
+    return torch.ops.captum_ssm.diagonal_rows(index, *tensors)
+
+
+@operation(
+    f"diagonal_rows(Tensor index, {_RECURRENCE}, Tensor? conv) -> Tensor",
+    DiagonalCoefficients,
+    fake=lambda index, c: c.dt.new_empty(len(c.dt), c.dt.shape[2], index.shape[1], c.dt.shape[1]),
+)
+def diagonal_rows_torch(index: Tensor, c: DiagonalCoefficients) -> Tensor:
+    # Row i is e_i^T alpha.
+    batch, length, channels = c.dt.shape
+    if index.shape[1] == 0:
+        return c.dt.new_zeros(batch, channels, 0, length)
+    one = _scaled(torch.ones_like(c.dt), c.left)[:, None]
+    together = max(1, 2**23 // max(1, c.dt.numel()))
+    parts = []
+    for at in index.split(together, 1):
+        w = F.one_hot(at, length).to(c.dt.dtype).unsqueeze(-1)
+        s = _reversed_recurrence(w * one, c.dt, c.A, c.C, c.B)
+        parts.append(_convolve_transposed(s * c.right[:, None], c.conv).permute(0, 3, 1, 2))
+    return torch.cat(parts, 2)
+
+
+def naive_diagonal_matrix(coefficients: DiagonalCoefficients) -> Tensor:
+    """The maps of all channels by the equation, line by line in float64: for tests.
+
+    Args:
+        coefficients (DiagonalCoefficients): the recurrence.
+
+    Returns:
+        Tensor: ``(B, D, L, L)``, float64.
+
+    Examples::
+
+        >>> dt, (B, C) = torch.rand(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
+        >>> coefficients = DiagonalCoefficients(dt, dt, -torch.ones(4, 3), B, C)
+        >>> maps = naive_diagonal_matrix(coefficients)
+        >>> expected = diagonal_rows(torch.arange(5), coefficients)
+        >>> torch.testing.assert_close(maps.float(), expected)
+    """
+    c = coefficients
+    dt, right, A, B, C = (x.double() for x in (c.dt, c.right, c.A, c.B, c.C))
+    left, conv = c.left, c.conv
+    batch, length, channels = dt.shape
+    group = torch.arange(channels) // (channels // B.shape[2])
+    out = torch.zeros(batch, channels, length, length, dtype=torch.float64)
+    for j in range(length):
+        h = B[:, j, group] * right[:, j, :, None]
+        for i in range(j, length):
+            if i > j:
+                h = h * torch.exp(A * dt[:, i, :, None].clamp(max=_HUGE))
+            out[:, :, i, j] = (C[:, i, group] * h).sum(-1)
+    if left is not None:
+        out *= left.double().transpose(1, 2)[..., None]
+    if conv is not None:
+        taps = conv.shape[1]
+        shift = torch.zeros(channels, length, length, dtype=torch.float64)
+        for s in range(length):
+            for j in range(max(0, s - taps + 1), s + 1):
+                shift[:, s, j] = conv[:, taps - 1 - (s - j)].double()
+        out = out @ shift
+    return out

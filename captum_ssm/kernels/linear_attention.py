@@ -1,0 +1,437 @@
+r"""Linear attention with decay, and the delta rule: recurrences on a matrix-valued state.
+
+Per head, with a state :math:`S \in \mathbb{R}^{N \times P}`:
+
+.. math::
+    S' = \mathrm{diag}(a_t) S_{t-1}, \qquad
+    S_t = S' - e_t (r_t^\top S') + k_t v_t^\top, \qquad y_t = q_t^\top S_t
+
+Without e and r this is linear attention with a decay per head or per key dimension; with them it
+is the delta rule. With a bonus u, as in RWKV, :math:`y_t = q_t^\top S_{t-1} + u_t v_t`. Either way
+a head maps its P channels by one lower triangular matrix,
+
+.. math::
+    K^{xy}_{tj} = \textstyle\sum_n x_{tn} y_{jn} \prod_{k=j+1}^{t} a_{kn},
+    \qquad \alpha = K^{qk} - K^{qe} (I + \check K^{re})^{-1} \check K^{rk},
+
+K lower triangular and :math:`\check K` strictly so (the inverse: Yang et al., *Parallelizing Linear
+Transformers with the Delta Rule over Sequence Length*, 2024).
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from captum_ssm.kernels._arguments import promote, row_index, row_range, shape_error
+from captum_ssm.kernels._extension import warn_if_missing
+from captum_ssm.kernels._registration import operation
+
+# A full reset, also one given as -inf: it has to stay finite in sums.
+MIN_LOG_DECAY = -1e4
+# exp(-60) is far below float32's resolution and far above its denormals.
+MIN_EXPONENT = -60.0
+
+
+@dataclass(frozen=True)
+class LinearAttentionCoefficients:
+    """The coefficients of linear attention with decay, or of the delta rule; one map per head.
+
+    Any floating dtype; tensors of different dtypes are computed in the widest. Heads may share
+    memory (``expand``): nothing is copied where the numbers of one token and head are contiguous.
+
+    Args:
+        query (Tensor): q, ``(B, L, H, N)``; the CUDA kernels take N up to 1024.
+        key (Tensor): k, ``(B, L, H, N)``, with every factor of the value folded in.
+        log_decay (Tensor): log a, ``(B, L, H, 1)`` for a decay per head or ``(B, L, H, N)`` for
+            one per key dimension; at most 0, and ``-inf`` where the decay is zero.
+        erase (Tensor, optional): e, ``(B, L, H, N)``, for the delta rule. Default: None
+        probe (Tensor, optional): r, ``(B, L, H, N)``, given with ``erase``. Default: None
+        bonus (Tensor, optional): u, ``(B, L, H)``. With it the output reads the state before the
+            token's own decay and write, and the token's own value enters with this weight, as in
+            RWKV. Default: None
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 5, 2, 3)
+        >>> coefficients = LinearAttentionCoefficients(query, key, -torch.rand(1, 5, 2, 1))
+    """
+
+    query: Tensor
+    key: Tensor
+    log_decay: Tensor
+    erase: Tensor | None = None
+    probe: Tensor | None = None
+    bonus: Tensor | None = None
+
+    def narrow(self, start: int, stop: int) -> LinearAttentionCoefficients:
+        """The coefficients of heads ``start .. stop - 1``."""
+        at = slice(start, stop)
+        return LinearAttentionCoefficients(
+            self.query[:, :, at],
+            self.key[:, :, at],
+            self.log_decay[:, :, at],
+            None if self.erase is None else self.erase[:, :, at],
+            None if self.probe is None else self.probe[:, :, at],
+            None if self.bonus is None else self.bonus[:, :, at],
+        )
+
+
+def _checked(c: LinearAttentionCoefficients, **first: Tensor) -> list[Any]:
+    # All tensors in one dtype, `first` before the coefficients, whose shapes agree.
+    tensors = promote(
+        **first,
+        query=c.query,
+        key=c.key,
+        log_decay=c.log_decay,
+        erase=c.erase,
+        probe=c.probe,
+        bonus=c.bonus,
+    )
+    shape = tuple(c.query.shape)
+    if len(shape) != 4 or 0 in shape[1:]:
+        raise shape_error("query", c.query, "(B, L, H, N) with L, H and N at least 1")
+    for name, x in (("key", c.key), ("erase", c.erase), ("probe", c.probe)):
+        if x is not None and x.shape != shape:
+            raise shape_error(name, x, f"that of query, {shape}")
+    if c.log_decay.shape not in (shape, (*shape[:3], 1)):
+        raise shape_error("log_decay", c.log_decay, f"{(*shape[:3], 1)} or that of query, {shape}")
+    if c.bonus is not None and c.bonus.shape != shape[:3]:
+        raise shape_error("bonus", c.bonus, f"{shape[:3]}, or None")
+    if (c.erase is None) != (c.probe is None):
+        given = "probe" if c.erase is None else "erase"
+        raise ValueError(f"only {given} is given; expected both erase and probe, or neither")
+    return tensors
+
+
+# The tensors of the schemas, in the order of the fields.
+_TENSORS = "Tensor query, Tensor key, Tensor log_decay, Tensor? erase, Tensor? probe, Tensor? bonus"
+
+
+def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
+    """Apply the maps to values, ``y_h = alpha_h v_h`` for every head, in linear time.
+
+    Args:
+        v (Tensor): values, ``(B, L, H, P)``.
+        coefficients (LinearAttentionCoefficients): the recurrence.
+
+    Returns:
+        Tensor: ``(B, L, H, P)``. Differentiable; the gradient with respect to ``v`` is one
+        :func:`linear_attention_rmatvec`.
+
+    Raises:
+        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> coefficients = LinearAttentionCoefficients(query, key, -torch.rand(1, 5, 2, 1))
+        >>> linear_attention_scan(v, coefficients).shape
+        torch.Size([1, 5, 2, 3])
+    """
+    tensors = _checked(coefficients, v=v)
+    shape = tuple(coefficients.query.shape[:3])
+    if v.dim() != 4 or v.shape[:3] != shape:
+        raise shape_error("v", v, f"(B, L, H, P) with (B, L, H) = {shape}")
+    warn_if_missing()
+    return torch.ops.captum_ssm.linear_attention_scan(*tensors)
+
+
+@operation(
+    f"linear_attention_scan(Tensor v, {_TENSORS}) -> Tensor",
+    LinearAttentionCoefficients,
+    fake=lambda v, c: v.new_empty(v.shape),
+    backward=lambda grad, v, c: linear_attention_rmatvec(grad, c),
+)
+def linear_attention_scan_torch(v: Tensor, c: LinearAttentionCoefficients) -> Tensor:
+    B, _, H, N = c.query.shape
+    state = v.new_zeros(B, H, N, v.shape[-1])
+    out = []
+    for at in _chunks(c.log_decay):
+        chunk = _chunk(at, c)
+        x = v[:, at].transpose(1, 2)
+        y = chunk.q_in @ state + chunk.qk @ x
+        after = chunk.through * state + chunk.k_out.mT @ x
+        if chunk.delta is not None:
+            # What the probes find, earlier writes within the chunk included.
+            u = chunk.delta.solve(chunk.delta.r_in @ state + chunk.delta.rk @ x)
+            y = y - chunk.delta.qe @ u
+            after = after - chunk.delta.e_out.mT @ u
+        state = after
+        out.append(y)
+    return torch.cat(out, 2).transpose(1, 2)
+
+
+def linear_attention_rmatvec(w: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
+    """Multiply row vectors with the maps, ``u_h = w_h^T alpha_h``, in linear time.
+
+    Args:
+        w (Tensor): ``(B, L, H, P)``, P row vectors for each head, or ``(B, L, 1, P)`` for all of
+            them.
+        coefficients (LinearAttentionCoefficients): the recurrence.
+
+    Returns:
+        Tensor: ``(B, L, H, P)``. Differentiable; the gradient with respect to ``w`` is one
+        :func:`linear_attention_scan`.
+
+    Raises:
+        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 5, 2, 3)
+        >>> coefficients = LinearAttentionCoefficients(query, key, -torch.rand(1, 5, 2, 1))
+        >>> last = torch.eye(5)[-1].view(1, 5, 1, 1)
+        >>> row = linear_attention_rmatvec(last, coefficients)[..., 0].mean(-1)
+        >>> torch.testing.assert_close(row, linear_attention_mean(coefficients)[:, -1])
+    """
+    tensors = _checked(coefficients, w=w)
+    B, L, H, _ = coefficients.query.shape
+    if w.dim() != 4 or w.shape[:3] not in ((B, L, H), (B, L, 1)):
+        raise shape_error("w", w, f"(B, L, H or 1, P) with (B, L, H) = {(B, L, H)}")
+    warn_if_missing()
+    return torch.ops.captum_ssm.linear_attention_rmatvec(*tensors)
+
+
+def _rmatvec_backward(grad: Tensor, w: Tensor, c: LinearAttentionCoefficients) -> Tensor:
+    back = linear_attention_scan(grad, c)
+    return back if w.shape[2] == back.shape[2] else back.sum(2, keepdim=True)
+
+
+@operation(
+    f"linear_attention_rmatvec(Tensor w, {_TENSORS}) -> Tensor",
+    LinearAttentionCoefficients,
+    fake=lambda w, c: w.new_empty(*c.query.shape[:3], w.shape[3]),
+    backward=_rmatvec_backward,
+)
+def linear_attention_rmatvec_torch(w: Tensor, c: LinearAttentionCoefficients) -> Tensor:
+    B, L, H, N = c.query.shape
+    w = w.expand(B, L, H, -1)
+    state = w.new_zeros(B, H, N, w.shape[-1])
+    out = []
+    for at in reversed(list(_chunks(c.log_decay))):
+        chunk = _chunk(at, c)
+        x = w[:, at].transpose(1, 2)
+        u = chunk.qk.mT @ x + chunk.k_out @ state
+        before = chunk.q_in.mT @ x + chunk.through * state
+        if chunk.delta is not None:
+            z = -(chunk.delta.qe.mT @ x) - chunk.delta.e_out @ state
+            z = chunk.delta.solve(z, transpose=True)
+            u = u + chunk.delta.rk.mT @ z
+            before = before + chunk.delta.r_in.mT @ z
+        state = before
+        out.append(u)
+    return torch.cat(out[::-1], 2).transpose(1, 2)
+
+
+def _chunks(log_decay: Tensor) -> Iterator[slice]:
+    # A decay per key dimension makes a chunk's scores (T, T, N) on the way.
+    L = log_decay.shape[1]
+    size = 64 if log_decay.shape[-1] == 1 else 16
+    for start in range(0, L, size):
+        yield slice(start, min(L, start + size))
+
+
+@dataclass(frozen=True)
+class _Delta:
+    # What the delta rule adds to a chunk: probes and erasures, and their scores.
+    r_in: Tensor
+    e_out: Tensor
+    rk: Tensor
+    qe: Tensor
+    re: Tensor
+
+    def solve(self, b: Tensor, transpose: bool = False) -> Tensor:
+        # With I + re, or its transpose.
+        matrix = self.re.mT if transpose else self.re
+        return torch.linalg.solve_triangular(matrix, b, upper=transpose, unitriangular=True)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    # The coefficients of T tokens: (B, H, T, N), scores (B, H, T, T), through (B, H, 1 or N, 1).
+    q_in: Tensor
+    k_out: Tensor
+    qk: Tensor
+    through: Tensor
+    delta: _Delta | None
+
+
+def _chunk(at: slice, c: LinearAttentionCoefficients) -> _Chunk:
+    def part(x: Tensor) -> Tensor:
+        return x[:, at].transpose(1, 2)  # (B, H, T, N)
+
+    q, k = part(c.query), part(c.key)
+    steps = part(c.log_decay).double().clamp(min=MIN_LOG_DECAY)
+    total = steps.cumsum(2)  # from the boundary to the token
+    seen, own = total, 0
+    if c.bonus is not None:
+        seen, own = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2), -1
+    qk = _scores(q, k, seen, total, own)
+    if c.bonus is not None:
+        qk = qk + torch.diag_embed(c.bonus[:, at].mT)
+    to_end = _exp(total[:, :, -1:] - total, q.dtype)
+    delta = None
+    if c.erase is not None and c.probe is not None:
+        e, r = part(c.erase), part(c.probe)
+        delta = _Delta(
+            r_in=r * _exp(total, q.dtype),
+            e_out=e * to_end,
+            rk=_scores(r, k, total, total, -1),
+            qe=_scores(q, e, seen, total, own),
+            re=_scores(r, e, total, total, -1),
+        )
+    return _Chunk(
+        q_in=q * _exp(seen, q.dtype),
+        k_out=k * to_end,
+        qk=qk,
+        through=_exp(total[:, :, -1], q.dtype)[..., None],
+        delta=delta,
+    )
+
+
+def _exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    return exponent.clamp(min=MIN_EXPONENT).to(dtype).exp()
+
+
+def _scores(x: Tensor, y: Tensor, seen: Tensor, total: Tensor, diagonal: int) -> Tensor:
+    # sum_n x_in y_jn exp(seen_in - total_jn) for j <= i + diagonal: (B, H, T, T).
+    exponent = seen[:, :, :, None] - total[:, :, None]  # (B, H, T, T, 1 or N)
+    decay = _exp(exponent.clamp(max=0.0), x.dtype)
+    if decay.shape[-1] == 1:
+        scores = (x @ y.mT) * decay[..., 0]
+    else:
+        scores = torch.einsum("bhin,bhjn,bhijn->bhij", x, y, decay)
+    return scores.tril(diagonal)
+
+
+def linear_attention_mean(
+    coefficients: LinearAttentionCoefficients, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Rows ``[start, stop)`` of the mean over heads, ``mean_h(alpha_h)``.
+
+    Heads are added up as they come: no head's own matrix is ever formed. A range of rows costs
+    its share of the whole.
+
+    Args:
+        coefficients (LinearAttentionCoefficients): the recurrence.
+        start, stop (int, optional): the rows asked for, ``0 <= start < stop <= L``; None stands
+            for L. Default: all rows
+
+    Returns:
+        Tensor: ``(B, stop - start, L)``. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument has an unexpected shape, dtype or device, or the range
+            of rows is empty or leaves the sequence.
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 5, 2, 3)
+        >>> coefficients = LinearAttentionCoefficients(query, key, -torch.rand(1, 5, 2, 1))
+        >>> linear_attention_mean(coefficients, start=2, stop=4).shape
+        torch.Size([1, 2, 5])
+    """
+    tensors = _checked(coefficients)
+    rows = row_range(start, stop, coefficients.query)
+    warn_if_missing()
+    return torch.ops.captum_ssm.linear_attention_mean(*tensors, *rows)
+
+
+@operation(
+    f"linear_attention_mean({_TENSORS}, int start, int stop) -> Tensor",
+    LinearAttentionCoefficients,
+    fake=lambda c, start, stop: c.query.new_empty(len(c.query), stop - start, c.query.shape[1]),
+)
+def linear_attention_mean_torch(
+    c: LinearAttentionCoefficients, start: int = 0, stop: int | None = None
+) -> Tensor:
+    B, L, H, _ = c.query.shape
+    index = torch.arange(start, L if stop is None else stop, device=c.query.device).expand(B, -1)
+    total = c.query.new_zeros(B, index.shape[1], L)
+    together = max(1, 2**24 // max(1, total.numel()))
+    for h in range(0, H, together):
+        total = total + linear_attention_rows_torch(index, c.narrow(h, h + together)).sum(1)
+    return total / H
+
+
+def linear_attention_rows(index: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
+    """Rows of every head's matrix. All of them together cost what half a matrix product does.
+
+    Args:
+        index (Tensor): the rows asked for, ``(B, R)`` int64 (or ``(R,)`` for the same rows in
+            every sequence), each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices.
+        coefficients (LinearAttentionCoefficients): the recurrence.
+
+    Returns:
+        Tensor: ``(B, H, R, L)``. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
+        IndexError: a row outside the sequence was asked for.
+
+    Examples::
+
+        >>> query, key, v = torch.randn(3, 1, 5, 2, 3)
+        >>> coefficients = LinearAttentionCoefficients(query, key, -torch.rand(1, 5, 2, 1))
+        >>> maps = linear_attention_rows(torch.arange(5), coefficients)  # (B, H, L, L)
+        >>> y = torch.einsum("bhij,bjhp->bihp", maps, v)
+        >>> torch.testing.assert_close(y, linear_attention_scan(v, coefficients))
+    """
+    tensors = _checked(coefficients)
+    index = row_index(index, coefficients.query)
+    warn_if_missing()
+    return torch.ops.captum_ssm.linear_attention_rows(index, *tensors)
+
+
+@operation(
+    f"linear_attention_rows(Tensor index, {_TENSORS}) -> Tensor",
+    LinearAttentionCoefficients,
+    fake=lambda index, c: c.query.new_empty(
+        len(c.query), c.query.shape[2], index.shape[1], c.query.shape[1]
+    ),
+)
+def linear_attention_rows_torch(index: Tensor, c: LinearAttentionCoefficients) -> Tensor:
+    # Row i is e_i^T alpha.
+    w = F.one_hot(index, c.query.shape[1]).to(c.query.dtype).mT.unsqueeze(2)  # (B, L, 1, R)
+    return linear_attention_rmatvec_torch(w, c).permute(0, 2, 3, 1)
+
+
+def naive_linear_attention_matrix(coefficients: LinearAttentionCoefficients) -> Tensor:
+    """Every head's map: the recurrence with unit vectors for values, in float64, for tests.
+
+    Args:
+        coefficients (LinearAttentionCoefficients): the recurrence.
+
+    Returns:
+        Tensor: ``(B, H, L, L)``, float64.
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 5, 2, 3)
+        >>> coefficients = LinearAttentionCoefficients(query, key, -torch.rand(1, 5, 2, 1))
+        >>> maps = naive_linear_attention_matrix(coefficients)
+        >>> expected = linear_attention_rows(torch.arange(5), coefficients)
+        >>> torch.testing.assert_close(maps.float(), expected)
+    """
+    c = coefficients
+    q, k, a = c.query.double(), c.key.double(), c.log_decay.double().exp()
+    B, L, H, N = q.shape
+    state = torch.zeros(B, H, N, L, dtype=torch.float64)
+    rows = []
+    for t, value in enumerate(torch.eye(L, dtype=torch.float64)):
+        before = state
+        state = a[:, t, :, :, None] * state
+        if c.erase is not None and c.probe is not None:
+            found = (c.probe[:, t, :, :, None].double() * state).sum(2, keepdim=True)
+            state = state - c.erase[:, t, :, :, None].double() * found
+        state = state + k[:, t, :, :, None] * value
+        row = (q[:, t, :, :, None] * (state if c.bonus is None else before)).sum(2)
+        rows.append(row if c.bonus is None else row + c.bonus[:, t, :, None].double() * value)
+    return torch.stack(rows, 2)

@@ -1,0 +1,355 @@
+"""What operators are put together from: skips, sums, row and column factors, convolutions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators.conv import (
+    conv_columns,
+    depthwise_conv,
+    depthwise_conv_transpose,
+    join_taps,
+)
+
+
+@dataclass(frozen=True)
+class SkipOperator(TokenOperator):
+    """A diagonal: each token's own value, times a factor. One map per channel.
+
+    Skip connections and the bonus of WKV are such operators.
+
+    Args:
+        diagonal (Tensor): ``(B, L, D)``.
+
+    Examples::
+
+        >>> skip = SkipOperator(torch.rand(1, 5, 4))
+        >>> skip.matrix().shape  # one diagonal matrix per channel
+        torch.Size([1, 4, 5, 5])
+    """
+
+    diagonal: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        B, L, D = self.diagonal.shape
+        return B, L, D, D
+
+    @property
+    def reference(self) -> Tensor:
+        return self.diagonal
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.diagonal * v
+
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        return self.convolved_rmatvec(w, None, reduction)
+
+    def row_tile(self, start: int, stop: int) -> Tensor:
+        return self.convolved_row_tile(start, stop, None)
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        return self.convolved_map_rows(index, start, stop, None)
+
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        factor = product(left, right)
+        return self if factor is None else SkipOperator(self.diagonal * factor)
+
+    # Behind a convolution it is a band: a number for each row and lag.
+
+    def convolved_rmatvec(
+        self, w: Tensor, taps: Tensor | None, reduction: str | None = None
+    ) -> Tensor:
+        mean = check_rmatvec(reduction)
+        if mean and w.dim() == 2:
+            return _shift_add(w[..., None] * self._mean_band(taps))
+        u = (w if w.dim() == 3 else w[..., None]) * self.diagonal
+        if taps is not None:
+            u = depthwise_conv_transpose(u, taps)
+        return u.mean(-1) if mean else u
+
+    def convolved_row_tile(self, start: int, stop: int, taps: Tensor | None) -> Tensor:
+        index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
+        return _scatter(index, self._mean_band(taps)[:, None])[:, 0]
+
+    def convolved_map_rows(
+        self, index: Tensor, start: int, stop: int, taps: Tensor | None
+    ) -> Tensor:
+        at = self.diagonal[..., start:stop].transpose(1, 2)  # (B, m, L)
+        return _scatter(index, at[..., None] * self._by_lag(taps)[start:stop, None, :])
+
+    def _by_lag(self, taps: Tensor | None) -> Tensor:
+        # (D, K).
+        if taps is not None:
+            return taps.flip(-1)
+        return torch.ones(self.channels, 1, dtype=self.dtype, device=self.device)
+
+    def _mean_band(self, taps: Tensor | None) -> Tensor:
+        # The channel mean by row and lag: (B, L, K).
+        return self.diagonal @ self._by_lag(taps) / self.channels
+
+
+@dataclass(frozen=True)
+class SumOperator(TokenOperator):
+    """The sum of operators with the same maps: both directions of a bidirectional mixer, ...
+
+    Args:
+        parts (tuple of TokenOperator): at least one.
+
+    Examples::
+
+        >>> one, other = SkipOperator(torch.rand(1, 5, 4)), SkipOperator(torch.rand(1, 5, 4))
+        >>> total = SumOperator((one, other))
+        >>> torch.testing.assert_close(total.matrix(), one.matrix() + other.matrix())
+    """
+
+    parts: tuple[TokenOperator, ...]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.parts[0].sizes
+
+    @property
+    def reference(self) -> Tensor:
+        return self.parts[0].reference
+
+    @property
+    def is_causal(self) -> bool:
+        return all(part.is_causal for part in self.parts)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return sum_of([part.matvec(v) for part in self.parts])
+
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        return sum_of([part.rmatvec(w, reduction) for part in self.parts])
+
+    def row_tile(self, start: int, stop: int) -> Tensor:
+        return sum_of([part.row_tile(start, stop) for part in self.parts])
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        return sum_of([part.map_rows(index, start, stop) for part in self.parts])
+
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        return SumOperator(tuple(part.scaled(left, right) for part in self.parts))
+
+    def convolved(self, taps: Tensor, grid: tuple[int, int] | None = None) -> TokenOperator:
+        if grid is not None:
+            return super().convolved(taps, grid)
+        return SumOperator(tuple(part.convolved(taps) for part in self.parts))
+
+
+@dataclass(frozen=True)
+class ScaledOperator(TokenOperator):
+    """``diag(left) alpha diag(right)``: one map per channel.
+
+    For operators that can't fold factors into themselves. A head of width P carries P channels
+    through the same matrix; a gate or a norm is different in each of them.
+
+    Args:
+        inner (TokenOperator): alpha.
+        left (Tensor, optional): ``(B, L, D)``, row factors. Default: None
+        right (Tensor, optional): ``(B, L, D)``, column factors. Default: None
+
+    Examples::
+
+        >>> query, key = torch.randn(2, 1, 5, 2, 3)
+        >>> inner = LinearAttentionOperator(query, key, torch.zeros(1, 5, 2, 1), width=4)
+        >>> gate = torch.rand(1, 5, 8)
+        >>> gated = ScaledOperator(inner, left=gate)  # one map per channel: each has its gate
+        >>> v = torch.randn(1, 5, 8)
+        >>> torch.testing.assert_close(gated.matvec(v), gate * inner.matvec(v))
+        >>> inner.matrix().shape, gated.matrix().shape
+        (torch.Size([1, 2, 5, 5]), torch.Size([1, 8, 5, 5]))
+    """
+
+    inner: TokenOperator
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        B, L, D, _ = self.inner.sizes
+        return B, L, D, D
+
+    @property
+    def reference(self) -> Tensor:
+        return self.inner.reference
+
+    @property
+    def is_causal(self) -> bool:
+        return self.inner.is_causal
+
+    def matvec(self, v: Tensor) -> Tensor:
+        y = self.inner.matvec(v if self.right is None else v * self.right)
+        return y if self.left is None else y * self.left
+
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        mean = check_rmatvec(reduction)
+        if self.left is not None:
+            w = (w if w.dim() == 3 else w[..., None]) * self.left
+        u = self.inner.rmatvec(w)
+        if self.right is not None:
+            u = u * self.right
+        return u.mean(-1) if mean else u
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        P = self.inner.channels // self.inner.maps
+        first, last = start // P, (stop - 1) // P
+        rows = self.inner.map_rows(index, first, last + 1)
+        if P > 1:
+            rows = rows[:, torch.arange(start, stop, device=self.device) // P - first]
+        if self.left is not None:
+            at = index[..., None].expand(-1, -1, stop - start)
+            rows = rows * self.left[..., start:stop].gather(1, at).mT[..., None]
+        if self.right is not None:
+            rows = rows * self.right[..., start:stop].mT[:, :, None]
+        return rows  # (B, m, R, L)
+
+    def row_tile(self, start: int, stop: int) -> Tensor:
+        if self.inner.maps == self.channels:
+            return super().row_tile(start, stop)
+        taps = torch.ones(self.channels, 1, dtype=self.dtype, device=self.device)
+        return self.convolved_row_tile(start, stop, taps)
+
+    def convolved_row_tile(self, start: int, stop: int, taps: Tensor) -> Tensor:
+        if self.inner.maps == self.channels:
+            return super().convolved_row_tile(start, stop, taps)
+        # The mean over a head's channels of left_i right_j conv_lag is a matrix product of inner
+        # dimension P; one for each tap, all on the same rows of the head's map.
+        B, L, D, _ = self.sizes
+        H = self.inner.maps
+        P = D // H
+        index = torch.arange(start, stop, device=self.device).expand(B, -1)
+        ones = torch.ones(1, 1, 1, dtype=self.dtype, device=self.device)
+        left = (ones if self.left is None else self.left[:, start:stop]).expand(B, stop - start, D)
+        right = (ones if self.right is None else self.right).expand(B, L, D)
+        taps = taps.flip(-1)  # by lag
+        total = torch.zeros(B, stop - start, L, dtype=self.dtype, device=self.device)
+        for h in range(H):
+            at = slice(h * P, (h + 1) * P)
+            rows = self.inner.map_rows(index, h, h + 1)[:, 0]  # (B, R, L)
+            for lag in range(min(taps.shape[1], L)):
+                weight = (left[..., at] * taps[at, lag]) @ right[..., at].mT
+                total[..., : L - lag] += (rows * weight)[..., lag:]
+        return total / D
+
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        return ScaledOperator(self.inner, product(self.left, left), product(self.right, right))
+
+
+@dataclass(frozen=True)
+class ConvolvedOperator(TokenOperator):
+    """An operator of what a depthwise convolution returns, ``alpha conv``: one map per channel.
+
+    Args:
+        inner (TokenOperator): alpha, with one map per channel.
+        taps (Tensor): ``(D, K)``, causal along the tokens as in :class:`torch.nn.Conv1d`; or
+            ``(D, Kh, Kw)`` with odd Kh and Kw, centered on the patches of an image as a
+            zero-padded :class:`torch.nn.Conv2d`.
+        grid (tuple of int, optional): (H, W) of the image's patches, H W = L, for 2-D taps.
+            Default: None
+
+    Raises:
+        ValueError: for an operator of fewer maps than channels.
+
+    Examples::
+
+        >>> inner, taps = SkipOperator(torch.rand(1, 6, 4)), torch.rand(4, 3, 3)
+        >>> operator = ConvolvedOperator(inner, taps, grid=(2, 3))
+        >>> images = torch.randn(1, 4, 2, 3)
+        >>> after = nn.functional.conv2d(images, taps[:, None], padding=1, groups=4)
+        >>> y = operator.matvec(images.flatten(2).mT)
+        >>> torch.testing.assert_close(y, inner.matvec(after.flatten(2).mT))
+    """
+
+    inner: TokenOperator
+    taps: Tensor
+    grid: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.inner.maps != self.inner.channels:
+            raise ValueError(
+                f"the operator has {self.inner.maps} maps for {self.inner.channels} channels; "
+                "expected one map per channel, as a depthwise convolution has. Scale it first: "
+                "operator.scaled(None, None)."
+            )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.inner.sizes
+
+    @property
+    def reference(self) -> Tensor:
+        return self.inner.reference
+
+    @property
+    def is_causal(self) -> bool:
+        return self.grid is None and self.inner.is_causal
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.inner.matvec(depthwise_conv(v, self.taps, self.grid))
+
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        if self.grid is None:
+            return self.inner.convolved_rmatvec(w, self.taps, reduction)
+        mean = check_rmatvec(reduction)
+        u = depthwise_conv_transpose(self.inner.rmatvec(w), self.taps, self.grid)
+        return u.mean(-1) if mean else u
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        if self.grid is None:
+            return self.inner.convolved_map_rows(index, start, stop, self.taps)
+        rows = self.inner.map_rows(index, start, stop)
+        return conv_columns(rows, self.taps[start:stop], self.grid)
+
+    def row_tile(self, start: int, stop: int) -> Tensor:
+        if self.grid is None:
+            return self.inner.convolved_row_tile(start, stop, self.taps)
+        return super().row_tile(start, stop)
+
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        inner = self.inner if left is None else self.inner.scaled(left, None)
+        scaled = ConvolvedOperator(inner, self.taps, self.grid)
+        # A column factor before the convolution stays outside of it.
+        return scaled if right is None else ScaledOperator(scaled, right=right)
+
+    def convolved(self, taps: Tensor, grid: tuple[int, int] | None = None) -> TokenOperator:
+        if grid is None and self.grid is None:
+            return ConvolvedOperator(self.inner, join_taps(self.taps, taps))
+        return super().convolved(taps, grid)
+
+
+def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The product of two factors, None standing for one."""
+    return b if a is None else a if b is None else a * b
+
+
+def sum_of(values: list[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _scatter(index: Tensor, band: Tensor) -> Tensor:
+    # Rows index (B, R) of band (B, m, L, K), by row and lag, as (B, m, R, L).
+    B, m, L, K = band.shape
+    at = index[:, None, :, None].expand(B, m, -1, K)
+    values = band.gather(2, at)  # (B, m, R, K)
+    columns = at - torch.arange(K, device=index.device)
+    values = torch.where(columns >= 0, values, 0)
+    rows = torch.zeros(B, m, index.shape[1], L, dtype=band.dtype, device=band.device)
+    return rows.scatter_add_(-1, columns.clamp(min=0), values)
+
+
+def _shift_add(band: Tensor) -> Tensor:
+    # band (B, L, K), by row and lag, summed onto columns: (B, L).
+    L, out = band.shape[1], torch.zeros_like(band[..., 0])
+    for lag in range(min(band.shape[2], L)):
+        out[:, : L - lag] += band[:, lag:, lag]
+    return out

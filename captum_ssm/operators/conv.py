@@ -1,0 +1,69 @@
+"""Depthwise convolutions of tokens, along the sequence or over an image, and their adjoints."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def causal_conv(v: Tensor, taps: Tensor) -> Tensor:
+    """A causal depthwise convolution of ``v (B, L, D)`` with ``taps (D, K)``: ``(B, L, D)``."""
+    if taps.shape[-1] > 8:
+        padded = nn.functional.pad(v.transpose(1, 2), (taps.shape[-1] - 1, 0))
+        out = nn.functional.conv1d(padded, taps[:, None, :], groups=taps.shape[0])
+        return out.transpose(1, 2)
+    # Tap by tap: torch's convolution wants time last, and for few taps the two copies cost more
+    # than the work.
+    out = v * taps[:, -1]
+    for lag in range(1, min(taps.shape[-1], v.shape[1])):
+        out[:, lag:].addcmul_(v[:, :-lag], taps[:, -1 - lag])
+    return out
+
+
+def depthwise_conv(v: Tensor, taps: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    """A depthwise convolution of ``v (B, L, D)``, causal or over an image: ``(B, L, D)``.
+
+    Args:
+        v (Tensor): ``(B, L, D)``.
+        taps (Tensor): ``(D, K)``, or ``(D, Kh, Kw)`` for an image.
+        grid (tuple of int, optional): (H, W) with H W = L, for an image. Default: None
+    """
+    if grid is None:
+        return causal_conv(v, taps)
+    image = v.mT.unflatten(-1, grid)  # (B, D, H, W)
+    padding = (taps.shape[-2] // 2, taps.shape[-1] // 2)
+    out = nn.functional.conv2d(image, taps[:, None], padding=padding, groups=taps.shape[0])
+    return out.flatten(2).mT
+
+
+def depthwise_conv_transpose(
+    w: Tensor, taps: Tensor, grid: tuple[int, int] | None = None
+) -> Tensor:
+    """The adjoint of :func:`depthwise_conv`: ``(B, L, D)`` to ``(B, L, D)``."""
+    if grid is None:
+        return causal_conv(w.flip(1), taps).flip(1)
+    # Odd taps in the middle of their padding: the adjoint has them turned round.
+    return depthwise_conv(w, taps.flip(-2, -1), grid)
+
+
+def conv_columns(rows: Tensor, taps: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    """Rows ``(B, D, R, L)`` times the matrix of a convolution of each of the D channels."""
+    if grid is not None:
+        B, D, R, L = rows.shape
+        flat = rows.permute(0, 2, 3, 1).reshape(B * R, L, D)
+        flat = depthwise_conv_transpose(flat, taps, grid)
+        return flat.reshape(B, R, L, D).permute(0, 3, 1, 2)
+    out = torch.zeros_like(rows)
+    L, K = rows.shape[-1], taps.shape[-1]
+    for lag in range(min(K, L)):
+        out[..., : L - lag] += (rows * taps[:, None, K - 1 - lag, None])[..., lag:]
+    return out
+
+
+def join_taps(first: Tensor, second: Tensor) -> Tensor:
+    """The taps of two convolutions in a row: ``(D, K1)``, ``(D, K2)`` to ``(D, K1 + K2 - 1)``."""
+    K1, K2 = first.shape[1], second.shape[1]
+    taps = first.new_zeros(first.shape[0], K1 + K2 - 1)
+    for k in range(K1):
+        taps[:, k : k + K2] += first[:, k, None] * second
+    return taps
