@@ -1,52 +1,36 @@
 """The command line: explain one text, or say what of a model is supported.
 
     python -m captum_ssm explain --model state-spaces/mamba-130m-hf \\
-        --text "The capital of France is" --target " Paris" --method latim --output out.html
+        --text "The capital of France is" --target " Paris" --output out.html
     python -m captum_ssm supported state-spaces/mamba-130m-hf
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-import captum_ssm
 from captum_ssm._capture.request import check_inputs
 from captum_ssm._capture.target import extract_logits
 from captum_ssm._supported import first_line, report
+from captum_ssm._vocabulary import require_known, unknown_in_prompt
+from captum_ssm.attr import Option, TokenAttribution, methods
 from captum_ssm.generation import continuation_relevance
 from captum_ssm.kernels import ExtensionWarning
 
-METHODS: dict[str, Any] = {
-    "raw-attention": captum_ssm.RawAttention,
-    "rollout": captum_ssm.MambaRollout,
-    "mamba-attribution": captum_ssm.MambaAttribution,
-    "unified": captum_ssm.UnifiedImplicitAttention,
-    "latim": captum_ssm.LaTIM,
-    "mamba-lrp": captum_ssm.MambaLRP,
-}
-# By flag: the methods that take it, and the name of their argument.
-OPTIONS: dict[str, dict[str, str]] = {
-    "layer": {"raw-attention": "layers", "latim": "layer"},
-    "start_layer": {
-        "rollout": "start_layer",
-        "mamba-attribution": "start_layer",
-        "unified": "start_layer",
-    },
-    "aggregation": {"unified": "aggregation", "latim": "aggregation"},
-    "activation": {"latim": "activation"},
-}
+DEFAULT_METHOD = "mamba-lrp"
 PICTURES = (".png", ".svg", ".pdf")
+PAGES = (".html", *PICTURES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments (sequence of str, optional): in place of those of the process. Default: None
     """
     args = _parser().parse_args(arguments)
-    with warnings.catch_warnings(), _quiet_loading():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExtensionWarning)
         try:
             args.run(args)
@@ -77,17 +61,23 @@ def _parser() -> argparse.ArgumentParser:
         "explain",
         help="which tokens a prediction rests on",
         description="Explain a language model's next token, or each token of a continuation.",
+        allow_abbrev=False,
     )
     explain.set_defaults(run=_explain)
     explain.add_argument("--model", required=True, help="a hub name, or a folder")
     given = explain.add_mutually_exclusive_group(required=True)
     given.add_argument("--text", help="the text the model reads")
     given.add_argument("--ids", help="token ids in its place, such as '3,1,4'")
-    explain.add_argument("--method", choices=METHODS, default="latim", help="default: latim")
+    explain.add_argument(
+        "--method",
+        choices=methods(),
+        default=DEFAULT_METHOD,
+        help=f"{_listed(methods())}. Default: {DEFAULT_METHOD}",
+    )
     wanted = explain.add_mutually_exclusive_group()
     wanted.add_argument(
         "--target",
-        help="the explained continuation (with --ids: token ids); one row a token. "
+        help="the explained continuation (with --ids: token ids); one row per token. "
         "Default: the token the model predicts",
     )
     wanted.add_argument("--target-ids", help="its token ids in its place, such as '3,1,4'")
@@ -97,22 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         help="explain what the model predicts at this token of the text, not at the last",
     )
     explain.add_argument(
-        "--layer", help="one layer, by index or module path (raw-attention, latim)"
-    )
-    explain.add_argument(
-        "--start-layer",
-        type=int,
-        help="the first layer of the product (rollout, mamba-attribution, unified)",
-    )
-    explain.add_argument(
-        "--aggregation",
-        help="latim: alti_logit, alti, l1, l2, or a number; unified: raw, rollout, attribution",
-    )
-    explain.add_argument("--activation", help="latim: silu, taylor1, taylor2, relu, identity, gate")
-    explain.add_argument(
         "--output", type=Path, help="write a page (.html) or a picture (.png, .svg, .pdf)"
     )
     _add_loading(explain)
+    _add_options(explain)
 
     supported = commands.add_parser(
         "supported",
@@ -144,58 +122,153 @@ def _add_loading(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# explain
+# options of methods
 
 
-def _explain(args: argparse.Namespace) -> None:
-    options = _options(args)
-    if args.output is not None and args.output.suffix not in (".html", *PICTURES):
-        raise ValueError(
-            f"--output is {args.output}; accepted are names that end in .html, "
-            f"{', '.join(PICTURES)}."
-        )
-    vocabulary = _Vocabulary.load(args.model) if args.text is not None else _Vocabulary(None)
-    prompt = vocabulary.encode(args.text if args.text is not None else args.ids, "the text")
-    model = _load(args)
-    prompt = prompt.to(args.device)
-    target = None
-    if args.target is not None:
-        target = vocabulary.encode(args.target, "--target", special=False)
-        vocabulary.require_known(args.target, target)
-    elif args.target_ids is not None:
-        target = _Vocabulary(None).encode(args.target_ids, "--target-ids")
-    method = METHODS[args.method](model)
-    explained = _explained(model, method, prompt, target, args.position, options)
-    explained.report(vocabulary)
-    if args.output is not None:
-        title = f"{args.method}: {args.model}"
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        explained.write(args.output, vocabulary, title)
-        print(f"\nwrote {args.output}")
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("options of methods")
+    for name, owners in _owners().items():
+        kinds = {method: _expected(option) for method, option in owners.items()}
+        same = len(set(kinds.values())) == 1
+        lines = {_listed(kinds): next(iter(kinds.values()))} if same else kinds
+        told = "; ".join(f"{who}: {what}" for who, what in lines.items())
+        is_switch = all(option.types == (bool,) for option in owners.values())
+        action: dict[str, Any] = {"action": "store_const", "const": ""} if is_switch else {}
+        group.add_argument(_flag(name), help=told, **action)
+
+
+def _owners() -> dict[str, dict[str, Option]]:
+    # By option: the methods that have it.
+    found: dict[str, dict[str, Option]] = {}
+    for method, cls in methods().items():
+        for name, option in cls.options().items():
+            found.setdefault(name, {})[method] = option
+    return found
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for flag, names in OPTIONS.items():
-        value = getattr(args, flag)
-        if value is None:
+    for name, owners in _owners().items():
+        text = getattr(args, name)
+        if text is None:
             continue
-        if args.method not in names:
+        if args.method not in owners:
             raise ValueError(
-                f"--{flag.replace('_', '-')} is for {' and '.join(names)}; the method is "
-                f"{args.method}."
+                f"{_flag(name)} was given, and --method is {args.method}; expected "
+                f"{_listed(owners, 'or')}. Choose one of these, or remove {_flag(name)}."
             )
-        found[names[args.method]] = _number(value)
+        found[name] = _value(owners[args.method], text)
+    _check_options(methods()[args.method], found)
     return found
 
 
-def _number(value: Any) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+def _value(option: Option, text: str) -> Any:
+    if text in option.values:
+        return text
+    if option.types == (bool,):
+        return True
+    if not option.values and not option.types:
+        return tuple(text.replace(",", " ").split())
+    for kind in sorted(option.types, key=lambda kind: kind is str):  # a number, where it is one
+        with suppress(ValueError):
+            return kind(text)
+    raise ValueError(f"{_flag(option.name)} is {text!r}; expected {_expected(option)}.")
+
+
+def _expected(option: Option) -> str:
+    if option.types == (bool,):
+        return "a switch"
+    words = {int: "an integer", float: "a number", str: "a name"}
+    kinds = [*option.values, *(words.get(kind, kind.__name__) for kind in option.types)]
+    return _listed(kinds, "or") if kinds else "words, such as 'a,b'"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _listed(names: Any, last: str = "and") -> str:
+    *first, final = names
+    return f"{', '.join(first)} {last} {final}" if first else final
+
+
+def _check_options(method: type[TokenAttribution], options: dict[str, Any]) -> None:
+    # A method checks its options before it runs the model: as far as that is it called here.
+    class Reached(Exception):
+        pass
+
+    def run(*_: Any, **__: Any) -> NoReturn:
+        raise Reached
+
+    explainer = method(nn.Identity())
+    explainer._freeze = run  # type: ignore[method-assign]
+    with suppress(Reached):
+        explainer.attribute(torch.zeros(1, 1, dtype=torch.long), target=0, **options)
+
+
+# explain
+
+
+def _explain(args: argparse.Namespace) -> None:
+    # All that the arguments tell is checked before transformers is imported.
+    options = _options(args)
+    _check_output(args.output)
+    _check_model(args.model)
+    _device(args.device)
+    numbers = _Vocabulary(None)
+    prompt = target = None
+    if args.ids is not None:
+        prompt = numbers.encode(args.ids, "--ids")
+    if args.target_ids is not None:
+        target = numbers.encode(args.target_ids, "--target-ids")
+    elif prompt is not None and args.target is not None:
+        target = numbers.encode(args.target, "--target")
+    _check_position(args.position, prompt, target)
+
+    with _quiet_transformers():
+        vocabulary = numbers if prompt is not None else _Vocabulary.load(args.model)
+        if prompt is None:
+            prompt = vocabulary.encode_prompt(args.text)
+        if target is None and args.target is not None:
+            target = vocabulary.encode(args.target, "--target")
+        _check_position(args.position, prompt, target)
+        model = _load(args)
+        method = methods()[args.method](model)
+        prompt = prompt.to(args.device)
+        explained = _explained(model, method, prompt, target, args.position, options)
+    explained.report(vocabulary)
+    if args.output is not None:
+        explained.write(args.output, vocabulary, f"{args.method}: {args.model}")
+        print(f"\nwrote {args.output}")
+
+
+def _check_output(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix not in PAGES:
+        raise ValueError(
+            f"--output is {path}; expected a name that ends in {_listed(PAGES, 'or')}."
+        )
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"--output is {path}, and there is no folder {path.parent}; create it, or name another."
+        )
+
+
+def _check_position(position: int | None, prompt: Tensor | None, target: Tensor | None) -> None:
+    if position is None:
+        return
+    if target is not None and target.numel() > 1:
+        raise ValueError(
+            f"--target has {target.numel()} tokens, but with --position it has to be one: the "
+            "token the model may predict there."
+        )
+    P = None if prompt is None else prompt.numel()
+    if P is not None and not -P <= position < P:
+        raise ValueError(
+            f"--position is {position}; the text has {P} tokens: expected 0 .. {P - 1} (or -{P} "
+            ".. -1 from the end)."
+        )
 
 
 @dataclass(frozen=True)
@@ -220,39 +293,38 @@ class _Vocabulary:
             "with --ids in place of --text."
         )
 
-    def encode(self, text: str, name: str, special: bool = True) -> Tensor:
+    def encode(self, text: str, name: str) -> Tensor:
+        """The ids of a target, or those that a text lists."""
         if self.tokenizer is not None:
-            found = self.tokenizer.encode(text, add_special_tokens=special)
+            found = self.tokenizer.encode(text, add_special_tokens=False)
+            require_known(self.tokenizer, text, found, name, "--target-ids takes token ids.")
         else:
             try:
                 found = [int(part) for part in text.replace(",", " ").split()]
             except ValueError:
                 raise ValueError(
-                    f"{name} is {text!r}; it has to be token ids such as '3,1,4'."
+                    f"{name} is {text!r}; expected token ids such as '3,1,4'."
                 ) from None
-        if not found:
-            raise ValueError(f"{name} is {text!r}, which holds no token.")
-        return torch.tensor(found)
+        return _at_least_one(found, text, name)
 
-    def require_known(self, text: str, ids: Tensor) -> None:
-        """Raise where the tokenizer put its unknown token for a part of ``text``."""
-        unknown = getattr(self.tokenizer, "unk_token_id", None)
-        asked = unknown is not None and self.tokenizer.unk_token in text
-        if unknown is None or asked or unknown not in ids.tolist():
-            return
-        known = sorted(set(self.tokenizer.get_vocab()) - set(self.tokenizer.all_special_tokens))
-        near = get_close_matches(text.strip(), known, n=5)
-        shown = [*near, *(token for token in known if token not in near)][:20]
-        raise ValueError(
-            f"--target is {text!r}, which the tokenizer reads as {' '.join(self.tokens(ids))}: "
-            f"a part of it is not in the vocabulary. Among its {len(known)} tokens are "
-            f"{', '.join(shown)}; --target-ids takes ids in place of words."
-        )
+    def encode_prompt(self, text: str) -> Tensor:
+        """The ids of a prompt, with the special tokens that the model expects."""
+        found = self.tokenizer.encode(text)
+        warning = unknown_in_prompt(self.tokenizer, found)
+        if warning:
+            print(f"captum_ssm: warning: {warning}", file=sys.stderr)
+        return _at_least_one(found, text, "--text")
 
     def tokens(self, ids: Tensor) -> list[str]:
         if self.tokenizer is None:
             return [str(i) for i in ids.tolist()]
         return self.tokenizer.convert_ids_to_tokens(ids.tolist())
+
+
+def _at_least_one(ids: list[int], text: str, name: str) -> Tensor:
+    if not ids:
+        raise ValueError(f"{name} is {text!r}, which holds no token; give at least one.")
+    return torch.tensor(ids)
 
 
 @dataclass(frozen=True)
@@ -315,13 +387,6 @@ def _explained(
     options: dict[str, Any],
 ) -> _Explained:
     P = prompt.numel()
-    if position is not None and target is not None and target.numel() > 1:
-        raise ValueError(
-            f"--target has {target.numel()} tokens, but with --position it has to be one: the "
-            "token the model may predict there."
-        )
-    if position is not None and not -P <= position < P:
-        raise ValueError(f"--position is {position}; the text has {P} tokens, 0 .. {P - 1}.")
     ids = prompt if target is None else torch.cat([prompt, target[:-1].to(prompt)])
     check_inputs(ids[None], model)
     with torch.no_grad():
@@ -346,17 +411,39 @@ def _explained(
 
 def _supported(args: argparse.Namespace) -> None:
     if args.length < 1:
-        raise ValueError(f"--length is {args.length}; at least one token is needed.")
-    report(_load(args, images=True), args.length, with_weights=not args.config_only)
+        raise ValueError(f"--length is {args.length}; expected at least one token.")
+    _check_model(args.model)
+    _device(args.device)
+    with _quiet_transformers():
+        report(_load(args, images=True), args.length, with_weights=not args.config_only)
 
 
 # both
 
 
-def _load(args: argparse.Namespace, images: bool = False) -> nn.Module:
-    import transformers
+def _check_model(name: str) -> None:
+    # A hub name has at most one slash, and does not begin with a folder that is here.
+    path = Path(name)
+    below = len(path.parts) == 2 and path.parent.is_dir()
+    if path.is_dir():
+        if any((path / file).exists() for file in ("config.json", "model.safetensors")):
+            return
+        what = "a folder without config.json"
+    elif path.exists():
+        what = "a file"
+    elif name.startswith((".", "~", os.sep)) or len(path.parts) > 2 or below:
+        what = "a folder that does not exist"
+    else:
+        return
+    raise ValueError(
+        f"--model is {name!r}, {what}; expected a folder that save_pretrained wrote, or a hub name "
+        "such as state-spaces/mamba-130m-hf."
+    )
 
-    auto = transformers.AutoModelForCausalLM
+
+def _load(args: argparse.Namespace, images: bool = False) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     device = _device(args.device)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     vision = Path(args.model, "model.safetensors")
@@ -364,15 +451,16 @@ def _load(args: argparse.Namespace, images: bool = False) -> nn.Module:
         if vision.exists() and not Path(args.model, "config.json").exists():
             return _load_vision(vision, images).to(device, None if dtype == "auto" else dtype)
         if getattr(args, "config_only", False):
-            config = transformers.AutoConfig.from_pretrained(args.model)
+            config = AutoConfig.from_pretrained(args.model)
             with torch.device("meta"):
-                return auto.from_config(config)
-        return auto.from_pretrained(args.model, dtype=dtype).eval().to(device)
+                return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval().to(device)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
             f"no language model could be loaded from {args.model!r}: {first_line(error)}\n"
             "A model of another kind is explained in Python: "
-            "captum_ssm.LaTIM(model).attribute(inputs), captum_ssm.estimate(model, inputs)."
+            "captum_ssm.MambaLRP(model).attribute(inputs), "
+            "captum_ssm.estimate(captum_ssm.MambaLRP(model), inputs)."
         ) from error
 
 
@@ -404,7 +492,7 @@ def _device(name: str) -> torch.device:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def _quiet_transformers() -> Iterator[None]:
     # Progress bars and advice on kernels are not what was asked for.
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""What a call takes in memory and time, measured at short inputs and carried to longer ones."""
+"""The memory and time of one call, and their extrapolation to longer inputs."""
 
 from __future__ import annotations
 
@@ -12,59 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-# Bytes that a tensor of a graph takes beside its numbers: itself, its storage and its nodes. Where
-# a model computes one token at a time that is more than the numbers.
+from captum_ssm._nested import tensors_in
+
+# Bytes of a tensor, its storage and its graph's nodes: more than its numbers in a loop of tokens.
 OBJECTS = 2048
-
-# Called once by what is measured, where its run of the model ends.
-Mark = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one call took.
+    """The most bytes of a call at a time, those it returned, and its time.
 
-    Args:
-        peak (int): the most bytes at a time while the model ran.
-        kept (int): bytes that were left of the run.
-        later_peak (int): the most bytes at a time behind the run, ``kept`` among them.
-        seconds (float): of the run.
-        later_seconds (float): behind the run.
+    The second of a pair, for the whole sequence, counts a tensor with two token axes accordingly.
     """
 
-    peak: int
-    kept: int
-    later_peak: int
+    peak: tuple[float, float]
+    result: tuple[float, float]
     seconds: float
-    later_seconds: float
 
 
-def measured(call: Callable[[Mark], Any], owned: Iterable[Tensor]) -> Reading:
-    """Make a call for its time, again where that was short, and once more for its memory.
+def measured(
+    call: Callable[[], Any], owned: Iterable[Tensor], tokens: int = 0, stretch: float = 1.0
+) -> Reading:
+    """Make a call for its memory, where ``owned`` is not counted, and once more for its time.
 
-    Args:
-        call (Callable): takes a `Mark`. Without a mark all of it is the run.
-        owned (iterable of Tensor): exist anyway, and are not counted: parameters, inputs.
+    A token axis has ``tokens`` entries, of a sequence that is ``stretch`` times longer.
     """
-    times = [_timed(call)]
-    while len(times) < 3 and sum(map(sum, times)) < 0.2:
-        times.append(_timed(call))
-    with _Meter(owned) as meter:
-        call(meter.mark)
-    run, later = (min(column) for column in zip(*times, strict=True))
-    if not meter.marked:
-        return Reading(meter.peak, 0, 0, run, later)
-    return Reading(meter.run_peak, meter.kept, meter.peak, run, later)
-
-
-def _timed(call: Callable[[Mark], Any]) -> tuple[float, float]:
-    marks = [_now()]
-    call(lambda: marks.append(_now()))
-    end = _now()
-    middle = marks[1] if len(marks) > 1 else end
-    return middle - marks[0], end - middle
+    ignored = {_storage(t) for t in owned}
+    with _Meter(ignored, tokens, 1.0) as linear, _Meter(ignored, tokens, stretch) as quadratic:
+        result = call()
+    tensors = {_storage(t): t for t in tensors_in(result)}
+    returned = [sum(m.size(t, t.nbytes) for t in tensors.values()) for m in (linear, quadratic)]
+    start = _now()
+    call()
+    return Reading((linear.peak, quadratic.peak), (returned[0], returned[1]), _now() - start)
 
 
 def _now() -> float:
@@ -75,36 +56,34 @@ def _now() -> float:
 
 class _Meter(TorchDispatchMode):
     # The bytes of the storages that operations returned and that are still there. What a kernel
-    # takes for itself and gives back before it returns is not seen.
-    def __init__(self, owned: Iterable[Tensor]) -> None:
+    # allocates for itself and frees before it returns is not seen.
+    def __init__(self, ignored: set[int | None], tokens: int, stretch: float) -> None:
         super().__init__()
         self._live: dict[int, Any] = {}
-        self._owned = {_storage(t) for t in owned}
-        self.now = self.peak = self.run_peak = self.kept = 0
-        self.marked = False
+        self._ignored, self._tokens, self._stretch = ignored, tokens, stretch
+        self.now = self.peak = 0.0
 
-    def mark(self) -> None:
-        """The run of the model is over."""
-        self.marked, self.run_peak, self.kept, self.peak = True, self.peak, self.now, self.now
+    def size(self, value: Tensor, count: int) -> float:
+        is_map = sum(axis == self._tokens for axis in value.shape) > 1
+        return count * (self._stretch if is_map else 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if torch.is_tensor(value):
-                self._see(value)
+        for value in tensors_in(result):
+            self._see(value)
         return result
 
     def _see(self, value: Tensor) -> None:
         key = _storage(value)
-        if key is None or key in self._live or key in self._owned or value.is_meta:
+        if key is None or key in self._live or key in self._ignored or value.is_meta:
             return
         storage = value.untyped_storage()
-        size = storage.nbytes() + (OBJECTS if value.device.type == "cpu" else 0)
+        size = self.size(value, storage.nbytes()) + OBJECTS * (value.device.type == "cpu")
         self._live[key] = weakref.ref(storage, lambda _: self._gone(key, size))
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _gone(self, key: int, size: float) -> None:
         del self._live[key]
         self.now -= size
 
@@ -115,36 +94,17 @@ def _storage(value: Tensor) -> int | None:
     return None
 
 
-def fitted(
-    lengths: Sequence[int], values: Sequence[float], length: int, curved: bool = False
-) -> tuple[float, float]:
-    """Carry a peak to another length: its fixed share, and the one that grows.
-
-    Args:
-        lengths (sequence of int): where it was measured, ascending.
-        values (sequence of float): as many. Between the last two it is a line, which never falls.
-        length (int): where it is wanted.
-        curved (bool, optional): allow it a quadratic share, which takes three values.
-            Default: False
-    """
+def fitted(lengths: Sequence[int], values: Sequence[float], length: int) -> tuple[float, float]:
+    """The fixed and the growing share, at ``length``, of a line that never falls."""
     if len(lengths) == 1:
         return 0.0, values[0] * length / lengths[0]
-    x, y = lengths[-2:]
-    slope, curve = (values[-1] - values[-2]) / (y - x), 0.0
-    if curved and len(lengths) > 2:
-        w = lengths[-3]
-        curve = max(0.0, (slope - (values[-2] - values[-3]) / (x - w)) / (y - w))
-    linear = max(0.0, slope - curve * (x + y))
-    fixed = max(0.0, values[-1] - linear * y - curve * y * y)
-    whole = values[-1] + linear * (length - y) + curve * (length * length - y * y)
-    return min(fixed, whole), max(0.0, whole - fixed)
+    slope = max(0.0, (values[1] - values[0]) / (lengths[1] - lengths[0]))
+    fixed = max(0.0, values[1] - slope * lengths[1])
+    return fixed, values[1] + slope * (length - lengths[1]) - fixed
 
 
-def grown(lengths: Sequence[int], values: Sequence[float], length: int) -> float:
-    """Carry a time that grows between linearly and quadratically, from nothing at no tokens."""
-    y, last = lengths[-1], values[-1]
-    curve = last / y**2
-    if len(lengths) > 1:
-        x, first = lengths[-2], values[-2]
-        curve = min(max(0.0, (last / y - first / x) / (y - x)), curve)
-    return curve * length**2 + (last / y - curve * y) * length
+def grown(lengths: Sequence[int], times: Sequence[float], length: int) -> float:
+    """A time that grows between linearly and quadratically, from 0 at no tokens, at ``length``."""
+    last, rates = lengths[-1], [time / n for time, n in zip(times, lengths, strict=True)]
+    curve = (rates[-1] - rates[0]) / max(1, last - lengths[0])
+    return (rates[-1] + min(max(0.0, curve), rates[-1] / last) * (length - last)) * length

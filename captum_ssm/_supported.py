@@ -6,34 +6,29 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._cost import Asked, Costs
-from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._capture import exact_arithmetic, freeze
-from captum_ssm._capture.checking import TOLERANCE
+from captum_ssm._capture import Request, exact_arithmetic, freeze
+from captum_ssm._capture.checking import reconstruction_error, tolerance_of
+from captum_ssm._capture.recording import record
 from captum_ssm._capture.target import extract_logits
+from captum_ssm._cost import Costs
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._hidden_attention import hidden_attention
 from captum_ssm._memory import readable_bytes
-from captum_ssm.attr.latim import LaTIM
-from captum_ssm.attr.mamba_lrp import MambaLRP
+from captum_ssm.attr import LaTIM, MambaLRP, MambaRollout, methods
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 from captum_ssm.models import VisionMamba
 
 PROBE_LENGTH = 16
-REQUESTS = {
-    "raw-attention, rollout": Asked("row"),
-    "rollout with a sign": Asked("streamed"),
-    "mamba-attribution, unified": Asked("attribution"),
-    "latim": Asked("latim"),
-    "mamba-lrp": Asked("lrp"),
-    "rollout of every token": Asked("rollout"),
-    "hidden_attention, a mean a layer": Asked("hidden_attention", reduction="mean"),
-    "hidden_attention, all maps": Asked("hidden_attention"),
-}
+# What an adapter, a method or a model raises where it does not fit the other.
+ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError)
 
 
 def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
@@ -50,7 +45,7 @@ def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
     if not mixers:
         raise UnsupportedModelError(
             f"{type(model).__name__} holds no token mixer that captum_ssm knows. Supported: "
-            f"{', '.join(registered())}. A new one is taught with captum_ssm.register_mixer."
+            f"{', '.join(registered())}. Register a new one with captum_ssm.register_mixer."
         )
     print(f"{len(mixers)} token mixers that captum_ssm knows:")
     kinds: dict[type[nn.Module], list[str]] = {}
@@ -106,7 +101,7 @@ def _print_exactness(model: nn.Module, probe: Tensor) -> None:
             f"{_share(gate):>10s}{verdict}"
         )
     print(
-        "  maps miss: the frozen mixer, of the mixer's largest output\n"
+        "  maps miss: the frozen mixer, of its output's norm\n"
         "  latim misses: the sum of a layer's vectors, of its output's norm; with gate: with\n"
         "  activation='gate' instead of 'silu', the default, which acts on each tap by itself"
     )
@@ -114,7 +109,7 @@ def _print_exactness(model: nn.Module, probe: Tensor) -> None:
 
 
 def _rows(model: nn.Module, probe: Tensor) -> list[_Row]:
-    frozen = freeze(model, None, probe, query=False, check=False)
+    frozen = freeze(Request.of(model, None, probe), query=False, check=False)
     latim = LaTIM(model, check=False)
     missed = [
         [float(error.max()) for error in latim.layer_errors(probe, activation=activation)]
@@ -124,9 +119,8 @@ def _rows(model: nn.Module, probe: Tensor) -> list[_Row]:
     for i, layer in enumerate(frozen.layers):
         with exact_arithmetic():
             mixer = layer.mixer
-            expected, rebuilt = layer.call.output, mixer.output()
-        error = float((rebuilt - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
-        fits = error <= TOLERANCE[expected.dtype]
+            error = float(reconstruction_error(layer.call, mixer.output(), frozen.mask).amax())
+        fits = error <= tolerance_of(layer.call, mixer.rounding)
         kind = type(layer.call.module).__name__
         rows.append(
             _Row(layer.name, kind, mixer.recurrence.maps, error, fits, (missed[0][i], missed[1][i]))
@@ -135,21 +129,25 @@ def _rows(model: nn.Module, probe: Tensor) -> list[_Row]:
 
 
 def _conserved(model: nn.Module, probe: Tensor) -> str:
-    # The score of the likeliest token, and the sum of relevance.
-    with torch.no_grad():
-        logits = extract_logits(call_forward(model, probe, ((), {})))
-    best = int((logits[0, -1] if logits.dim() == 3 else logits[0]).argmax())
+    method = MambaLRP(model, check=False)
     try:
-        relevance, delta = MambaLRP(model, check=False).attribute(
-            probe, target=best, return_convergence_delta=True
+        relevance, delta = method.attribute(
+            probe, target=_likeliest(model, probe), return_convergence_delta=True
         )
-    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+    except ERRORS as error:
         return f"not on this model ({first_line(error)})"
     total = float(relevance.sum())
     return (
         f"relevance adds up to {total:.4g}, the score is {total + float(delta):.4g}; the "
-        "difference is what\n  biases contribute, and what functions without a rule lose"
+        "difference is what\n  bias terms contribute, and what functions without a rule lose"
     )
+
+
+def _likeliest(model: nn.Module, inputs: Tensor) -> int:
+    # The token, or class, that the model predicts.
+    with torch.no_grad():
+        logits = extract_logits(Request.of(model, None, inputs).run())
+    return int((logits[0, -1] if logits.dim() == 3 else logits[0]).argmax())
 
 
 # what lies outside
@@ -157,11 +155,9 @@ def _conserved(model: nn.Module, probe: Tensor) -> str:
 
 def _print_outside(model: nn.Module, probe: Tensor) -> None:
     others = list(outside(model))
-    captured = capture(
-        lambda: call_forward(model, probe, ((), {})), model, also=lambda module: module in others
-    )
-    tokens = captured.calls[0].output.shape[1]
-    mixing = {id(call.module) for call in captured.others if _mixes(call, tokens)}
+    recording = record(Request.of(model, None, probe), also=lambda module: module in others)
+    tokens = recording.shape[1]
+    mixing = {id(call.module) for call in recording.others if _mixes(call, tokens)}
     print(f"outside the maps: {_counted(m for m in others if id(m) not in mixing)}")
     if mixing:
         print(
@@ -204,27 +200,43 @@ def _counted(modules: Iterable[nn.Module]) -> str:
 # what it costs
 
 
+def _calls(model: nn.Module, target: int) -> dict[str, Callable[..., Any]]:
+    # What is estimated: every method as it is by default, and what takes more than a default row.
+    found: dict[str, Callable[..., Any]] = {}
+    for name, method in methods().items():
+        given = {"target": target} if method.needs_target() else {}
+        found[name] = partial(method(model).attribute, **given)
+    rollout = MambaRollout(model)
+    return found | {
+        "rollout, sign='clamp'": partial(rollout.attribute, sign="clamp"),
+        "rollout of every token": rollout.rollout,
+        "hidden_attention, one mean per layer": partial(hidden_attention, model, reduction="mean"),
+        "hidden_attention, all maps": partial(hidden_attention, model),
+    }
+
+
 def _print_costs(model: nn.Module, inputs: Tensor) -> None:
-    costs = Costs(model, inputs)
+    costs = Costs(Request.of(model, None, inputs))
+    forward = costs.of_forward()
+    tokens = inputs.shape[1]
     if inputs.dim() == 4:
-        what = "one image of {} x {} pixels, {:,} tokens".format(*inputs.shape[2:], costs.length)
+        tokens = record(costs.request).shape[1]
+        what = f"one image of {inputs.shape[2]} x {inputs.shape[3]} pixels, {tokens:,} tokens"
     else:
-        what = f"one text of {costs.length:,} token{'s' if costs.length > 1 else ''}"
-    *first, last = map(str, costs.lengths)
-    runs = f"{', '.join(first)} and {last}" if first else last
-    how = "measured" if costs.lengths[-1] == costs.length else f"judged by runs of {runs} tokens"
+        what = f"one text of {tokens:,} token{'s' if tokens > 1 else ''}"
+    measured = costs.lengths == [costs.length]
+    how = "measured" if measured else "extrapolated from calls on fewer"
     free = _free_bytes(inputs.device)
     print(f"\nfor {what}, {how}:")
-    width = max(map(len, REQUESTS))
+    calls = _calls(model, _likeliest(model, inputs[:, :PROBE_LENGTH]))
+    width = max(map(len, calls))
     print(f"  {'':{width}s} {'memory':>11s} {'forward passes':>15s}")
-    forward = f"1 ({_readable_time(costs.forward_seconds)})"
-    print(
-        f"  {'a forward pass':{width}s} {readable_bytes(costs.forward_bytes):>11s} {forward:>15s}"
-    )
-    for name, asked in REQUESTS.items():
+    took = f"1 ({_readable_time(forward.seconds)})"
+    print(f"  {'a forward pass':{width}s} {readable_bytes(forward.total_bytes):>11s} {took:>15s}")
+    for name, call in calls.items():
         try:
-            found = costs.of(asked)
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            found = costs.of(call)
+        except ERRORS as error:
             print(f"  {name:{width}s} not on this model: {first_line(error)}")
             continue
         fits = "" if free is None or found.total_bytes < free else "  more than is free"
@@ -232,7 +244,7 @@ def _print_costs(model: nn.Module, inputs: Tensor) -> None:
         memory = readable_bytes(found.total_bytes)
         print(f"  {name:{width}s} {memory:>11s} {times:>15s}{fits}", flush=True)
     available = "" if free is None else f"; free on {inputs.device}: {readable_bytes(free)}"
-    print(f"  memory: the most at a time, beside the weights{available}")
+    print(f"  memory: the most at a time, in addition to the weights{available}")
 
 
 def _free_bytes(device: torch.device) -> int | None:

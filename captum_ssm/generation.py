@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import copy
 from typing import Any
 
@@ -14,6 +15,7 @@ from captum_ssm._capture.request import as_ids
 from captum_ssm._capture.target import extract_logits
 from captum_ssm._errors import InputError
 from captum_ssm._integers import as_index
+from captum_ssm._vocabulary import require_known, unknown_in_prompt
 from captum_ssm.attr import TokenAttribution
 
 ATTR_TARGETS = ("logit", "log_prob")
@@ -26,7 +28,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
     ``LLMAttributionResult``, whose plots and dictionaries work as they are. Prompt and
     continuation go through the model together: methods that ignore the target read all rows off
     one frozen model, the others explain a batch of (position, token) pairs. Captum's own
-    gradient methods are accepted too, and run as they do there.
+    gradient methods can be given too, and run as they do there.
 
     Args:
         attr_method (TokenAttribution): a method of this library, made with the language model.
@@ -90,7 +92,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
 
         Args:
             inp (InterpretableInput): the prompt, a :class:`~captum.attr.TextTokenInput`; its
-                ``skip_tokens`` are left out of the result.
+                ``skip_tokens`` are excluded from the result.
             target (str or Tensor, optional): the continuation, as text or as token ids
                 ``(T,)``; None lets the model generate it. Default: None
             gen_args (dict, optional): arguments of ``generate``, where the model generates the
@@ -101,14 +103,16 @@ class SSMLLMAttribution(LLMGradientAttribution):
 
         Returns:
             LLMAttributionResult: with ``token_attr (T, P)`` and ``seq_attr (P,)``, its sum over
-            the continuation. What falls on earlier tokens of the continuation is left out, as
+            the continuation. What falls on earlier tokens of the continuation is excluded, as
             Captum does; :func:`continuation_relevance` returns it.
 
         Raises:
-            ValueError: for an empty continuation, ``target`` or ``position`` among the method's
-                options, and whatever the method itself raises.
+            ValueError: for an empty continuation, a text ``target`` with words that the tokenizer
+                does not know, ``target`` or ``position`` among the method's options, and whatever
+                the method itself raises.
             TypeError: for a ``target`` that is neither text nor ids.
         """
+        self._check_known(inp, target)
         if not isinstance(self.attr_method, TokenAttribution):
             return super().attribute(inp, target, gen_args, **kwargs)
         tokens = self._get_target_tokens(inp, target, gen_args=gen_args)
@@ -131,6 +135,15 @@ class SSMLLMAttribution(LLMGradientAttribution):
             output_tokens=[self.tokenizer.decode(token) for token in tokens[:, None]],
             inp=inp,
         )
+
+    def _check_known(self, inp: InterpretableInput, target: Any) -> None:
+        if isinstance(target, str):
+            ids = self.tokenizer.encode(target, add_special_tokens=False)
+            require_known(self.tokenizer, target, ids, "target", "a tensor gives token ids.")
+        prompt = getattr(inp, "inp_tensor", None)
+        warning = "" if prompt is None else unknown_in_prompt(self.tokenizer, prompt[0].tolist())
+        if warning:
+            warnings.warn(warning, UserWarning, stacklevel=3)
 
 
 def continuation_relevance(
@@ -155,7 +168,7 @@ def continuation_relevance(
 
     Returns:
         Tensor: ``(T, P + T - 1)``. Row k explains continuation token k, predicted at position
-        P - 1 + k; it is zero for the tokens behind that position.
+        P - 1 + k; it is zero for the tokens after that position.
 
     Raises:
         ValueError: for an empty prompt or continuation, ids of another shape or outside the
@@ -173,30 +186,30 @@ def continuation_relevance(
     _check_options(options)
     if not isinstance(method, TokenAttribution):
         raise TypeError(
-            f"method is a {type(method).__name__}; accepted are the methods of captum_ssm, such as "
+            f"method is a {type(method).__name__}; expected a method of captum_ssm, such as "
             "MambaLRP(model)."
         )
     for name, value in (("prompt", prompt), ("continuation", continuation)):
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"the {name} is a {type(value).__name__}; accepted is a tensor of token ids, as "
+                f"the {name} is a {type(value).__name__}; expected a tensor of token ids, as "
                 "a tokenizer's encode(..., return_tensors='pt') returns."
             )
     prompt = prompt[None] if prompt.dim() == 1 else prompt
     if prompt.dim() != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise InputError(
-            f"the prompt has shape {tuple(prompt.shape)}; accepted are the ids of one text, "
+            f"the prompt has shape {tuple(prompt.shape)}; expected the ids of one text, "
             "(1, P) or (P,)."
         )
     if continuation.dim() != 1 or continuation.numel() == 0:
         raise InputError(
-            f"the continuation has shape {tuple(continuation.shape)}; accepted are token ids "
+            f"the continuation has shape {tuple(continuation.shape)}; expected token ids "
             "(T,), at least one. A text may be tokenized to nothing: give the ids then."
         )
     step = as_index(internal_batch_size)
     if step is None or step < 1:
         raise ValueError(
-            f"internal_batch_size is {internal_batch_size!r}; accepted are integers from 1 on."
+            f"internal_batch_size is {internal_batch_size!r}; expected an integer from 1 on."
         )
     model = resolve_model(method.forward_func, method.model)
     prompt = as_ids("the prompt", prompt, model)
@@ -239,7 +252,7 @@ def _of_log_probabilities(method: TokenAttribution) -> TokenAttribution:
 
 def _check_attr_target(attr_target: str) -> None:
     if attr_target not in ATTR_TARGETS:
-        raise ValueError(f"attr_target is {attr_target!r}; accepted are {ATTR_TARGETS}.")
+        raise ValueError(f"attr_target is {attr_target!r}; expected one of {ATTR_TARGETS}.")
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
@@ -247,7 +260,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
     missing = [name for name in needed if not callable(getattr(tokenizer, name, None))]
     if missing:
         raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__} without {', '.join(missing)}; accepted is "
+            f"tokenizer is a {type(tokenizer).__name__} without {', '.join(missing)}; expected "
             "the tokenizer of the language model, such as AutoTokenizer.from_pretrained(...)."
         )
 
@@ -256,9 +269,9 @@ def _check_options(options: dict[str, Any]) -> None:
     taken = {
         "target": "the continuation is the target",
         "position": "each token is explained at the position that predicts it",
-        "return_convergence_delta": "the result has no place for a delta",
+        "return_convergence_delta": "the result holds no delta",
         "additional_forward_args": "one text needs no mask",
     }
     for name, why in taken.items():
         if options.get(name) is not None and options[name] is not False:
-            raise ValueError(f"{name} was given, but {why}; leave it out.")
+            raise ValueError(f"{name} was given, but {why}; remove it.")

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from captum_ssm.attr import methods
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 RAW, ROLLOUT, ATTRIBUTION = "`RawAttention`", "`MambaRollout`", "`MambaAttribution`"
@@ -59,8 +61,9 @@ REMOVED = {
 
 
 def write(folder: Path) -> None:
-    """Write ``measured.md``, a section for each set of results there is."""
+    """Write ``methods.md``, and ``measured.md``, a section for each set of results there is."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "methods.md").write_text(_methods() + "\n", encoding="utf-8")
     vision = _results("vision", "digits-*")
     parts = [*map(_copying, _results("copying")), *map(_passkey, _results("passkey"))]
     parts += [_objects(found) for found in vision if found["about"]["removal"] == "black"]
@@ -69,6 +72,22 @@ def write(folder: Path) -> None:
     if row.exists():
         parts.append(_row(json.loads(row.read_text())))
     (folder / "measured.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _methods() -> str:
+    rows = [
+        [
+            f"`{name}`",
+            f"`{method.__name__}`",
+            method.summary,
+            method.cost,
+            ", ".join(f"`--{option.replace('_', '-')}`" for option in method.options()),
+        ]
+        for name, method in methods().items()
+    ]
+    marks = ["---"] * 5
+    head = ["`--method`", "class", "relevance", "time after the run", "flags"]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, marks, *rows])
 
 
 def chance(length: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import pytest
 from torch import Tensor
 
+import captum_ssm
 from captum_ssm import (
     LaTIM,
     MambaAttribution,
@@ -13,7 +14,7 @@ from captum_ssm import (
 )
 
 MAPS = [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention]
-METHODS = [*MAPS, LaTIM, MambaLRP]
+METHODS = list(captum_ssm.attr.methods().values())
 OF_A_TARGET = [MambaAttribution, UnifiedImplicitAttention, LaTIM, MambaLRP]
 
 

@@ -6,7 +6,10 @@ Prints a JSON object: by request, the growth of the resident set at its highest,
 import ctypes
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,17 +24,20 @@ from captum_ssm import (
 )
 from captum_ssm import UnifiedImplicitAttention as Unified
 
-RUNS = {
-    "row": lambda model, ids: MambaRollout(model).attribute(ids),
-    "streamed": lambda model, ids: RawAttention(model).attribute(ids, sign="clamp"),
-    "rollout": lambda model, ids: MambaRollout(model).rollout(ids),
-    "hidden_attention": lambda model, ids: hidden_attention(model, ids),
-    # Last: the small objects of a graph leave holes behind, which the next would fill first.
-    "attribution": lambda model, ids: MambaAttribution(model).attribute(ids, target=3),
-    "unified": lambda model, ids: Unified(model).attribute(ids, target=3),
-    "latim": lambda model, ids: LaTIM(model).attribute(ids, target=3),
-    "lrp": lambda model, ids: MambaLRP(model).attribute(ids, target=3),
-}
+
+def calls(model: Any) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """By request: what is called with the ids, and its options."""
+    return {
+        "row": (MambaRollout(model).attribute, {}),
+        "streamed": (RawAttention(model).attribute, {"sign": "clamp"}),
+        "rollout": (MambaRollout(model).rollout, {}),
+        "hidden_attention": (partial(hidden_attention, model), {}),
+        # Last: the small objects of a graph leave holes, which the next would fill first.
+        "attribution": (MambaAttribution(model).attribute, {"target": 3}),
+        "unified": (Unified(model).attribute, {"target": 3}),
+        "latim": (LaTIM(model).attribute, {"target": 3}),
+        "lrp": (MambaLRP(model).attribute, {"target": 3}),
+    }
 
 
 def resident(name: str) -> int:
@@ -45,12 +51,12 @@ def main(folder: str, length: int) -> None:
     size = model.get_input_embeddings().num_embeddings
     ids = torch.randint(size, (1, length), generator=torch.Generator().manual_seed(0))
     libc, found = ctypes.CDLL("libc.so.6"), {}
-    for name, run in RUNS.items():
-        run(model, ids[:, :16])  # loads what is loaded once
+    for name, (call, options) in calls(model).items():
+        call(inputs=ids[:, :16], **options)  # loads what is loaded once
         libc.malloc_trim(0)
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest, from now on
-        run(model, ids)
+        call(inputs=ids, **options)
         found[name] = resident("VmHWM") - before
     print(json.dumps(found))
 

@@ -1,7 +1,10 @@
 """The command line, on the committed model and on tiny ones saved to disk."""
 
+import json
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,19 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from captum_ssm import LaTIM, MambaLRP, MambaRollout, estimate
-from captum_ssm._cli import METHODS, main
+from captum_ssm import (
+    LaTIM,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    UnifiedImplicitAttention,
+    estimate,
+    hidden_attention,
+)
+from captum_ssm._cli import DEFAULT_METHOD, main
 from captum_ssm._memory import readable_bytes
 from captum_ssm._supported import count, shortened
+from captum_ssm.attr import methods
 
 ROOT = Path(__file__).parents[1]
 COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
@@ -43,7 +55,7 @@ def folder(tmp_path_factory) -> str:
     return path
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_every_method(method, capsys):
     assert explain("--ids", READ, "--method", method) == 0
     said = capsys.readouterr().out
@@ -62,7 +74,7 @@ def test_the_numbers_are_those_of_the_method(capsys):
 
 
 def test_a_page_and_a_picture(tmp_path, folder, capsys):
-    page, picture = tmp_path / "new" / "a.html", tmp_path / "a.png"
+    page, picture = tmp_path / "a.html", tmp_path / "a.png"
     given = ("--text", "w3 w4 w5 w6", "--target", "w7 w8", "--method", "latim")
     assert explain(*given, "--output", str(page), model=folder) == 0
     assert explain(*given, "--output", str(picture), model=folder) == 0
@@ -83,19 +95,56 @@ def test_a_position_and_options(folder, capsys):
     best = int(model(tokens).logits[0, 2].argmax())
     assert f"the model predicts 'w{best}'" in said
     assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
-    assert (
-        explain(*given, "--layer", "-1", "--aggregation", "l2", "--target", "w9", model=folder) == 0
-    )
+    chosen = ("--method", "latim", "--layer", "-1", "--aggregation", "l2", "--target", "w9")
+    assert explain(*given, *chosen, model=folder) == 0
     said = capsys.readouterr().out
     row = LaTIM(model).attribute(tokens, position=2, layer=-1, aggregation="l2")[0]
     assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
     layer = "backbone.layers.0.mixer"
-    assert explain(*given, "--method", "raw-attention", "--layer", layer, model=folder) == 0
+    assert explain(*given, "--method", "raw-attention", "--layers", layer, model=folder) == 0
+    chosen = ("--sign", "absolute", "--discard-ratio", "0.25", "--normalize-rows", "--layers", "0")
+    capsys.readouterr()
+    assert explain(*given, "--method", "raw-attention", *chosen, model=folder) == 0
+    said = capsys.readouterr().out
+    options = {"sign": "absolute", "discard_ratio": 0.25, "normalize_rows": True, "layers": 0}
+    row = RawAttention(model).attribute(tokens, position=2, **options)[0]
+    assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
+    chosen = ("--components", "conv,gate", "--reduction", "max", "--aggregation", "rollout")
+    assert explain(*given, "--method", "unified", *chosen, model=folder) == 0
+    said = capsys.readouterr().out
+    options = {"components": ("conv", "gate"), "reduction": "max", "aggregation": "rollout"}
+    row = UnifiedImplicitAttention(model).attribute(tokens, position=2, **options)[0]
+    assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
+
+
+def test_the_default_is_the_method_that_does_best(capsys):
+    rows = json.loads((ROOT / "benchmarks/copying/results/copying-mamba.json").read_text())
+    best = max(rows["methods"], key=lambda name: rows["methods"][name]["hit"])
+    assert methods()[DEFAULT_METHOD].__name__ == best
+    assert explain("--ids", READ) == 0
+    assert explain("--ids", READ, "--method", DEFAULT_METHOD) == 0
+    said = capsys.readouterr().out
+    assert said[: len(said) // 2] == said[len(said) // 2 :]
+
+
+def test_every_option_of_every_method_is_a_flag(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    said = capsys.readouterr().out
+    for name, method in methods().items():
+        assert name in said
+        for option in method.options().values():
+            assert f"--{option.name.replace('_', '-')} " in said
+            assert all(value in said for value in option.values)
 
 
 BAD_CALLS = {
     "no tokenizer": (("--text", "hello"), "no tokenizer could be loaded from"),
-    "ids that are none": (("--ids", "a,b"), "the text is 'a,b'; it has to be token ids"),
+    "ids that are none": (("--ids", "a,b"), "--ids is 'a,b'; expected token ids such as"),
+    "target ids that are none": (
+        ("--text", "a", "--target-ids", "x"),
+        "--target-ids is 'x'; expected token ids such as",
+    ),
     "no ids": (("--ids", " "), "which holds no token"),
     "an id outside": (("--ids", "3,99"), "the model's vocabulary has ids 0 .. 26"),
     "a target outside": (("--ids", "3,4", "--target", "99"), "--target is [99]"),
@@ -106,15 +155,44 @@ BAD_CALLS = {
     ),
     "another method's option": (
         ("--ids", "3,4", "--method", "rollout", "--layer", "1"),
-        "--layer is for raw-attention and latim; the method is rollout",
+        "--layer was given, and --method is rollout; expected latim. Choose one of these",
     ),
-    "an aggregation": (("--ids", "3,4", "--aggregation", "mean"), "aggregation is 'mean'"),
+    "several methods' option": (
+        ("--ids", "3,4", "--sign", "clamp"),
+        "expected mamba-attribution, raw-attention, rollout or unified",
+    ),
+    "an aggregation": (
+        ("--ids", "3,4", "--method", "latim", "--aggregation", "mean"),
+        "--aggregation is 'mean'; expected alti_logit, alti, l1, l2 or a number",
+    ),
+    "an aggregation of another method": (
+        ("--ids", "3,4", "--method", "unified", "--aggregation", "l1"),
+        "--aggregation is 'l1'; expected raw, rollout or attribution",
+    ),
+    "an aggregation without a layer": (
+        ("--ids", "3,4", "--method", "latim", "--aggregation", "l1"),
+        "aggregation is 'l1', which makes a map of one layer, and layer is None",
+    ),
+    "a share": (
+        ("--ids", "3,4", "--method", "rollout", "--discard-ratio", "1.5"),
+        "discard_ratio is 1.5; expected 0 <= r < 1",
+    ),
+    "a component": (
+        ("--ids", "3,4", "--method", "unified", "--components", "conv,bias"),
+        "components holds ['bias']; expected any of",
+    ),
     "a layer outside": (
-        ("--ids", "3,4", "--layer", "7", "--aggregation", "l1"),
+        ("--ids", "3,4", "--method", "latim", "--layer", "7", "--aggregation", "l1"),
         "layer is 7; this model has 3 mixers",
     ),
-    "a suffix": (("--ids", "3,4", "--output", "a.txt"), "accepted are names that end in .html"),
+    "a suffix": (("--ids", "3,4", "--output", "a.txt"), "expected a name that ends in .html"),
+    "a folder": (
+        ("--ids", "3,4", "--output", "no/where/a.html"),
+        "--output is no/where/a.html, and there is no folder no/where; create it",
+    ),
 }
+# Those that only the tokenizer or the model can tell.
+LATE = ("no tokenizer", "an id outside", "a target outside", "a layer outside")
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
@@ -127,9 +205,47 @@ def test_a_bad_call_says_what_is_wrong(name, capsys):
     assert "Traceback" not in said.err
 
 
-def test_a_model_that_is_not_there(tmp_path, capsys):
-    assert explain("--ids", "1", model=str(tmp_path)) == 1
+def test_a_model_that_is_not_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "empty").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    (tmp_path / "models" / "broken").mkdir()
+    (tmp_path / "models" / "broken" / "config.json").write_text("{}")
+    for given in (["--text", "hello"], ["--ids", "1"]):
+        for name, what in (
+            ("models/copying", "a folder that does not exist; expected a folder that"),
+            (str(tmp_path / "nowhere"), "a folder that does not exist"),
+            ("./nowhere", "a folder that does not exist"),
+            ("models/empty", "a folder without config.json"),
+            ("file", "a file"),
+        ):
+            assert explain(*given, model=name) == 1
+            assert f"--model is {name!r}, {what}" in capsys.readouterr().err
+    assert main(["supported", "models/copying"]) == 1
+    assert "a folder that does not exist" in capsys.readouterr().err
+    assert explain("--ids", "1", model="models/broken") == 1
     assert "no language model could be loaded from" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_the_arguments_tell_is_checked_before_transformers_is_imported(tmp_path):
+    early = [arguments for name, (arguments, _) in BAD_CALLS.items() if name not in LATE]
+    calls = [["explain", "--model", COPYING, *arguments] for arguments in early]
+    calls += [["explain", "--model", "./nowhere", "--text", "a"], ["supported", "./nowhere"]]
+    calls += [["supported", COPYING, "--length", "0"], ["supported", COPYING, "--device", "gpu"]]
+    script = (
+        "import sys\nfrom captum_ssm._cli import main\n"
+        f"assert all(main(call) == 1 for call in {calls!r})\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_an_unknown_method_and_no_command(capsys):
@@ -179,19 +295,18 @@ def test_what_it_says_is_exact_is_what_the_methods_measure(capsys):
 def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys):
     model = build("mamba2")
     model.save_pretrained(tmp_path)
-    said = lines(str(tmp_path), "--length", "400", capsys=capsys)
-    assert "for one text of 400 tokens, judged by runs of 128 and 256 tokens:" in said
-    ids = torch.zeros(1, 400, dtype=torch.long)
-    for name, asked in (
-        ("raw-attention, rollout ", {"request": "row"}),
-        ("mamba-attribution, unified", {"request": "attribution"}),
-        ("latim", {"request": "latim"}),
-        ("mamba-lrp", {"request": "lrp"}),
-        ("hidden_attention, all maps", {"request": "hidden_attention"}),
-    ):
-        (line,) = [line for line in said if line.startswith(f"  {name} ") and "iB" in line]
-        memory = readable_bytes(estimate(model, ids, **asked).total_bytes)
-        assert memory in line
+    said = lines(str(tmp_path), "--length", "600", capsys=capsys)
+    assert "for one text of 600 tokens, extrapolated from calls on fewer:" in said
+    ids = torch.zeros(1, 600, dtype=torch.long)
+    calls = {name: partial(method(model).attribute, target=3) for name, method in methods().items()}
+    calls |= {
+        "rollout, sign='clamp'": partial(MambaRollout(model).attribute, sign="clamp"),
+        "rollout of every token": MambaRollout(model).rollout,
+        "hidden_attention, all maps": partial(hidden_attention, model),
+    }
+    for name, call in calls.items():
+        (line,) = [line for line in said if line.startswith(f"  {name}  ") and "iB" in line]
+        assert readable_bytes(estimate(call, ids).total_bytes) in line
 
 
 @pytest.mark.parametrize("family", ["jamba", "mamba2", "qwen3_next"])
@@ -270,7 +385,7 @@ def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
     assert explain(*given, "--target", "red Paris", model=str(tmp_path)) == 1
     said = capsys.readouterr().err
     assert "--target is 'red Paris', which the tokenizer reads as red <unk>" in said
-    assert "Among its 3 tokens are ball, hill, red; --target-ids takes ids" in said
+    assert "Among its 3 tokens are ball, hill, red; --target-ids takes token ids" in said
     assert explain(*given, "--target", "bal", model=str(tmp_path)) == 1
     assert "tokens are ball, " in capsys.readouterr().err
     # The token itself may be asked for, and an id.
@@ -280,7 +395,12 @@ def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
     assert "'ball', probability" in said
     assert "'red', probability" in said
     assert explain(*given, "--target-ids", "red", model=str(tmp_path)) == 1
-    assert "--target-ids is 'red'; it has to be token ids" in capsys.readouterr().err
+    assert "--target-ids is 'red'; expected token ids" in capsys.readouterr().err
+    # The model reads the unknown token all the same.
+    assert explain("--text", "blue ball", "--method", "rollout", model=str(tmp_path)) == 0
+    said = capsys.readouterr()
+    assert "captum_ssm: warning: the tokenizer reads the prompt as <unk> ball" in said.err
+    assert "probability" in said.out
 
 
 def test_supported_says_no(tmp_path, capsys):

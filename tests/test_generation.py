@@ -18,6 +18,7 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     SSMLLMAttribution,
+    TargetError,
     UnifiedImplicitAttention,
 )
 from captum_ssm.generation import continuation_relevance
@@ -208,6 +209,30 @@ def test_captums_own_methods_still_work():
     assert ours.input_tokens == result.input_tokens
 
 
+def test_words_that_the_tokenizer_does_not_know():
+    words = {"<unk>": 0, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    model = tiny()
+    known = TextTokenInput("w3 w4", tokenizer)
+    captums = LayerIntegratedGradients(model, model.get_input_embeddings())
+    for method in (MambaRollout(model), captums):
+        llm = SSMLLMAttribution(method, tokenizer)
+        with pytest.raises(TargetError, match=r"target is 'w5 zebra'.* reads as w5 <unk>.* w10, "):
+            llm.attribute(known, target="w5 zebra")
+    llm = SSMLLMAttribution(MambaRollout(model), tokenizer)
+    assert llm.attribute(known, target="w5 <unk>").token_attr.shape == (2, 2)
+    assert llm.attribute(known, target=torch.tensor([5, 0])).token_attr.shape == (2, 2)
+    with pytest.warns(UserWarning, match="reads the prompt as <unk> w4: a part of it is not in"):
+        llm.attribute(TextTokenInput("zebra w4", tokenizer), target="w5")
+    # Where it also begins or ends texts it is no sign of an unknown word.
+    tokenizer.eos_token = "<unk>"
+    assert (
+        llm.attribute(TextTokenInput("w4 <unk>", tokenizer), target="w5").token_attr.shape[0] == 1
+    )
+
+
 def _attribute(kind=MambaRollout, target="w3 w4", llm=None, **options):
     _, prompt, _ = sample()
     return SSMLLMAttribution(kind(tiny()), WORDS, **(llm or {})).attribute(
@@ -228,17 +253,17 @@ BAD_CALLS = {
     "an unknown score": (
         lambda: _attribute(llm={"attr_target": "prob"}),
         ValueError,
-        "attr_target is 'prob'; accepted",
+        "attr_target is 'prob'; expected",
     ),
     "no batch": (
         lambda: _attribute(internal_batch_size=0),
         ValueError,
-        "internal_batch_size is 0; accepted are integers from 1 on",
+        "internal_batch_size is 0; expected an integer from 1 on",
     ),
     "no number for a batch": (
         lambda: _attribute(internal_batch_size=None),
         ValueError,
-        "internal_batch_size is None; accepted are integers from 1 on",
+        "internal_batch_size is None; expected an integer from 1 on",
     ),
     "no tokenizer": (
         lambda: SSMLLMAttribution(RawAttention(tiny()), None),
@@ -248,7 +273,7 @@ BAD_CALLS = {
     "a tokenizer without texts": (
         lambda: SSMLLMAttribution(RawAttention(tiny()), NoText()),
         TypeError,
-        "tokenizer is a NoText without decode; accepted",
+        "tokenizer is a NoText without decode; expected",
     ),
     "another method": (
         lambda: SSMLLMAttribution(Saliency(tiny()), WORDS),
@@ -278,7 +303,7 @@ BAD_CALLS = {
             "a fraction": (
                 (ids(1, 4), torch.tensor([2.5])),
                 TypeError,
-                "the continuation is torch.float32; accepted are token ids",
+                "the continuation is torch.float32; expected token ids",
             ),
             "a prompt of floats": ((ids(1, 4).float(), ids(1, 3)[0]), TypeError, "the prompt is"),
             "an id outside": (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from captum_ssm.attr import methods
 from captum_ssm.metrics import alignment_scores, hit_rate
 
 ROOT = Path(__file__).parents[1]
@@ -115,6 +116,16 @@ def test_random_maps_reach_the_scores_that_the_tables_give_them(monkeypatch):
     measured["hit"] = hit_rate(maps, copied.expand(len(orders), -1))
     for key, value in tables(monkeypatch).chance(length).items():
         assert measured[key] == pytest.approx(value, abs=1e-9), key
+
+
+def test_every_method_is_in_the_table_of_methods(monkeypatch, tmp_path):
+    tables(monkeypatch).write(tmp_path)
+    text = (tmp_path / "methods.md").read_text(encoding="utf-8")
+    for name, method in methods().items():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` ")]
+        told = [method.__name__, method.summary, method.cost]
+        told += [f"`--{option.replace('_', '-')}`" for option in method.options()]
+        assert all(part in row for part in told)
 
 
 def test_every_measured_row_has_a_name_of_this_library(monkeypatch, tmp_path):

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from families import build, padded
-from peak_memory import RUNS
+from models import tiny
+from peak_memory import calls
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
@@ -19,25 +22,30 @@ from captum_ssm import (
     InputError,
     LaTIM,
     MambaAttribution,
+    MambaLRP,
     MambaRollout,
     MemoryLimitError,
     RawAttention,
     estimate,
     hidden_attention,
 )
-from captum_ssm._cost import Asked, Costs
 from captum_ssm._meter import OBJECTS, fitted, grown, measured
+from captum_ssm.attr import methods
+from captum_ssm.models import VisionMamba
 
 L = 23
 ROOT = Path(__file__).parents[1]
-# What `peak_memory.RUNS` runs, as it is asked of `estimate`.
-ASKED = {name: {"request": name} for name in RUNS}
-ASKED["unified"] = {"request": "attribution", "formulation": "unified"}
 
 
 @pytest.fixture(scope="module")
 def ids() -> torch.Tensor:
     return torch.randint(1, 30, (2, L), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates by calls on 127 and 191 tokens only, as if the model were large."""
+    monkeypatch.setattr("captum_ssm._cost.BUDGET", 0)
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba"])
@@ -72,29 +80,35 @@ def test_a_limit_is_a_number_of_bytes(limit: object, ids: torch.Tensor) -> None:
         RawAttention(build("mamba"), memory_limit=limit).attribute(ids)
 
 
-def test_an_estimate_knows_the_size_of_the_result(ids: torch.Tensor) -> None:
+def test_an_estimate_knows_the_size_of_the_result(ids: torch.Tensor, short_calls: None) -> None:
+    long = ids.repeat(1, 9)
     for family in ("mamba", "mamba2", "qwen3_next"):
-        model = build(family)
-        for options in ({}, {"reduction": "mean"}, {"formulation": "unified"}, {"rows": 1}):
-            asked = {**options, **({"rows": [-1]} if "rows" in options else {})}
-            maps = hidden_attention(model, ids, **asked)
-            size = sum(m.numel() * m.element_size() for m in maps.values())
-            found = estimate(model, ids, request="hidden_attention", **options)
-            assert found.result_bytes == size
-            assert found.layers == len(maps)
+        maps_of = partial(hidden_attention, build(family))
+        for options in ({}, {"reduction": "mean"}, {"formulation": "unified"}, {"rows": [-1]}):
+            for tokens in (ids, long):
+                maps = maps_of(tokens, **options)
+                size = sum(m.numel() * m.element_size() for m in maps.values())
+                found = estimate(maps_of, tokens, **options)
+                assert found.result_bytes == size
+                assert found == estimate(partial(maps_of, **options), tokens)
 
 
 def test_estimates_grow_as_the_work_does() -> None:
-    model = build("mamba")
+    method = MambaRollout(build("mamba"))
     short, long = (torch.ones(1, n, dtype=torch.long) for n in (1024, 4096))
-    row = [estimate(model, x) for x in (short, long)]
-    assert row[1].flops == 4 * row[0].flops
-    assert row[1].working_bytes < 4.1 * row[0].working_bytes
-    whole = [estimate(model, x, request="rollout") for x in (short, long)]
+    row = [estimate(method, x) for x in (short, long)]
+    assert 3.9 * row[0].high < row[1].high < 4.1 * row[0].high
+    whole = [estimate(method.rollout, x) for x in (short, long)]
     assert whole[1].result_bytes == 16 * whole[0].result_bytes
-    assert "mixers: returns" in str(whole[0])
-    with pytest.raises(ValueError, match="request is 'map'"):
-        estimate(model, short, request="map")
+    assert whole[1].low < whole[1].high
+    assert " to " in str(whole[1])
+    assert str(whole[1]).startswith("returns 64.0 MiB, works in ")
+
+
+@pytest.mark.parametrize("method", ["rollout", MambaRollout, lambda x: x, partial(print, 3)])
+def test_an_estimate_is_of_a_method(method: object, ids: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match=r"method is .*; expected a method such as MambaRollout"):
+        estimate(method, ids)
 
 
 def allocated(run) -> int:
@@ -111,29 +125,48 @@ def allocated(run) -> int:
     return peak
 
 
+def assert_close(model, tokens, found) -> None:
+    for name, (call, options) in calls(model).items():
+        real = allocated(lambda call=call, options=options: call(inputs=tokens, **options))
+        expected = found(call, options)
+        assert real / 2 < expected.total_bytes < 2 * real, name
+        assert expected.low <= expected.high
+        assert expected.forwards >= 1
+
+
 @pytest.mark.parametrize(
-    ("family", "batch"), [("mamba2", 3), pytest.param("qwen3_next", 1, marks=pytest.mark.slow)]
+    ("family", "batch", "length"),
+    [
+        ("mamba2", 3, 500),
+        ("mamba2", 1, 2048),
+        pytest.param("qwen3_next", 1, 500, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 1, 2048, marks=pytest.mark.slow),
+        pytest.param("jamba", 1, 2048, marks=pytest.mark.slow),
+    ],
 )
 def test_estimates_are_within_a_factor_of_two_of_what_is_allocated(
-    family: str, batch: int, monkeypatch: pytest.MonkeyPatch
+    family: str, batch: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("captum_ssm._cost.SMALL", 0)  # as if the model were large
-    model, length = build(family), 500
+    if length == 500:  # as if the model were large
+        monkeypatch.setattr("captum_ssm._cost.BUDGET", 0)
+    model, asked = build(family), []
+    model.register_forward_pre_hook(lambda _, args: asked.append(args[0].shape[1]))
     tokens = torch.randint(1, 30, (batch, length), generator=torch.Generator().manual_seed(0))
-    costs = Costs(model, tokens)
-    assert costs.lengths[-1] <= 192
-    for name, run in RUNS.items():
-        real = allocated(lambda run=run: run(model, tokens))
-        found = costs.of(Asked(**ASKED[name]))
-        assert real / 2 < found.total_bytes < 2 * real, name
-        assert found.forwards >= 1
+
+    def found(call, options):
+        asked.clear()
+        result = estimate(call, tokens, **options)
+        assert max(asked) <= (191 if length == 500 else 575)
+        return result
+
+    assert_close(model, tokens, found)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["copying-mamba", "stories-rwkv", "stories-qwen3next"])
 def test_estimates_are_within_a_factor_of_two_of_the_resident_set(name: str) -> None:
-    folder, length = ROOT / "tutorials" / "models" / name, 512
+    folder, length = ROOT / "tutorials" / "models" / name, 1024
     run = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "peak_memory.py"), str(folder), str(length)],
         capture_output=True,
@@ -145,9 +178,9 @@ def test_estimates_are_within_a_factor_of_two_of_the_resident_set(name: str) -> 
     assert run.returncode == 0, run.stderr
     real = json.loads(run.stdout.splitlines()[-1])
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    costs = Costs(model, torch.zeros(1, length, dtype=torch.long))
-    for request, asked in ASKED.items():
-        found = costs.of(Asked(**asked))
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    for request, (call, options) in calls(model).items():
+        found = estimate(call, tokens, **options)
         assert real[request] / 2 < found.total_bytes < 2 * real[request], request
 
 
@@ -155,8 +188,8 @@ def test_an_estimate_leaves_the_model_as_it_was(ids: torch.Tensor) -> None:
     model = build("mamba")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     attributes = [dict(module.__dict__) for module in model.modules()]
-    for request in ("attribution", "latim", "lrp"):
-        estimate(model, ids, request=request)
+    for method in (MambaAttribution, LaTIM, MambaLRP):
+        estimate(method(model), ids, target=3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     after = [module.__dict__ for module in model.modules()]
@@ -167,87 +200,131 @@ def test_an_estimate_leaves_the_model_as_it_was(ids: torch.Tensor) -> None:
 def test_estimates_of_a_few_tokens_and_of_embeddings(length: int) -> None:
     model = build("mamba")
     tokens = torch.ones(2, length, dtype=torch.long)
-    for asked in ASKED.values():
-        assert estimate(model, tokens, **asked).total_bytes > 0
+    for call, options in calls(model).values():
+        assert estimate(call, tokens, **options).total_bytes > 0
     embeddings = model.get_input_embeddings()(tokens).detach()
-    for request in ("row", "attribution", "latim", "lrp"):
-        found = estimate(model, embeddings, request=request)
+    for method in (MambaRollout, MambaAttribution, LaTIM, MambaLRP):
+        found = estimate(method(model), embeddings, target=3)
         assert found.result_bytes == embeddings.numel() * 4
 
 
+@pytest.mark.parametrize("name", methods())
+def test_every_method_is_estimated(name: str, ids: torch.Tensor) -> None:
+    model, long = tiny(), ids.repeat(1, 10)
+    mask = torch.ones_like(long)
+    mask[:, :200] = 0  # the first tokens alone are all padding
+    target = [(-1, 3), (225, 4)]
+    for given in ({"target": 3}, {"target": target}, {"target": [3, 4], "position": [220, -1]}):
+        extra = {"attention_mask": mask}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the padding is read
+            found = estimate(methods()[name](model), long, additional_forward_args=extra, **given)
+        assert found.result_bytes == long.numel() * 4
+
+
+def test_an_estimate_moves_positions_and_cuts_targets(ids: torch.Tensor, short_calls: None) -> None:
+    model, long, seen = tiny(), ids.repeat(1, 10), []
+
+    class Seen(LaTIM):
+        def attribute(self, inputs, target=None, additional_forward_args=None, *, position=None):
+            seen.append((inputs.shape[1], target, position))
+            return inputs.float()
+
+        def interactions(self, inputs, *, target, additional_forward_args=None):
+            seen.append(target.shape)
+            return inputs.float()
+
+    method = Seen(model)
+    estimate(method, long, target=[(-1, 3), (0, 4)])
+    assert [found[:2] for found in seen[::2]] == [(127, [(126, 3)]), (191, [(190, 3)])]
+    seen.clear()
+    estimate(method, long, position=torch.tensor([115, 229]))
+    assert [int(found[2]) for found in seen[::2]] == [127 // 2, 191 // 2]
+    seen.clear()
+    estimate(method.interactions, long, target=long)
+    assert seen[::2] == [(1, 127), (1, 191)]
+    # What the call does not take, it says itself.
+    with pytest.raises(TypeError, match="no option 'reduction'"):
+        estimate(MambaLRP(model), ids, target=3, reduction="max")
+    with pytest.raises(ValueError, match="reduction is 'most'"):
+        estimate(RawAttention(model), ids, reduction="most")
+
+
 def test_an_estimate_takes_padding_and_says_what_it_does_not_take(ids: torch.Tensor) -> None:
-    model = build("mamba")
-    plain = estimate(model, ids)
+    method = RawAttention(build("mamba"))
+    plain = estimate(method, ids)
     for side in ("left", "right"):
         for mask in (padded(side, length=L), padded(side, length=L).flip(0)):
-            found = estimate(model, ids, additional_forward_args={"attention_mask": mask})
-            assert (found.result_bytes, found.flops) == (plain.result_bytes, plain.flops)
-    with pytest.raises(InputError, match="estimate takes token ids"):
-        estimate(model, torch.randn(1, 3, 8, 8))
+            found = estimate(method, ids, additional_forward_args={"attention_mask": mask})
+            assert found.result_bytes == plain.result_bytes
+    with pytest.raises(InputError, match="holds ids from"):
+        estimate(method, ids + 1000)
     with pytest.raises(TypeError, match="inputs is a list"):
-        estimate(model, ids.tolist())
-    with pytest.raises(ValueError, match="at least 1"):
-        estimate(model, ids, request="hidden_attention", rows=-1)
+        estimate(method, ids.tolist())
 
 
-@pytest.mark.parametrize(
-    ("request_", "given"),
-    [("latim", {"layers": 0}), ("lrp", {"formulation": "unified"}), ("row", {"reduction": "max"})],
-)
-def test_an_estimate_takes_what_its_request_takes(request_, given, ids: torch.Tensor) -> None:
-    (name,) = given
-    with pytest.raises(ValueError, match=f"{name} is .* which takes .* leave {name} out"):
-        estimate(build("mamba"), ids, request=request_, **given)
+def test_an_image_is_run_as_it_is() -> None:
+    model = VisionMamba((16, 16), 4, classes=5, width=8, depth=2, state=4).eval()
+    images = torch.randn(3, 3, 16, 16)
+    one, three = (estimate(MambaRollout(model), x) for x in (images[:1], images))
+    assert three.result_bytes == images.numel() * 4
+    assert three.high == 3 * one.high == 3 * one.low
 
 
 def test_the_meter_counts_what_exists_together() -> None:
     owned = torch.zeros(1000)
 
-    def call(mark) -> None:
+    def call() -> torch.Tensor:
         a = owned + 1
         b = a + 1  # two
         del a
-        mark()
         c = b.view(10, 100) * 2 + owned.view(10, 100)  # b, its double, and the sum
-        del b, c
+        return c[0]
 
-    one = 4000 + OBJECTS
     found = measured(call, [owned])
-    assert (found.peak, found.kept, found.later_peak) == (2 * one, one, 3 * one)
+    assert found.peak == (3 * (4000 + OBJECTS),) * 2
+    assert found.result == (400, 400)
     assert found.seconds > 0
-    assert found.later_seconds > 0
 
 
 def test_the_meter_sees_what_a_graph_keeps_and_backward_makes() -> None:
     x = torch.randn(1000, requires_grad=True)
 
-    def call(mark) -> None:
+    def call() -> None:
         y = x.exp()
         for _ in range(5):
             y = y.exp()  # each is kept for the way back
-        mark()
         y.sum().backward()
         x.grad = None
 
     found = measured(call, [x])
-    assert found.peak == found.kept == 6 * (4000 + OBJECTS)
-    assert found.later_peak >= 7 * 4000
+    assert found.peak[0] >= 6 * (4000 + OBJECTS) + 4000
 
 
-def test_lines_and_parabolas_are_carried_exactly() -> None:
-    def total(lengths, f, length, **options) -> float:
-        return sum(fitted(lengths, [f(n) for n in lengths], length, **options))
+def test_tensors_of_two_token_axes_count_as_at_the_whole_length() -> None:
+    def call(tokens: int) -> torch.Tensor:
+        run = torch.zeros(50, tokens)
+        matrix = torch.zeros(2, tokens, tokens)
+        tile = torch.zeros(256, tokens)
+        del run, tile
+        return matrix
 
-    assert total([64, 128], lambda n: 7 + 3 * n, 1000) == pytest.approx(3007)
+    found = [measured(lambda n=n: call(n), [], n, 4095 / n) for n in (319, 575)]
+    whole = 4 * (2 * 4095**2 + (50 + 256) * 4095) + 3 * OBJECTS
+    for i, expected in ((1, whole), (0, None)):
+        total = sum(fitted([319, 575], [r.peak[i] for r in found], 4095))
+        assert total == pytest.approx(expected) if expected else total < whole / 2
+    assert sum(fitted([319, 575], [r.result[1] for r in found], 4095)) == 4 * 2 * 4095**2
+
+
+def test_lines_are_extrapolated_exactly() -> None:
     fixed, growing = fitted([64, 128], [7 + 3 * 64, 7 + 3 * 128], 1000)
     assert (fixed, growing) == pytest.approx((7, 3000))
-    curve = total([64, 128, 192], lambda n: 7 + 3 * n + 2 * n * n, 1000, curved=True)
-    assert curve == pytest.approx(7 + 3000 + 2_000_000)
-    # A line where it was not allowed to curve, and nothing that falls.
-    assert total([64, 128, 192], lambda n: 5 * n, 1000) == pytest.approx(5000)
-    assert total([64, 128], lambda n: 500 - n, 1000) == pytest.approx(372)
+    assert sum(fitted([64, 128], [500 - 64, 500 - 128], 1000)) == pytest.approx(372)
+    assert fitted([64], [128], 1000) == (0, 2000)
     for exact in (lambda n: 3 * n, lambda n: 2 * n * n, lambda n: 3 * n + 2 * n * n):
         assert grown([64, 128], [exact(64), exact(128)], 1000) == pytest.approx(exact(1000))
     # Between a line and a parabola, whatever the clock says.
     assert grown([64, 128], [1.0, 1.0], 1280) == pytest.approx(10)
     assert grown([64, 128], [0.0, 1.0], 1280) == pytest.approx(100)
+    assert grown([64], [2.0], 128) == pytest.approx(4)

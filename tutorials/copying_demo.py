@@ -26,19 +26,16 @@ import captum_ssm
 from captum_ssm.visualization import interaction_map, layer_overview, text_html, text_record
 
 HERE = Path(__file__).resolve().parent
+# By the table of the README.
+BEST = "mamba-lrp"
 SYMBOLS = [*string.ascii_lowercase, "<SEP>"]
 
 
 def methods(model: Any) -> dict[str, Any]:
-    """Every method, with the options used here."""
-    return {
-        "RawAttention": (captum_ssm.RawAttention(model), {}),
-        "MambaRollout": (captum_ssm.MambaRollout(model), {}),
-        "MambaAttribution": (captum_ssm.MambaAttribution(model), {}),
-        "UnifiedImplicitAttention": (captum_ssm.UnifiedImplicitAttention(model), {}),
-        "LaTIM": (captum_ssm.LaTIM(model), {"activation": "gate"}),
-        "MambaLRP": (captum_ssm.MambaLRP(model), {}),
-    }
+    """Every method, with the options used here: first the one that finds most copied tokens."""
+    options = {"latim": {"activation": "gate"}}
+    found = sorted(captum_ssm.attr.methods().items(), key=lambda item: item[0] != BEST)
+    return {cls.__name__: (cls(model), options.get(name, {})) for name, cls in found}
 
 
 def page(records: list[Any]) -> str:
@@ -107,7 +104,7 @@ def main() -> None:
         relevance[:, :n],
         list(args.string),
         row_tokens=list(args.string),
-        title="MambaLRP: the source token behind each predicted token",
+        title="MambaLRP: the source token that each predicted token rests on",
     )
     figure.axes[0].set(xlabel="source token", ylabel="predicted token")
     figure.savefig(args.output / "copying.png", dpi=130)
