@@ -114,12 +114,13 @@ def test_every_module_is_there_after_one_import():
 
 
 # From the bottom up: a module imports what stands before it, and nothing after it.
-ORDER = """
-    _errors _integers _nested _progress _memory _devices _captum kernels operators _grid models
-    mixers _capture.model _capture.request _capture.recording _capture.remote _capture.target
-    _capture.checking _capture.frozen _capture attr _hidden_attention generation metrics
-    visualization
-""".split()
+ORDER = (
+    *("_errors", "_integers", "_nested", "_progress", "_memory", "_devices", "_captum"),
+    *("kernels", "operators", "_grid", "models", "mixers"),
+    *(f"_capture.{name}" for name in ("model", "request", "recording", "remote", "target")),
+    *("_capture.checking", "_capture.frozen", "_capture"),
+    *("attr", "_hidden_attention", "generation", "metrics", "visualization"),
+)
 
 
 def rank(module: str) -> int:

@@ -81,7 +81,7 @@ class TokenAttribution(Attribution):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "attribute" in vars(cls):
-            cls.attribute = described(vars(cls)["attribute"])  # type: ignore[method-assign]
+            cls.attribute = described(vars(cls)["attribute"])
 
     def __init__(
         self,

@@ -48,9 +48,9 @@ class MambaLRP(TokenAttribution):
     :func:`torch.tanh`: where its result is rounded to ±1 (\|x\| > 9 in float32, 3.5 in bfloat16),
     relevance is too large by about \|x\| over that limit. :class:`torch.nn.Tanh` is exact.
 
-    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`. ``memory_limit`` here limits the
-    bytes that the graph of the run may keep, in addition to the model; a run that needs more
-    raises :class:`~captum_ssm.MemoryLimitError`. ``interpolate_mode`` is not used (an image's
+    The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`. ``memory_limit`` here
+    limits the bytes that the graph of the run may keep, in addition to the model; a run that needs
+    more raises :class:`~captum_ssm.MemoryLimitError`. ``interpolate_mode`` is not used (an image's
     pixels have relevance of their own), and ``remote`` must be False.
 
     Examples::
