@@ -11,7 +11,7 @@
 The checkpoint is a language model fine-tuned on "source separator target" (the paper's, on IWSLT17,
 are not published). The text is forced: each word of the reference translation is aligned to the
 source word with the highest score, and the links are compared with gold ones by the alignment error
-rate (Och & Ney, 2003) over all sentences. The gold file has a line a sentence, as "0-0 1p2": a
+rate (Och & Ney, 2003) over all sentences. The gold file has one line per sentence, as "0-0 1p2": a
 minus for a sure link, a p for a possible one, source first. Vilar et al.'s (2006) German-English
 alignments are such a file, whose words count from one; for IWSLT17 the paper took what AwesomeAlign
 (Dou & Neubig, 2021) finds, which writes such files too, counting from zero.
