@@ -87,7 +87,12 @@ def test_every_family_can_be_offloaded(family):
 
 def tensors_of(mixer) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    map_tensors(found.append, mixer)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, mixer)
     return found
 
 

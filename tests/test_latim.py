@@ -159,6 +159,7 @@ def test_a_padded_row_equals_the_row_alone() -> None:
         assert not bool(both[0, :3].any())
 
 
+@pytest.mark.filterwarnings("ignore:.*reads the padding")
 def test_contributions_are_exact_where_padding_enters_the_state() -> None:
     # RecurrentGemma's convolution and recurrence do not look at the mask.
     extra = {"attention_mask": padded("left")}
