@@ -211,9 +211,12 @@ class Substitution:
             self.made.append(None)
             return call.result
         check_finite(call)
+        # A frozen mixer may hold the call it was read from, and is kept: without the graph of the
+        # model's own result, which nothing needs.
+        given = replace(call, result=detached(call.result))
         with _without_autocast():
             with weights_loaded(call.module):
-                mixer = adapter(call)
+                mixer = adapter(given)
             output, made = self.mixed(mixer)
         self.made.append(made)
         return self._in_place(call, output)
