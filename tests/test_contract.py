@@ -32,8 +32,6 @@ from captum_ssm import (
     hidden_attention,
 )
 
-# ---- inputs -----------------------------------------------------------------------------------
-
 
 @each_method
 @pytest.mark.parametrize("family", S6_FAMILIES)
@@ -95,9 +93,6 @@ def test_further_arguments(method):
             assert not torch.allclose(found, truth)  # twice the gradient
         else:
             assert_close(found, truth)
-
-
-# ---- outputs and targets ----------------------------------------------------------------------
 
 
 @each_method
@@ -183,9 +178,6 @@ def test_the_gradient_is_of_the_sum_over_a_batch():
         assert_close(together[b : b + 1], alone)
 
 
-# ---- the model's own readout ------------------------------------------------------------------
-
-
 def same_as_position(method, model, tokens, position, **kwargs):
     explain = method(model)
     found = explain.attribute(tokens, target=3, **kwargs)
@@ -238,9 +230,6 @@ def test_finding_the_readout_takes_no_random_numbers(method):
     before = torch.get_rng_state()
     method(model).attribute(tokens, target=3)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# ---- padding ----------------------------------------------------------------------------------
 
 
 def padded(side: str) -> tuple[Tensor, Tensor, list[slice]]:
@@ -428,9 +417,6 @@ def test_a_pad_id_alone_says_nothing(method):
     assert (found != 0).any(0).all() or method in OF_A_TARGET
 
 
-# ---- batches, dtypes, modes -------------------------------------------------------------------
-
-
 @each_method
 @pytest.mark.parametrize("family", S6_FAMILIES)
 def test_a_batch_is_its_examples(method, family):
@@ -599,9 +585,6 @@ def test_a_block_that_several_layers_share(method):
     assert_close(layers[path + ":1"], maps[path + ":1"].mean(1))
 
 
-# ---- Captum's wrappers and metrics ------------------------------------------------------------
-
-
 @each_method
 @pytest.mark.parametrize("nt_type", ["smoothgrad", "smoothgrad_sq", "vargrad"])
 def test_noise_tunnel(method, nt_type):
@@ -729,9 +712,6 @@ def test_nothing_is_touched_at_construction():
     for method in METHODS:
         method(model)
     assert [list(m.__dict__) for m in model.modules()] == before
-
-
-# ---- nnsight ----------------------------------------------------------------------------------
 
 
 @each_method

@@ -552,9 +552,6 @@ def test_a_model_error_comes_through_as_it_is():
         RawAttention(lambda t, nonsense: tiny()(t), tiny()).attribute(TOKENS)
 
 
-# ---- never silently wrong ---------------------------------------------------------------------
-
-
 def assert_raises_reconstruction(path, call):
     with pytest.raises(ReconstructionError) as caught:
         call(check=True)
@@ -657,9 +654,6 @@ def test_padding_may_hold_anything():
     )
     RawAttention(model).attribute(TOKENS, additional_forward_args=extra)
     hook.remove()
-
-
-# ---- what is accepted -------------------------------------------------------------------------
 
 
 @each_method

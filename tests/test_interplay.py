@@ -32,9 +32,6 @@ def expected(family: str, method: type) -> Tensor:
     return method(build(family)).attribute(TOKENS, target=5)
 
 
-# ---- offloaded by accelerate ------------------------------------------------------------------
-
-
 def accelerate() -> Any:
     return pytest.importorskip("accelerate")
 
@@ -81,9 +78,6 @@ def test_every_family_can_be_offloaded(family):
         torch.testing.assert_close(maps[path], matrix)
     found = MambaLRP(model).attribute(TOKENS, target=5)
     torch.testing.assert_close(found, expected(family, MambaLRP))
-
-
-# ---- spread over devices ----------------------------------------------------------------------
 
 
 def tensors_of(mixer) -> list[torch.Tensor]:
@@ -133,9 +127,6 @@ def test_layers_on_several_devices(method, family):
     torch.testing.assert_close(found, expected(family, method), rtol=1e-3, atol=1e-4)
 
 
-# ---- compiled ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["in place", "wrapped"])
 def compiling(request):
     """A model, the same compiled, and the graphs that its compiler was given."""
@@ -179,9 +170,6 @@ def test_a_compiled_model_behind_a_function(compiling):
             torch.testing.assert_close(found, expected("mamba", method))
     compiled(TOKENS, use_cache=False)
     assert len(graphs) == count  # neither compiled for the recording, nor anew behind it
-
-
-# ---- quantised --------------------------------------------------------------------------------
 
 
 class Int8Linear(nn.Linear):

@@ -220,9 +220,6 @@ def test_bad_calls_say_what_is_accepted(call: dict, part: str) -> None:
         LaTIM(build("mamba")).attribute(ids_for(), **call)
 
 
-# ---- one convergence delta ----------------------------------------------------------------------
-
-
 def with_biases() -> nn.Module:
     """A model whose output projections and head have bias terms."""
     model = build("mamba", use_bias=True)

@@ -22,9 +22,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import captum_ssm
-from captum_ssm import (
-    hidden_attention,
-)
+from captum_ssm import hidden_attention
 from captum_ssm._capture import Request, freeze
 from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import attention
@@ -74,9 +72,6 @@ def assert_unchanged(model: nn.Module, before: dict[str, object]) -> None:
     after = fingerprint(model)
     for aspect, value in before.items():
         assert after[aspect] == value, aspect
-
-
-# ---- after success ----------------------------------------------------------------------------
 
 
 @each_method
@@ -174,9 +169,6 @@ def test_a_model_that_nnsight_wrapped_stays_wrapped(method):
         assert inner.shape == (2, 7, 16)
 
 
-# ---- between threads ----------------------------------------------------------------------------
-
-
 def test_two_threads_explain_two_hybrids():
     tokens = ids(2, 7)
     models = [build(family) for family in ("jamba", HYBRIDS[-1])]
@@ -243,9 +235,6 @@ def test_the_recording_interface_is_no_attention_of_its_own():
         model(ids(1, 3))
 
 
-# ---- after a failure --------------------------------------------------------------------------
-
-
 @each_method
 def test_inference_in_another_thread_waits(method):
     model, tokens = tiny(), ids(2, 7)
@@ -267,9 +256,6 @@ def test_inference_in_another_thread_waits(method):
         finally:
             done.set()
         assert all(torch.equal(logits, expected) for logits in other.result(60))
-
-
-# ---- what a run leaves in modules and in the process --------------------------------------------
 
 
 class Growing(nn.Module):
@@ -387,9 +373,6 @@ def test_after_an_interrupt(method, monkeypatch):
             method(model).attribute(tokens, target=4)
         assert_unchanged(model, before)
     method(model).attribute(tokens, target=4)
-
-
-# ---- memory -----------------------------------------------------------------------------------
 
 
 @each_method

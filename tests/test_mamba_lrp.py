@@ -178,9 +178,6 @@ def test_position_embeddings_are_not_the_start() -> None:
     torch.testing.assert_close(MambaLRP(model).attribute(ids, target=3), expected)
 
 
-# ---- the rules at the nodes of the graph ------------------------------------------------------
-
-
 def tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -443,9 +440,6 @@ def test_values_are_the_models_own() -> None:
 
     MambaLRP(forward, model).attribute(ids, target=3)
     torch.testing.assert_close(seen[0].detach(), model(ids).logits.detach())
-
-
-# ---- memory -----------------------------------------------------------------------------------
 
 
 def test_a_memory_limit_is_kept_to() -> None:

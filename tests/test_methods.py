@@ -48,9 +48,6 @@ def double(family: str = "mamba", **kwargs) -> torch.nn.Module:
     return recast(tiny(family, **kwargs), torch.float64)
 
 
-# ---- the formulas -----------------------------------------------------------------------------
-
-
 def reduce_channels(maps: Tensor, reduction: str) -> Tensor:
     by_name = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin, "prod": Tensor.prod}
     return by_name[reduction](maps, 1)
@@ -129,9 +126,6 @@ def gated_gradients(model, target: Tensor, position: int, **inputs) -> list[Tens
     return [g.double().mean(-1) for g in gradients]
 
 
-# ---- rollout and raw attention ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=named)
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_rollout_is_the_product_of_matrices(length, options):
@@ -207,9 +201,6 @@ def test_class_agnostic_methods_ignore_the_target(method):
     plain = method(model).attribute(tokens)
     for target in (3, (1, 4), torch.tensor([5, 6]), 10**6, "anything"):
         assert torch.equal(method(model).attribute(tokens, target=target), plain)
-
-
-# ---- Mamba-Attribution ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", S6_FAMILIES)
@@ -300,9 +291,6 @@ def test_tokens_after_the_query_do_not_matter():
         torch.testing.assert_close(row[:, :5], short, atol=1e-5, rtol=1e-4)
 
 
-# ---- position ---------------------------------------------------------------------------------
-
-
 @each(MAPS)
 def test_position_in_every_form(method):
     model, tokens = tiny(), ids(3, 9)
@@ -334,9 +322,6 @@ def test_a_mean_pooled_model_is_explained_by_the_mean_of_its_rows(method):
     rows = [explain.attribute(tokens, target=3, position=p) for p in range(9)]
     mean = torch.stack(rows).mean(0)
     torch.testing.assert_close(explain.attribute(tokens, target=3), mean, atol=1e-6, rtol=1e-5)
-
-
-# ---- hidden_attention's own options -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", S6_FAMILIES)
@@ -411,9 +396,6 @@ def test_a_length_of_one_has_nothing_but_itself():
         math.prod(1 + float(m.mean()) for m in hidden_attention(model, tokens[:1]).values()),
         rel_tol=1e-5,
     )
-
-
-# ---- stages, sums and the cost in runs of the adapters ----------------------------------------
 
 
 class Sequential(torch.nn.Module):

@@ -139,9 +139,6 @@ def test_there_is_one_way_down():
                 assert rank(taken) <= rank(module), f"{module} imports {taken}"
 
 
-# ---- register_mixer ---------------------------------------------------------------------------
-
-
 class RunningMean(nn.Module):
     """A toy mixer: y_i = W (mean of the tokens up to i), scaled by a decay."""
 
