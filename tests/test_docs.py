@@ -137,7 +137,10 @@ def functions(name):
             if key in ("__init__", "__post_init__"):
                 found.append((f"{name}.{key}", method, inspect.getdoc(value)))
             elif key[0] != "_":
-                found.append((f"{name}.{key}", method, inspect.getdoc(getattr(value, key))))
+                # Operators alone have the docstrings of their base class.
+                inherits = issubclass(value, captum_ssm.operators.TokenOperator)
+                told = inspect.getdoc(getattr(value, key)) if inherits else method.__doc__
+                found.append((f"{name}.{key}", method, told))
     return found
 
 

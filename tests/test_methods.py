@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import build
 from methods import MAPS, assert_close, each
-from models import S6_FAMILIES, Classifier, ids, recast, s6_paths, tiny
+from models import S6_FAMILIES, Classifier, Residual, ids, recast, s6_paths, tiny
 from torch import Tensor
 
 from captum_ssm import (
@@ -22,7 +22,6 @@ from captum_ssm import (
 from captum_ssm.attr._maps import MapOptions, raw_row, rollout_row
 from captum_ssm.mixers import _base as registry
 from captum_ssm.mixers import find_mixers
-from captum_ssm.models import BidirectionalMamba
 
 REDUCTIONS = ("mean", "max", "min", "prod")
 OPTIONS = [
@@ -161,8 +160,7 @@ def test_rollout_of_each_family(family):
 def test_start_layer(start):
     model, tokens = double(layers=3), ids(2, 9)
     maps = list(hidden_attention(model, tokens).values())[start:]
-    explain = MambaRollout(model)
-    truth = explicit_rollout(maps)
+    explain, truth = MambaRollout(model), explicit_rollout(maps)
     assert_close(explain.rollout(tokens, start_layer=start), truth)
     assert_close(explain.attribute(tokens, start_layer=start), truth[:, -1])
     gradient = MambaAttribution(model)
@@ -214,11 +212,9 @@ def test_mamba_attribution_is_eq_24(family, length):
         gradients = gated_gradients(model, target, position, input_ids=tokens)
         truth = explicit_rollout([m.double() for m in maps.values()], gradients, sign="clamp")
         if family in ("mamba", "falcon_mamba"):
-            row = explain.attribute(tokens, target=target, position=position)
-            assert_close(row.double(), truth[:, position], 1e-4)
-            assert_close(
-                explain.rollout(tokens, target=target, position=position).double(), truth, 1e-4
-            )
+            chosen = {"target": target, "position": position}
+            assert_close(explain.attribute(tokens, **chosen).double(), truth[:, position], 1e-4)
+            assert_close(explain.rollout(tokens, **chosen).double(), truth, 1e-4)
         else:  # a hybrid's attention layers are in the product too
             for k, path in enumerate(maps):
                 alone = explicit_rollout([maps[path].double()], [gradients[k]], sign="clamp")
@@ -390,32 +386,16 @@ def test_components_of_unified_attention(family):
 
 
 def test_a_length_of_one_has_nothing_but_itself():
-    model, tokens = tiny(), ids(2, 1)
-    assert math.isclose(
-        MambaRollout(model).attribute(tokens)[0, 0].item(),
-        math.prod(1 + float(m.mean()) for m in hidden_attention(model, tokens[:1]).values()),
-        rel_tol=1e-5,
-    )
-
-
-class Sequential(torch.nn.Module):
-    """Three mixers one after the other, none of which adds much to the stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        make = lambda: BidirectionalMamba(16, state=4, bimamba_type="none")  # noqa: E731
-        self.mixers = torch.nn.ModuleList(make() for _ in range(3))
-        for mixer in self.mixers:
-            mixer.out_proj.weight.data *= 0.1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for mixer in self.mixers:
-            x = x + mixer(x)
-        return x
+    model, tokens = tiny(), ids(1, 1)
+    found = MambaRollout(model).attribute(tokens).item()
+    maps = hidden_attention(model, tokens).values()
+    assert math.isclose(found, math.prod(1 + float(m.mean()) for m in maps), rel_tol=1e-5)
 
 
 def test_small_sequential_updates_are_layers_of_their_own():
-    model, x = Sequential().double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    model, x = Residual(3).double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    for mixer in model.mixers:
+        mixer.out_proj.weight.data *= 0.1
     rho = torch.eye(9, dtype=torch.float64)
     for matrix in hidden_attention(model, x, reduction="mean").values():
         rho = (torch.eye(9) + matrix) @ rho

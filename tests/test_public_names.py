@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from methods import each_method
 from models import ids
 from torch import nn
 
@@ -65,27 +66,8 @@ def test_the_version_is_the_installed_one():
     assert installed == captum_ssm.__version__
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_public_name_is_documented(name):
-    value = getattr(captum_ssm, name)
-    assert inspect.getdoc(value)
-    if inspect.isclass(value):
-        own = [m for k, m in vars(value).items() if inspect.isfunction(m) and k[0] != "_"]
-        for method in own:
-            assert method.__doc__, f"{name}.{method.__name__}"
-
-
-METHODS = [
-    name
-    for name in NAMES
-    if inspect.isclass(getattr(captum_ssm, name))
-    and issubclass(getattr(captum_ssm, name), captum_ssm.attr.TokenAttribution)
-]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_attribute_has_captums_signature(name):
-    method = getattr(captum_ssm, name)
+@each_method
+def test_attribute_has_captums_signature(method):
     names = list(inspect.signature(method.attribute).parameters)
     assert names[:4] == ["self", "inputs", "target", "additional_forward_args"]
     assert {"position", "return_convergence_delta"} <= set(names)
