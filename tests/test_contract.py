@@ -162,7 +162,6 @@ def same_as_position(method, model, tokens, position, **kwargs):
     explain = method(model)
     found = explain.attribute(tokens, target=3, **kwargs)
     assert_close(found, explain.attribute(tokens, target=3, position=position, **kwargs))
-    return found
 
 
 @each_method

@@ -32,6 +32,7 @@ from captum_ssm.mixers import registered
 from captum_ssm.models import VisionMamba
 
 TOKENS = ids(2, 7)
+IDS = f"0 .. {VOCABULARY - 1}"  # that a model knows
 
 
 class NoMixer(nn.Module):
@@ -211,13 +212,9 @@ CASES = {
     "a list": Case(TypeError, ["list", "(B, L)"], TOKENS.tolist()),
     "an array": Case(TypeError, ["ndarray"], np.ones((2, 7))),
     "a text": Case(TypeError, ["str"], "one two three"),
-    "an id outside the vocabulary": Case(
-        InputError, ["37 to 37", f"0 .. {VOCABULARY - 1}"], TOKENS * 0 + 37
-    ),
-    "a negative id": Case(InputError, ["-2", f"0 .. {VOCABULARY - 1}"], TOKENS * 0 - 2),
-    "a negative id of one byte": Case(
-        InputError, ["-2", f"0 .. {VOCABULARY - 1}"], (TOKENS * 0 - 2).to(torch.int8)
-    ),
+    "an id outside the vocabulary": Case(InputError, ["37 to 37", IDS], TOKENS * 0 + 37),
+    "a negative id": Case(InputError, ["-2", IDS], TOKENS * 0 - 2),
+    "a negative id of one byte": Case(InputError, ["-2", IDS], (TOKENS * 0 - 2).to(torch.int8)),
     "ids without values": Case(InputError, ["device meta"], TOKENS.to("meta")),
     "embeddings without values": Case(
         InputError, ["device meta"], torch.zeros(2, 7, 16, device="meta")
@@ -285,9 +282,9 @@ CASES = {
     "no target for token logits": wrong_target(
         None, [f"(2, 7, {VOCABULARY})", "no target was given", "(position, token)"]
     ),
-    "a target outside the vocabulary": wrong_target(VOCABULARY, ["37", f"0 .. {VOCABULARY - 1}"]),
+    "a target outside the vocabulary": wrong_target(VOCABULARY, ["37", IDS]),
     "a target before the vocabulary": wrong_target(
-        -VOCABULARY - 1, ["[-38", f"0 .. {VOCABULARY - 1}", f"-{VOCABULARY} .. -1 from its end"]
+        -VOCABULARY - 1, ["[-38", IDS, f"-{VOCABULARY} .. -1 from its end"]
     ),
     "a pair with a fraction of a token": wrong_target((2, 3.7), ["(2, 3.7)", "(position, token)"]),
     "a pair with a fraction of a position": wrong_target((2.0, 3), ["(2.0, 3)", "of two integers"]),
@@ -295,7 +292,7 @@ CASES = {
     "pairs with a bool": wrong_target(
         [(3, 4), (3, True)], ["[(3, 4), (3, True)]", "of two integers"]
     ),
-    "one of several targets outside": wrong_target([4, 99], ["[4, 99]", f"0 .. {VOCABULARY - 1}"]),
+    "one of several targets outside": wrong_target([4, 99], ["[4, 99]", IDS]),
     "targets of another batch": wrong_target([4, 5, 6], ["3 entries", "batch of 2"]),
     "pairs of another batch": wrong_target([(1, 4)] * 3, ["3 entries", "batch of 2"]),
     "a target of floats": wrong_target(2.5, ["2.5", "token id"]),
@@ -384,13 +381,10 @@ def test_a_bad_call(name, method):
         method(forward_func, of).attribute(inputs, target=case.target, **case.options)
 
 
+UNIFIED = {"formulation": "unified"}
 HIDDEN_CASES = {
     "formulation": (ValueError, ["'raw'", "'hidden'", "'unified'"], {"formulation": "raw"}),
-    "component": (
-        ValueError,
-        ["'bias'", "'conv'"],
-        {"formulation": "unified", "components": ["conv", "bias"]},
-    ),
+    "component": (ValueError, ["'bias'", "'conv'"], UNIFIED | {"components": ["conv", "bias"]}),
     "components of hidden": (ValueError, ["unified"], {"components": ["conv"]}),
     "reduction": (ValueError, ["'sum'", "'mean'"], {"reduction": "sum"}),
     "row": (ValueError, ["[7]", "0 .. 6"], {"rows": [7]}),
@@ -398,11 +392,7 @@ HIDDEN_CASES = {
     "no rows": (ValueError, ["(0,)"], {"rows": torch.zeros(0, dtype=torch.long)}),
     "rows of floats": (TypeError, ["1.5"], {"rows": 1.5}),
     "rows that are a word": (TypeError, ["rows is 'last'", "(B, R)"], {"rows": "last"}),
-    "components that are a number": (
-        TypeError,
-        ["components is 3", "'conv'"],
-        {"formulation": "unified", "components": 3},
-    ),
+    "number": (TypeError, ["components is 3", "'conv'"], UNIFIED | {"components": 3}),
     "layer": (ValueError, ["5", "0 .. 1"], {"layers": 5}),
     "no layers": (ValueError, ["layers"], {"layers": []}),
 }
@@ -446,10 +436,7 @@ INTERACTIONS = {
     "no layer": ({"layer": None}, ["layer is None"]),
     "targets of another shape": (LOGITS | {"target": TOKENS[:, 1:]}, ["(2, 6)", "(2, 7)"]),
     "targets of floats": (LOGITS | {"target": TOKENS.float()}, ["torch.float32", "(2, 7)"]),
-    "targets outside": (
-        LOGITS | {"target": TOKENS * 0 + VOCABULARY},
-        [str(VOCABULARY), f"0 .. {VOCABULARY - 1}"],
-    ),
+    "targets outside": (LOGITS | {"target": TOKENS * 0 + VOCABULARY}, [str(VOCABULARY), IDS]),
     "a mask that is a list": (
         LOGITS | {"additional_forward_args": {"attention_mask": [1] * 7}},
         ["attention_mask is a list"],
@@ -692,15 +679,12 @@ def test_masks_of_more_axes_are_the_models_affair():
 
 
 def test_an_image_may_come_with_a_mask_of_its_tokens():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.vim = VisionMamba((8, 12), 4, classes=5, width=8, depth=2, state=4)
-
+    class Masked(VisionMamba):
         def forward(self, images, attention_mask=None):
-            return self.vim(images)
+            return super().forward(images)
 
-    model, images = Masked().eval(), torch.randn(2, 3, 8, 12)
+    model = Masked((8, 12), 4, classes=5, width=8, depth=2, state=4).eval()
+    images = torch.randn(2, 3, 8, 12)
     extra = {"attention_mask": torch.ones(2, 7, dtype=torch.long)}
     truth = MambaRollout(model).attribute(images)
     found = MambaRollout(model).attribute(images, additional_forward_args=extra)

@@ -80,7 +80,6 @@ def test_alti_is_eq_6() -> None:
     expected = near / near.sum(-1, keepdim=True)
     found = latim.interactions(ids, 0, "alti", activation="gate")
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(found.sum(-1), torch.ones(2, L))
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba", "recurrent_gemma", "rwkv", "zamba"])

@@ -105,8 +105,9 @@ def test_after_explaining_a_hybrid(method, family):
 
 
 @each_method
-def test_after_finding_a_readout(method):
-    model, tokens = Classifier("mean"), ids(2, 7)
+@pytest.mark.parametrize("pool", ["mean", "middle"])
+def test_after_finding_a_readout(method, pool):
+    model, tokens = Classifier(pool), ids(2, 7)
     before = fingerprint(model)
     method(model).attribute(tokens, target=4)
     assert_unchanged(model, before)
@@ -340,21 +341,18 @@ def test_after_an_exception(method, breakage, wrapped, monkeypatch):
     model, tokens = tiny(), ids(2, 7)
     truth = method(model).attribute(tokens, target=4)
     explain = method(NNsight(model) if wrapped else model)
-    clean = fingerprint(model)
-    with monkeypatch.context() as patch:
-        if BREAKAGES[breakage] is None:
+    clean, path = fingerprint(model), BREAKAGES[breakage]
+    with monkeypatch.context() as patch, contextlib.ExitStack() as hooks:
+        if path is None:
             patch.setitem(registry._REGISTRY, "MambaMixer", raising)
-            hook = None
         else:
-            broken = model.get_submodule(BREAKAGES[breakage])
-            hook = broken.register_forward_pre_hook(raising)
+            broken = model.get_submodule(path)
+            hooks.enter_context(broken.register_forward_pre_hook(raising))
         before = fingerprint(model)
         for _ in range(2):
             with pytest.raises(Broken, match="on purpose"):
                 explain.attribute(tokens, target=4)
             assert_unchanged(model, before)
-        if hook is not None:
-            hook.remove()
     assert_unchanged(model, clean)
     assert torch.equal(explain.attribute(tokens, target=4), truth)
 
