@@ -3,9 +3,9 @@
 Without the CUDA kernels, transformers steps through the sequence by indexing tensors of shape
 ``(batch, channels, length, state)``; autograd then fills a zero tensor of that size for every step,
 so the cost of the backward pass grows with the square of the length.  :func:`selective_scan` has
-the signature of the function it stands in for and computes the same numbers, with the backward
-pass written out; :func:`wkv` does with two products what there are a dozen small operations a token
-for.  They are for training only: the saved model runs on the stock code.
+the signature of the function it replaces and computes the same numbers, with the backward
+pass written out; :func:`wkv` replaces a dozen small operations per token by two
+products.  They are for training only: the saved model runs on the stock code.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def wkv(
     """
     if state is not None or return_state:
         raise NotImplementedError("the training scan keeps no cache; pass use_cache=False")
-    places = torch.arange(key.shape[1])
-    lag = places[:, None] - places - 1  # the token before has not decayed yet
+    steps = torch.arange(key.shape[1])
+    lag = steps[:, None] - steps - 1  # the token before has not decayed yet
     decays = torch.exp(-torch.exp(time_decay)[:, None, None] * lag.clamp(min=0)) * (lag >= 0)
     weight = torch.exp(key - key.amax(1, keepdim=True).detach())  # of both sums: it cancels
     own = torch.exp(time_first) * weight
@@ -142,7 +142,7 @@ def fast_scan() -> Iterator[None]:
     """Let transformers' Mamba and RWKV use these inside the ``with`` block."""
     stock = getattr(modeling_mamba, "mamba_selective_scan", None)
     if stock is None:
-        # Older releases have the scan inline, where nothing can be put in its place.
+        # Older releases have the scan inline, where it cannot be replaced.
         raise RuntimeError(f"transformers {transformers.__version__} has no scan to replace")
     stock_wkv = modeling_rwkv.rwkv_linear_attention
     modeling_mamba.mamba_selective_scan = selective_scan

@@ -52,7 +52,7 @@ def fit(
     Args:
         model (nn.Module): what is trained.
         args (argparse.Namespace): ``lr``, ``weight_decay``, ``steps``, ``report_every``.
-        name (str): shown beside the progress.
+        name (str): shown next to the progress.
         loss_of (Callable): takes the number of a step and returns its loss.
         scores (Callable): the shares of right answers so far, by name; called every
             ``report_every`` steps, in evaluation mode and without gradients.

@@ -1,16 +1,16 @@
-"""What an explanation costs beside the model's own work, on a 130m-shaped Mamba.
+"""What an explanation costs in addition to the model's own work, on a 130m-shaped Mamba.
 
 Random weights in the shape of mamba-130m (width 768, 1536 channels, 16 states), few layers: every
-cost here is a layer's times their number. For each length, in one run and on the same tokens: the
-model's forward (transformers' CPU path), its forward and backward, and what each method adds to the
-forward it runs, in time and in the peak memory of a process of its own. The row of a rollout is
-first checked against the product of matrices.
+cost here is that of one layer times their number. For each length, in one run and on the same
+tokens: the model's forward (transformers' CPU path), its forward and backward, and what each method
+adds to the forward it runs, in time and in the peak memory of a process of its own. The row of a
+rollout is first checked against the product of matrices.
 
     python benchmarks/end_to_end.py --layers 2 --lengths 1024 4096
 
 The model's own scan on a CPU holds three tensors of (length, 1536, 16) float32, 18 GiB at 65,536
-tokens, and reads them across their rows. Where that does not fit, `--fast-scan` puts this library's
-scan in its place: what a method adds is then measured beside a forward pass that is itself faster.
+tokens, and reads them across their rows. Where that does not fit, `--fast-scan` replaces it by this
+library's scan: what a method adds is then compared with a forward pass that is itself faster.
 `--own SECONDS` also runs transformers' own forward, in a process that is stopped after that time: a
 method that adds less than that adds less than one forward.
 
@@ -170,8 +170,10 @@ def main() -> None:
     parser.add_argument("--backward", type=int, default=512, help="longest for the own backward")
     parser.add_argument("--quadratic", type=int, default=4096, help="longest for what is quadratic")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--only", nargs="+", help="methods to measure beside the forward; all")
-    parser.add_argument("--fast-scan", action="store_true", help="in place of transformers' own")
+    parser.add_argument(
+        "--only", nargs="+", help="methods to measure in addition to the forward. Default: all"
+    )
+    parser.add_argument("--fast-scan", action="store_true", help="instead of transformers' own")
     parser.add_argument("--own", type=float, help="seconds for transformers' own forward")
     parser.add_argument("--memory", action="store_true", help="also the peak memory of each")
     parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")

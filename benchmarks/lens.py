@@ -1,4 +1,4 @@
-"""Maps of one layer beside TransformerLens's ``compute_effective_attention``.
+"""Maps of one layer compared with TransformerLens's ``compute_effective_attention``.
 
 Both read the same random-weight model of mamba-130m's or mamba2-130m's layer shape, and both start
 from token ids: each side's time holds its own forward pass and the recording of what it needs, and
@@ -98,7 +98,7 @@ def lens_sides(kind: str, length: int) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def _tokenizer() -> Any:
-    # The bridge insists on one; tokens are given as ids.
+    # The bridge needs one, though tokens are given as ids.
     from tokenizers import Tokenizer, models
 
     words = {str(k): k for k in range(1000)}
@@ -139,7 +139,7 @@ def main() -> None:
                 del theirs, ours, exact
             best = dict.fromkeys(sides, float("inf"))
             for _ in range(args.repeats):
-                for name, run in sides.items():  # in turn, so that all are disturbed alike
+                for name, run in sides.items():  # in turn, so that other load affects all alike
                     start = clock()
                     run()
                     best[name] = min(best[name], clock() - start)

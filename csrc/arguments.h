@@ -1,5 +1,5 @@
-// The operations' arguments, on any device. Python checks them with better messages; this is the last
-// guard of memory for callers of torch.ops, and holds on to what was made contiguous.
+// The operations' arguments, on any device. Python checks them with better messages; this is the
+// last guard of memory for callers of torch.ops, and it keeps alive what was made contiguous.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -20,7 +20,7 @@ void dispatch(const Tensor& x, const F& f) {
     f(float());
   } else {
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double,
-                    "captum_ssm: the kernels take float32 and float64");
+                    "captum_ssm: expected arguments of dtype float32 or float64");
     f(double());
   }
 }
@@ -32,9 +32,9 @@ const T* data(const std::optional<Tensor>& x) {
 
 inline void check_alike(const Tensor& x, const Tensor& like, int64_t dim) {
   STD_TORCH_CHECK(x.scalar_type() == like.scalar_type(),
-                  "captum_ssm: the arguments must have one dtype");
+                  "captum_ssm: expected arguments of one dtype");
   STD_TORCH_CHECK(x.is_cuda() == like.is_cuda() && x.get_device_index() == like.get_device_index(),
-                  "captum_ssm: the arguments must be on one device");
+                  "captum_ssm: expected arguments on one device");
   STD_TORCH_CHECK(x.dim() == dim, "captum_ssm: an argument has the wrong number of dimensions");
 }
 
@@ -50,7 +50,7 @@ inline Tensor rows(const Tensor& x, const Tensor& like) {
   return x.size(3) == 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
 }
 
-// Rows wanted, (B, R).
+// Rows asked for, (B, R).
 inline Tensor row_index(const Tensor& x, const Tensor& like) {
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Long && x.dim() == 2 &&
                       x.size(0) == like.size(0) && x.is_cuda() == like.is_cuda(),
@@ -60,7 +60,7 @@ inline Tensor row_index(const Tensor& x, const Tensor& like) {
 
 inline void check_range(int64_t start, int64_t stop, int64_t L) {
   STD_TORCH_CHECK(0 <= start && start < stop && stop <= L,
-                  "captum_ssm: the rows asked for leave the sequence");
+                  "captum_ssm: the rows asked for are outside the sequence");
 }
 
 // The coefficients of a diagonal recurrence.
@@ -101,7 +101,7 @@ struct HeadArguments {
     batch = query.size(0), L = query.size(1), H = query.size(2), N = query.size(3);
     STD_TORCH_CHECK(L > 0 && H > 0 && N > 0, "captum_ssm: an argument is empty");
     STD_TORCH_CHECK(erase_.has_value() == probe_.has_value(),
-                    "captum_ssm: erase and probe go together");
+                    "captum_ssm: expected both erase and probe, or neither");
     if (erase_) erase = rows(*erase_, query_), probe = rows(*probe_, query_);
     if (bonus_) bonus = rows(torch::stable::unsqueeze(*bonus_, -1), query_);
     STD_TORCH_CHECK(fits(key, H, N) && (fits(log_decay, H, 1) || fits(log_decay, H, N)) &&
@@ -123,7 +123,7 @@ struct HeadArguments {
   }
 };
 
-// What tap_rows reads, and the tensor it fills: contiguous but for its first dimension.
+// What tap_rows reads, and the tensor it fills: contiguous except in its first dimension.
 struct TapArguments {
   Tensor rows, values;
   std::optional<Tensor> left;

@@ -2,7 +2,7 @@
 # Checks that the CPU sources compile for aarch64, with a cross compiler (Debian's package
 # g++-aarch64-linux-gnu) and the headers of the torch that is installed here.
 #
-#   csrc/check_aarch64.sh       (PYTHON and CXX choose others than the defaults)
+#   csrc/check_aarch64.sh       (PYTHON and CXX override the defaults)
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

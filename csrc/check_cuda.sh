@@ -2,7 +2,7 @@
 # Checks the CUDA sources where there is no GPU: runs the kernels on the host, thread by thread,
 # against a naive reference, and compiles them and their bindings with nvcc (a CPU torch will do).
 #
-#   csrc/check_cuda.sh          (PYTHON, CXX and NVCC choose others than the defaults)
+#   csrc/check_cuda.sh          (PYTHON, CXX and NVCC override the defaults)
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Builds the CPU extension with AddressSanitizer and UndefinedBehaviorSanitizer, apart from the
-# installed one, and runs the tests of the kernels under them with every instruction set.
+# Builds the CPU extension with AddressSanitizer and UndefinedBehaviorSanitizer, separate from
+# the installed one, and runs the tests of the kernels under them with every instruction set.
 #
-#   csrc/sanitize.sh            (PYTHON=... and CXX=... choose others than the defaults)
+#   csrc/sanitize.sh            (PYTHON=... and CXX=... override the defaults)
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm import MambaLRP, MambaRollout, RawAttention, ReconstructionError, hidden_attention
-from captum_ssm._capture import Request, freeze
-from captum_ssm._capture.frozen import _Read
+from captum_ssm._capture import FrozenLayer, Request, freeze
 from captum_ssm._devices import moved
 from captum_ssm._nested import map_tensors
 from captum_ssm.mixers._weights import is_quantized
@@ -82,7 +81,12 @@ def test_every_family_can_be_offloaded(family):
 
 def tensors_of(mixer) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    map_tensors(found.append, mixer)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, mixer)
     return found
 
 
@@ -97,8 +101,9 @@ def test_all_of_a_frozen_mixer_is_moved(family):
 @some_families
 @each_method
 def test_moved_mixers_are_explained_alike(method, family, monkeypatch):
-    own = _Read.__call__
-    monkeypatch.setattr(_Read, "__call__", lambda self: moved(own(self), torch.device("cpu")))
+    own = FrozenLayer.mixer.fget
+    there = property(lambda layer: moved(own(layer), torch.device("cpu")))
+    monkeypatch.setattr(FrozenLayer, "mixer", there)
     found = method(build(family)).attribute(TOKENS, target=5)
     torch.testing.assert_close(found, expected(family, method))
 

@@ -136,6 +136,7 @@ def test_alti_logit_is_eq_8_with_explicit_matrices() -> None:
     torch.testing.assert_close(whole[0, -1], found, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*reads the padding")
 def test_contributions_are_exact_where_padding_enters_the_state() -> None:
     # RecurrentGemma's convolution and recurrence do not look at the mask.
     extra = {"attention_mask": padded("left")}

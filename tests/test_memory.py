@@ -136,7 +136,7 @@ def assert_close(model, tokens, found) -> None:
 
 
 SIZES = [("mamba2", 3, 500), ("mamba2", 1, 2048)]
-LARGER = [("qwen3_next", 1, 500), ("qwen3_next", 1, 2048), ("jamba", 1, 2048)]
+LARGER = [("qwen3_next", 1, 500), ("qwen3_next", 1, 2048)]
 SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in LARGER]
 
 
@@ -162,8 +162,10 @@ def test_estimates_are_within_a_factor_of_two_of_what_is_allocated(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["copying-mamba", "stories-rwkv", "stories-qwen3next"])
-def test_estimates_are_within_a_factor_of_two_of_the_resident_set(name: str) -> None:
-    folder, length = ROOT / "tutorials" / "models" / name, 1024
+def test_estimates_are_within_a_factor_of_two_of_the_resident_set(
+    name: str, short_calls: None
+) -> None:
+    folder, length = ROOT / "tutorials" / "models" / name, 512
     run = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "peak_memory.py"), str(folder), str(length)],
         capture_output=True,

@@ -319,6 +319,7 @@ def test_hidden_attention_is_what_impulses_measure(family, length, monkeypatch):
     assert_same(hidden_attention(model, tokens), truth, None)
 
 
+@pytest.mark.filterwarnings("ignore:.*reads the padding")
 @pytest.mark.parametrize(
     ("family", "side"),
     [*itertools.product(PROBES, ("left", "right")), *((f, "middle") for f in S6_FAMILIES)],

@@ -170,7 +170,7 @@ def accuracy(model: Any, batches: list[CopyBatch]) -> float:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as markdown, the paper's numbers beside ours."""
+    """The results as Markdown, the paper's numbers next to ours."""
     paper = PAPER.get(results["model_type"], {})
     lines = [
         "| method | layer | AUC | AP | R@K | within one | paper: AUC / AP / R@K |",

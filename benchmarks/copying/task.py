@@ -15,7 +15,7 @@ Position ``i`` predicts token ``i + 1``.  The predictions that copy are those ma
 
 The vocabulary needs no tokenizer: token ids 0 to 25 are the letters ``a`` to ``z`` and id 26 is
 ``<SEP>``.  Symbols are drawn independently and uniformly, so they repeat within a string and a
-model cannot rely on the preceding symbol alone to find its place.
+model cannot rely on the preceding symbol alone to find its position.
 
 Training and held-out strings are told apart by the string itself (:func:`is_held_out`), not by the
 seed: one string in sixteen, chosen by a fixed hash, is reserved.  :func:`make_batch` never returns
@@ -112,13 +112,13 @@ def alignment(length: int, offsets: Sequence[int] = (0,)) -> Tensor:
     Args:
         length: Length of the source string.
         offsets: Diagonals to mark, counted from the answer's own position.  ``(0,)`` marks the
-            answer alone.  A model that finds its place by the symbols before the answer draws on
-            those as well; ``(-1, 0, 1)`` accepts the direct neighbours.
+            answer alone.  A model that finds its position by the symbols before the answer draws on
+            those as well; ``(-1, 0, 1)`` accepts the direct neighbors.
 
     Returns:
         A boolean tensor of shape ``(length, 2 * length)``: row ``k`` is the prediction made at
         ``predicting_positions(length)[k]``, columns are the positions of :attr:`CopyBatch.inputs`.
-        Neighbours that would fall outside the source string are left out.
+        Neighbors outside the source string are dropped.
     """
     mask = torch.zeros(length, 2 * length, dtype=torch.bool)
     rows = torch.arange(length)
@@ -159,7 +159,7 @@ def _draw(count: int, length: int, generator: torch.Generator, held_out: bool) -
 def _without_repeats(rows: Tensor) -> Tensor:
     """The rows without repetitions, in order of first appearance.
 
-    ``torch.unique`` sorts, and cutting a sorted list short would favour the strings that start
+    ``torch.unique`` sorts, and cutting a sorted list short would favor the strings that start
     with early letters.
     """
     _, group = torch.unique(rows, dim=0, return_inverse=True)

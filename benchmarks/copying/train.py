@@ -52,7 +52,7 @@ MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
 
 # Seeds of the strings used to follow and to judge training.  The two kinds of batches could share
 # a seed and still have no string in common (see task.py); distinct seeds keep the strings looked
-# at during training apart from those behind the published number.
+# at during training apart from those of the published number.
 PROGRESS_SEED = 10_001
 EVALUATION_SEED = 20_002
 
@@ -68,7 +68,7 @@ class Accuracy:
         generated_tokens: Share of copied tokens right when the model continues its own copy.
         generated_strings: Share of strings that greedy generation copies without a mistake.
         worst_length: The lowest ``teacher_forced`` among the source lengths.
-        strings: Number of strings behind these shares.
+        strings: Number of strings that these shares are of.
     """
 
     teacher_forced: float
@@ -79,7 +79,7 @@ class Accuracy:
 
 
 def build(args: argparse.Namespace) -> PreTrainedModel:
-    """A model whose state remembers for longer than the stock initialisation lets it.
+    """A model whose state remembers for longer than the stock initialization lets it.
 
     The stock rates ``-1, -2, -3 ..`` suit long sequences of redundant text: with the time steps
     drawn here most of the state fades within a few tokens, while copying needs every token for
@@ -228,7 +228,7 @@ def model_card(
 
 A small `{kind}` that copies strings: it reads `source {SEPARATOR}` and continues with the source.
 It was trained from scratch for this repository, to be explained rather than used: the source
-token behind every copied token is known, so an explanation of this model can be checked.
+token of every copied token is known, so an explanation of this model can be checked.
 
 | | |
 |---|---|

@@ -49,8 +49,8 @@ _clock = time.perf_counter
 
 
 def seconds(*functions: Callable[[], object], repeats: int = 5) -> list[float]:
-    """The best time of each function. They take turns, so that what else the machine does
-    disturbs all of them alike; ratios are more reliable than times.
+    """The best time of each function. They take turns, so that other load on the machine
+    affects all of them alike; ratios are more reliable than times.
     """
     best = [float("inf")] * len(functions)
     for _ in range(repeats):

@@ -9,8 +9,8 @@ from captum_ssm.kernels import DiagonalCoefficients
 
 
 def recursive_halving(c: DiagonalCoefficients) -> Tensor:
-    """The fastest plain form known: halve the sequence until nothing is left, each level being
-    one batched matrix product over channels times states. One sequence, L a power of two.
+    """The fastest plain form known: halve the sequence down to single tokens, each level being one
+    batched matrix product over channels times states. One sequence, L a power of two.
     """
     dt, right, A, B, C = c.dt[0], c.right[0], c.A, c.B[0, :, 0], c.C[0, :, 0]
     length, channels = dt.shape
@@ -42,7 +42,7 @@ def recursive_halving(c: DiagonalCoefficients) -> Tensor:
 
 
 def row_recurrence(c: DiagonalCoefficients) -> Tensor:
-    """The obvious vectorised form: keep every column's decayed state, one row after the other."""
+    """The obvious vectorized form: keep every column's decayed state, one row after the other."""
     dt, right, A, B, C = c.dt[0], c.right[0], c.A, c.B[0, :, 0], c.C[0, :, 0]
     length, channels = dt.shape
     states = A.shape[1]

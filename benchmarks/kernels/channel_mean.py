@@ -1,8 +1,8 @@
 """How close is the channel-mean matrix to this machine's matrix products, and how far from PyTorch?
 
 One layer of a 130m-sized Mamba (1536 channels, 16 states). Useful work is L^2 D N flops: half
-the square, two flops a term. The ceiling is torch.mm at 2048 cubed in the same run. With the usual
-steps many states die within the sequence, and the kernel leaves out what has become zero; `dense`
+the square, two flops per term. The ceiling is torch.mm at 2048 cubed in the same run. With the
+usual steps many states die within the sequence, and the kernel skips what has become zero; `dense`
 is a layer of steps a hundred times smaller, in which every state lives to the end.
 """
 

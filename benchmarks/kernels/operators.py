@@ -1,10 +1,10 @@
-"""What a row, a matrix and an application cost for each kind of operator.
+"""Time of a row, a matrix and a product with values (matvec), for each kind of operator.
 
 Layers of the shapes people run: Mamba's diagonal recurrence, Mamba-2's scalar decay per head, a
 decay per key dimension (GLA, Kimi), the gated delta rule, softmax attention. Each operator is
 first checked against its naive form at a short length; then, in one run, a row of the channel
-mean in linear time against the same row through the matrix, and row, application and matrix by the
-kernels against the chunked PyTorch forms and, for the application, the recurrence run token by
+mean in linear time against the same row through the matrix, and row, matvec and matrix by the
+kernels against the chunked PyTorch forms and, for matvec, the recurrence run token by
 token in PyTorch.
 
     python benchmarks/kernels/operators.py --cpu-time
@@ -86,7 +86,7 @@ KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict
 
 @contextlib.contextmanager
 def torch_forms() -> Iterator[None]:
-    """Operators take the PyTorch forms, as where the extension is missing."""
+    """Operators use the PyTorch forms, as they do where the extension is missing."""
     forms = {**vars(diagonal_kernels), **vars(linear_attention_kernels)}
     compiled = {name: f for name, f in vars(kernels).items() if f"{name}_torch" in forms}
     for name in compiled:
@@ -158,26 +158,26 @@ def main() -> None:
             }
             if not isinstance(op, SoftmaxOperator):
 
-                def apply(op: TokenOperator = op, v: Tensor = v) -> Tensor:
+                def matvec(op: TokenOperator = op, v: Tensor = v) -> Tensor:
                     return op.matvec(v)
 
                 def loop(op: TokenOperator = op, v: Tensor = v) -> Tensor:
                     return token_by_token(op, v)
 
-                for what, kernel in (("row", row), ("apply", apply), ("matrix", matrix)):
+                for what, kernel in (("row", row), ("matvec", matvec), ("matrix", matrix)):
                     check(f"{name}, {what}", kernel(), in_torch(kernel)(), 1e-5)
-                check(name, apply(), loop(), 1e-4)
+                check(name, matvec(), loop(), 1e-4)
                 row_s, torch_row_s = seconds(row, in_torch(row), repeats=args.repeats)
                 matrix_s, torch_matrix_s = seconds(matrix, in_torch(matrix), repeats=2)
-                apply_s, torch_apply_s, loop_s = seconds(
-                    apply, in_torch(apply), loop, repeats=args.repeats
+                matvec_s, torch_matvec_s, loop_s = seconds(
+                    matvec, in_torch(matvec), loop, repeats=args.repeats
                 )
                 found |= {
                     "torch_row_over_row": torch_row_s / row_s,
                     "torch_matrix_over_matrix": torch_matrix_s / matrix_s,
-                    "apply_ms": 1e3 * apply_s,
-                    "torch_apply_over_apply": torch_apply_s / apply_s,
-                    "loop_over_apply": loop_s / apply_s,
+                    "matvec_ms": 1e3 * matvec_s,
+                    "torch_matvec_over_matvec": torch_matvec_s / matvec_s,
+                    "loop_over_matvec": loop_s / matvec_s,
                 }
             rows.append(found)
             print({k: round(x, 2) if isinstance(x, float) else x for k, x in found.items()})

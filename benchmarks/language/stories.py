@@ -1,4 +1,4 @@
-"""Stories: a small English in which the word behind every answer is known.
+"""Stories: a small English in which the word that decides every answer is known.
 
     Anna has a red ball. Tom has a blue kite. The dogs near the bird bark. Anna's ball is red.
     Tom sings because he is happy.
@@ -9,19 +9,19 @@ has one word that can be known from one word before it:
 ========= ============================================= ============== ==========================
 kind      example                                       rests on       rivals, which look like it
 ========= ============================================= ============== ==========================
-colour    Anna 's ball is **red**                       the colour in  the other people's colours
+color     Anna 's ball is **red**                       the color in   the other people's colors
                                                         Anna's fact
 animal    The dogs near the bird **bark**               the subject    the nearer animal
 pronoun   Tom sings near the hill because **he**        the name       the story's other names
 ========= ============================================= ============== ==========================
 
-A fact is found by its owner: objects repeat among people, colours do not. Each animal has a verb of
+A fact is found by its owner: objects repeat among people, colors do not. Each animal has a verb of
 its own, which agrees with it in number, so that the subject alone decides, over up to two phrases
 between them.
 
 Training and held-out stories are told apart by their sentences: one in eight, chosen by a hash of
 its words, is reserved. :func:`make_story` uses no reserved sentence or nothing else, so that no
-fact of a held-out story (its owner, colour and object together) was ever trained on.
+fact of a held-out story (its owner, color and object together) was ever trained on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRONOUNS = {
     **dict.fromkeys(("Anna", "Emma", "Lucy", "Mia"), "she"),
     **dict.fromkeys(("Ben", "Paul", "Sam", "Tom"), "he"),
 }
-COLOURS = ("red", "blue", "green", "yellow", "black", "white", "brown", "pink")
+COLORS = ("red", "blue", "green", "yellow", "black", "white", "brown", "pink")
 OBJECTS = ("ball", "box", "kite", "cup", "hat", "book", "car", "doll")
 VERBS = {
     "dog": "barks",
@@ -62,7 +62,7 @@ WORDS: tuple[str, ...] = (
     *(UNKNOWN, PADDING),
     *FUNCTION_WORDS,
     *PRONOUNS,
-    *COLOURS,
+    *COLORS,
     *OBJECTS,
     *VERBS,
     *VERBS.values(),
@@ -73,7 +73,7 @@ WORDS: tuple[str, ...] = (
 IDS = {word: index for index, word in enumerate(WORDS)}
 UNKNOWN_ID, PADDING_ID = IDS[UNKNOWN], IDS[PADDING]
 
-KINDS = ("colour", "animal", "pronoun")
+KINDS = ("color", "animal", "pronoun")
 PEOPLE = 4
 """People in a story at most; at least two."""
 
@@ -88,7 +88,7 @@ class Question:
 
     Attributes:
         kind: One of :data:`KINDS`.
-        position: The token at which the answer is predicted; the answer stands behind it.
+        position: The token at which the answer is predicted; the answer is the token after it.
         cause: The token that the answer rests on.
         rivals: Tokens that would lead to another answer, were they taken for the cause.
     """
@@ -132,7 +132,7 @@ def make_story(
         length: Sentences are added until the story has so many words.
         held_out: The side of the split its sentences come from.
         people: How many people have something.
-        last: A kind of question: one sentence with it is added at the end. A colour is asked
+        last: A kind of question: one sentence with it is added at the end. A color is asked
             for only when everyone's has been told.
     """
     words: list[str] = []
@@ -147,11 +147,11 @@ def make_story(
             fact = facts.pop(0)
             owners[fact[0]] = start
             words.extend(fact)
-        elif kind == "colour":
+        elif kind == "color":
             at = owners.pop(rng.choice(list(owners)))
-            colour = words[at + 3]
-            rivals = (i for i, word in enumerate(words) if word in COLOURS and word != colour)
-            words.extend([words[at], "'s", words[at + 4], "is", colour, "."])
+            color = words[at + 3]
+            rivals = (i for i, word in enumerate(words) if word in COLORS and word != color)
+            words.extend([words[at], "'s", words[at + 4], "is", color, "."])
             questions.append(Question(kind, start + 3, at + 3, tuple(rivals)))
         elif kind == "animal":
             words.extend(_drawn(lambda: _animal(rng), held_out))
@@ -163,11 +163,11 @@ def make_story(
             questions.append(Question(kind, len(words) - 5, start, tuple(rivals)))
 
     add("fact")
-    # Before a last question about a colour everyone's has been told.
-    while len(words) < length or (last == "colour" and facts):
+    # Before a last question about a color everyone's has been told.
+    while len(words) < length or (last == "color" and facts):
         # One owner is left for the last question.
-        ask = len(owners) > (last == "colour")
-        weights = {"fact": 2 * len(facts), "colour": 2 * ask, "animal": 1, "pronoun": 1}
+        ask = len(owners) > (last == "color")
+        weights = {"fact": 2 * len(facts), "color": 2 * ask, "animal": 1, "pronoun": 1}
         add(*rng.choices(list(weights), list(weights.values())))
     if last is not None:
         add(last)
@@ -183,10 +183,10 @@ def _drawn(sentence: Callable[[], list[str]], held_out: bool) -> list[str]:
 def _facts(rng: random.Random, people: int, held_out: bool) -> list[list[str]]:
     facts: list[list[str]] = []
     while len(facts) < people:
-        name, colour, thing = (rng.choice(x) for x in (list(PRONOUNS), COLOURS, OBJECTS))
-        fact = [name, "has", "a", colour, thing, "."]
+        name, color, thing = (rng.choice(x) for x in (list(PRONOUNS), COLORS, OBJECTS))
+        fact = [name, "has", "a", color, thing, "."]
         taken = {word for other in facts for word in (other[0], other[3])}
-        if is_held_out(fact) == held_out and not taken & {name, colour}:
+        if is_held_out(fact) == held_out and not taken & {name, color}:
             facts.append(fact)
     return facts
 
@@ -227,7 +227,7 @@ def make_batch(
 def held_out_story(rng: random.Random, length: int, kind: str, people: int = PEOPLE) -> Story:
     """A held-out story that ends with a question of a kind.
 
-    The question has a rival; of a colour there are those of all other people. The arguments are
+    The question has a rival; of a color there are those of all other people. The arguments are
     those of :func:`make_story`.
     """
     while True:
@@ -260,7 +260,7 @@ def held_out_questions(
 ) -> Questions:
     """Questions of one kind, on held-out stories.
 
-    Every question has a rival; of a colour there are those of all other people.
+    Every question has a rival; of a color there are those of all other people.
 
     Args:
         n: How many.
@@ -274,7 +274,7 @@ def held_out_questions(
     """
     length = 12 + 9 * people if length is None else length
     rng = random.Random(seed)
-    gives = dict(zip(COLOURS, COLOURS, strict=True)) | VERBS | PRONOUNS
+    gives = dict(zip(COLORS, COLORS, strict=True)) | VERBS | PRONOUNS
     tokens, answers, foils, causes = [], [], [], []
     rivals = torch.zeros(n, length, dtype=torch.bool)
     for _ in range(1000 * n + 1000):

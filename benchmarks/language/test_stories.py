@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 from stories import (
-    COLOURS,
+    COLORS,
     IDS,
     KINDS,
     PEOPLE,
@@ -41,7 +41,7 @@ def sentences(story: Story) -> list[list[str]]:
 
 def known_from(kind: str, cause: str) -> str:
     """The answer that a word gives away."""
-    return {"colour": {c: c for c in COLOURS}, "animal": VERBS, "pronoun": PRONOUNS}[kind][cause]
+    return {"color": {c: c for c in COLORS}, "animal": VERBS, "pronoun": PRONOUNS}[kind][cause]
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -59,8 +59,8 @@ def test_an_answer_follows_from_its_cause(kind: str, held_out: bool) -> None:
             for rival in question.rivals:
                 assert rival <= question.position
                 assert answer != known_from(question.kind, story.words[rival])
-            if question.kind == "colour":
-                # The fact names the asked owner, and nothing else says the colour.
+            if question.kind == "color":
+                # The fact names the asked owner, and nothing else says the color.
                 assert story.words[question.cause - 3] == story.words[question.position - 3]
                 assert story.words[: question.position].count(answer) == 1
 
@@ -83,7 +83,7 @@ def test_a_batch_marks_where_answers_are_predicted() -> None:
     tokens, asked = make_batch(16, random.Random(0), 64)
     assert tokens.shape == asked.shape == (16, 64)
     answers = {WORDS[i] for i in tokens[:, 1:][asked[:, :-1]].tolist()}
-    assert answers <= {*COLOURS, *VERBS.values(), *PRONOUNS.values()}
+    assert answers <= {*COLORS, *VERBS.values(), *PRONOUNS.values()}
     assert asked.any(1).all()
     assert not asked[:, -1].any()
 
@@ -99,7 +99,7 @@ def test_questions_are_cut_where_they_are_asked(kind: str, people: int) -> None:
     for foil, row, marked in zip(found.foils.tolist(), found.tokens, found.rivals, strict=True):
         assert WORDS[foil] in {known_from(kind, WORDS[i]) for i in row[marked].tolist()}
     assert not found.rivals.gather(1, found.causes[:, None]).any()
-    if kind == "colour":
+    if kind == "color":
         assert (found.tokens == IDS["has"]).sum(1).eq(people).all()
 
 
@@ -116,7 +116,7 @@ def test_the_tokenizer_reads_and_writes_english(tmp_path: Path) -> None:
 
 def test_a_length_that_no_story_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="have 10 words, 4 people"):
-        held_out_questions(1, "colour", length=10)
+        held_out_questions(1, "color", length=10)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

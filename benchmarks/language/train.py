@@ -180,7 +180,7 @@ def model_card(
         "made with": f"torch {torch.__version__}, transformers {transformers.__version__}",
     }
     asked = {
-        "colour": "Anna has a red ball. ... Anna's ball is **red**",
+        "color": "Anna has a red ball. ... Anna's ball is **red**",
         "animal": "The dogs near the bird **bark**",
         "pronoun": "Tom sings near the hill because **he**",
     }
@@ -191,8 +191,8 @@ def model_card(
 
 A small `{kind}` that goes on with stories such as "Anna has a red ball. Tom has a blue kite. The
 dogs near the bird bark. Anna's ball is red." It was trained from scratch for this repository, to
-be explained rather than used: the word behind every answer is known, so an explanation of this
-model can be checked.
+be explained rather than used: the word that decides every answer is known, so an explanation
+of this model can be checked.
 
 | | |
 |---|---|
@@ -205,7 +205,7 @@ Answers given first, of {metrics["stories"]} held-out questions of each kind on 
 |---|---|
 {table(scores)}
 
-{warning}No sentence of a held-out story was trained on: a fact is held out with its owner, colour
+{warning}No sentence of a held-out story was trained on: a fact is held out with its owner, color
 and object together.
 
 ```python

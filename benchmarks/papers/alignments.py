@@ -11,7 +11,7 @@
 The checkpoint is a language model fine-tuned on "source separator target" (the paper's, on IWSLT17,
 are not published). The text is forced: each word of the reference translation is aligned to the
 source word with the highest score, and the links are compared with gold ones by the alignment error
-rate (Och & Ney, 2003) over all sentences. The gold file has a line a sentence, as "0-0 1p2": a
+rate (Och & Ney, 2003) over all sentences. The gold file has one line per sentence, as "0-0 1p2": a
 minus for a sure link, a p for a possible one, source first. Vilar et al.'s (2006) German-English
 alignments are such a file, whose words count from one; for IWSLT17 the paper took what AwesomeAlign
 (Dou & Neubig, 2021) finds, which writes such files too, counting from zero.
@@ -76,7 +76,7 @@ TABLE = {
 Pair = tuple[list[str], list[str], set[tuple[int, int]], set[tuple[int, int]]]
 """Source words, target words, sure links and possible links (source, target), the sure included."""
 Maps = Callable[[Tensor, int], list[Tensor]]
-"""Ids ``(1, L)`` and where the target starts, to maps ``(T, L - 1)``, one a layer or one in all."""
+"""Ids ``(1, L)`` and the target's start, to maps ``(T, L - 1)``, one per layer or one in all."""
 
 
 def gold_links(line: str, first: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
@@ -85,7 +85,9 @@ def gold_links(line: str, first: int) -> tuple[set[tuple[int, int]], set[tuple[i
     for each in line.split():
         parts = each.replace("p", "-").split("-")
         if len(parts) != 2 or not all(part.isdigit() for part in parts):
-            raise SystemExit(f"{each!r} is no link; accepted are such as 0-0 (sure) and 0p0.")
+            raise SystemExit(
+                f"{each!r} is no link; expected links such as 0-0 (sure) and 0p0 (possible)."
+            )
         link = (int(parts[0]) - first, int(parts[1]) - first)
         if min(link) < 0:
             raise SystemExit(f"{each!r} lies before the first word; see --first-index.")
@@ -195,10 +197,10 @@ def methods(model: Any) -> Iterator[tuple[str, Maps]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--checkpoint", required=True, help="a folder or hub name")
-    parser.add_argument("--alignments", type=Path, required=True, help="a line a sentence")
+    parser.add_argument("--alignments", type=Path, required=True, help="one line per sentence")
     parser.add_argument("--first-index", type=int, default=0, help="of a word in the alignments")
-    parser.add_argument("--source", type=Path, help="a line a sentence")
-    parser.add_argument("--target", type=Path, help="a line a sentence")
+    parser.add_argument("--source", type=Path, help="one line per sentence")
+    parser.add_argument("--target", type=Path, help="one line per sentence")
     parser.add_argument("--encoding", default="utf-8", help="of source and target")
     parser.add_argument(
         "--data", help="instead: a data set with a column translation; hub name, folder or file"

@@ -9,8 +9,8 @@ likeliest wrong option's probability less the right one's, the misclassification
 become the shots. An explanation of the right answer, on the proxy, picks the words of each shot
 that speak for it most, and its rationale names them: "The key words: ... are important clues to
 predict ... as the correct answer." The large model reads the shots, writes a rationale for the
-question and answers by the likeliest option. Beside it, the same shots without rationales, and no
-shots.
+question and answers by the likeliest option. For comparison, the same shots without rationales,
+and no shots.
 
 --data is a task of BIG-Bench Hard as published (snarks.json, formal_fallacies.json: a list
 "examples" of "input" and "target"), or a data set of questions with choices (tau/commonsense_qa).
@@ -100,7 +100,7 @@ def load(name: str, limit: int | None) -> list[Question]:
 
 
 class Answerer:
-    """A language model that answers by the likeliest option behind a prompt.
+    """A language model that answers by the likeliest option after a prompt.
 
     Args:
         model (nn.Module): a causal language model of transformers.
@@ -119,7 +119,7 @@ class Answerer:
         return torch.tensor([self.ids(text)], device=self.model.device)
 
     def probabilities(self, prompt: str, question: Question) -> Tensor:
-        """Of each option behind the prompt, ``(options,)``, adding up to one."""
+        """Of each option after the prompt, ``(options,)``, adding up to one."""
         with torch.no_grad():
             found = log_likelihoods(
                 self.model, self.prompt(prompt), [self.ids(f" {o}") for o in question.options]

@@ -2,7 +2,7 @@
 
     python benchmarks/papers/arc_easy.py --checkpoint state-spaces/mamba-1.4b-hf --limit 200
 
-The model answers zero-shot, by the option whose text is likeliest behind the question. Explained
+The model answers zero-shot, by the option whose text is likeliest after the question. Explained
 is the right option: every token of the question by its relevance for the option's tokens, summed.
 From a question of UNK the most relevant tokens come back first (activation), or the least relevant
 become UNK first (pruning); the options themselves stay.
@@ -44,7 +44,7 @@ NOTES = (
 
 
 def log_likelihoods(model: Any, prompts: Tensor, options: list[list[int]]) -> Tensor:
-    """Of each option behind each prompt: ids ``(B, P)``, and lists of ids, to ``(B, options)``."""
+    """Of each option after each prompt: ids ``(B, P)``, and lists of ids, to ``(B, options)``."""
     B, P = prompts.shape
     rows, mask = (t.to(prompts.device) for t in padded(options, 0))
     n, T = rows.shape

@@ -15,36 +15,34 @@ from captum.attr import (
 )
 from torch import Tensor, nn
 
-from captum_ssm import (
-    LaTIM,
-    MambaAttribution,
-    MambaLRP,
-    MambaRollout,
-    RawAttention,
-    UnifiedImplicitAttention,
-)
+from captum_ssm.attr import methods
 from captum_ssm.models import VisionMamba
 
 Explanation = Callable[[Tensor, Tensor], Tensor]
 """Images ``(B, 3, H, W)`` and classes ``(B,)`` to relevance in the images' shape."""
 
 
+# The tables' rows: the name of a method and its options. "hidden" is Ali et al., "unified" Zimerman
+# et al.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Raw attention, hidden": ("raw-attention", {}),
+    "Raw attention, unified": ("unified", {"aggregation": "raw"}),
+    "Rollout, hidden": ("rollout", {}),
+    "Rollout, unified": ("unified", {"aggregation": "rollout"}),
+    "Attribution, hidden": ("mamba-attribution", {}),
+    "Attribution, unified": ("unified", {}),
+    "LaTIM, ALTI-Logit": ("latim", {"activation": "gate"}),
+    "MambaLRP": ("mamba-lrp", {}),
+}
+
+
 def of_this_library(forward_func: Any, model: Any = None) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Methods of this library and their options: "hidden" is Ali et al., "unified" Zimerman et al.
+    """Methods of this library and their options.
 
     The arguments are those of every method's constructor.
     """
-    unified = UnifiedImplicitAttention(forward_func, model)
-    return {
-        "Raw attention, hidden": (RawAttention(forward_func, model), {}),
-        "Raw attention, unified": (unified, {"aggregation": "raw"}),
-        "Rollout, hidden": (MambaRollout(forward_func, model), {}),
-        "Rollout, unified": (unified, {"aggregation": "rollout"}),
-        "Attribution, hidden": (MambaAttribution(forward_func, model), {}),
-        "Attribution, unified": (unified, {}),
-        "LaTIM, ALTI-Logit": (LaTIM(forward_func, model), {"activation": "gate"}),
-        "MambaLRP": (MambaLRP(forward_func, model), {}),
-    }
+    known = methods()
+    return {row: (known[name](forward_func, model), opts) for row, (name, opts) in ROWS.items()}
 
 
 def of_images(model: VisionMamba, baseline: Tensor | float) -> dict[str, Explanation]:

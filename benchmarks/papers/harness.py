@@ -26,7 +26,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--limit", type=int, help="this many samples; all if left out")
+    parser.add_argument("--limit", type=int, help="this many samples; default: all")
     parser.add_argument("--methods", nargs="+", help="those whose names hold one of these")
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
     parser.add_argument("--output", type=Path, default=RESULTS, help="a folder")
@@ -129,7 +129,7 @@ def table(
     paper: Mapping[str, Mapping[str, float]],
     columns: Mapping[str, tuple[str, float]],
 ) -> str:
-    """A Markdown table, a method a row, the paper's numbers in round brackets."""
+    """A Markdown table, one row per method, the paper's numbers in round brackets."""
     head = ["Method", *(heading for heading, _ in columns.values())]
     lines = [_row(head), "|---" + "|---:" * len(columns) + "|"]
     for method, row in scores.items():

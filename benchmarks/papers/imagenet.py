@@ -29,7 +29,7 @@ def vision_mamba(name: str) -> VisionMamba:
         path = Path(download("/".join(parts[:2]), parts[2]))
     if path.suffix == ".safetensors":
         return VisionMamba.from_state_dict(required("safetensors.torch").load_file(path))
-    # The published files hold the options of their training beside the weights.
+    # The published files hold the options of their training in addition to the weights.
     with torch.serialization.safe_globals([argparse.Namespace]):
         return VisionMamba.from_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 

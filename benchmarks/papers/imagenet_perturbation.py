@@ -40,7 +40,7 @@ SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 def labelled_files(folder: Path, classes: int) -> list[tuple[Path, int]]:
-    """The images in a folder of folders, one a class, with their classes.
+    """The images in a folder of folders, one per class, with their classes.
 
     The classes are numbered by the folders' names, as WordNet ids number those of ImageNet. The
     images are sorted by their own names, so the first ones are of many classes.
@@ -49,7 +49,7 @@ def labelled_files(folder: Path, classes: int) -> list[tuple[Path, int]]:
     if len(folders) != classes:
         raise SystemExit(
             f"--data {folder}: {len(folders)} folders in it, and the model has {classes} classes; "
-            "one folder a class is needed, as in val/n01440764/ILSVRC2012_val_00000293.JPEG."
+            "expected one folder per class, as in val/n01440764/ILSVRC2012_val_00000293.JPEG."
         )
     found = [
         (path, label)

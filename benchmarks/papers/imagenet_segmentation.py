@@ -48,7 +48,7 @@ NOTES = (
 class SegmentedImages:
     """Images and masks of ``gtsegs_ijcv.mat``, read one at a time.
 
-    The file is HDF5: ``value/img`` refers to images, stored as (colours, columns, rows), and
+    The file is HDF5: ``value/img`` refers to images, stored as (colors, columns, rows), and
     ``value/gt`` to a reference to each mask, stored as (columns, rows), 1 on the object.
     """
 

@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from captum_ssm import MambaAttribution, MambaLRP
+from captum_ssm.attr import methods
 from captum_ssm.metrics import Interval, alignment_error_rate, segmentation
 from captum_ssm.models import VisionMamba
 
@@ -51,7 +52,7 @@ def offline(tmp_path, monkeypatch) -> None:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and the end of text that stands for UNK, as in GPT-NeoX's."""
+    """One token per byte, and the end of text that stands for UNK, as in GPT-NeoX's."""
     letters = {letter: k for k, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(letters, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,7 +75,7 @@ def language_model(tmp_path) -> Path:
 
 @pytest.fixture
 def vision_checkpoint(tmp_path) -> Path:
-    """As published: weights beside the options of the training."""
+    """As published: weights, and the options of the training."""
     model = VisionMamba((16, 16), 4, classes=3, width=8, depth=2, state=4)
     path = tmp_path / "vim.pth"
     torch.save({"model": model.state_dict(), "args": argparse.Namespace(lr=1e-3), "epoch": 3}, path)
@@ -353,7 +354,7 @@ def test_arc_easy(language_model, arc, tmp_path):
 def test_gold_links():
     assert alignments.gold_links("1-1 2p3", first=1) == ({(0, 0)}, {(0, 0), (1, 2)})
     assert alignments.gold_links("", first=0) == (set(), set())
-    with pytest.raises(SystemExit, match="accepted are such as 0-0"):
+    with pytest.raises(SystemExit, match="expected links such as 0-0"):
         alignments.gold_links("1:2", first=0)
     with pytest.raises(SystemExit, match="--first-index"):
         alignments.gold_links("0-0", first=1)
@@ -562,7 +563,7 @@ def test_names_of_the_hub_are_asked_of_the_hub(monkeypatch):
     assert harness.dataset("allenai/ai2_arc", "ARC-Easy", "test", 9)["a"] == [1, 2]
 
 
-def test_the_paper_s_numbers_stand_beside_ours():
+def test_the_paper_s_numbers_stand_next_to_ours():
     scores = {"A": {"x": Interval(0.5, 0.25, 0.75, 9)}, "B": {"x": Interval(0.1, 0.1, 0.1, 9)}}
     text = harness.table(scores, {"A": {"x": 51.2}}, {"x": ("X ↑", 100)})
     assert text.splitlines()[2:] == [
@@ -588,3 +589,10 @@ def test_methods_explain_in_the_shape_of_their_input() -> None:
     last: Callable[..., Tensor] = lambda x: language(x).logits[:, -1]  # noqa: E731
     for name, method in of_token_ids(last, language.get_input_embeddings(), 256).items():
         assert method(ids, target=classes).shape == ids.shape, name
+
+
+def test_every_method_of_the_library_is_compared() -> None:
+    from explanations import ROWS
+
+    own = {name for name, cls in methods().items() if cls.__module__.startswith("captum_ssm.")}
+    assert own == {name for name, _ in ROWS.values()}

@@ -121,7 +121,7 @@ def batches(examples: int, context: int, seed: int) -> list[PasskeyBatch]:
 
 
 def chance(context: int) -> dict[str, float]:
-    """The shares that a score drawn at random would reach."""
+    """The shares of a score drawn at random."""
     return {
         "token": 1 / context,
         "record": RECORD_LENGTH / context,
@@ -178,7 +178,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """The markdown file beside the JSON."""
+    """The Markdown file next to the JSON."""
     reached = "\n".join(
         f"| {context} | {each['answered']:.2%} | {each['generated']:.2%} | "
         f"{each['explained']:.2%} |"
@@ -201,7 +201,7 @@ other examples of {CONTEXT} tokens.
 
 The hidden attention (first four lines) relates the inputs of the scan, in which the convolution has
 already mixed every token with the three before it. Its largest score therefore often lies one or
-two tokens behind the right value, which counts as a miss here.
+two tokens after the right value, which counts as a miss here.
 
 {table(results)}
 """

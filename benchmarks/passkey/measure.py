@@ -59,7 +59,7 @@ def largest_at(rows: Tensor, batch: PasskeyBatch) -> dict[str, Tensor]:
     which neither holds points at filler.
 
     Args:
-        rows: Relevance of the context, ``(examples, 1, context)``: a row for each answer.
+        rows: Relevance of the context, ``(examples, 1, context)``: one row per answer.
         batch: The examples, with one question each.
     """
     largest = rows.argmax(-1)

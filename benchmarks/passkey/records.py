@@ -1,8 +1,8 @@
 """The passkey task: records of a key and a value among filler, and a question about one of them.
 
 ``x q <KEY> B 4 m s <KEY> P 9 t ... <QUERY> B`` is to be continued by ``4``. A model can only know
-the answer from the value of the record with the asked key, so the token behind every answer is
-known, and with it what an explanation should point at and what it should not: the values of the
+the answer from the value of the record with the asked key, so the token that decides every answer
+is known, and with it what an explanation should point at and what it should not: the values of the
 other records, which look just like the right one.
 
 Layout, for a context of ``n`` tokens::
@@ -157,8 +157,8 @@ def _draw(
     asked = torch.randint(records, (n, questions), generator=generator)
     marks = torch.full((n, records, 1), KEY_ID)
     whole = torch.cat([marks, _records(n, records, generator, held_out)], -1)
-    places = starts[..., None] + torch.arange(RECORD_LENGTH)
-    tokens.scatter_(1, places.flatten(1), whole.flatten(1))
+    positions = starts[..., None] + torch.arange(RECORD_LENGTH)
+    tokens.scatter_(1, positions.flatten(1), whole.flatten(1))
     chosen = whole.gather(1, asked[..., None].expand(-1, -1, RECORD_LENGTH)).clone()
     chosen[..., 0] = QUERY_ID
     return PasskeyBatch(torch.cat([tokens, chosen.flatten(1)], 1), context, starts, asked)

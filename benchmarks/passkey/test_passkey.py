@@ -34,8 +34,8 @@ def generator(seed: int) -> torch.Generator:
 
 def records_of(batch: PasskeyBatch) -> torch.Tensor:
     """Key and value of every record, ``(examples, records, 2)``."""
-    places = batch.starts[..., None] + torch.arange(1, RECORD_LENGTH)
-    return batch.tokens.gather(1, places.flatten(1)).view_as(places)
+    positions = batch.starts[..., None] + torch.arange(1, RECORD_LENGTH)
+    return batch.tokens.gather(1, positions.flatten(1)).view_as(positions)
 
 
 @pytest.mark.parametrize(("context", "records", "questions"), [(3, 1, 1), (12, 4, 8), (64, 4, 2)])

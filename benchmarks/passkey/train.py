@@ -129,8 +129,8 @@ def model_card(
 
 A small `MambaForCausalLM` that looks up a value by its key: it reads records such as
 `<KEY> B 4` among filler, then `<QUERY> B`, and continues with `4`. It was trained
-from scratch for this repository, to be explained rather than used: the record behind every answer
-is known, so an explanation of this model can be checked.
+from scratch for this repository, to be explained rather than used: the record that decides every
+answer is known, so an explanation of this model can be checked.
 
 | | |
 |---|---|

@@ -107,7 +107,7 @@ PAPER = {
 
 
 def without_s6(call: MixerCall) -> FrozenMixer:
-    """The mixer with the identity in place of its recurrence (Zimerman et al., table 4)."""
+    """The mixer with its recurrence replaced by the identity (Zimerman et al., table 4)."""
     mixer: Any = freeze_bidirectional(call)
     scans = tuple(
         dataclasses.replace(scan, recurrence=SkipOperator(torch.ones_like(scan.inputs)))
@@ -241,9 +241,7 @@ def layer_table(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument(
-        "--limit", type=int, help="this many held-out images; all of them if left out"
-    )
+    parser.add_argument("--limit", type=int, help="this many held-out images; default: all of them")
     parser.add_argument("--removal", default="black", choices=["black", "mean", "blur"])
     parser.add_argument("--methods", nargs="*", help="those whose names hold one of these")
     parser.add_argument("--batch-size", type=int, default=90)

@@ -6,7 +6,7 @@ As Zimerman et al. (2025, appendix B) use Mamba-Attribution: a classifier knows 
 only, its explanations of the labels become masks, and a segmentation network learns from those.
 Here the classifier is the digits model, maps become masks by Otsu's threshold (1979), and the
 network is four small convolutions. It is scored on held-out images against the digits' true
-masks, beside the same network trained on true masks and on masks of random maps.
+masks, and compared with the same network trained on true masks and on masks of random maps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def otsu(maps: Tensor) -> Tensor:
     """
     ranked = maps.flatten(1).double().sort(1).values
     count = ranked.shape[1]
-    below = torch.arange(1, count) / count  # share of the lower class, were it cut behind each
+    below = torch.arange(1, count) / count  # share of the lower class, were it cut after each
     mean, lower = ranked.mean(1, keepdim=True), ranked.cumsum(1)[:, :-1] / count
     between = (below * mean - lower).square() / (below * (1 - below))
     # Equal values belong to one class.
@@ -91,8 +91,8 @@ def learnt(images: Tensor, masks: Tensor, unseen: Tensor, epochs: int, seed: int
                 optimizer.step()
     with torch.no_grad():
         known = model(images).flatten()
-        beside = int((1 - masks.mean()) * known.numel())
-        cut = known.kthvalue(max(1, beside)).values
+        outside = int((1 - masks.mean()) * known.numel())
+        cut = known.kthvalue(max(1, outside)).values
         return (model(unseen)[:, 0] > cut).float()
 
 
@@ -118,7 +118,7 @@ def table(results: dict[str, dict[str, dict[str, Interval]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=300, help="to learn from")
-    parser.add_argument("--limit", type=int, help="this many held-out images; all if left out")
+    parser.add_argument("--limit", type=int, help="this many held-out images; default: all")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--methods", nargs="*", help="those whose names hold one of these")
     parser.add_argument("--output", type=Path, default=HERE / "results")

@@ -24,7 +24,7 @@ def test_otsus_threshold_by_hand_and_by_search():
         assert between(float(cut)) == pytest.approx(max(between(t) for t in values))
 
 
-def test_masks_take_any_scale_and_colours():
+def test_masks_take_any_scale_and_colors():
     relevance = torch.zeros(1, 3, 4, 4)
     relevance[0, :, 1:3, 1:3] = torch.tensor([1e-6, 2e-6, -1e-6])[:, None, None]
     expected = torch.zeros(1, 4, 4)

@@ -24,26 +24,63 @@ from captum_ssm.operators import DiagonalOperator
 
 
 @dataclass(frozen=True)
+class Made:
+    """A mixer that was frozen while the model ran, and its output ``(B, L, E)``."""
+
+    mixer: FrozenMixer | None
+    output: Tensor
+    rounding: float
+
+
+@dataclass
 class FrozenLayer:
     """One visited mixer: its recorded call and its frozen form.
 
     Args:
         name (str): the module's path; a module's later visits carry ``":1"``, ``":2"``, ...
-        call (MixerCall): what was recorded.
+        call (MixerCall): what was recorded, on the device of the first mixer.
         stage (int): its step through the residual stream; mixers that a block runs side by
             side, on the same tokens, share one.
-        read (Callable): reads the operator off the call, and checks it.
+        source (MixerCall): what was recorded, on the device of its own weights.
+        made (Made, optional): what was frozen while the model ran.
+        mask (Tensor, optional): ``(B, L)``, zero for padding.
+        check (bool): compare the frozen mixer with what the mixer returned.
     """
 
     name: str
     call: MixerCall
     stage: int
-    read: Callable[[], FrozenMixer] = field(repr=False)
+    source: MixerCall = field(repr=False)
+    made: Made | None = field(repr=False)
+    mask: Tensor | None = field(repr=False)
+    check: bool = field(repr=False)
+    is_new: bool = field(default=True, init=False, repr=False)
 
     @property
     def mixer(self) -> FrozenMixer:
-        """The operator, made anew at each access: of a deep model only one needs to exist."""
-        return self.read()
+        """The frozen mixer, checked the first time.
+
+        It is read anew at each access, unless it was frozen while the model ran: of a deep model
+        only one needs to exist.
+        """
+        with exact_arithmetic():
+            mixer = None if self.made is None else self.made.mixer
+            if mixer is None:
+                mixer = self._read()
+            if self.is_new:
+                warn_if_padding_is_read(self.name, self.source, mixer, self.mask)
+            self.is_new = False
+        device = self.call.output.device
+        return mixer if self.source.output.device == device else moved(mixer, device)
+
+    def _read(self) -> FrozenMixer:
+        adapter, call = find_adapter(self.source.module), self.source
+        assert adapter is not None
+        with weights_loaded(call.module):
+            mixer = adapter(call)
+        if self.check and self.is_new:
+            check_reconstruction(self.name, call, mixer.output(), self.mask, mixer.rounding)
+        return mixer
 
 
 @dataclass(frozen=True)
@@ -151,15 +188,6 @@ class FrozenModel:
                 f"a path: {', '.join(by_name)}."
             )
         return self.layers[index]
-
-
-@dataclass(frozen=True)
-class Made:
-    """A mixer that was frozen while the model ran, and its output ``(B, L, E)``."""
-
-    mixer: FrozenMixer | None
-    output: Tensor
-    rounding: float
 
 
 class Substitution:
@@ -332,48 +360,12 @@ def _frozen_layers(
         known = made[i] if i < len(made) else None
         if known is not None and check:
             check_reconstruction(name, call, known.output, recording.mask, known.rounding)
-        read = _Read(name, call, known, recording.mask, check, recording.device)
-        layers.append(FrozenLayer(name, here, stage, read))
+        layers.append(FrozenLayer(name, here, stage, call, known, recording.mask, check))
     return layers
 
 
 def _brought(call: MixerCall, device: torch.device) -> MixerCall:
     return call if call.output.device == device else moved(call, device)
-
-
-class _Read:
-    # Reads a mixer off its call each time it is asked, unless that was done while the model ran,
-    # and checks what it read the first time.
-    def __init__(
-        self,
-        name: str,
-        call: MixerCall,
-        made: Made | None,
-        mask: Tensor | None,
-        check: bool,
-        device: torch.device,
-    ) -> None:
-        self.name, self.call, self.made, self.mask = name, call, made, mask
-        self.check, self.device, self.first = check, device, True
-
-    def __call__(self) -> FrozenMixer:
-        with exact_arithmetic():
-            mixer = None if self.made is None else self.made.mixer
-            if mixer is None:
-                mixer = self._read()
-            if self.first:
-                warn_if_padding_is_read(self.name, self.call, mixer, self.mask)
-            self.first = False
-        return mixer if self.call.output.device == self.device else moved(mixer, self.device)
-
-    def _read(self) -> FrozenMixer:
-        adapter = find_adapter(self.call.module)
-        assert adapter is not None
-        with weights_loaded(self.call.module):
-            mixer = adapter(self.call)
-        if self.check and self.first:
-            check_reconstruction(self.name, self.call, mixer.output(), self.mask, mixer.rounding)
-        return mixer
 
 
 def _side_by_side(first: MixerCall, second: MixerCall) -> bool:

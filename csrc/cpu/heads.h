@@ -1,4 +1,4 @@
-// What the kernels of recurrences on a matrix-valued state take (for the algebra, see
+// The arguments of the kernels of recurrences on a matrix-valued state (for the algebra, see
 // captum_ssm/kernels/linear_attention.py). Free of torch.
 #pragma once
 
@@ -43,7 +43,8 @@ struct HeadsRun {
   double* elapsed;      // (heads, heads_padded(N)) sums of the log decays, or null
 };
 
-// Rows of the maps of heads [h0, h1): the backward run whose inputs are unit vectors, one a column.
+// Rows of the maps of heads [h0, h1): the backward run whose inputs are unit vectors, one per
+// column.
 template <class T>
 struct HeadRows {
   Heads<T> heads;
@@ -61,7 +62,7 @@ template <class T>
 struct HeadsKernels {
   int64_t (*padded)(int64_t states);  // N in steps of whole vectors
 
-  // Few columns, one vector a state: all heads side by side, token by token.
+  // Few columns, one vector per state: all heads side by side, token by token.
   int64_t (*narrow_scratch)(const HeadsRun<T>&);
   void (*narrow)(const HeadsRun<T>&, T* scratch);
   // state <- state + exp(elapsed) before, as in HeadsRun: joins two stretches.

@@ -1,5 +1,5 @@
-// What the CPU kernels take and the table through which one instruction set's version of them is
-// called. Free of torch: the kernels see pointers and sizes; diagonal.cpp,
+// The arguments of the CPU kernels, and the table through which one instruction set's version of
+// them is called. Free of torch: the kernels see pointers and sizes; diagonal.cpp,
 // linear_attention.cpp and taps.cpp see tensors.
 #pragma once
 
@@ -26,7 +26,8 @@ struct Maps {
   int64_t L, D, N, G, K;
 
   int64_t group(int64_t d) const { return d / (D / G); }
-  int64_t reach() const { return conv ? K - 1 : 0; }  // columns a source reaches further left
+  // Columns by which taps extend a source to the left.
+  int64_t reach() const { return conv ? K - 1 : 0; }
 };
 
 // A run of the recurrence over time and a range of channels, forwards (diagonal_scan) or
@@ -48,7 +49,7 @@ struct Run {
 
 // Rows [r0, r1) and columns [c0, c1) of a matrix. Either c1 <= r0, and the sources from c1 on are
 // left to other tiles except where taps bring them into these columns; or c0 == r0 and c1 == r1,
-// the tile on the diagonal, whose sources reach columns left of c0 where there is a convolution.
+// the tile on the diagonal, whose sources extend to the left of c0 where there is a convolution.
 struct Tile {
   int64_t r0, r1, c0, c1;
   bool diagonal() const { return c0 == r0; }
@@ -68,12 +69,12 @@ struct Kernels {
   // Elements of scratch for tiles of at most `size` rows and columns.
   int64_t (*tile_scratch)(const Maps<T>&, int64_t size);
   // Adds scale times the sum over all channels of one tile to out, (rows, ld), whose first row is
-  // row0, while it holds the lock (if any: tiles of the same rows overlap where sources reach
-  // left). `between` are sums of dt over stretches of kStretch steps, (stretches, D).
+  // row0, while it holds the lock (if any: tiles of the same rows overlap where taps extend sources
+  // to the left). `between` are sums of dt over stretches of kStretch steps, (stretches, D).
   void (*tile_mean)(const Maps<T>&, const Tile&, int64_t size, const double* between, T scale,
                     T* out, int64_t ld, int64_t row0, bool* lock, T* scratch);
   // Writes the chosen rows of one tile for channels [d0, d1): row rows[k] of channel d goes to
-  // out + (d * stride + slots[k]) * L. A tile on the diagonal comes last: it adds to what stands
+  // out + (d * stride + slots[k]) * L. A tile on the diagonal comes last: it adds to what is
   // left of it, and fills the rows with zeros to the right.
   void (*tile_rows)(const Maps<T>&, const Tile&, int64_t size, const double* between, int64_t d0,
                     int64_t d1, const int64_t* rows, const int64_t* slots, int64_t count, T* out,

@@ -96,8 +96,8 @@ void run_narrow(const HeadArguments& a, bool backward, const Tensor& input, Tens
   });
 }
 
-// What one task has of the heads and columns: enough tasks for all threads, which have `units` of
-// them already, and the state within a processor's own cache.
+// The heads and columns of one task: enough tasks for all threads, which have `units` of them
+// already, and the state within a processor's own cache.
 struct Share {
   int64_t heads, columns;
 
@@ -208,7 +208,7 @@ Tensor linear_attention_rows(const Tensor& index, const Tensor& query, const Ten
   return out;
 }
 
-// Each task adds up all heads for some of the rows, in columns, and transposes the sum in the end.
+// Each task adds up all heads for some of the rows, in columns, and transposes the sum at the end.
 template <class T>
 void mean_rows(const HeadArguments& a, int64_t start, int64_t stop, T* out) {
   const HeadsKernels<T>& k = kernels<T>().heads;
@@ -217,7 +217,7 @@ void mean_rows(const HeadArguments& a, int64_t start, int64_t stop, T* out) {
   std::vector<int64_t> rows(count);
   for (int64_t r = 0; r < count; ++r) rows[r] = stop - 1 - r;
   each_task<T>(a.batch * parts, scratch, [&](int64_t task, T* space) {
-    // The latest rows are the most work: they come first.
+    // The latest rows take the most work, so they come first.
     const int64_t b = task % a.batch, first = task / a.batch * width;
     const int64_t columns = std::min(count - first, width);
     Buffer<T> sum(a.L * columns);

@@ -30,7 +30,8 @@ static int64_t narrow_scratch(const HeadsRun<T>& r) {
   return round_up(r.h1 - r.h0, lanes<T>);
 }
 
-// The coefficients of one token and head; m is exp(log_decay) - 1, one number or a row.
+// The coefficients of one token and head; m is exp(log_decay) - 1, one number or one
+// per key.
 template <class T>
 struct Step {
   const T *query, *key, *log_decay, *erase, *probe;
@@ -176,9 +177,9 @@ static void join_heads(const HeadsRun<T>& r, const T* before) {
 template <class T>
 constexpr int64_t kBlock = kColumnVectors * lanes<T>;  // columns handled at once
 
-// The coefficients of kSteps tokens relative to the state ahead of them, in rows of `padded`:
+// The coefficients of kSteps tokens relative to the state before them, in rows of `padded`:
 //   found = find S,   y = read S + scores x,   S <- S + diag(m) S + write^T x - take^T found.
-// Backwards read and write change places, and so do find and take; scores are transposed.
+// Backwards, read and write are swapped, and so are find and take; scores are transposed.
 template <class T>
 struct Span {
   T *read, *write;   // (kSteps, padded); write has room for kLongSteps

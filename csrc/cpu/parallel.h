@@ -16,7 +16,7 @@
 namespace captum_ssm {
 
 // Long decays become denormal numbers, which cost a factor of ten. The flag belongs to a thread,
-// and torch.set_flush_denormal does not reach torch's workers: each task sets and restores it.
+// and torch.set_flush_denormal does not set it for torch's workers: each task sets and restores it.
 class FlushDenormals {
  public:
 #if defined(__x86_64__)

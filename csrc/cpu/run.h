@@ -22,7 +22,8 @@ INLINE T clamp_step(T x) {
   return x < T(kHugeStep) ? x : T(kHugeStep);
 }
 
-// Coefficients of a state: one number where the block of channels shares its group, else a vector.
+// Coefficients of a state: one number where the block of channels shares its group,
+// otherwise a vector.
 template <class T>
 struct SharedCoefficients {
   const T* write;

@@ -1,4 +1,4 @@
-// Rows of one channel's map times what each token puts in through each tap of a convolution:
+// Rows of one channel's map times what each token contributes through each tap of a convolution:
 // out[r][j] = left[r] * sum over k of rows[r][j + k] * values[k][j + k], for j < columns.
 // No includes here (see vec.h).
 

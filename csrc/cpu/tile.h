@@ -5,14 +5,14 @@
 // rows' panel P with C and left, times exp(A sum(dt[j+1 : b])), in the sources' panel Q with B and
 // right. Both are at most 1. Sums of dt are taken over what lies between, in float64, never as
 // differences of longer sums, so that a huge step leaves the small ones after it exact. Taps of a
-// convolution are folded into Q, which then reaches further left.
+// convolution are folded into Q, which then extends further left.
 //
 // A tile left of the diagonal is one such block. A tile on the diagonal is halved down to kBase
 // rows, where the recurrence itself is run, a vector of columns at a time.
 //
 // Most states of most models live for a few hundred tokens at most. Where a state's decay between
 // a stretch of sources and a stretch of rows is no normal number any more, it is zero in the
-// arithmetic here too, and its term is left out: the inner indices of a block are put in the order
+// arithmetic here too, and its term is skipped: the inner indices of a block are put in the order
 // in which they die with distance, so that what is alive between two stretches is a prefix.
 
 constexpr int64_t kBase = 32;  // rows of a triangle that is not halved further; lanes divide it
@@ -60,7 +60,7 @@ struct TileScratch {
   double* source_distance;  // from the stretch, and what its taps bring, to the boundary
   double* rates;            // (inner) of the states in use, in powers of two
   int32_t* channel;         // (inner) their channels
-  int32_t* slot;            // (channels, N) where a state stands among those in use, -1 if nowhere
+  int32_t* slot;            // (channels, N) position of a state among those in use, or -1
   int32_t* alive;           // (stretches(), stretches()) how many are, by rows and sources
   int64_t used;             // how many states of a block are in use
   int64_t nearest;          // the stretch of sources next to the boundary
@@ -183,7 +183,7 @@ static void find_alive(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t 
   const int64_t row_count = (r1 - r0) / kBase, source_count = (c1 - c0) / kBase;
   const int64_t stretches = s.stretches(), inner = count * m.N;
   s.nearest = source_count - 1;
-  // The taps bring to a stretch of columns what stands up to reach() right of it.
+  // The taps bring to a stretch of columns the sources up to reach() to the right of it.
   const int64_t ahead = round_up(m.reach(), kBase) / kBase;
   for (int64_t k = 0; k < count; ++k) {
     double sum = 0;
@@ -230,7 +230,7 @@ static void find_alive(const Maps<T>& m, TileScratch<T>& s, int64_t d0, int64_t 
       s.rates[slot] = m.A[(d0 + k) * m.N + n] * kLog2e<double>;
       s.channel[slot] = int32_t(k);
     }
-  // The nearest first: what is dead there is dead further on.
+  // The nearest first: what is dead there is dead farther away.
   for (int64_t r = 0; r < row_count; ++r)
     for (int64_t c = source_count - 1; c >= 0; --c) {
       int64_t living = c + 1 < source_count ? alive[r * stretches + c + 1] : s.used;
@@ -318,7 +318,7 @@ static void rows_panel(const Maps<T>& m, TileScratch<T>& s, int64_t d, int64_t k
   }
 }
 
-// Where a vector of columns of the sources' panel lies: `narrow` single vectors come first.
+// The address of a vector of columns in the sources' panel: `narrow` single vectors come first.
 template <class T>
 INLINE T* columns_at(TileScratch<T>& s, int64_t narrow, int64_t x) {
   constexpr int64_t W = lanes<T>;

@@ -80,7 +80,7 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... argu
             warp_barrier = &warps[t / 32];
             kernel(arguments...);
             warp_barrier->arrive_and_drop();
-            barrier.arrive_and_drop();  // a thread that is done holds no other up
+            barrier.arrive_and_drop();  // a thread that is done does not block the others
           });
         for (std::thread& thread : block) thread.join();
       }
@@ -227,7 +227,7 @@ void check(const Case<T>& c) {
     compare("mean", c.sizes(), out, expected);
   }
 
-  // The last row, the first, one twice, the others in no order.
+  // The last row, the first, one twice, the others in random order.
   std::vector<int64_t> wanted{L - 1, 0, L / 2, L / 2};
   for (int64_t i = 0; i < std::min<int64_t>(L, 40); ++i) wanted.push_back(i * 37 % L);
   const int64_t R = wanted.size();
@@ -345,7 +345,7 @@ void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool
   compare("mean", sizes, mean, expected);
 }
 
-// Rows times what enters through taps.
+// Rows times what enters through the taps.
 template <class T>
 void check_taps(int64_t B, int64_t M, int64_t D, int64_t R, int64_t L, int64_t C, int64_t K,
                 bool left) {

@@ -21,7 +21,7 @@ namespace {
 
 template <class T>
 gpu::Maps<T> maps(const DiagonalArguments& a) {
-  STD_TORCH_CHECK(a.K <= gpu::kMaxTaps, "captum_ssm: CUDA kernels take at most 64 taps");
+  STD_TORCH_CHECK(a.K <= gpu::kMaxTaps, "captum_ssm: the CUDA kernels support at most 64 taps");
   return {a.dt.const_data_ptr<T>(), a.right.const_data_ptr<T>(), a.A.const_data_ptr<T>(),
           a.B.const_data_ptr<T>(), a.C.const_data_ptr<T>(), data<T>(a.left), data<T>(a.conv),
           a.batch, a.L, a.D, a.N, a.G, a.K};
@@ -130,7 +130,8 @@ gpu::Rows<T> rows_of(const std::optional<Tensor>& x) {
 
 template <class T>
 gpu::Heads<T> heads(const HeadArguments& a) {
-  STD_TORCH_CHECK(a.N <= gpu::kMaxKeys, "captum_ssm: CUDA kernels take at most 1024 keys a head");
+  STD_TORCH_CHECK(a.N <= gpu::kMaxKeys,
+                  "captum_ssm: the CUDA kernels support at most 1024 keys per head");
   return {rows_of<T>(a.query), rows_of<T>(a.key),   rows_of<T>(a.log_decay),
           rows_of<T>(a.erase), rows_of<T>(a.probe), rows_of<T>(a.bonus),
           a.log_decay.size(3) > 1, a.batch, a.L, a.H, a.N};

@@ -62,7 +62,7 @@ __device__ T sum_of_lanes(T x) {
   return x;
 }
 
-// A lane's place: states lane, lane + lanes, ... of one column of one head.
+// The part of a lane: states lane, lane + lanes, ... of one column of one head.
 template <int lanes>
 struct Place {
   int64_t column, b, h, p, lane;
@@ -92,7 +92,7 @@ __device__ void run_head(const Heads<T>& m, const Place<lanes>& at, bool backwar
     const T* k = m.key.at(at.b, t, at.h);
     const T* a = m.log_decay.at(at.b, t, at.h);
     const T x = input(t);
-    // Forwards values enter by k, are read by q and found by r; backwards the other way round.
+    // Forwards values enter by k, are read by q and found by r; backwards the opposite.
     const T* enter = backward ? q : k;
     const T* read = backward ? k : q;
     const T* find = delta ? (backward ? m.erase : m.probe).at(at.b, t, at.h) : nullptr;

@@ -1,7 +1,7 @@
 // The channel-mean matrix on a GPU, free of torch. A tile of kTile rows and sources left of the
 // diagonal is a matrix product with inner dimension channels times states, both panels made by exp
-// in shared memory; a tile on the diagonal runs the recurrence, one thread a column. See
-// csrc/cpu/tile.h for the algebra.
+// in shared memory; a tile on the diagonal runs the recurrence, one thread per column.
+// See csrc/cpu/tile.h for the algebra.
 //
 // Tiles lie on a grid of kTile positions. Sums of dt are kept within stretches of kTile and, across
 // them, as float64 sums of ordinary steps with a count of huge ones (resets): a difference of sums
@@ -22,7 +22,7 @@ constexpr double kReset = 1e8;     // steps from here on count as resets
 template <class T>
 struct Steps {
   T* before;     // (batch, L, D): from the stretch's start through the position
-  T* after;      // (batch, L, D): beyond the position to the stretch's end
+  T* after;      // (batch, L, D): after the position to the stretch's end
   double* sum;   // (batch, stretches + 1, D): ordinary steps before the stretch
   int* resets;   // (batch, stretches + 1, D): huge steps before the stretch
 };
@@ -165,8 +165,8 @@ __global__ void mean_left_of_diagonal(Mean<T> p) {
 
 constexpr int kSlices = 16;  // blocks that share the channels of a diagonal tile
 
-// Blocks (slice of channels, tile of rows from the first, batch) of 2 kTile threads: one a column,
-// from kTile left of the tile on, as sources reach out on the left.
+// Blocks (slice of channels, tile of rows from the first, batch) of 2 kTile threads: one per
+// column, from kTile left of the tile on, as taps extend sources to the left.
 template <class T>
 __global__ void mean_on_diagonal(Mean<T> p) {
   const Maps<T>& m = p.maps;

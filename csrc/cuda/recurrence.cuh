@@ -45,7 +45,7 @@ __device__ inline float exponential(float x) { return expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
 
 // First step of a chunk. Backwards with taps, a chunk starts `reach` steps early: its first outputs
-// need those of the steps before.
+// need those of the steps before them.
 template <class T>
 __device__ int64_t chunk_begin(const Run<T>& r, int64_t c) {
   const int64_t begin = c * kChunk - (r.backward ? r.maps.reach() : 0);

@@ -1,5 +1,5 @@
 // Rows of every channel's matrix on a GPU: diagonal_rows. Free of torch. A warp runs 32 rows of one
-// channel backwards in time, one a lane: they differ only in where they enter. A stretch of
+// channel backwards in time, one per lane: they differ only in where they enter. A stretch of
 // positions is kept in shared memory, where its taps are put on, and written row by row.
 #pragma once
 
@@ -81,7 +81,7 @@ __global__ void matrix_rows(MatrixRows<T> r) {
         to = n0 ? to + y : y;
       }
       __syncthreads();
-      // The first of these positions are what the next stretch's taps reach for.
+      // The first of these positions are what the next stretch's taps read.
       for (int x = int(reach) - 1; x >= 0; --x) plain[lane][kWarp + x] = plain[lane][x];
     }
   }

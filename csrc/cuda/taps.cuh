@@ -1,5 +1,5 @@
-// Rows of maps times what each token puts in through each tap, on a GPU: tap_rows. Free of torch.
-// See csrc/cpu/taps.h.
+// Rows of maps times what each token contributes through each tap, on a GPU: tap_rows. Free of
+// torch. See csrc/cpu/taps.h.
 #pragma once
 
 #include "recurrence.cuh"
