@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,8 @@ from transformers import (
     ZambaConfig,
     ZambaForCausalLM,
 )
+
+from captum_ssm.models import BidirectionalMamba
 
 VOCABULARY = 37
 S6_FAMILIES = ("mamba", "falcon_mamba", "jamba", "zamba")
@@ -163,6 +165,23 @@ class Classifier(nn.Module):
             weights = attention_mask / attention_mask.sum(1, keepdim=True)
             pooled = (hidden * weights[..., None]).sum(1)
         return self.head(pooled)
+
+
+class Residual(nn.Module):
+    """``count`` mixers on a residual stream, read by a linear head and nothing else."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        make = partial(BidirectionalMamba, 16, state=4, bimamba_type="none")
+        self.embeddings = nn.Embedding(VOCABULARY, 16)
+        self.mixers = nn.ModuleList(make() for _ in range(count))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = inputs if inputs.is_floating_point() else self.embeddings(inputs)
+        for mixer in self.mixers:
+            x = x + mixer(x)
+        return self.head(x)
 
 
 class WithOutput(nn.Module):

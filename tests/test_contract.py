@@ -28,17 +28,14 @@ from captum_ssm import (
     MambaLRP,
     MambaRollout,
     RawAttention,
-    UnifiedImplicitAttention,
     hidden_attention,
 )
 
-# ---- inputs -----------------------------------------------------------------------------------
-
 
 @each_method
-@pytest.mark.parametrize("family", S6_FAMILIES)
+@pytest.mark.parametrize("family", [*S6_FAMILIES, "mamba2"])
 def test_every_form_of_input(method, family):
-    model, tokens = tiny(family), ids(2, 7)
+    model, tokens = build(family), ids(2, 7)
     embeddings = embed(model, tokens)
     truth = method(model).attribute(tokens, target=4)
     assert truth.shape == (2, 7)
@@ -69,23 +66,16 @@ def test_the_inputs_are_left_alone(method):
     assert torch.equal(embeddings, before)
     assert not found.requires_grad
     strided = embed(model, ids(2, 14))[:, ::2]
-    assert_close(
-        method(model).attribute(strided, target=4),
-        method(model).attribute(strided.contiguous(), target=4),
-    )
+    found = method(model).attribute(strided, target=4)
+    assert_close(found, method(model).attribute(strided.contiguous(), target=4))
 
 
 @each_method
 def test_further_arguments(method):
     model, tokens = tiny(), ids(2, 7)
     truth = method(model).attribute(tokens, target=4)
-    assert_close(
-        method(model).attribute(
-            tokens, target=4, additional_forward_args={"use_cache": False, "return_dict": False}
-        ),
-        truth,
-    )
-    for extra in ({"logits_to_keep": 1}, {"labels": tokens}):
+    no_cache = {"use_cache": False, "return_dict": False}
+    for extra in (no_cache, {"logits_to_keep": 1}, {"labels": tokens}):
         found = method(model).attribute(tokens, target=4, additional_forward_args=extra)
         assert_close(found, truth)
     for extra in (2.0, (2.0,), (2.0, None)):
@@ -95,9 +85,6 @@ def test_further_arguments(method):
             assert not torch.allclose(found, truth)  # twice the gradient
         else:
             assert_close(found, truth)
-
-
-# ---- outputs and targets ----------------------------------------------------------------------
 
 
 @each_method
@@ -111,13 +98,11 @@ def test_every_form_of_output(method, form):
 
 TOKEN_TARGETS = {
     "int": (4, [(6, 4), (6, 4)]),
-    "negative int": (4 - VOCABULARY, [(6, 4), (6, 4)]),
     "0-d tensor": (torch.tensor(4), [(6, 4), (6, 4)]),
     "1-D tensor": (torch.tensor([4, 9]), [(6, 4), (6, 9)]),
     "1-D tensor of one": (torch.tensor([4]), [(6, 4), (6, 4)]),
     "list": ([4, 9], [(6, 4), (6, 9)]),
     "tuple": ((3, 9), [(3, 9), (3, 9)]),
-    "tuple, negative": ((-2, 9), [(5, 9), (5, 9)]),
     "list of tuples": ([(3, 9), (5, 4)], [(3, 9), (5, 4)]),
 }
 
@@ -166,31 +151,17 @@ def test_one_output_an_example_needs_no_target(shape):
 def test_outputs_with_more_axes_than_tokens():
     # (B, 8, 5) of three tokens can't be token logits: a target names one entry of it, as in Captum.
     model, tokens = Classifier("last"), ids(2, 3)
-    many = MambaAttribution(
-        lambda t: model(t)[:, None] * torch.arange(8.0)[:, None].square(), model
-    )
+    squares = torch.arange(8.0)[:, None].square()
+    many = MambaAttribution(lambda t: model(t)[:, None] * squares, model)
     truth = MambaAttribution(lambda t: 9 * model(t)[:, 2], model).attribute(tokens)
     assert_close(many.attribute(tokens, target=(3, 2)), truth)
     assert_close(many.attribute(tokens, target=[(3, 2), (3, 2)]), truth)
-
-
-def test_the_gradient_is_of_the_sum_over_a_batch():
-    # Examples do not mix: the sum's gradient is each example's own.
-    model, tokens = tiny(), ids(3, 7)
-    together = MambaAttribution(model).attribute(tokens, target=[4, 9, 1])
-    for b, token in enumerate([4, 9, 1]):
-        alone = MambaAttribution(model).attribute(tokens[b : b + 1], target=token)
-        assert_close(together[b : b + 1], alone)
-
-
-# ---- the model's own readout ------------------------------------------------------------------
 
 
 def same_as_position(method, model, tokens, position, **kwargs):
     explain = method(model)
     found = explain.attribute(tokens, target=3, **kwargs)
     assert_close(found, explain.attribute(tokens, target=3, position=position, **kwargs))
-    return found
 
 
 @each_method
@@ -207,15 +178,9 @@ def test_the_token_that_transformers_classifier_pools_is_found(method):
     same_as_position(method, model, tokens, 6)
     tokens[0, 5:] = 0  # it pools the last token that is not the pad id
     tokens[1, :2] = 0
-    same_as_position(method, model, tokens, torch.tensor([4, 6, 6]))
-    mask = (tokens != 0).long()
-    same_as_position(
-        method,
-        model,
-        tokens,
-        torch.tensor([4, 6, 6]),
-        additional_forward_args={"attention_mask": mask},
-    )
+    extra = {"attention_mask": (tokens != 0).long()}
+    for given in ({}, {"additional_forward_args": extra}):
+        same_as_position(method, model, tokens, torch.tensor([4, 6, 6]), **given)
 
 
 @each_method
@@ -230,17 +195,6 @@ def test_a_masked_mean_is_found(method):
         row, ones = tokens[b : b + 1, :n], torch.ones(1, n, dtype=torch.long)
         alone = explain.attribute(row, target=3, additional_forward_args=ones)
         assert_close(found[b : b + 1, :n], alone)
-
-
-@each_method
-def test_finding_the_readout_takes_no_random_numbers(method):
-    model, tokens = Classifier("middle"), ids(2, 7)
-    before = torch.get_rng_state()
-    method(model).attribute(tokens, target=3)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-# ---- padding ----------------------------------------------------------------------------------
 
 
 def padded(side: str) -> tuple[Tensor, Tensor, list[slice]]:
@@ -294,17 +248,15 @@ def test_a_padded_row_is_explained_as_if_alone(method, side):
     [
         *((method, {}) for method in METHODS),
         *((method, {"normalize_rows": True, "sign": "clamp"}) for method in MAPS),
+        (LaTIM, {"layer": 0, "aggregation": "l2"}),
     ],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", S6_FAMILIES)
+@pytest.mark.parametrize("family", [*S6_FAMILIES, "mamba2"])
 def test_padding_in_each_family(method, side, family, options):
-    model = tiny(family)
     tokens, mask, places = padded(side)
-    explain = method(model)
-    found = explain.attribute(
-        tokens, target=4, additional_forward_args={"attention_mask": mask}, **options
-    )
+    explain = method(build(family))
+    found = explain.attribute(tokens, 4, {"attention_mask": mask}, **options)
     assert (found[mask == 0] == 0).all()
     for b, place in enumerate(places):
         row = tokens[b : b + 1, place]
@@ -328,14 +280,12 @@ def test_padding_of_whole_rollouts_and_maps(side):
             ):
                 assert_close(rho[b : b + 1, place, place], alone)
                 assert rho[b].count_nonzero() == rho[b, place, place].count_nonzero()
-    maps = hidden_attention(model, tokens, **extra)
     for formulation in ("hidden", "unified"):
         options = {"formulation": formulation, "layers": 0}
-        (maps,) = hidden_attention(model, tokens, **extra, **options).values()
-        (rows,) = hidden_attention(model, tokens, **extra, **options, rows=[2, 6]).values()
-        (mean,) = hidden_attention(
-            model, tokens, **extra, **options, rows=[2, 6], reduction="mean"
-        ).values()
+        maps, rows, mean = (
+            hidden_attention(model, tokens, **extra, **options, **more).popitem()[1]
+            for more in ({}, {"rows": [2, 6]}, {"rows": [2, 6], "reduction": "mean"})
+        )
         assert torch.equal(rows == 0, maps[:, :, [2, 6]] == 0)
         assert_close(rows, maps[:, :, [2, 6]])
         assert_close(mean, rows.mean(1))
@@ -428,9 +378,6 @@ def test_a_pad_id_alone_says_nothing(method):
     assert (found != 0).any(0).all() or method in OF_A_TARGET
 
 
-# ---- batches, dtypes, modes -------------------------------------------------------------------
-
-
 @each_method
 @pytest.mark.parametrize("family", S6_FAMILIES)
 def test_a_batch_is_its_examples(method, family):
@@ -438,7 +385,7 @@ def test_a_batch_is_its_examples(method, family):
     together = method(model).attribute(tokens, target=[4, 9, 1])
     for b, token in enumerate([4, 9, 1]):
         alone = method(model).attribute(tokens[b : b + 1], target=token)
-        assert_close(together[b : b + 1], alone, 1e-4)
+        assert_close(together[b : b + 1], alone, 1e-5)
 
 
 @each_method
@@ -599,9 +546,6 @@ def test_a_block_that_several_layers_share(method):
     assert_close(layers[path + ":1"], maps[path + ":1"].mean(1))
 
 
-# ---- Captum's wrappers and metrics ------------------------------------------------------------
-
-
 @each_method
 @pytest.mark.parametrize("nt_type", ["smoothgrad", "smoothgrad_sq", "vargrad"])
 def test_noise_tunnel(method, nt_type):
@@ -634,32 +578,25 @@ def test_noise_tunnel_passes_everything_on(method):
     assert_close(tunnel.attribute(x, target=4, additional_forward_args=mask, **still), truth)
     (found,) = tunnel.attribute((x,), target=4, additional_forward_args=(mask,), **still)
     assert_close(found, truth)
-    by_name = tunnel.attribute(
-        x,
-        target=4,
-        additional_forward_args={"attention_mask": mask},
-        nt_samples_batch_size=1,
-        **still,
-    )
-    assert_close(by_name, truth)
+    by_name = still | {"additional_forward_args": {"attention_mask": mask}}
+    assert_close(tunnel.attribute(x, target=4, nt_samples_batch_size=1, **by_name), truth)
     options = {"position": 3} | ({"normalize_rows": True} if method in MAPS else {})
-    assert_close(
-        tunnel.attribute(x, target=4, **options, **still),
-        method(model).attribute(x, target=4, **options),
-    )
+    truth = method(model).attribute(x, target=4, **options)
+    assert_close(tunnel.attribute(x, target=4, **options, **still), truth)
 
 
 @each_method
 def test_sensitivity(method):
     model = tiny()
     x = embed(model, ids(2, 7))
-    explain = method(model)
-    found = sensitivity_max(
-        explain.attribute, x, perturb_radius=0.01, n_perturb_samples=3, target=4
+    found, still = (
+        sensitivity_max(
+            method(model).attribute, x, perturb_radius=radius, n_perturb_samples=3, target=4
+        )
+        for radius in (0.01, 0.0)
     )
     assert found.shape == (2,)
     assert ((found > 0) & (found < 1)).all()
-    still = sensitivity_max(explain.attribute, x, perturb_radius=0.0, n_perturb_samples=3, target=4)
     assert (still < 1e-5).all()
 
 
@@ -673,36 +610,29 @@ def test_infidelity(method):
         noise = torch.randn_like(inputs) * 0.01
         return noise, inputs - noise
 
-    found = infidelity(
-        explain.forward_func,
-        perturb,
-        x,
-        explain.attribute(x, target=4),
-        n_perturb_samples=3,
-        target=4,
-    )
+    relevance = explain.attribute(x, target=4)
+    found = infidelity(explain.forward_func, perturb, x, relevance, n_perturb_samples=3, target=4)
     assert found.shape == (2,)
     assert torch.isfinite(found).all()
+
+
+CAPTUM_NAMES = {
+    "LaTIM": "LaTIM",
+    "MambaAttribution": "Mamba Attribution",
+    "MambaLRP": "MambaLRP",
+    "MambaRollout": "Mamba Rollout",
+    "RawAttention": "Raw Attention",
+    "UnifiedImplicitAttention": "Unified Implicit Attention",
+}
 
 
 @each_method
 def test_what_captum_looks_for(method):
     explain = method(tiny())
     assert callable(explain.attribute.__wrapped__)
-    names = {
-        RawAttention: "Raw Attention",
-        MambaRollout: "Mamba Rollout",
-        MambaAttribution: "Mamba Attribution",
-        UnifiedImplicitAttention: "Unified Implicit Attention",
-        LaTIM: "LaTIM",
-        MambaLRP: "MambaLRP",
-    }
-    assert explain.get_name() == names[method]
+    assert explain.get_name() == CAPTUM_NAMES[method.__name__]
     assert explain.has_convergence_delta() is (method not in MAPS)
-    if method in MAPS:
-        with pytest.raises(ValueError, match="convergence delta"):
-            explain.attribute(ids(), target=4, return_convergence_delta=True)
-    else:
+    if method not in MAPS:
         found, delta = explain.attribute(ids(), target=4, return_convergence_delta=True)
         assert torch.equal(found, explain.attribute(ids(), target=4))
         assert delta.shape == (2,)
@@ -717,10 +647,8 @@ def test_forward_func_is_read_at_call_time(method):
     # Captum's wrappers put a function of theirs in the model's place.
     explain = method(one)
     explain.forward_func = lambda t: one(t).logits[:, 3]
-    assert_close(
-        explain.attribute(tokens, target=4, position=3),
-        method(one).attribute(tokens, target=4, position=3),
-    )
+    truth = method(one).attribute(tokens, target=4, position=3)
+    assert_close(explain.attribute(tokens, target=4, position=3), truth)
 
 
 def test_nothing_is_touched_at_construction():
@@ -729,9 +657,6 @@ def test_nothing_is_touched_at_construction():
     for method in METHODS:
         method(model)
     assert [list(m.__dict__) for m in model.modules()] == before
-
-
-# ---- nnsight ----------------------------------------------------------------------------------
 
 
 @each_method

@@ -40,22 +40,21 @@ MODULES = (
 )
 
 
+def public(name):
+    """What a module lists as its own, or else all in it that has a public name."""
+    module = importlib.import_module(name)
+    keys = getattr(module, "__all__", [key for key in vars(module) if key[0] != "_"])
+    return {key: getattr(module, key) for key in keys}
+
+
 def documented():
     """The public objects, by the name a reader would import them by."""
     found = {}
     for name in MODULES:
-        module = importlib.import_module(name)
-        public = getattr(module, "__all__", None)
-        if public is None:
-            own = vars(module).items()
-            public = [
-                key
-                for key, value in own
-                if key[0] != "_" and getattr(value, "__module__", None) == name
-            ]
-        for key in public:
-            value = getattr(module, key)
-            if callable(value) and value not in found.values():
+        listed = hasattr(importlib.import_module(name), "__all__")
+        for key, value in public(name).items():
+            own = listed or getattr(value, "__module__", None) == name
+            if own and callable(value) and value not in found.values():
                 found[f"{name}.{key}"] = value
     return found
 
@@ -75,11 +74,9 @@ def examples():
 
 def namespace(folder: Path):
     """What the examples take for granted: the library, a model, its input."""
-    names = {key: getattr(captum_ssm, key) for key in captum_ssm.__all__}
-    for name in MODULES[1:]:
-        module = importlib.import_module(name)
-        public = getattr(module, "__all__", [k for k in vars(module) if k[0] != "_"])
-        names |= {key: getattr(module, key) for key in public}
+    names = {}
+    for name in MODULES:
+        names |= public(name)
     return names | {
         "TextTokenInput": captum.attr.TextTokenInput,
         "captum": captum,
@@ -137,7 +134,10 @@ def functions(name):
             if key in ("__init__", "__post_init__"):
                 found.append((f"{name}.{key}", method, inspect.getdoc(value)))
             elif key[0] != "_":
-                found.append((f"{name}.{key}", method, inspect.getdoc(getattr(value, key))))
+                # Operators alone have the docstrings of their base class.
+                inherits = issubclass(value, captum_ssm.operators.TokenOperator)
+                told = inspect.getdoc(getattr(value, key)) if inherits else method.__doc__
+                found.append((f"{name}.{key}", method, told))
     return found
 
 

@@ -32,6 +32,7 @@ from captum_ssm.mixers import registered
 from captum_ssm.models import VisionMamba
 
 TOKENS = ids(2, 7)
+IDS = f"0 .. {VOCABULARY - 1}"  # that a model knows
 
 
 class NoMixer(nn.Module):
@@ -90,6 +91,10 @@ class Case:
     target: object = 4
 
 
+def wrong_position(position, says, error=InputError):
+    return Case(error, says, options={"position": position})
+
+
 def wrong_mask(given, says, error=InputError):
     return Case(error, says, options={"additional_forward_args": {"attention_mask": given}})
 
@@ -98,7 +103,18 @@ def wrong_target(target, says, **more):
     return Case(TargetError, says, methods=OF_A_TARGET, target=target, **more)
 
 
+def wrong_option(methods, says, error=ValueError, **options):
+    return Case(error, says, methods=methods, options=options)
+
+
+def no_gradient(function, *says):
+    """``function`` makes of a model a callable without gradients to its mixers."""
+    says = ["does not depend differentiably", *says]
+    return Case(ValueError, says, wrap=lambda m: (function(m), m), methods=OF_A_TARGET)
+
+
 wrong_class = partial(wrong_target, model=lambda: Classifier("last"))
+UIA = [UnifiedImplicitAttention]
 
 CASES = {
     # the model
@@ -142,23 +158,12 @@ CASES = {
     "a callable that returns no tensor": Case(
         TypeError, ["returned a str", "ModelOutput"], wrap=lambda m: (lambda t: str(m(t)), m)
     ),
-    "a callable that detaches": Case(
-        ValueError,
-        ["does not depend differentiably", "detaches"],
-        wrap=lambda m: (lambda t: m(t).logits.detach(), m),
-        methods=OF_A_TARGET,
+    "a callable that detaches": no_gradient(lambda m: lambda t: m(t).logits.detach(), "detaches"),
+    "a callable under no_grad": no_gradient(
+        lambda m: torch.no_grad()(lambda t: m(t).logits), "no_grad"
     ),
-    "a callable under no_grad": Case(
-        ValueError,
-        ["does not depend differentiably", "no_grad"],
-        wrap=lambda m: (torch.no_grad()(lambda t: m(t).logits), m),
-        methods=OF_A_TARGET,
-    ),
-    "a head of a backbone under no_grad": Case(
-        ValueError,
-        ["does not depend differentiably"],
-        wrap=lambda m: (lambda t: m.lm_head(torch.no_grad()(m.backbone)(t)[0]), m),
-        methods=OF_A_TARGET,
+    "a head of a backbone under no_grad": no_gradient(
+        lambda m: lambda t: m.lm_head(torch.no_grad()(m.backbone)(t)[0])
     ),
     "a graph that misses the mixers": Case(
         ValueError,
@@ -207,13 +212,9 @@ CASES = {
     "a list": Case(TypeError, ["list", "(B, L)"], TOKENS.tolist()),
     "an array": Case(TypeError, ["ndarray"], np.ones((2, 7))),
     "a text": Case(TypeError, ["str"], "one two three"),
-    "an id outside the vocabulary": Case(
-        InputError, ["37 to 37", f"0 .. {VOCABULARY - 1}"], TOKENS * 0 + 37
-    ),
-    "a negative id": Case(InputError, ["-2", f"0 .. {VOCABULARY - 1}"], TOKENS * 0 - 2),
-    "a negative id of one byte": Case(
-        InputError, ["-2", f"0 .. {VOCABULARY - 1}"], (TOKENS * 0 - 2).to(torch.int8)
-    ),
+    "an id outside the vocabulary": Case(InputError, ["37 to 37", IDS], TOKENS * 0 + 37),
+    "a negative id": Case(InputError, ["-2", IDS], TOKENS * 0 - 2),
+    "a negative id of one byte": Case(InputError, ["-2", IDS], (TOKENS * 0 - 2).to(torch.int8)),
     "ids without values": Case(InputError, ["device meta"], TOKENS.to("meta")),
     "embeddings without values": Case(
         InputError, ["device meta"], torch.zeros(2, 7, 16, device="meta")
@@ -262,43 +263,28 @@ CASES = {
         mask("1111111", "0111111") * 0.5, ["attention_mask", "from 0 to 0.5", "0 for padding"]
     ),
     # the position
-    "a position after the end": Case(
-        InputError, ["position is 7", "7 tokens", "0 .. 6"], options={"position": 7}
+    "a position after the end": wrong_position(7, ["position is 7", "7 tokens", "0 .. 6"]),
+    "a position before the start": wrong_position(-8, ["position is -8", "-7 .. -1"]),
+    "one of several positions": wrong_position(torch.tensor([3, 7]), ["[3, 7]", "0 .. 6"]),
+    "positions of another batch": wrong_position(
+        torch.tensor([3, 1, 2]), ["3 entries", "batch of 2"]
     ),
-    "a position before the start": Case(
-        InputError, ["position is -8", "-7 .. -1"], options={"position": -8}
-    ),
-    "one of several positions": Case(
-        InputError, ["[3, 7]", "0 .. 6"], options={"position": torch.tensor([3, 7])}
-    ),
-    "positions of another batch": Case(
-        InputError, ["3 entries", "batch of 2"], options={"position": torch.tensor([3, 1, 2])}
-    ),
-    "a position that is no integer": Case(
-        TypeError, ["position is 2.0", "(B,)"], options={"position": 2.0}
-    ),
-    "a position that is a bool": Case(TypeError, ["bool"], options={"position": True}),
-    "a position that is a word": Case(
-        TypeError, ["position", "last"], options={"position": "last"}
-    ),
-    "positions that are words": Case(
-        TypeError, ["position is ['a', 'b']"], options={"position": ["a", "b"]}
-    ),
+    "a position that is no integer": wrong_position(2.0, ["position is 2.0", "(B,)"], TypeError),
+    "a position that is a bool": wrong_position(True, ["bool"], TypeError),
+    "a position that is a word": wrong_position("last", ["position", "last"], TypeError),
+    "positions that are words": wrong_position(["a", "b"], ["position is ['a', 'b']"], TypeError),
     "a position on padding": Case(
         InputError,
         ["[1, 1]", "padding"],
-        options={
-            "position": 1,
-            "additional_forward_args": {"attention_mask": mask("1111111", "0011111")},
-        },
+        options={"position": 1, "additional_forward_args": mask("1111111", "0011111")},
     ),
     # the target
     "no target for token logits": wrong_target(
-        None, [f"(2, 7, {VOCABULARY})", "(position, token)"]
+        None, [f"(2, 7, {VOCABULARY})", "no target was given", "(position, token)"]
     ),
-    "a target outside the vocabulary": wrong_target(VOCABULARY, ["37", f"0 .. {VOCABULARY - 1}"]),
+    "a target outside the vocabulary": wrong_target(VOCABULARY, ["37", IDS]),
     "a target before the vocabulary": wrong_target(
-        -VOCABULARY - 1, ["[-38", f"0 .. {VOCABULARY - 1}", f"-{VOCABULARY} .. -1 from its end"]
+        -VOCABULARY - 1, ["[-38", IDS, f"-{VOCABULARY} .. -1 from its end"]
     ),
     "a pair with a fraction of a token": wrong_target((2, 3.7), ["(2, 3.7)", "(position, token)"]),
     "a pair with a fraction of a position": wrong_target((2.0, 3), ["(2.0, 3)", "of two integers"]),
@@ -306,7 +292,7 @@ CASES = {
     "pairs with a bool": wrong_target(
         [(3, 4), (3, True)], ["[(3, 4), (3, True)]", "of two integers"]
     ),
-    "one of several targets outside": wrong_target([4, 99], ["[4, 99]", f"0 .. {VOCABULARY - 1}"]),
+    "one of several targets outside": wrong_target([4, 99], ["[4, 99]", IDS]),
     "targets of another batch": wrong_target([4, 5, 6], ["3 entries", "batch of 2"]),
     "pairs of another batch": wrong_target([(1, 4)] * 3, ["3 entries", "batch of 2"]),
     "a target of floats": wrong_target(2.5, ["2.5", "token id"]),
@@ -322,7 +308,7 @@ CASES = {
     "no target for several classes": wrong_class(None, ["target is None", "(2, 5)"]),
     "classes of another batch": wrong_class([1, 2, 3], ["[1, 2, 3]", "(2, 5)"]),
     # the options
-    "an unknown option": Case(TypeError, ["colour"], options={"colour": "red"}),
+    "an unknown option": wrong_option(METHODS, ["colour"], TypeError, colour="red"),
     "an unknown option, before the model runs": Case(
         TypeError,
         ["no option 'clamp'", "reduction, sign", "additional_forward_args"],
@@ -330,69 +316,42 @@ CASES = {
         wrap=lambda m: (never, m),
         options={"clamp": True},
     ),
-    "an unknown reduction": Case(
-        ValueError, ["'median'", "'mean', 'max'"], methods=MAPS, options={"reduction": "median"}
+    "an unknown reduction": wrong_option(MAPS, ["'median'", "'mean', 'max'"], reduction="median"),
+    "an unknown sign": wrong_option(MAPS, ["'plus'", "'clamp'"], sign="plus"),
+    "a ratio of one": wrong_option(MAPS, ["discard_ratio is 1.0", "0 <= r < 1"], discard_ratio=1.0),
+    "a ratio that is a word": wrong_option(
+        MAPS, ["discard_ratio is 'a'", "0 <= r < 1"], discard_ratio="a"
     ),
-    "an unknown sign": Case(
-        ValueError, ["'plus'", "'clamp'"], methods=MAPS, options={"sign": "plus"}
+    "a convergence delta": wrong_option(MAPS, ["convergence delta"], return_convergence_delta=True),
+    "a layer that is not there": wrong_option(
+        [RawAttention], ["2", "0 .. 1", "backbone.layers.1.mixer"], layers=[0, 2]
     ),
-    "a ratio of one": Case(
-        ValueError,
-        ["discard_ratio is 1.0", "0 <= r < 1"],
-        methods=MAPS,
-        options={"discard_ratio": 1.0},
+    "a path that is not there": wrong_option(
+        [RawAttention], ["'layers.0'", "backbone.layers.0.mixer"], layers="layers.0"
     ),
-    "a ratio that is a word": Case(
-        ValueError,
-        ["discard_ratio is 'a'", "0 <= r < 1"],
-        methods=MAPS,
-        options={"discard_ratio": "a"},
+    "no layers": wrong_option([RawAttention], ["layers"], layers=[]),
+    "an unknown aggregation": wrong_option(UIA, ["'sum'", "'raw'", "'rollout'"], aggregation="sum"),
+    "an unknown component": wrong_option(UIA, ["'bias'", "'conv'"], components=["conv", "bias"]),
+    "components that are a number": wrong_option(
+        UIA, ["components is 3", "'conv'"], TypeError, components=3
     ),
-    "a convergence delta": Case(
-        ValueError, ["convergence delta"], methods=MAPS, options={"return_convergence_delta": True}
-    ),
-    "a layer that is not there": Case(
-        ValueError,
-        ["2", "0 .. 1", "backbone.layers.1.mixer"],
-        methods=[RawAttention],
-        options={"layers": [0, 2]},
-    ),
-    "a path that is not there": Case(
-        ValueError,
-        ["'layers.0'", "backbone.layers.0.mixer"],
-        methods=[RawAttention],
-        options={"layers": "layers.0"},
-    ),
-    "no layers": Case(ValueError, ["layers"], methods=[RawAttention], options={"layers": []}),
-    "an unknown aggregation": Case(
-        ValueError,
-        ["'sum'", "'raw'", "'rollout'"],
-        methods=[UnifiedImplicitAttention],
-        options={"aggregation": "sum"},
-    ),
-    "an unknown component": Case(
-        ValueError,
-        ["'bias'", "'conv'"],
-        methods=[UnifiedImplicitAttention],
-        options={"components": ["conv", "bias"]},
-    ),
-    "components that are a number": Case(
-        TypeError,
-        ["components is 3", "'conv'"],
-        methods=[UnifiedImplicitAttention],
-        options={"components": 3},
-    ),
-    "several layers of one map": Case(
-        ValueError,
+    "several layers of one map": wrong_option(
+        [LaTIM],
         ["layer is [0, 1]", "2 mixers", "backbone.layers.1.mixer"],
-        methods=[LaTIM],
-        options={"layer": [0, 1], "aggregation": "l2"},
+        layer=[0, 1],
+        aggregation="l2",
     ),
-    "a start that is not there": Case(
-        ValueError,
-        ["start_layer is 2", "0 .. 1"],
-        methods=[MambaRollout, MambaAttribution, UnifiedImplicitAttention],
-        options={"start_layer": 2},
+    "a layer of LaTIM that is not there": wrong_option(
+        [LaTIM], ["this model has 2 mixers"], layer=99, aggregation="l1"
+    ),
+    "an aggregation without its layer": wrong_option([LaTIM], ["pass layer="], aggregation="l2"),
+    "an unknown norm": wrong_option(
+        [LaTIM], ["aggregation is 'linf'"], aggregation="linf", layer=0
+    ),
+    "a norm below zero": wrong_option([LaTIM], ["a number p > 0"], aggregation=-1, layer=0),
+    "an unknown activation": wrong_option([LaTIM], ["activation is 'tanh'"], activation="tanh"),
+    "a start that is not there": wrong_option(
+        [MambaRollout, MambaAttribution, *UIA], ["start_layer is 2", "0 .. 1"], start_layer=2
     ),
 }
 
@@ -422,13 +381,10 @@ def test_a_bad_call(name, method):
         method(forward_func, of).attribute(inputs, target=case.target, **case.options)
 
 
+UNIFIED = {"formulation": "unified"}
 HIDDEN_CASES = {
     "formulation": (ValueError, ["'raw'", "'hidden'", "'unified'"], {"formulation": "raw"}),
-    "component": (
-        ValueError,
-        ["'bias'", "'conv'"],
-        {"formulation": "unified", "components": ["conv", "bias"]},
-    ),
+    "component": (ValueError, ["'bias'", "'conv'"], UNIFIED | {"components": ["conv", "bias"]}),
     "components of hidden": (ValueError, ["unified"], {"components": ["conv"]}),
     "reduction": (ValueError, ["'sum'", "'mean'"], {"reduction": "sum"}),
     "row": (ValueError, ["[7]", "0 .. 6"], {"rows": [7]}),
@@ -436,11 +392,7 @@ HIDDEN_CASES = {
     "no rows": (ValueError, ["(0,)"], {"rows": torch.zeros(0, dtype=torch.long)}),
     "rows of floats": (TypeError, ["1.5"], {"rows": 1.5}),
     "rows that are a word": (TypeError, ["rows is 'last'", "(B, R)"], {"rows": "last"}),
-    "components that are a number": (
-        TypeError,
-        ["components is 3", "'conv'"],
-        {"formulation": "unified", "components": 3},
-    ),
+    "number": (TypeError, ["components is 3", "'conv'"], UNIFIED | {"components": 3}),
     "layer": (ValueError, ["5", "0 .. 1"], {"layers": 5}),
     "no layers": (ValueError, ["layers"], {"layers": []}),
 }
@@ -477,24 +429,16 @@ def test_a_frozen_method_explains_its_own_inputs_only():
         frozen.attribute(TOKENS.tolist(), position=3)
 
 
+LOGITS = {"aggregation": "alti_logit"}
 INTERACTIONS = {
     "several layers": ({"layer": [0, 1]}, ["layer is [0, 1]", "0 .. 1"]),
     "no such layer": ({"layer": 2}, ["layer is 2", "0 .. 1"]),
     "no layer": ({"layer": None}, ["layer is None"]),
-    "targets of another shape": (
-        {"aggregation": "alti_logit", "target": TOKENS[:, 1:]},
-        ["(2, 6)", "(2, 7)"],
-    ),
-    "targets of floats": (
-        {"aggregation": "alti_logit", "target": TOKENS.float()},
-        ["torch.float32", "(2, 7)"],
-    ),
-    "targets outside": (
-        {"aggregation": "alti_logit", "target": TOKENS * 0 + 37},
-        ["from 37 to 37" if TOKENS.numel() > 16 else "37", f"0 .. {VOCABULARY - 1}"],
-    ),
+    "targets of another shape": (LOGITS | {"target": TOKENS[:, 1:]}, ["(2, 6)", "(2, 7)"]),
+    "targets of floats": (LOGITS | {"target": TOKENS.float()}, ["torch.float32", "(2, 7)"]),
+    "targets outside": (LOGITS | {"target": TOKENS * 0 + VOCABULARY}, [str(VOCABULARY), IDS]),
     "a mask that is a list": (
-        {"aggregation": "alti_logit", "additional_forward_args": {"attention_mask": [1] * 7}},
+        LOGITS | {"additional_forward_args": {"attention_mask": [1] * 7}},
         ["attention_mask is a list"],
     ),
 }
@@ -550,9 +494,6 @@ def test_a_model_error_comes_through_as_it_is():
     # A mistake in the call of the model itself is reported by the model itself.
     with pytest.raises(TypeError, match="nonsense"):
         RawAttention(lambda t, nonsense: tiny()(t), tiny()).attribute(TOKENS)
-
-
-# ---- never silently wrong ---------------------------------------------------------------------
 
 
 def assert_raises_reconstruction(path, call):
@@ -659,9 +600,6 @@ def test_padding_may_hold_anything():
     hook.remove()
 
 
-# ---- what is accepted -------------------------------------------------------------------------
-
-
 @each_method
 def test_a_target_may_count_from_the_end(method):
     model, classifier = tiny(), Classifier("last")
@@ -674,8 +612,7 @@ def test_a_target_may_count_from_the_end(method):
 
 
 def test_interactions_take_targets_from_the_end():
-    options = {"layer": 1, "aggregation": "alti_logit"}
-    latim = LaTIM(tiny())
+    options, latim = LOGITS | {"layer": 1}, LaTIM(tiny())
     truth = latim.interactions(TOKENS, target=TOKENS * 0 + VOCABULARY - 1, **options)
     assert torch.equal(latim.interactions(TOKENS, target=TOKENS * 0 - 1, **options), truth)
 
@@ -742,15 +679,12 @@ def test_masks_of_more_axes_are_the_models_affair():
 
 
 def test_an_image_may_come_with_a_mask_of_its_tokens():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.vim = VisionMamba((8, 12), 4, classes=5, width=8, depth=2, state=4)
-
+    class Masked(VisionMamba):
         def forward(self, images, attention_mask=None):
-            return self.vim(images)
+            return super().forward(images)
 
-    model, images = Masked().eval(), torch.randn(2, 3, 8, 12)
+    model = Masked((8, 12), 4, classes=5, width=8, depth=2, state=4).eval()
+    images = torch.randn(2, 3, 8, 12)
     extra = {"attention_mask": torch.ones(2, 7, dtype=torch.long)}
     truth = MambaRollout(model).attribute(images)
     found = MambaRollout(model).attribute(images, additional_forward_args=extra)

@@ -31,9 +31,6 @@ def expected(family: str, method: type) -> Tensor:
     return method(build(family)).attribute(TOKENS, target=5)
 
 
-# ---- offloaded by accelerate ------------------------------------------------------------------
-
-
 def accelerate() -> Any:
     return pytest.importorskip("accelerate")
 
@@ -80,9 +77,6 @@ def test_every_family_can_be_offloaded(family):
         torch.testing.assert_close(maps[path], matrix)
     found = MambaLRP(model).attribute(TOKENS, target=5)
     torch.testing.assert_close(found, expected(family, MambaLRP))
-
-
-# ---- spread over devices ----------------------------------------------------------------------
 
 
 def tensors_of(mixer) -> list[torch.Tensor]:
@@ -138,9 +132,6 @@ def test_layers_on_several_devices(method, family):
     torch.testing.assert_close(found, expected(family, method), rtol=1e-3, atol=1e-4)
 
 
-# ---- compiled ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["in place", "wrapped"])
 def compiling(request):
     """A model, the same compiled, and the graphs that its compiler was given."""
@@ -184,9 +175,6 @@ def test_a_compiled_model_behind_a_function(compiling):
             torch.testing.assert_close(found, expected("mamba", method))
     compiled(TOKENS, use_cache=False)
     assert len(graphs) == count  # neither compiled for the recording, nor anew behind it
-
-
-# ---- quantised --------------------------------------------------------------------------------
 
 
 class Int8Linear(nn.Linear):
@@ -265,6 +253,15 @@ class RoundingLinear(Int8Linear):
         return super().forward(x + (rounded - x).detach())
 
 
+def assert_found_louder(model: nn.Module, factor: float) -> None:
+    """A mixer of the model that returns ``factor`` times its output is noticed."""
+    name, module = next((n, m) for n, m in model.named_modules() if hasattr(m, "conv1d"))
+    own = module.forward
+    module.forward = lambda *args, **kwargs: factor * own(*args, **kwargs)
+    with pytest.raises(ReconstructionError, match=name):
+        RawAttention(model).attribute(TOKENS)
+
+
 def with_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
     """The model with its linear layers replaced, but those whose weights transformers reads."""
     for path, layer in [*model.named_modules()]:
@@ -304,12 +301,7 @@ def test_rounded_activations_are_no_other_mixer(family):
     model = with_linears(build(family), RoundingLinear)
     found = MambaRollout(model).attribute(TOKENS)
     torch.testing.assert_close(found, MambaRollout(build(family)).attribute(TOKENS), rtol=0, atol=1)
-    with torch.no_grad():
-        name, module = next((n, m) for n, m in model.named_modules() if hasattr(m, "conv1d"))
-    own = module.forward
-    module.forward = lambda *args, **kwargs: 1.1 * own(*args, **kwargs)
-    with pytest.raises(ReconstructionError, match=name):
-        RawAttention(model).attribute(TOKENS)
+    assert_found_louder(model, 1.1)
 
 
 def test_quantised_is_what_holds_codes():
@@ -326,22 +318,15 @@ def test_quantised_is_what_holds_codes():
 def test_adapters_do_not_hide_another_mixer(family, kind):
     model = with_linears(build(family), kind)
     RawAttention(model).attribute(TOKENS)
-    name, module = next((n, m) for n, m in model.named_modules() if hasattr(m, "conv1d"))
-    own = module.forward
-    module.forward = lambda *args, **kwargs: 1.01 * own(*args, **kwargs)
-    with pytest.raises(ReconstructionError, match=name):
-        RawAttention(model).attribute(TOKENS)
+    assert_found_louder(model, 1.01)
 
 
 def bitsandbytes(layer: nn.Linear, bits: int) -> nn.Module:
     bnb = pytest.importorskip("bitsandbytes")
-    shape, options = (layer.in_features, layer.out_features, layer.bias is not None), {}
+    kind, options = bnb.nn.Linear4bit, {"quant_type": "nf4"}
     if bits == 8:
-        made = bnb.nn.Linear8bitLt(*shape, has_fp16_weights=False)
-        options["has_fp16_weights"] = False
-    else:
-        made = bnb.nn.Linear4bit(*shape, quant_type="nf4")
-        options["quant_type"] = "nf4"
+        kind, options = bnb.nn.Linear8bitLt, {"has_fp16_weights": False}
+    made = kind(layer.in_features, layer.out_features, layer.bias is not None, **options)
     made.weight = type(made.weight)(layer.weight.data, requires_grad=False, **options)
     made.bias = layer.bias
     return made.to("cpu")

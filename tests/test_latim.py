@@ -5,23 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from families import FAMILIES, build, padded
-from models import embed
+from models import Residual, embed
 from torch import nn
 
-from captum_ssm import LaTIM, TargetError, hidden_attention
+from captum_ssm import LaTIM, hidden_attention
 from captum_ssm.attr._contributions import ACTIVATIONS
 from captum_ssm.metrics import decomposition_error
-from captum_ssm.models import BidirectionalMamba
 
 EXACT = (
-    "mamba",
-    "falcon_mamba",
-    "jamba",
-    "mamba2",
-    "bamba",
-    "falcon_h1",
-    "qwen3_next",
-    "kimi_linear",
+    *("mamba", "falcon_mamba", "jamba", "mamba2", "bamba", "falcon_h1"),
+    *("qwen3_next", "kimi_linear"),
 )
 EXACT = tuple(family for family in EXACT if family in FAMILIES)
 L = 9
@@ -87,7 +80,6 @@ def test_alti_is_eq_6() -> None:
     expected = near / near.sum(-1, keepdim=True)
     found = latim.interactions(ids, 0, "alti", activation="gate")
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(found.sum(-1), torch.ones(2, L))
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba", "recurrent_gemma", "rwkv", "zamba"])
@@ -144,21 +136,6 @@ def test_alti_logit_is_eq_8_with_explicit_matrices() -> None:
     torch.testing.assert_close(whole[0, -1], found, rtol=1e-3, atol=1e-5)
 
 
-def test_a_padded_row_equals_the_row_alone() -> None:
-    model, ids = build("mamba2"), ids_for(1, 6)
-    mask = torch.ones(2, L, dtype=torch.long)
-    mask[0, :3] = 0
-    batch = ids_for(2)
-    batch[0, 3:] = ids[0]
-    for options in ({"target": 4}, {"layer": 0, "aggregation": "l2"}):
-        alone = LaTIM(model).attribute(ids, **options)
-        both = LaTIM(model).attribute(
-            batch, additional_forward_args={"attention_mask": mask}, **options
-        )
-        torch.testing.assert_close(both[0, 3:], alone[0], rtol=1e-4, atol=1e-6)
-        assert not bool(both[0, :3].any())
-
-
 @pytest.mark.filterwarnings("ignore:.*reads the padding")
 def test_contributions_are_exact_where_padding_enters_the_state() -> None:
     # RecurrentGemma's convolution and recurrence do not look at the mask.
@@ -199,29 +176,8 @@ def test_the_logits_map_takes_what_attribute_takes() -> None:
     for wrapped, inputs in ((model, embed(model, ids)), (NNsight(build("mamba")), ids)):
         found = LaTIM(wrapped).interactions(inputs, aggregation="alti_logit")
         torch.testing.assert_close(found, expected)
-    with pytest.raises(TargetError, match=r"0 \.\. 36"):
-        LaTIM(model).interactions(ids, aggregation="alti_logit", target=ids + 100)
     with pytest.raises(ValueError, match="pass it: Method"):
         LaTIM(lambda t: model(t).logits).interactions(ids, aggregation="alti_logit")
-
-
-@pytest.mark.parametrize(
-    ("call", "part"),
-    [
-        ({"aggregation": "l2"}, "pass layer="),
-        ({"aggregation": "linf", "layer": 0}, "aggregation is 'linf'"),
-        ({"aggregation": -1, "layer": 0}, "a number p > 0"),
-        ({"activation": "tanh", "target": 1}, "activation is 'tanh'"),
-        ({"layer": 99, "aggregation": "l1"}, "this model has 2 mixers"),
-        ({}, "no target was given"),
-    ],
-)
-def test_bad_calls_say_what_is_accepted(call: dict, part: str) -> None:
-    with pytest.raises(ValueError, match=part):
-        LaTIM(build("mamba")).attribute(ids_for(), **call)
-
-
-# ---- one convergence delta ----------------------------------------------------------------------
 
 
 def with_biases() -> nn.Module:
@@ -257,24 +213,8 @@ def test_what_decomposes_nothing_has_no_delta(aggregation) -> None:
         latim.compute_convergence_delta(torch.zeros(2, L), ids_for(), **options)
 
 
-class WithoutNorms(nn.Module):
-    """Two mixers on a residual stream, read by a linear head and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings = nn.Embedding(30, 16)
-        self.mixers = nn.ModuleList(BidirectionalMamba(16, bimamba_type="none") for _ in range(2))
-        self.head = nn.Linear(16, 30)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embeddings(ids)
-        for mixer in self.mixers:
-            x = x + mixer(x)
-        return self.head(x)
-
-
 def test_a_linear_head_is_enough() -> None:
-    model, ids = WithoutNorms(), ids_for()
+    model, ids = Residual(), ids_for()
     found, delta = LaTIM(model).attribute(
         ids, target=3, activation="gate", return_convergence_delta=True
     )

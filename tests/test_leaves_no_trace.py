@@ -22,9 +22,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import captum_ssm
-from captum_ssm import (
-    hidden_attention,
-)
+from captum_ssm import hidden_attention
 from captum_ssm._capture import Request, freeze
 from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import attention
@@ -76,9 +74,6 @@ def assert_unchanged(model: nn.Module, before: dict[str, object]) -> None:
         assert after[aspect] == value, aspect
 
 
-# ---- after success ----------------------------------------------------------------------------
-
-
 @each_method
 @pytest.mark.parametrize("family", S6_FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
@@ -110,8 +105,9 @@ def test_after_explaining_a_hybrid(method, family):
 
 
 @each_method
-def test_after_finding_a_readout(method):
-    model, tokens = Classifier("mean"), ids(2, 7)
+@pytest.mark.parametrize("pool", ["mean", "middle"])
+def test_after_finding_a_readout(method, pool):
+    model, tokens = Classifier(pool), ids(2, 7)
     before = fingerprint(model)
     method(model).attribute(tokens, target=4)
     assert_unchanged(model, before)
@@ -172,9 +168,6 @@ def test_a_model_that_nnsight_wrapped_stays_wrapped(method):
         with wrapped.trace(tokens):
             inner = wrapped.backbone.layers[1].mixer.output.save()
         assert inner.shape == (2, 7, 16)
-
-
-# ---- between threads ----------------------------------------------------------------------------
 
 
 def test_two_threads_explain_two_hybrids():
@@ -243,9 +236,6 @@ def test_the_recording_interface_is_no_attention_of_its_own():
         model(ids(1, 3))
 
 
-# ---- after a failure --------------------------------------------------------------------------
-
-
 @each_method
 def test_inference_in_another_thread_waits(method):
     model, tokens = tiny(), ids(2, 7)
@@ -267,9 +257,6 @@ def test_inference_in_another_thread_waits(method):
         finally:
             done.set()
         assert all(torch.equal(logits, expected) for logits in other.result(60))
-
-
-# ---- what a run leaves in modules and in the process --------------------------------------------
 
 
 class Growing(nn.Module):
@@ -354,21 +341,18 @@ def test_after_an_exception(method, breakage, wrapped, monkeypatch):
     model, tokens = tiny(), ids(2, 7)
     truth = method(model).attribute(tokens, target=4)
     explain = method(NNsight(model) if wrapped else model)
-    clean = fingerprint(model)
-    with monkeypatch.context() as patch:
-        if BREAKAGES[breakage] is None:
+    clean, path = fingerprint(model), BREAKAGES[breakage]
+    with monkeypatch.context() as patch, contextlib.ExitStack() as hooks:
+        if path is None:
             patch.setitem(registry._REGISTRY, "MambaMixer", raising)
-            hook = None
         else:
-            broken = model.get_submodule(BREAKAGES[breakage])
-            hook = broken.register_forward_pre_hook(raising)
+            broken = model.get_submodule(path)
+            hooks.enter_context(broken.register_forward_pre_hook(raising))
         before = fingerprint(model)
         for _ in range(2):
             with pytest.raises(Broken, match="on purpose"):
                 explain.attribute(tokens, target=4)
             assert_unchanged(model, before)
-        if hook is not None:
-            hook.remove()
     assert_unchanged(model, clean)
     assert torch.equal(explain.attribute(tokens, target=4), truth)
 
@@ -387,9 +371,6 @@ def test_after_an_interrupt(method, monkeypatch):
             method(model).attribute(tokens, target=4)
         assert_unchanged(model, before)
     method(model).attribute(tokens, target=4)
-
-
-# ---- memory -----------------------------------------------------------------------------------
 
 
 @each_method

@@ -3,11 +3,13 @@
 import gc
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from families import modeling_of
+from peak_memory import resident
 from transformers import MambaConfig, MambaModel
 
 from captum_ssm import MambaRollout, kernels
@@ -17,6 +19,8 @@ from captum_ssm.operators import DiagonalOperator
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from end_to_end import fast_scan
 
+# Peak resident memory of the process, in bytes, since :func:`reset_peak`.
+peak = partial(resident, "VmHWM")
 LENGTH, CHANNELS, STATES = 65_536, 1536, 16
 GIB = 1024**3
 
@@ -33,13 +37,6 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def all_threads(one_thread):
     torch.set_num_threads(os.cpu_count() or 1)
-
-
-def peak() -> int:
-    """Peak resident memory of the process, in bytes, since :func:`reset_peak`."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def reset_peak() -> None:

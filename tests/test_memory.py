@@ -15,6 +15,7 @@ import torch
 from families import build, padded
 from models import tiny
 from peak_memory import calls
+from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
@@ -134,15 +135,12 @@ def assert_close(model, tokens, found) -> None:
         assert expected.forwards >= 1
 
 
-@pytest.mark.parametrize(
-    ("family", "batch", "length"),
-    [
-        ("mamba2", 3, 500),
-        ("mamba2", 1, 2048),
-        pytest.param("qwen3_next", 1, 500, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", 1, 2048, marks=pytest.mark.slow),
-    ],
-)
+SIZES = [("mamba2", 3, 500), ("mamba2", 1, 2048)]
+LARGER = [("qwen3_next", 1, 500), ("qwen3_next", 1, 2048)]
+SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in LARGER]
+
+
+@pytest.mark.parametrize(("family", "batch", "length"), SIZES)
 def test_estimates_are_within_a_factor_of_two_of_what_is_allocated(
     family: str, batch: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,14 +185,10 @@ def test_estimates_are_within_a_factor_of_two_of_the_resident_set(
 
 def test_an_estimate_leaves_the_model_as_it_was(ids: torch.Tensor) -> None:
     model = build("mamba")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    attributes = [dict(module.__dict__) for module in model.modules()]
+    before = fingerprint(model)
     for method in (MambaAttribution, LaTIM, MambaLRP):
         estimate(method(model), ids, target=3)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    after = [module.__dict__ for module in model.modules()]
-    assert [a.keys() for a in after] == [b.keys() for b in attributes]
+    assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize("length", [1, 5])

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from families import build
 from methods import MAPS, assert_close, each
-from models import S6_FAMILIES, Classifier, ids, recast, s6_paths, tiny
+from models import S6_FAMILIES, Classifier, Residual, ids, recast, s6_paths, tiny
 from torch import Tensor
 
 from captum_ssm import (
@@ -20,9 +21,8 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm.attr._maps import MapOptions, raw_row, rollout_row
-from captum_ssm.mixers import _base as registry
+from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import find_mixers
-from captum_ssm.models import BidirectionalMamba
 
 REDUCTIONS = ("mean", "max", "min", "prod")
 OPTIONS = [
@@ -46,9 +46,6 @@ def named(options: dict) -> str:
 
 def double(family: str = "mamba", **kwargs) -> torch.nn.Module:
     return recast(tiny(family, **kwargs), torch.float64)
-
-
-# ---- the formulas -----------------------------------------------------------------------------
 
 
 def reduce_channels(maps: Tensor, reduction: str) -> Tensor:
@@ -129,9 +126,6 @@ def gated_gradients(model, target: Tensor, position: int, **inputs) -> list[Tens
     return [g.double().mean(-1) for g in gradients]
 
 
-# ---- rollout and raw attention ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=named)
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_rollout_is_the_product_of_matrices(length, options):
@@ -156,19 +150,11 @@ def test_a_row_of_rollout_in_linear_time_at_length_64():
     assert (truth[:, -1, :-1].abs().max() > 0.01).all()
 
 
-@pytest.mark.parametrize("family", S6_FAMILIES)
-def test_rollout_of_each_family(family):
-    model, tokens = tiny(family), ids(2, 9)
-    maps = [m.double() for m in hidden_attention(model, tokens).values()]
-    assert_close(MambaRollout(model).rollout(tokens).double(), explicit_rollout(maps), 1e-4)
-
-
 @pytest.mark.parametrize("start", [0, 1, 2, -1, -3])
 def test_start_layer(start):
     model, tokens = double(layers=3), ids(2, 9)
     maps = list(hidden_attention(model, tokens).values())[start:]
-    explain = MambaRollout(model)
-    truth = explicit_rollout(maps)
+    explain, truth = MambaRollout(model), explicit_rollout(maps)
     assert_close(explain.rollout(tokens, start_layer=start), truth)
     assert_close(explain.attribute(tokens, start_layer=start), truth[:, -1])
     gradient = MambaAttribution(model)
@@ -209,9 +195,6 @@ def test_class_agnostic_methods_ignore_the_target(method):
         assert torch.equal(method(model).attribute(tokens, target=target), plain)
 
 
-# ---- Mamba-Attribution ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", S6_FAMILIES)
 @pytest.mark.parametrize("length", [1, 3, 9])
 def test_mamba_attribution_is_eq_24(family, length):
@@ -223,11 +206,9 @@ def test_mamba_attribution_is_eq_24(family, length):
         gradients = gated_gradients(model, target, position, input_ids=tokens)
         truth = explicit_rollout([m.double() for m in maps.values()], gradients, sign="clamp")
         if family in ("mamba", "falcon_mamba"):
-            row = explain.attribute(tokens, target=target, position=position)
-            assert_close(row.double(), truth[:, position], 1e-4)
-            assert_close(
-                explain.rollout(tokens, target=target, position=position).double(), truth, 1e-4
-            )
+            chosen = {"target": target, "position": position}
+            assert_close(explain.attribute(tokens, **chosen).double(), truth[:, position], 1e-4)
+            assert_close(explain.rollout(tokens, **chosen).double(), truth, 1e-4)
         else:  # a hybrid's attention layers are in the product too
             for k, path in enumerate(maps):
                 alone = explicit_rollout([maps[path].double()], [gradients[k]], sign="clamp")
@@ -300,9 +281,6 @@ def test_tokens_after_the_query_do_not_matter():
         torch.testing.assert_close(row[:, :5], short, atol=1e-5, rtol=1e-4)
 
 
-# ---- position ---------------------------------------------------------------------------------
-
-
 @each(MAPS)
 def test_position_in_every_form(method):
     model, tokens = tiny(), ids(3, 9)
@@ -312,18 +290,16 @@ def test_position_in_every_form(method):
         return explain.attribute(tokens, target=target, position=position)
 
     truth = torch.stack([rows(p)[b] for b, p in enumerate((2, 8, 5))])
-    same = {"atol": 1e-6, "rtol": 1e-5}
-    torch.testing.assert_close(rows(torch.tensor([2, 8, 5])), truth, **same)
-    torch.testing.assert_close(rows([2, 8, 5]), truth, **same)
-    torch.testing.assert_close(rows(torch.tensor([-7, -1, 5])), truth, **same)
-    torch.testing.assert_close(rows(-1), rows(None), **same)
-    torch.testing.assert_close(rows(torch.tensor(2)), rows(2), **same)
-    torch.testing.assert_close(rows(-7), rows(2), **same)
+    same = partial(torch.testing.assert_close, atol=1e-6, rtol=1e-5)
+    for position in (torch.tensor([2, 8, 5]), [2, 8, 5], torch.tensor([-7, -1, 5])):
+        same(rows(position), truth)
+    for position in (torch.tensor(2), -7):
+        same(rows(position), rows(2))
+    same(rows(-1), rows(None))
     assert not torch.allclose(rows(2), rows(3))
     if method in (MambaAttribution, UnifiedImplicitAttention):
-        torch.testing.assert_close(rows(None, target=(2, 4)), rows(2), **same)
-        pairs = [(2, 4), (8, 4), (5, 4)]
-        torch.testing.assert_close(rows(None, target=pairs), truth, **same)
+        same(rows(None, target=(2, 4)), rows(2))
+        same(rows(None, target=[(2, 4), (8, 4), (5, 4)]), truth)
 
 
 @each(MAPS)
@@ -334,9 +310,6 @@ def test_a_mean_pooled_model_is_explained_by_the_mean_of_its_rows(method):
     rows = [explain.attribute(tokens, target=3, position=p) for p in range(9)]
     mean = torch.stack(rows).mean(0)
     torch.testing.assert_close(explain.attribute(tokens, target=3), mean, atol=1e-6, rtol=1e-5)
-
-
-# ---- hidden_attention's own options -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", S6_FAMILIES)
@@ -405,35 +378,16 @@ def test_components_of_unified_attention(family):
 
 
 def test_a_length_of_one_has_nothing_but_itself():
-    model, tokens = tiny(), ids(2, 1)
-    assert math.isclose(
-        MambaRollout(model).attribute(tokens)[0, 0].item(),
-        math.prod(1 + float(m.mean()) for m in hidden_attention(model, tokens[:1]).values()),
-        rel_tol=1e-5,
-    )
-
-
-# ---- stages, sums and the cost in runs of the adapters ----------------------------------------
-
-
-class Sequential(torch.nn.Module):
-    """Three mixers one after the other, none of which adds much to the stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        make = lambda: BidirectionalMamba(16, state=4, bimamba_type="none")  # noqa: E731
-        self.mixers = torch.nn.ModuleList(make() for _ in range(3))
-        for mixer in self.mixers:
-            mixer.out_proj.weight.data *= 0.1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for mixer in self.mixers:
-            x = x + mixer(x)
-        return x
+    model, tokens = tiny(), ids(1, 1)
+    found = MambaRollout(model).attribute(tokens).item()
+    maps = hidden_attention(model, tokens).values()
+    assert math.isclose(found, math.prod(1 + float(m.mean()) for m in maps), rel_tol=1e-5)
 
 
 def test_small_sequential_updates_are_layers_of_their_own():
-    model, x = Sequential().double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    model, x = Residual(3).double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    for mixer in model.mixers:
+        mixer.out_proj.weight.data *= 0.1
     rho = torch.eye(9, dtype=torch.float64)
     for matrix in hidden_attention(model, x, reduction="mean").values():
         rho = (torch.eye(9) + matrix) @ rho

@@ -172,22 +172,19 @@ def test_a_row_of_one_run(checkpoint, server):
 def test_refusals(checkpoint):
     _, folder = checkpoint
     model, elsewhere, tokens = tiny(), wrapped(folder), ids(1, 5)
-    with pytest.raises(TypeError, match="LanguageModel"):
-        MambaRollout(model, remote=True)
-    with pytest.raises(TypeError, match="LanguageModel"):
-        MambaRollout(lambda t: elsewhere(t), elsewhere, remote=True)
-    with pytest.raises(TypeError, match="LanguageModel"):
-        hidden_attention(model, tokens, remote=True)
-    with pytest.raises(TypeError, match="remote is 3"):
-        MambaRollout(elsewhere, remote=3)
-    with pytest.raises(TypeError, match="remote is ''"):
-        MambaRollout(elsewhere, remote="")
-    with pytest.raises(TypeError, match="by name"):
-        MambaRollout(elsewhere, remote=True).attribute(tokens, additional_forward_args=(None,) * 40)
-    with pytest.raises(ValueError, match="needs a run here"):
-        SSMLLMAttribution(MambaRollout(elsewhere, remote=True), elsewhere.tokenizer)
-    with pytest.raises(ValueError, match="rehearsal"):
-        MambaRollout(elsewhere, remote="local")
+    there = MambaRollout(elsewhere, remote=True)
+    for error, says, call in (
+        (TypeError, "LanguageModel", lambda: MambaRollout(model, remote=True)),
+        (TypeError, "LanguageModel", lambda: MambaRollout(lambda t: t, elsewhere, remote=True)),
+        (TypeError, "LanguageModel", lambda: hidden_attention(model, tokens, remote=True)),
+        (TypeError, "remote is 3", lambda: MambaRollout(elsewhere, remote=3)),
+        (TypeError, "remote is ''", lambda: MambaRollout(elsewhere, remote="")),
+        (TypeError, "by name", lambda: there.attribute(tokens, None, (None,) * 40)),
+        (ValueError, "needs a run here", lambda: SSMLLMAttribution(there, elsewhere.tokenizer)),
+        (ValueError, "rehearsal", lambda: MambaRollout(elsewhere, remote="local")),
+    ):
+        with pytest.raises(error, match=says):
+            call()
     with pytest.raises(ValueError, match="MambaLRP changes what the model does"):
         MambaLRP(elsewhere, remote=True)
     with pytest.raises(ValueError, match="Choose another aggregation"):
