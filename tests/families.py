@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import S6_FAMILIES, VOCABULARY, randomize, tiny
+from models import S6_FAMILIES, SHARED, randomize, tiny
 from torch import Tensor, nn
 
 try:
@@ -19,7 +19,6 @@ except ImportError:  # transformers 4
     from transformers.modeling_utils import no_init_weights
 
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
-SHARED = dict(vocab_size=VOCABULARY, hidden_size=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 ATTENTION = dict(intermediate_size=24, num_attention_heads=4, num_key_value_heads=2)
 HEADS = dict(num_heads=4, head_dim=8, n_groups=2, chunk_size=8)
 MAMBA2 = dict(
