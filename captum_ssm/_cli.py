@@ -201,7 +201,7 @@ def _check_options(method: type[TokenAttribution], options: dict[str, Any]) -> N
         raise Reached
 
     explainer = method(nn.Identity())
-    explainer._freeze = run
+    explainer._run = run  # type: ignore[method-assign]
     with suppress(Reached):
         explainer.attribute(torch.zeros(1, 1, dtype=torch.long), target=0, **options)
 

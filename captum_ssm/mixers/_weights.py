@@ -37,6 +37,7 @@ def _holds_codes(value: Tensor) -> bool:
 
 
 def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
+    """Whether ``layer`` computes as ``nn.Linear`` does, with a plain floating-point weight."""
     return (
         isinstance(layer, nn.Linear)
         and type(layer).forward is nn.Linear.forward
