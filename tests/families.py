@@ -156,6 +156,8 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 # Those that the installed transformers has.
 SPECS = {k: spec for k, spec in SPECS.items() if hasattr(transformers, f"{spec[0]}ForCausalLM")}
 FAMILIES = (*S6_FAMILIES, *SPECS)
+SSD_FAMILIES = ("mamba2", "zamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid")
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 HYBRIDS = (
     "jamba",
     "zamba",
