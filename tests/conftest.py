@@ -36,14 +36,9 @@ def seeded() -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """Words w3, w4, ... as ids 3, 4, ..., behind three special tokens, for the tiny models."""
-    from models import VOCABULARY
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """Words w3, w4, ... as ids 3, 4, ..., after three special tokens, for the tiny models."""
+    from models import VOCABULARY, word_tokenizer
 
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    numbered = {word: i for i, word in enumerate(words)}
+    return word_tokenizer(numbered, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import S6_FAMILIES, VOCABULARY, randomize, tiny
+from models import S6_FAMILIES, SHARED, randomize, tiny
 from torch import Tensor, nn
 
 try:
@@ -19,191 +19,145 @@ except ImportError:  # transformers 4
     from transformers.modeling_utils import no_init_weights
 
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")
-SHARED = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-ATTENTION = {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-MAMBA2 = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 4,
-    "mamba_chunk_size": 8,
-}
-DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 4,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_hidden_layers": 3,
-}
-EXPERTS = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-FALCON_H1 = {
+ATTENTION = dict(intermediate_size=24, num_attention_heads=4, num_key_value_heads=2)
+HEADS = dict(num_heads=4, head_dim=8, n_groups=2, chunk_size=8)
+MAMBA2 = dict(
+    mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=4, mamba_chunk_size=8
+)
+LINEAR_FIRST = dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
+)
+DELTA = dict(
+    LINEAR_FIRST,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=4,
+    linear_conv_kernel_dim=4,
+)
+EXPERTS = dict(
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+)
+FALCON_H1 = dict(
     **ATTENTION,
     **MAMBA2,
-    "num_hidden_layers": 2,
-    "mamba_d_ssm": 32,
-    "head_dim": 4,
+    num_hidden_layers=2,
+    mamba_d_ssm=32,
+    head_dim=4,
     # Every multiplier differs from one, and from the others.
-    "ssm_multipliers": [0.5, 0.7, 1.2, 0.9, 1.1],
-    "ssm_in_multiplier": 1.3,
-    "ssm_out_multiplier": 0.8,
-    "attention_in_multiplier": 1.1,
-    "attention_out_multiplier": 0.7,
-    "key_multiplier": 0.6,
-}
-XLSTM = {
-    "num_heads": 2,
-    "num_hidden_layers": 2,
-    # The chunked form of transformers 4 fails by itself; a sequence within one chunk does not.
-    "chunk_size": 128 if TRANSFORMERS_4 else 8,
-    "qk_dim_factor": 0.5,
-    "use_cache": False,
-}
+    ssm_multipliers=[0.5, 0.7, 1.2, 0.9, 1.1],
+    ssm_in_multiplier=1.3,
+    ssm_out_multiplier=0.8,
+    attention_in_multiplier=1.1,
+    attention_out_multiplier=0.7,
+    key_multiplier=0.6,
+)
+# The chunked form of transformers 4 fails by itself; a sequence within one chunk does not.
+ONE_CHUNK = 128 if TRANSFORMERS_4 else 8
+XLSTM = dict(
+    num_heads=2, num_hidden_layers=2, chunk_size=ONE_CHUNK, qk_dim_factor=0.5, use_cache=False
+)
+GEMMA = dict(num_key_value_heads=1, num_hidden_layers=3, lru_width=16, attention_window_size=5)
+KIMI = dict(
+    num_attention_heads=2,
+    linear_num_heads=2,
+    linear_head_dim=8,
+    linear_conv_kernel_dim=4,
+    num_experts=2,
+    num_experts_per_token=1,
+    moe_intermediate_size=16,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    first_k_dense_replace=1,
+)
 
 # By family: the prefix of its classes in transformers, and what its configuration needs.
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba2": (
-        "Mamba2",
-        {
-            "state_size": 4,
-            "num_heads": 4,
-            "head_dim": 8,
-            "n_groups": 2,
-            "num_hidden_layers": 2,
-            "chunk_size": 8,
-        },
-    ),
+    "mamba2": ("Mamba2", dict(HEADS, state_size=4, num_hidden_layers=2)),
     "zamba2": (
         "Zamba2",
-        {
-            **ATTENTION,
-            "num_key_value_heads": 4,
-            "num_hidden_layers": 4,
-            "mamba_d_state": 4,
-            "n_mamba_heads": 4,
-            "mamba_ngroups": 2,
-            "mamba_headdim": 8,
+        dict(
+            ATTENTION,
+            num_key_value_heads=4,
+            num_hidden_layers=4,
+            mamba_d_state=4,
+            n_mamba_heads=4,
+            mamba_ngroups=2,
+            mamba_headdim=8,
             # Without its kernels transformers 4 passes a wrong state from chunk to chunk.
-            "chunk_size": 128 if TRANSFORMERS_4 else 8,
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-            "hybrid_layer_ids": [1, 3],
-            "adapter_rank": 2,
-            "num_mem_blocks": 1,
-        },
+            chunk_size=ONE_CHUNK,
+            layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+            hybrid_layer_ids=[1, 3],
+            adapter_rank=2,
+            num_mem_blocks=1,
+        ),
     ),
-    "bamba": (
-        "Bamba",
-        {**ATTENTION, **MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},
-    ),
-    "falcon_h1": (
-        "FalconH1",
-        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
-    ),
+    "bamba": ("Bamba", dict(**ATTENTION, **MAMBA2, num_hidden_layers=3, attn_layer_indices=[1])),
+    "falcon_h1": ("FalconH1", dict(FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False)),
     "falcon_h1_norm_first": (
         "FalconH1",
-        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+        dict(FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=True),
     ),
-    "falcon_h1_no_norm": ("FalconH1", {**FALCON_H1, "mamba_rms_norm": False}),
+    "falcon_h1_no_norm": ("FalconH1", dict(FALCON_H1, mamba_rms_norm=False)),
     "nemotron_h": (
         "NemotronH",
-        {
-            **ATTENTION,
-            "head_dim": 4,
-            "ssm_state_size": 4,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "chunk_size": 8,
-            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
-        },
+        dict(
+            ATTENTION,
+            head_dim=4,
+            ssm_state_size=4,
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            n_groups=2,
+            chunk_size=8,
+            layers_block_type=["mamba", "attention", "mlp", "mamba"],
+        ),
     ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
-        {
+        dict(
             **ATTENTION,
             **MAMBA2,
-            "num_hidden_layers": 3,
-            "layer_types": ["mamba", "attention", "mamba"],
-            "num_local_experts": 0,
-            "shared_intermediate_size": 24,
-        },
+            num_hidden_layers=3,
+            layer_types=["mamba", "attention", "mamba"],
+            num_local_experts=0,
+            shared_intermediate_size=24,
+        ),
     ),
-    "recurrent_gemma": (
-        "RecurrentGemma",
-        {
-            **ATTENTION,
-            "num_key_value_heads": 1,
-            "num_hidden_layers": 3,
-            "lru_width": 16,
-            "attention_window_size": 5,
-            "use_cache": False,  # which the attention of transformers 4 would read
-            "head_dim": 4,
-        },
-    ),
+    # The attention of transformers 4 would read a cache.
+    "recurrent_gemma": ("RecurrentGemma", ATTENTION | GEMMA | dict(head_dim=4, use_cache=False)),
     "rwkv": (
         "Rwkv",
-        {
-            "attention_hidden_size": 16,
-            "num_hidden_layers": 2,
-            "context_length": 64,
-            "use_cache": False,
-        },
+        dict(attention_hidden_size=16, num_hidden_layers=2, context_length=64, use_cache=False),
     ),
-    "xlstm": ("xLSTM", {**XLSTM, "weight_mode": "single"}),
-    "xlstm_fused": ("xLSTM", {**XLSTM, "weight_mode": "fused"}),
+    "xlstm": ("xLSTM", dict(XLSTM, weight_mode="single")),
+    "xlstm_fused": ("xLSTM", dict(XLSTM, weight_mode="fused")),
     "minimax": (
         "MiniMax",
-        {
+        dict(
             **ATTENTION,
-            "num_hidden_layers": 3,
-            "head_dim": 4,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "block_size": 8,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        },
+            **LINEAR_FIRST,
+            head_dim=4,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            block_size=8,
+        ),
     ),
-    "qwen3_next": ("Qwen3Next", {**ATTENTION, **DELTA, **EXPERTS, "head_dim": 8}),
-    "qwen3_5": ("Qwen3_5", {**ATTENTION, **DELTA, "head_dim": 8}),
-    "qwen3_5_moe": ("Qwen3_5Moe", {**ATTENTION, **DELTA, **EXPERTS, "head_dim": 8}),
-    "olmo_hybrid": ("OlmoHybrid", {**ATTENTION, **DELTA}),
-    "kimi_linear": (
-        "KimiLinear",
-        {
-            **ATTENTION,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "linear_num_heads": 2,
-            "linear_head_dim": 8,
-            "linear_conv_kernel_dim": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "num_experts": 2,
-            "num_experts_per_token": 1,
-            "moe_intermediate_size": 16,
-            "kv_lora_rank": 8,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "qwen3_next": ("Qwen3Next", dict(**ATTENTION, **DELTA, **EXPERTS, head_dim=8)),
+    "qwen3_5": ("Qwen3_5", dict(**ATTENTION, **DELTA, head_dim=8)),
+    "qwen3_5_moe": ("Qwen3_5Moe", dict(**ATTENTION, **DELTA, **EXPERTS, head_dim=8)),
+    "olmo_hybrid": ("OlmoHybrid", ATTENTION | DELTA),
+    "kimi_linear": ("KimiLinear", ATTENTION | LINEAR_FIRST | KIMI),
 }
 # Those that the installed transformers has.
 SPECS = {k: spec for k, spec in SPECS.items() if hasattr(transformers, f"{spec[0]}ForCausalLM")}
 FAMILIES = (*S6_FAMILIES, *SPECS)
+SSD_FAMILIES = ("mamba2", "zamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid")
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 HYBRIDS = (
     "jamba",
     "zamba",

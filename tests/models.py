@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     FalconMambaConfig,
@@ -21,6 +22,7 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     MambaModel,
+    PreTrainedTokenizerFast,
     ZambaConfig,
     ZambaForCausalLM,
 )
@@ -28,6 +30,7 @@ from transformers import (
 from captum_ssm.models import BidirectionalMamba
 
 VOCABULARY = 37
+SHARED = dict(vocab_size=VOCABULARY, hidden_size=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 S6_FAMILIES = ("mamba", "falcon_mamba", "jamba", "zamba")
 
 
@@ -62,28 +65,24 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+MAMBAS = {
+    "mamba": (MambaConfig, MambaForCausalLM),
+    "falcon_mamba": (FalconMambaConfig, FalconMambaForCausalLM),
+}
+
+
 def tiny(
     family: str = "mamba", *, layers: int | None = None, seed: int = 0, **changes: object
 ) -> nn.Module:
     """A random model of an S6 family, in eval mode and float32; hybrids have attention too."""
     layers = layers or (2 if "mamba" in family else 4)
-    shared = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "num_hidden_layers": layers,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    shared = SHARED | {"num_hidden_layers": layers}
     attention = {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
     # transformers 4 refuses to run these hybrids without kernels unless it is told so.
     s6 = {"mamba_d_state": 4, "mamba_dt_rank": 3, "use_mamba_kernels": False}
-    if family == "mamba":
-        shared |= {"state_size": 4, "time_step_rank": 3} | changes
-        model = MambaForCausalLM(MambaConfig(**shared))
-    elif family == "falcon_mamba":
-        shared |= {"state_size": 4, "time_step_rank": 3} | changes
-        model = FalconMambaForCausalLM(FalconMambaConfig(**shared))
+    if family in MAMBAS:
+        config, kind = MAMBAS[family]
+        model = kind(config(**(shared | {"state_size": 4, "time_step_rank": 3} | changes)))
     elif family in ("jamba", "jamba_classifier"):
         shared |= attention | s6 | {"attn_layer_period": 3, "attn_layer_offset": 1}
         shared |= {"num_experts": 2, "num_experts_per_tok": 1, "num_labels": 5} | changes
@@ -95,7 +94,7 @@ def tiny(
         shared |= attention | s6 | {"n_mamba_heads": 4, "layers_block_type": blocks} | changes
         model = ZambaForCausalLM(ZambaConfig(**shared))
     else:
-        raise ValueError(f"family is {family!r}; accepted are {S6_FAMILIES}")
+        raise ValueError(f"family is {family!r}; expected one of {S6_FAMILIES}")
     return randomize(model, seed).eval()
 
 
@@ -107,6 +106,13 @@ def golden(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, o
         found = {key: torch.from_numpy(z[key]) for key in z.files if key != "config_json"}
     weights = {key[3:]: found.pop(key) for key in list(found) if key.startswith("sd/")}
     return found, weights, config
+
+
+def word_tokenizer(words: dict[str, int], **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that splits at spaces; the first word stands for unknown ones."""
+    backend = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def ids(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:

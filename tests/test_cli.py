@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from functools import partial
@@ -10,14 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import build
-from models import VOCABULARY, ids, tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from models import SHARED, VOCABULARY, ids, tiny, word_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from captum_ssm import (
     LaTIM,
@@ -48,10 +43,7 @@ def folder(tmp_path_factory) -> str:
     """A tiny model and a tokenizer of words for it."""
     path = str(tmp_path_factory.mktemp("model"))
     tiny().save_pretrained(path)
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(path)
+    word_tokenizer({f"w{i}": i for i in range(VOCABULARY)}).save_pretrained(path)
     return path
 
 
@@ -85,35 +77,34 @@ def test_a_page_and_a_picture(tmp_path, folder, capsys):
     assert f"wrote {page}" in capsys.readouterr().out
 
 
-def test_a_position_and_options(folder, capsys):
-    given = ("--text", "w3 w4 w5 w6 w7", "--position", "2")
-    assert explain(*given, "--method", "rollout", "--start-layer", "1", model=folder) == 0
+OPTIONS = {
+    "rollout --start-layer 1": (MambaRollout, dict(start_layer=1)),
+    "latim --layer -1 --aggregation l2 --target w9": (LaTIM, dict(layer=-1, aggregation="l2")),
+    "raw-attention --layers backbone.layers.0.mixer": (
+        RawAttention,
+        dict(layers="backbone.layers.0.mixer"),
+    ),
+    "raw-attention --sign absolute --discard-ratio 0.25 --normalize-rows --layers 0": (
+        RawAttention,
+        dict(sign="absolute", discard_ratio=0.25, normalize_rows=True, layers=0),
+    ),
+    "unified --components conv,gate --reduction max --aggregation rollout": (
+        UnifiedImplicitAttention,
+        dict(components=("conv", "gate"), reduction="max", aggregation="rollout"),
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", OPTIONS)
+def test_a_position_and_options(arguments, folder, capsys):
+    given = ("--text", "w3 w4 w5 w6 w7", "--position", "2", "--method", *arguments.split())
+    assert explain(*given, model=folder) == 0
     said = capsys.readouterr().out
-    model = tiny()
-    tokens = torch.tensor([[3, 4, 5, 6, 7]])
-    row = MambaRollout(model).attribute(tokens, position=2, start_layer=1)[0]
+    model, tokens = tiny(), torch.tensor([[3, 4, 5, 6, 7]])
+    method, options = OPTIONS[arguments]
+    row = method(model).attribute(tokens, position=2, **options)[0]
     best = int(model(tokens).logits[0, 2].argmax())
     assert f"the model predicts 'w{best}'" in said
-    assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
-    chosen = ("--method", "latim", "--layer", "-1", "--aggregation", "l2", "--target", "w9")
-    assert explain(*given, *chosen, model=folder) == 0
-    said = capsys.readouterr().out
-    row = LaTIM(model).attribute(tokens, position=2, layer=-1, aggregation="l2")[0]
-    assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
-    layer = "backbone.layers.0.mixer"
-    assert explain(*given, "--method", "raw-attention", "--layers", layer, model=folder) == 0
-    chosen = ("--sign", "absolute", "--discard-ratio", "0.25", "--normalize-rows", "--layers", "0")
-    capsys.readouterr()
-    assert explain(*given, "--method", "raw-attention", *chosen, model=folder) == 0
-    said = capsys.readouterr().out
-    options = {"sign": "absolute", "discard_ratio": 0.25, "normalize_rows": True, "layers": 0}
-    row = RawAttention(model).attribute(tokens, position=2, **options)[0]
-    assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
-    chosen = ("--components", "conv,gate", "--reduction", "max", "--aggregation", "rollout")
-    assert explain(*given, "--method", "unified", *chosen, model=folder) == 0
-    said = capsys.readouterr().out
-    options = {"components": ("conv", "gate"), "reduction": "max", "aggregation": "rollout"}
-    row = UnifiedImplicitAttention(model).attribute(tokens, position=2, **options)[0]
     assert all(f"{float(row[i]):+.4g}" in said for i in range(3))
 
 
@@ -138,67 +129,46 @@ def test_every_option_of_every_method_is_a_flag(capsys):
             assert all(value in said for value in option.values)
 
 
-BAD_CALLS = {
-    "no tokenizer": (("--text", "hello"), "no tokenizer could be loaded from"),
-    "ids that are none": (("--ids", "a,b"), "--ids is 'a,b'; expected token ids such as"),
-    "target ids that are none": (
-        ("--text", "a", "--target-ids", "x"),
-        "--target-ids is 'x'; expected token ids such as",
+# What the arguments alone tell, and what only the tokenizer or the model can tell.
+EARLY = {
+    "--ids a,b": "--ids is 'a,b'; expected token ids such as",
+    "--text a --target-ids x": "--target-ids is 'x'; expected token ids such as",
+    "--ids ' '": "which holds no token",
+    "--ids 3,4 --position 2": "the text has 2 tokens",
+    "--ids 3,4 --position 0 --target 1,2": "--target has 2 tokens",
+    "--ids 3,4 --method rollout --layer 1": (
+        "--layer was given, and --method is rollout; expected latim. Choose one of these"
     ),
-    "no ids": (("--ids", " "), "which holds no token"),
-    "an id outside": (("--ids", "3,99"), "the model's vocabulary has ids 0 .. 26"),
-    "a target outside": (("--ids", "3,4", "--target", "99"), "--target is [99]"),
-    "a position outside": (("--ids", "3,4", "--position", "2"), "the text has 2 tokens"),
-    "two targets at a position": (
-        ("--ids", "3,4", "--position", "0", "--target", "1,2"),
-        "--target has 2 tokens",
+    "--ids 3,4 --sign clamp": "expected mamba-attribution, raw-attention, rollout or unified",
+    "--ids 3,4 --method latim --aggregation mean": (
+        "--aggregation is 'mean'; expected alti_logit, alti, l1, l2 or a number"
     ),
-    "another method's option": (
-        ("--ids", "3,4", "--method", "rollout", "--layer", "1"),
-        "--layer was given, and --method is rollout; expected latim. Choose one of these",
+    "--ids 3,4 --method unified --aggregation l1": (
+        "--aggregation is 'l1'; expected raw, rollout or attribution"
     ),
-    "several methods' option": (
-        ("--ids", "3,4", "--sign", "clamp"),
-        "expected mamba-attribution, raw-attention, rollout or unified",
+    "--ids 3,4 --method latim --aggregation l1": (
+        "aggregation is 'l1', which makes a map of one layer, and layer is None"
     ),
-    "an aggregation": (
-        ("--ids", "3,4", "--method", "latim", "--aggregation", "mean"),
-        "--aggregation is 'mean'; expected alti_logit, alti, l1, l2 or a number",
+    "--ids 3,4 --method rollout --discard-ratio 1.5": "discard_ratio is 1.5; expected 0 <= r < 1",
+    "--ids 3,4 --method unified --components conv,bias": (
+        "components holds ['bias']; expected any of"
     ),
-    "an aggregation of another method": (
-        ("--ids", "3,4", "--method", "unified", "--aggregation", "l1"),
-        "--aggregation is 'l1'; expected raw, rollout or attribution",
-    ),
-    "an aggregation without a layer": (
-        ("--ids", "3,4", "--method", "latim", "--aggregation", "l1"),
-        "aggregation is 'l1', which makes a map of one layer, and layer is None",
-    ),
-    "a share": (
-        ("--ids", "3,4", "--method", "rollout", "--discard-ratio", "1.5"),
-        "discard_ratio is 1.5; expected 0 <= r < 1",
-    ),
-    "a component": (
-        ("--ids", "3,4", "--method", "unified", "--components", "conv,bias"),
-        "components holds ['bias']; expected any of",
-    ),
-    "a layer outside": (
-        ("--ids", "3,4", "--method", "latim", "--layer", "7", "--aggregation", "l1"),
-        "layer is 7; this model has 3 mixers",
-    ),
-    "a suffix": (("--ids", "3,4", "--output", "a.txt"), "expected a name that ends in .html"),
-    "a folder": (
-        ("--ids", "3,4", "--output", "no/where/a.html"),
-        "--output is no/where/a.html, and there is no folder no/where; create it",
+    "--ids 3,4 --output a.txt": "expected a name that ends in .html",
+    "--ids 3,4 --output no/where/a.html": (
+        "--output is no/where/a.html, and there is no folder no/where; create it"
     ),
 }
-# Those that only the tokenizer or the model can tell.
-LATE = ("no tokenizer", "an id outside", "a target outside", "a layer outside")
+LATE = {
+    "--text hello": "no tokenizer could be loaded from",
+    "--ids 3,99": "the model's vocabulary has ids 0 .. 26",
+    "--ids 3,4 --target 99": "--target is [99]",
+    "--ids 3,4 --method latim --layer 7 --aggregation l1": "layer is 7; this model has 3 mixers",
+}
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_a_bad_call_says_what_is_wrong(name, capsys):
-    arguments, message = BAD_CALLS[name]
-    assert explain(*arguments) == 1
+@pytest.mark.parametrize(("arguments", "message"), (EARLY | LATE).items())
+def test_a_bad_call_says_what_is_wrong(arguments, message, capsys):
+    assert explain(*shlex.split(arguments)) == 1
     said = capsys.readouterr()
     assert message in said.err
     assert said.err.startswith("captum_ssm: error: ")
@@ -229,8 +199,7 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_what_the_arguments_tell_is_checked_before_transformers_is_imported(tmp_path):
-    early = [arguments for name, (arguments, _) in BAD_CALLS.items() if name not in LATE]
-    calls = [["explain", "--model", COPYING, *arguments] for arguments in early]
+    calls = [["explain", "--model", COPYING, *shlex.split(arguments)] for arguments in EARLY]
     calls += [["explain", "--model", "./nowhere", "--text", "a"], ["supported", "./nowhere"]]
     calls += [["supported", COPYING, "--length", "0"], ["supported", COPYING, "--device", "gpu"]]
     script = (
@@ -378,9 +347,7 @@ def test_a_device_that_is_not_there(capsys):
 def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
     tiny().save_pretrained(tmp_path)
     words = {"<unk>": 0, "hill": 1, "ball": 2, "red": 3}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    word_tokenizer(words, unk_token="<unk>").save_pretrained(tmp_path)
     given = ("--text", "red ball", "--method", "rollout")
     assert explain(*given, "--target", "red Paris", model=str(tmp_path)) == 1
     said = capsys.readouterr().err
@@ -404,14 +371,8 @@ def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
 
 
 def test_supported_says_no(tmp_path, capsys):
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=VOCABULARY,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    config = dict(SHARED, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
     assert main(["supported", str(tmp_path)]) == 1
     assert "LlamaForCausalLM holds no token mixer" in capsys.readouterr().err
     assert main(["supported", str(tmp_path), "--length", "0"]) == 1

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, build, modeling_of, padded, skip_what_fails_by_itself
-from models import ids
+from families import (
+    DELTA_FAMILIES,
+    FAMILIES,
+    HYBRIDS,
+    SSD_FAMILIES,
+    build,
+    modeling_of,
+    padded,
+    skip_what_fails_by_itself,
+)
+from frozen import alter_a_head, assert_reconstructs, frozen_layers
+from models import S6_FAMILIES, ids
 from torch import Tensor, nn
 
 from captum_ssm import (
@@ -24,55 +33,13 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
-from captum_ssm._capture import FrozenLayer, Request, freeze
-from captum_ssm._capture.checking import (
-    check_reconstruction,
-    reconstruction_error,
-    tolerance_of,
-)
-from captum_ssm.attr.mamba_lrp import frozen_output
-from captum_ssm.mixers import (
-    COMPONENTS,
-    FrozenMixer,
-    MixerCall,
-    find_adapter,
-    find_mixers,
-    registered,
-)
+from captum_ssm._capture.checking import check_reconstruction, reconstruction_error, tolerance_of
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 from captum_ssm.mixers import _registry as registry
 from captum_ssm.operators import SoftmaxOperator
 
 # These models do not look at the mask in their recurrence: padding on the left enters it.
 IGNORE_LEFT_PADDING = ("recurrent_gemma", "rwkv", "xlstm", "xlstm_fused")
-
-
-def frozen_layers(
-    model: nn.Module, tokens: Tensor, mask: Tensor | None = None, check: bool = False
-) -> list[FrozenLayer]:
-    extra = None if mask is None else {"attention_mask": mask}
-    return freeze(Request.of(model, None, tokens, extra), query=False, check=check).layers
-
-
-def affine_output(mixer: FrozenMixer) -> Tensor:
-    """The mixer's output from the unified operator and the documented bias terms, nothing else."""
-    operator = mixer.operator("unified", COMPONENTS)
-    y = operator.matvec(mixer.inputs)
-    if mixer.conv_bias is not None:
-        # The bias enters behind the convolution, and is carried by the rest of the operator.
-        rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
-        y = y + rest.matvec(mixer.conv_bias.expand_as(mixer.inputs))
-    y = y + mixer.remainder()
-    constant = mixer.out_proj(torch.zeros_like(y))
-    return y @ mixer.out_weight.mT + constant
-
-
-def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
-    expected = layer.call.output
-    real = torch.ones(expected.shape[:2]) if mask is None else mask
-    mixer = layer.mixer
-    for found in (mixer.output(), affine_output(mixer), frozen_output(mixer)):
-        error = ((found - expected) * real[..., None]).abs().max()
-        assert error <= 1e-5 * (expected * real[..., None]).abs().max(), layer.name
 
 
 @pytest.mark.parametrize("length", [1, 2, 11, 19])
@@ -128,7 +95,7 @@ def test_components_are_what_they_are_called(family):
             torch.testing.assert_close(convolved, hidden)
 
 
-def stages(model: nn.Module, maps: dict[str, Tensor], family: str) -> Iterator[Tensor]:
+def stages(maps: dict[str, Tensor], family: str) -> list[Tensor]:
     """The layers' matrices, those of a block's parallel mixers summed."""
     parallel = family.startswith("falcon_h1")
     by_layer: dict[str, Tensor] = {}
@@ -136,28 +103,20 @@ def stages(model: nn.Module, maps: dict[str, Tensor], family: str) -> Iterator[T
         key = path.rpartition(".")[0] if parallel else path
         by_layer[key] = by_layer[key] + matrix if key in by_layer else matrix
     assert not parallel or len(by_layer) * 2 == len(maps)
-    yield from by_layer.values()
-
-
-def rollout_of(model: nn.Module, maps: dict[str, Tensor], family: str) -> Tensor:
-    rho = torch.eye(next(iter(maps.values())).shape[-1])
-    for matrix in stages(model, maps, family):
-        rho = (torch.eye(matrix.shape[-1]) + matrix) @ rho
-    return rho
+    return [*by_layer.values()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollout_is_the_product_of_the_layers_matrices(family):
     model, tokens = build(family), ids(2, 11)
-    for maps, method, options in (
-        (hidden_attention(model, tokens), MambaRollout(model), {}),
-        (
-            hidden_attention(model, tokens, formulation="unified"),
-            UnifiedImplicitAttention(model),
-            {"aggregation": "rollout"},
-        ),
+    for formulation, method, options in (
+        ("hidden", MambaRollout(model), {}),
+        ("unified", UnifiedImplicitAttention(model), {"aggregation": "rollout"}),
     ):
-        rho = rollout_of(model, {path: m.mean(1) for path, m in maps.items()}, family)
+        maps = hidden_attention(model, tokens, formulation=formulation)
+        rho = eye = torch.eye(11)
+        for matrix in stages({path: m.mean(1) for path, m in maps.items()}, family):
+            rho = (eye + matrix) @ rho
         scale = float(rho.abs().max())
         found = method.rollout(tokens, **options)
         torch.testing.assert_close(found, rho, atol=2e-5 * scale, rtol=0)
@@ -169,16 +128,14 @@ def test_rollout_is_the_product_of_the_layers_matrices(family):
 def test_unified_implicit_attention_in_its_three_aggregations(family):
     model, tokens = build(family), ids(2, 9)
     method = UnifiedImplicitAttention(model)
-    results = [
-        method.attribute(tokens, target=3, aggregation=name)
-        for name in ("raw", "rollout", "attribution")
-    ]
+    names = ("raw", "rollout", "attribution")
+    results = [method.attribute(tokens, target=3, aggregation=name) for name in names]
     for result in results:
         assert result.shape == tokens.shape
         assert bool(torch.isfinite(result).all())
         assert float(result.abs().max()) > 0
     maps = hidden_attention(model, tokens, formulation="unified", reduction="mean", rows=-1)
-    rows = torch.stack([*stages(model, maps, family)]).mean(0)[:, 0]
+    rows = torch.stack(stages(maps, family)).mean(0)[:, 0]
     torch.testing.assert_close(results[0], rows, atol=1e-5 * float(rows.abs().max()), rtol=1e-4)
     whole = method.rollout(tokens, target=3)[:, -1]
     torch.testing.assert_close(results[2], whole, atol=1e-5 * float(whole.abs().max()), rtol=1e-4)
@@ -216,9 +173,8 @@ def test_a_padded_row_is_explained_like_the_row_alone(family, side):
         (MambaAttribution(model), {"target": 3}),
         (UnifiedImplicitAttention(model), {"target": 3}),
     ):
-        batch = method.attribute(
-            tokens, additional_forward_args={"attention_mask": mask}, **options
-        )
+        extra = {"attention_mask": mask}
+        batch = method.attribute(tokens, additional_forward_args=extra, **options)
         alone = method.attribute(tokens[1:, real], **options)
         scale = float(alone.abs().max())
         torch.testing.assert_close(batch[1:, real], alone, atol=1e-4 * scale, rtol=0)
@@ -238,34 +194,17 @@ def test_a_mixer_with_one_head_altered_is_caught(family):
         name = next(
             n for n in OUTPUT_PROJECTIONS if isinstance(getattr(module, n, None), nn.Module)
         )
-
-        def scale_a_head(_, args):
-            factor = torch.ones(args[0].shape[-1])
-            factor[: factor.numel() // 4] = 1.3
-            return (args[0] * factor,)
-
-        getattr(module, name).register_forward_pre_hook(scale_a_head)
+        alter_a_head(getattr(module, name))
         with pytest.raises(ReconstructionError, match=path.replace(".", r"\.")):
             hidden_attention(model, ids(2, 9))
         assert hidden_attention(model, ids(2, 9), check=False)
 
 
 SCANS = {
-    "mamba": "mamba_selective_scan",
-    "falcon_mamba": "mamba_selective_scan",
-    "jamba": "mamba_selective_scan",
-    "zamba": "mamba_selective_scan",
-    "mamba2": "mamba2_chunk_scan",
-    "zamba2": "mamba2_chunk_scan",
-    "bamba": "mamba2_chunk_scan",
-    "falcon_h1": "mamba2_chunk_scan",
-    "nemotron_h": "mamba2_chunk_scan",
-    "granitemoehybrid": "mamba2_chunk_scan",
+    **dict.fromkeys(S6_FAMILIES, "mamba_selective_scan"),
+    **dict.fromkeys(SSD_FAMILIES, "mamba2_chunk_scan"),
     "rwkv": "rwkv_linear_attention",
-    "qwen3_next": "torch_chunk_gated_delta_rule",
-    "qwen3_5": "torch_chunk_gated_delta_rule",
-    "qwen3_5_moe": "torch_chunk_gated_delta_rule",
-    "olmo_hybrid": "torch_chunk_gated_delta_rule",
+    **dict.fromkeys(DELTA_FAMILIES, "torch_chunk_gated_delta_rule"),
     "kimi_linear": "chunk_kimi_delta_attention",
 }
 
@@ -464,9 +403,6 @@ def test_no_cache_is_filled_while_a_model_is_explained(family: str) -> None:
             for cached in (True, False)
         )
         torch.testing.assert_close(found, expected)
-
-
-# ---- the check in half precision ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -5,10 +5,8 @@ import pytest
 import torch
 from captum.attr import LayerIntegratedGradients, Saliency, TextTokenInput
 from families import build
-from models import VOCABULARY, ids, tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
+from models import VOCABULARY, ids, tiny, word_tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from captum_ssm import (
     InputError,
@@ -55,12 +53,6 @@ class Words:
 
     def convert_tokens_to_ids(self, tokens):
         return [int(token[1:]) for token in tokens]
-
-
-class NoText(Words):
-    """A tokenizer that cannot decode."""
-
-    decode = None
 
 
 WORDS = Words()
@@ -116,19 +108,17 @@ def test_methods_without_a_target_run_the_model_once():
     runs = []
     model.register_forward_hook(lambda *_: runs.append(1))
     tokens, _, _ = sample()
+
+    def runs_of(kind, **options) -> int:
+        runs.clear()
+        continuation_relevance(kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:], **options)
+        return len(runs)
+
     for kind in (RawAttention, MambaRollout):
-        runs.clear()
-        continuation_relevance(kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:])
-        assert len(runs) == 1
+        assert runs_of(kind) == 1
     for kind in (MambaAttribution, MambaLRP, LaTIM):
-        runs.clear()
-        continuation_relevance(kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:])
-        assert len(runs) == 1
-        runs.clear()
-        continuation_relevance(
-            kind(model), tokens[:, :PROMPT], tokens[0, PROMPT:], internal_batch_size=2
-        )
-        assert len(runs) == 2
+        assert runs_of(kind) == 1
+        assert runs_of(kind, internal_batch_size=2) == 2
 
 
 def test_log_probabilities():
@@ -195,9 +185,7 @@ def test_a_continuation_given_as_ids_and_an_nnsight_model():
 
 
 def test_captums_own_methods_still_work():
-    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = word_tokenizer({f"w{i}": i for i in range(VOCABULARY)})
     model = tiny()
     method = LayerIntegratedGradients(model, model.get_input_embeddings())
     _, prompt, continuation = sample()
@@ -211,9 +199,7 @@ def test_captums_own_methods_still_work():
 
 def test_words_that_the_tokenizer_does_not_know():
     words = {"<unk>": 0, **{f"w{i}": i for i in range(3, VOCABULARY)}}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenizer = word_tokenizer(words, unk_token="<unk>")
     model = tiny()
     known = TextTokenInput("w3 w4", tokenizer)
     captums = LayerIntegratedGradients(model, model.get_input_embeddings())
@@ -228,102 +214,98 @@ def test_words_that_the_tokenizer_does_not_know():
         llm.attribute(TextTokenInput("zebra w4", tokenizer), target="w5")
     # Where it also begins or ends texts it is no sign of an unknown word.
     tokenizer.eos_token = "<unk>"
-    assert (
-        llm.attribute(TextTokenInput("w4 <unk>", tokenizer), target="w5").token_attr.shape[0] == 1
-    )
+    ending = TextTokenInput("w4 <unk>", tokenizer)
+    assert llm.attribute(ending, target="w5").token_attr.shape[0] == 1
 
 
-def _attribute(kind=MambaRollout, target="w3 w4", llm=None, **options):
-    _, prompt, _ = sample()
-    return SSMLLMAttribution(kind(tiny()), WORDS, **(llm or {})).attribute(
-        TextTokenInput(prompt, WORDS), target, **options
-    )
+def attribute(kind=MambaRollout, target="w3 w4", llm=None, **options):
+    inp = TextTokenInput(sample()[1], WORDS)
+    return SSMLLMAttribution(kind(tiny()), WORDS, **(llm or {})).attribute(inp, target, **options)
 
 
 BAD_CALLS = {
-    "an empty text": (lambda: _attribute(target=""), InputError, "continuation has shape"),
-    "a batch of ids": (lambda: _attribute(target=ids(2, 3)), InputError, "continuation has shape"),
-    "a list": (lambda: _attribute(target=[3]), TypeError, "str or Tensor"),
-    "a position": (lambda: _attribute(position=2), ValueError, "position was given, but"),
+    "an empty text": (dict(target=""), InputError, "continuation has shape"),
+    "a batch of ids": (dict(target=ids(2, 3)), InputError, "continuation has shape"),
+    "a list": (dict(target=[3]), TypeError, "str or Tensor"),
+    "a position": (dict(position=2), ValueError, "position was given, but"),
     "a delta": (
-        lambda: _attribute(MambaLRP, return_convergence_delta=True),
+        dict(kind=MambaLRP, return_convergence_delta=True),
         ValueError,
         "return_convergence_delta was given",
     ),
     "an unknown score": (
-        lambda: _attribute(llm={"attr_target": "prob"}),
+        dict(llm={"attr_target": "prob"}),
         ValueError,
         "attr_target is 'prob'; expected",
     ),
     "no batch": (
-        lambda: _attribute(internal_batch_size=0),
+        dict(internal_batch_size=0),
         ValueError,
         "internal_batch_size is 0; expected an integer from 1 on",
     ),
     "no number for a batch": (
-        lambda: _attribute(internal_batch_size=None),
+        dict(internal_batch_size=None),
         ValueError,
         "internal_batch_size is None; expected an integer from 1 on",
-    ),
-    "no tokenizer": (
-        lambda: SSMLLMAttribution(RawAttention(tiny()), None),
-        TypeError,
-        "tokenizer is a NoneType without encode, decode, convert_ids_to_tokens",
-    ),
-    "a tokenizer without texts": (
-        lambda: SSMLLMAttribution(RawAttention(tiny()), NoText()),
-        TypeError,
-        "tokenizer is a NoText without decode; expected",
-    ),
-    "another method": (
-        lambda: SSMLLMAttribution(Saliency(tiny()), WORDS),
-        AssertionError,
-        "does not support",
-    ),
-    "a function for a model": (
-        lambda: SSMLLMAttribution(RawAttention(lambda x: x, model=nn.Linear(2, 2)), WORDS),
-        ValueError,
-        "forward_func=function",
-    ),
-    "a prompt of two texts": (
-        lambda: continuation_relevance(RawAttention(tiny()), ids(2, 4), ids(1, 3)[0]),
-        InputError,
-        "the prompt has shape",
-    ),
-    **{
-        f"{name} of {kind}": (
-            lambda kind=kind, arguments=arguments: continuation_relevance(kind(tiny()), *arguments),
-            error,
-            message,
-        )
-        for kind in (RawAttention, MambaLRP)
-        for name, (arguments, error, message) in {
-            "a prompt as a list": (([3, 4], ids(1, 3)[0]), TypeError, "the prompt is a list"),
-            "a text": ((ids(1, 4), "w3 w4"), TypeError, "the continuation is a str; .* token ids"),
-            "a fraction": (
-                (ids(1, 4), torch.tensor([2.5])),
-                TypeError,
-                "the continuation is torch.float32; expected token ids",
-            ),
-            "a prompt of floats": ((ids(1, 4).float(), ids(1, 3)[0]), TypeError, "the prompt is"),
-            "an id outside": (
-                (ids(1, 4), torch.tensor([3, VOCABULARY])),
-                InputError,
-                "the continuation holds ids from 3 to 37; .* 0 .. 36",
-            ),
-            "an id below 0": ((ids(1, 4), torch.tensor([-1])), InputError, "ids from -1 to -1"),
-        }.items()
-    },
-    "a name for a method": (
-        lambda: continuation_relevance("latim", ids(1, 4), ids(1, 3)[0]),
-        TypeError,
-        r"method is a str; .* MambaLRP\(model\)",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_a_bad_call_says_what_is_wrong(name):
-    call, error, message = BAD_CALLS[name]
+    options, error, message = BAD_CALLS[name]
     with pytest.raises(error, match=message):
-        call()
+        attribute(**options)
+
+
+@pytest.mark.parametrize(
+    ("method", "tokenizer", "error", "message"),
+    [
+        (
+            RawAttention(tiny()),
+            None,
+            TypeError,
+            "tokenizer is a NoneType without encode, decode, convert_ids_to_tokens",
+        ),
+        (
+            RawAttention(tiny()),
+            type("NoText", (Words,), {"decode": None})(),
+            TypeError,
+            "tokenizer is a NoText without decode; expected",
+        ),
+        (Saliency(tiny()), WORDS, AssertionError, "does not support"),
+        (
+            RawAttention(lambda x: x, model=nn.Linear(2, 2)),
+            WORDS,
+            ValueError,
+            "forward_func=function",
+        ),
+    ],
+)
+def test_methods_and_tokenizers_that_do_not_fit(method, tokenizer, error, message):
+    with pytest.raises(error, match=message):
+        SSMLLMAttribution(method, tokenizer)
+
+
+@pytest.mark.parametrize("kind", [RawAttention, MambaLRP])
+@pytest.mark.parametrize(
+    ("prompt", "continuation", "error", "message"),
+    [
+        (ids(2, 4), ids(1, 3)[0], InputError, "the prompt has shape"),
+        ([3, 4], ids(1, 3)[0], TypeError, "the prompt is a list"),
+        (ids(1, 4).float(), ids(1, 3)[0], TypeError, "the prompt is"),
+        (ids(1, 4), "w3 w4", TypeError, "the continuation is a str; .* token ids"),
+        (ids(1, 4), [2.5], TypeError, "the continuation is torch.float32; expected token ids"),
+        (ids(1, 4), [3, 37], InputError, "the continuation holds ids from 3 to 37; .* 0 .. 36"),
+        (ids(1, 4), [-1], InputError, "ids from -1 to -1"),
+    ],
+)
+def test_ids_that_are_none(kind, prompt, continuation, error, message):
+    given = torch.tensor(continuation) if isinstance(continuation, list) else continuation
+    with pytest.raises(error, match=message):
+        continuation_relevance(kind(tiny()), prompt, given)
+
+
+def test_a_name_for_a_method():
+    with pytest.raises(TypeError, match=r"method is a str; .* MambaLRP\(model\)"):
+        continuation_relevance("latim", ids(1, 4), ids(1, 3)[0])

@@ -461,30 +461,27 @@ def test_no_rows_and_no_sequences(name, form):
         assert out.shape == (0, *run(form, operation, *full).shape[1:])
 
 
-LONG = {
-    "diagonal": ((1, 5000, 5, 3, 1, 4, True), None),
-    **{
-        f"{kind}, {columns} columns": ((1, 3000, 2, 5, columns), kind)
-        for kind in KINDS
-        for columns in (1, 3, 70)
-    },
-}
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ((1, 5000, 5, 3, 1, 4, True), None),
+        *(((1, 3000, 2, 5, columns), kind) for kind in KINDS for columns in (1, 3, 70)),
+    ],
+    ids=str,
+)
+def test_number_of_threads_does_not_matter(shape, kind):
+    """Few maps and a long sequence: columns or chunks of time are divided among many threads.
 
-
-@pytest.mark.parametrize("name", LONG)
-def test_number_of_threads_does_not_matter(name):
-    """Few maps and a long sequence: columns or chunks of time are divided among many threads."""
-    s = sample(*LONG[name])
+    The fixture ``one_thread`` restores their number.
+    """
+    s = sample(shape, kind)
     if isinstance(s.coefficients, LinearAttentionCoefficients):
         decay = s.coefficients.log_decay * 1e-2
         s = s._replace(coefficients=replace(s.coefficients, log_decay=decay))
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 7):
-            torch.set_num_threads(count)
-            results.append([run("kernel", op, *args) for op, args in s.calls((900, 1500))])
-    finally:
-        torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 7):
+        torch.set_num_threads(count)
+        results.append([run("kernel", op, *args) for op, args in s.calls((900, 1500))])
     for other in results[1:]:
         for actual, expected in zip(other, results[0], strict=True):
             assert_near(actual, expected)
@@ -493,8 +490,7 @@ def test_number_of_threads_does_not_matter(name):
 def test_a_deterministic_result():
     c = each(diagonal(1, 600, 20, 4, 1, 4, True), Tensor.float)
     first = kernels.diagonal_mean(c)
-    for _ in range(3):
-        assert torch.equal(kernels.diagonal_mean(c), first)
+    assert all(torch.equal(kernels.diagonal_mean(c), first) for _ in range(3))
 
 
 def test_rows_after_the_last_one_asked_for_are_zero():
@@ -592,8 +588,6 @@ def test_compiles_as_one_graph(name):
 D = each(diagonal(2, 5, 4, 2, 2, 3, True), Tensor.float)
 H = each(linear_attention(2, 5, 4, 3, (False, True, True)), Tensor.float)
 TAPS = (torch.zeros(1, 2, 3, 9), torch.zeros(2, 1, 4, 9), None, torch.zeros(1, 4, 3, 6))
-
-
 V, W, THREE = torch.zeros(2, 5, 4), torch.zeros(2, 5, 2, 6), torch.zeros(2, 5, 3, 2)
 
 
@@ -649,11 +643,9 @@ def test_arguments_are_checked(operation, args, error, message):
 @pytest.mark.parametrize(
     ("operation", "args"),
     [
-        ("mean", (D, 0, 6)),
+        *(("mean", (coefficients, 0, 6)) for coefficients in (D, H)),
+        *(("rows", (torch.tensor([[5], [0]]), coefficients)) for coefficients in (D, H)),
         ("mean", (replace(D, right=D.right[:, :4]), 0, 5)),
-        ("rows", (torch.tensor([[5], [0]]), D)),
-        ("mean", (H, 0, 6)),
-        ("rows", (torch.tensor([[5], [0]]), H)),
         ("scan", (torch.zeros(2, 4, 4, 2), H)),
         ("scan", (torch.zeros(2, 5, 4, 2), replace(H, key=H.key[..., :2]))),
     ],
@@ -764,17 +756,13 @@ def run_again(selection: str, **environment: str) -> None:
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 def test_other_instruction_sets(isa):
     assert platform.machine() != "x86_64" or kernels.extension_loaded()
-    run_again(
-        "(matches or extreme or match_the_definition) and kernel or entries and f32",
-        CAPTUM_SSM_ISA=isa,
-    )
+    selection = "(matches or extreme or match_the_definition) and kernel or entries and f32"
+    run_again(selection, CAPTUM_SSM_ISA=isa)
 
 
 def test_forced_torch_forms():
-    run_again(
-        "matches and kernel and f64 or test_gradients or opcheck or test_extreme_steps",
-        CAPTUM_SSM_PURE_TORCH="1",
-    )
+    selection = "matches and kernel and f64 or test_gradients or opcheck or test_extreme_steps"
+    run_again(selection, CAPTUM_SSM_PURE_TORCH="1")
 
 
 def test_missing_extension_warns_once():

@@ -40,7 +40,9 @@ def vote(tokens: Tensor) -> Tensor:
     return torch.stack([(tokens == 1).sum(1), (tokens == 2).sum(1)], 1).double()
 
 
-# Perturbation
+def spied(classify, seen: list[Tensor]):
+    """The classifier, whose inputs are kept in ``seen``."""
+    return lambda x: seen.append(x) or classify(x)
 
 
 def test_positive_and_negative_perturbation_by_hand():
@@ -101,15 +103,10 @@ def test_padding_stays_and_does_not_count():
     tokens = torch.tensor([[1, 2, 1, 2, 7, 7], [1, 1, 1, 2, 1, 2]])
     relevance = torch.tensor([[4.0, 1, 3, 2, 99, -99], [6.0, 5, 4, 3, 2, 1]])
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    seen = []
-
-    def spy(x):
-        seen.append(x)
-        return vote(x)
-
+    seen, target = [], torch.zeros(2).long()
+    options = {"removal": UNK, "shares": (0.5,), "mask": mask}
     for order in ("positive", "negative"):
-        perturbation(spy, tokens, relevance, torch.zeros(2).long(), removal=UNK, shares=(0.5,),
-                     mask=mask, order=order)  # fmt: skip
+        perturbation(spied(vote, seen), tokens, relevance, target, order=order, **options)
     assert seen[0].tolist() == [[9, 2, 9, 2, 7, 7], [9, 9, 9, 2, 1, 2]]
     assert seen[1].tolist() == [[1, 9, 1, 9, 7, 7], [1, 1, 1, 9, 9, 9]]
 
@@ -143,19 +140,14 @@ def test_removal_by_mask():
 
 
 def test_ties_fall_at_random_and_by_seed():
-    tokens, relevance = torch.ones(200, 10).long(), torch.zeros(200, 10)
-    seen = []
-
-    def spy(x):
-        seen.append((x == UNK).double().mean(0))
-        return vote(x)
-
+    tokens, relevance, target = torch.ones(200, 10).long(), torch.zeros(200, 10), torch.zeros(200)
+    seen, options = [], {"removal": UNK, "shares": (0.3,)}
     for seed in (0, 0, 1):
-        perturbation(spy, tokens, relevance, torch.zeros(200).long(), removal=UNK, shares=(0.3,),
-                     seed=seed)  # fmt: skip
-    assert torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[0], seen[2])
-    assert (seen[0] - 0.3).abs().max() < 0.15
+        perturbation(spied(vote, seen), tokens, relevance, target.long(), seed=seed, **options)
+    gone = [(x == UNK).double().mean(0) for x in seen]
+    assert torch.equal(gone[0], gone[1])
+    assert not torch.equal(gone[0], gone[2])
+    assert (gone[0] - 0.3).abs().max() < 0.15
 
 
 class Bright(nn.Module):
@@ -170,20 +162,16 @@ def test_patches_of_images():
     torch.manual_seed(0)
     images = torch.rand(3, 2, 6, 10)
     relevance = torch.randn(3, 2, 6, 10)
-    seen = []
-
-    def spy(x):
-        seen.append(x)
-        return Bright()(x)
-
-    perturbation(spy, images, relevance, torch.zeros(3).long(), shares=(0.4,), patch=(3, 2))
+    seen, target = [], torch.zeros(3).long()
+    bright = spied(Bright(), seen)
+    perturbation(bright, images, relevance, target, shares=(0.4,), patch=(3, 2))
     pooled = relevance.sum(1).unflatten(1, (2, 3)).unflatten(3, (5, 2)).mean((2, 4))
     chosen = pooled.flatten(1).topk(4).indices
     gone = torch.zeros(3, 10).scatter(1, chosen, 1).view(3, 2, 5).bool()
     gone = gone.repeat_interleave(3, 1).repeat_interleave(2, 2)[:, None].expand_as(images)
     assert torch.equal(seen[0], torch.where(gone, 0, images))
     # Squares that do not fit end at the border.
-    perturbation(spy, images, relevance, torch.zeros(3).long(), shares=(1.0,), patch=4)
+    perturbation(bright, images, relevance, target, shares=(1.0,), patch=4)
     assert not seen[1].any()
 
 
@@ -305,9 +293,6 @@ def test_classes_of_any_form_are_the_same():
             assert torch.equal(score(vote, tokens, relevance, given, removal=UNK).values, truth)
 
 
-# Segmentation
-
-
 def random_maps(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     maps = torch.randn(6, 3, 9, 11, generator=generator).round(decimals=1)
@@ -382,9 +367,6 @@ def test_errors_of_segmentation():
         segmentation(maps / 0, masks)
 
 
-# Bootstrap
-
-
 def test_intervals_cover_as_often_as_they_say():
     generator = torch.Generator().manual_seed(0)
     covered = 0
@@ -427,9 +409,6 @@ def test_scores_of_as_many_samples_are_compared_on_the_same_draws():
     assert (two.low, two.value, two.high) == pytest.approx(
         (2 * one.low, 2 * one.value, 2 * one.high)
     )
-
-
-# Layers and tokens
 
 
 def vision() -> VisionMamba:

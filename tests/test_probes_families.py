@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from families import (
+    DELTA_FAMILIES,
     FAMILIES,
     HYBRIDS,
+    SSD_FAMILIES,
     build,
     modeling_of,
     padded,
@@ -269,21 +271,13 @@ SSD = function_probe("mamba2_chunk_scan", 0, D=None)
 DELTA = function_probe("torch_chunk_gated_delta_rule", 2)
 PROBES: dict[str, Measure] = {
     **dict.fromkeys(S6_FAMILIES, probe_s6),
-    "mamba2": SSD,
-    "zamba2": SSD,
-    "bamba": SSD,
-    "falcon_h1": SSD,
-    "nemotron_h": SSD,
-    "granitemoehybrid": SSD,
+    **dict.fromkeys(SSD_FAMILIES, SSD),
     "recurrent_gemma": probe_rg_lru,
     "rwkv": function_probe("rwkv_linear_attention", 3),
     "xlstm": probe_mlstm,
     "xlstm_fused": probe_mlstm,
     "minimax": probe_lightning,
-    "qwen3_next": DELTA,
-    "qwen3_5": DELTA,
-    "qwen3_5_moe": DELTA,
-    "olmo_hybrid": DELTA,
+    **dict.fromkeys(DELTA_FAMILIES, DELTA),
     "kimi_linear": function_probe("chunk_kimi_delta_attention", 2),
 }
 PROBES = {family: probe for family, probe in PROBES.items() if family in FAMILIES}

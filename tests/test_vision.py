@@ -20,12 +20,6 @@ from captum_ssm._capture import Request, freeze
 from captum_ssm.attr.mamba_lrp import frozen_output
 from captum_ssm.models import SS2D, BidirectionalMamba, TokenGrid, VisionMamba, _s6, vision_mamba
 from captum_ssm.models.vision_mamba import find_cls
-from captum_ssm.operators import (
-    ConvolvedOperator,
-    DiagonalOperator,
-    PermutedOperator,
-    TokenOperator,
-)
 
 GOLDEN, WEIGHTS, CONFIG = golden("vim_tiny")
 CLS = ("start", "middle", "end", "ends", None)
@@ -41,9 +35,6 @@ def small(size=(12, 20), **changes) -> VisionMamba:
 def images(count: int = 2, size=(12, 20), colours: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(count, colours, *size, generator=generator, dtype=torch.float64)
-
-
-# The published model
 
 
 def test_golden_logits_and_mixers():
@@ -184,99 +175,6 @@ def test_errors_of_loading():
             small(**bad)
 
 
-# The operators
-
-
-def diagonal(L: int, D: int = 4) -> DiagonalOperator:
-    torch.manual_seed(L)
-    dt, right = torch.rand(2, 2, L, D, dtype=torch.float64)
-    B, C = torch.randn(2, 2, L, 1, 3, dtype=torch.float64)
-    return DiagonalOperator(dt, right, -torch.rand(D, 3, dtype=torch.float64), B, C)
-
-
-def dense(taps: Tensor, L: int, grid: tuple[int, int] | None = None) -> Tensor:
-    """The matrix of a convolution per channel, ``(D, L, L)``, one entry at a time."""
-    out = torch.zeros(len(taps), L, L, dtype=taps.dtype)
-    for i in range(L):
-        for j in range(L):
-            if grid is None:
-                lag = i - j
-                if 0 <= lag < taps.shape[1]:
-                    out[:, i, j] = taps[:, taps.shape[1] - 1 - lag]
-                continue
-            down, across = j // grid[1] - i // grid[1], j % grid[1] - i % grid[1]
-            half = (taps.shape[1] // 2, taps.shape[2] // 2)
-            if abs(down) <= half[0] and abs(across) <= half[1]:
-                out[:, i, j] = taps[:, down + half[0], across + half[1]]
-    return out
-
-
-def assert_is(op: TokenOperator, truth: Tensor) -> None:
-    """Everything an operator does, against its matrix ``(B, D, L, L)``."""
-    B, D, L, _ = truth.shape
-    generator = torch.Generator().manual_seed(0)
-    v, w = torch.randn(2, B, L, D, generator=generator, dtype=torch.float64)
-    index = torch.randint(L, (B, 3), generator=generator)
-    rows = truth.gather(2, index[:, None, :, None].expand(-1, D, -1, L))
-    pairs = {
-        "matrix": (op.matrix(), truth),
-        "mean": (op.matrix("mean"), truth.mean(1)),
-        "tile": (op.row_tile(L // 3, L // 3 + 1), truth.mean(1)[:, L // 3 : L // 3 + 1]),
-        "rows": (op.rows(index), rows),
-        "row means": (op.rows(index, "mean"), rows.mean(1)),
-        "row maxima": (op.rows(index, "max"), rows.amax(1)),
-        "matvec": (op.matvec(v), torch.einsum("bdij,bjd->bid", truth, v)),
-        "rmatvec": (op.rmatvec(w), torch.einsum("bid,bdij->bjd", w, truth)),
-        "rmatvec mean": (op.rmatvec(w, "mean"), torch.einsum("bid,bdij->bj", w, truth) / D),
-        "shared": (op.rmatvec(w[..., 0], "mean"), torch.einsum("bi,bij->bj", w[..., 0],
-                                                              truth.mean(1))),
-        "sums": (op.row_sums(), truth.mean(1).sum(-1)),
-    }  # fmt: skip
-    for name, (found, expected) in pairs.items():
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=name)
-    assert not op.is_causal or truth.triu(1).abs().max() == 0
-
-
-ORDERS = {
-    "reversed": lambda L: torch.arange(L).flip(0),
-    "shuffled": lambda L: torch.randperm(L, generator=torch.Generator().manual_seed(L)),
-}
-
-
-@pytest.mark.parametrize("L", [1, 2, 3, 12, 65])
-@pytest.mark.parametrize("order", ORDERS)
-def test_permuted_operators(order, L):
-    inner, order = diagonal(L), ORDERS[order](L)
-    truth = torch.zeros(2, 4, L, L, dtype=torch.float64)
-    truth[:, :, order[:, None], order[None]] = inner.matrix()
-    op = PermutedOperator(inner, order)
-    assert_is(op, truth)
-    left, right, skip = torch.randn(3, 2, L, 4, dtype=torch.float64)
-    taps = torch.randn(4, 3, dtype=torch.float64)
-    composed = truth * left.mT[..., None] * right.mT[:, :, None]
-    composed = composed + torch.diag_embed((left * skip * right).mT)
-    assert_is(op.compose(left=left, skip=skip, right=right, conv=taps),
-              composed @ dense(taps, L))  # fmt: skip
-
-
-@pytest.mark.parametrize("grid", [(1, 1), (1, 4), (4, 3), (5, 7)])
-@pytest.mark.parametrize("side", [1, 3, 5])
-def test_operators_behind_a_convolution_over_an_image(grid, side):
-    L = grid[0] * grid[1]
-    inner, taps = diagonal(L), torch.randn(4, side, side, dtype=torch.float64)
-    op = ConvolvedOperator(inner, taps, grid)
-    truth = inner.matrix() @ dense(taps, L, grid)
-    assert_is(op, truth)
-    left = torch.randn(2, L, 4, dtype=torch.float64)
-    assert_is(op.compose(left=left), truth * left.mT[..., None])
-    torch.testing.assert_close(dense(taps, L, grid)[1] @ torch.ones(L, dtype=torch.float64),
-                               F.conv2d(torch.ones(1, 1, *grid, dtype=torch.float64),
-                                        taps[1:2, None], padding=side // 2).flatten())  # fmt: skip
-
-
-# The mixers
-
-
 class Isotropic(nn.Module):
     """A vision model of SS2D mixers, pooled by mean."""
 
@@ -316,15 +214,9 @@ def test_impulses_through_the_models_own_scan(kind, monkeypatch):
     """Column j of a map is what the model's scan makes of a unit value at j."""
     model, calls = MIXERS[kind](), []
     scan = _s6.selective_scan
-
-    def recorded(*args):
-        calls.append(args)
-        return scan(*args)
-
-    monkeypatch.setattr(_s6, "selective_scan", recorded)
-    with torch.no_grad():
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(_s6, "selective_scan", lambda *args: calls.append(args) or scan(*args))
         model(images())
-    monkeypatch.undo()
     maps = list(hidden_attention(model, images()).values())
     ways = len(calls) // len(maps)
     for n, found in enumerate(maps):
@@ -454,27 +346,25 @@ def test_a_mixer_that_computes_something_else_is_noticed():
 
 def explicit(model, x, target, formulation) -> dict[str, Tensor]:
     """The three methods' relevance of tokens ``(B, L)``, from whole matrices and autograd."""
-    seen, hooks = [], []
-    for path in hidden_attention(model, x):
-        hooks.append(
-            model.get_submodule(path).out_proj.register_forward_pre_hook(
-                lambda module, args: seen.append(args[0])
-            )
-        )
+    maps = hidden_attention(model, x, formulation=formulation, reduction="mean")
+    projections, seen = [model.get_submodule(path).out_proj for path in maps], []
+    hooks = [p.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for p in projections]
     gradients = torch.autograd.grad(model(x)[:, target].sum(), seen)
     for hook in hooks:
         hook.remove()
-    maps = hidden_attention(model, x, formulation=formulation, reduction="mean").values()
     query = freeze(Request.of(model, None, x)).require_query()[:, None]
     eye = torch.eye(query.shape[-1], dtype=torch.float64)
     rollout = attribution = eye
-    for alpha, gradient in zip(maps, gradients, strict=True):
+    for alpha, gradient in zip(maps.values(), gradients, strict=True):
         rollout = (eye + alpha) @ rollout
         scaled = gradient.mean(-1)[..., None] * alpha
         attribution = (eye + scaled.clamp(min=0)) @ attribution
-    raw = torch.stack(list(maps)).mean(0)
-    return {name: (query @ found)[:, 0] for name, found in
-            (("raw", raw), ("rollout", rollout), ("attribution", attribution))}  # fmt: skip
+    found = {
+        "raw": torch.stack([*maps.values()]).mean(0),
+        "rollout": rollout,
+        "attribution": attribution,
+    }
+    return {name: (query @ whole)[:, 0] for name, whole in found.items()}
 
 
 @pytest.mark.parametrize("kind", MIXERS)
@@ -483,17 +373,12 @@ def test_methods_are_their_formulas(kind, formulation):
     """Both directions are added before anything else; the gradient is that of out_proj's input."""
     model, x = MIXERS[kind](), images()
     index = model.token_grid(12, 20).index if "ss2d" not in kind else torch.arange(15).view(3, 5)
+    methods = {"raw": RawAttention, "rollout": MambaRollout, "attribution": MambaAttribution}
     for name, tokens in explicit(model, x, 2, formulation).items():
-        if formulation == "hidden":
-            methods = {
-                "raw": RawAttention,
-                "rollout": MambaRollout,
-                "attribution": MambaAttribution,
-            }
-            explain, options = methods[name](model, interpolate_mode="nearest"), {}
-        else:
-            explain = UnifiedImplicitAttention(model, interpolate_mode="nearest")
-            options = {"aggregation": name}
+        unified = formulation == "unified"
+        method = UnifiedImplicitAttention if unified else methods[name]
+        options = {"aggregation": name} if unified else {}
+        explain = method(model, interpolate_mode="nearest")
         found = explain.attribute(x, target=2, **options).sum(1)[:, ::4, ::4]
         torch.testing.assert_close(found, tokens[:, index], rtol=1e-7, atol=1e-10)
 
@@ -506,9 +391,6 @@ def test_scan_learns_and_infers_alike():
     torch.testing.assert_close(fast, slow.detach(), rtol=1e-4, atol=1e-5)
     slow.sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-
-
-# Images in Captum
 
 
 def token_relevance(model, x, method=MambaAttribution, **options) -> Tensor:
@@ -635,8 +517,7 @@ class Foreign(nn.Module):
             self.patch_embed.proj = convolution
         self.convolve = [convolution]
         self.token = token
-        for name, value in flags.items():
-            setattr(self, name, value)
+        vars(self).update(flags)
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.convolve[0](pixels).flatten(2).mT

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -251,88 +252,69 @@ def test_images_of_any_values():
     assert np.abs(grey.astype(int) - expected[..., :1]).max() <= 1
 
 
-BAD_CALLS = {
-    "a batch": (
-        lambda: interaction_map(torch.zeros(1, 2, 2), ["a", "b"]),
-        r"matrix has shape \(1, 2, 2\), but the labels are for \(2, 2\); .* without a batch axis",
-    ),
-    "too few tokens": (lambda: interaction_map(torch.zeros(2, 2), ["a"]), "labels are for"),
-    "too few queries": (
-        lambda: interaction_map(torch.zeros(2, 2), ["a", "b"], row_tokens=["a"]),
-        r"labels are for \(1, 2\)",
-    ),
-    "nothing": (lambda: interaction_map(torch.zeros(0, 0), []), "there is nothing to show"),
-    "not a number": (
-        lambda: interaction_map(torch.full((1, 1), torch.nan), ["a"]),
-        "matrix holds NaN or Inf",
-    ),
-    "rows of two lengths": (
-        lambda: layer_overview({"x": torch.zeros(2), "y": torch.zeros(3)}, ["a", "b"]),
-        r"rows\['y'\] has shape \(3,\)",
-    ),
-    "one row": (lambda: layer_overview(torch.zeros(2), ["a", "b"]), r"rows has shape \(2,\)"),
-    "no row": (lambda: layer_overview({}, ["a"]), "nothing to show"),
-    "relevance of a batch": (
-        lambda: text_record(torch.zeros(1, 2), ["a", "b"]),
-        r"relevance has shape \(1, 2\)",
-    ),
-    "no token": (lambda: text_record(torch.zeros(0), []), "nothing to show"),
-    "an image without a batch": (
-        lambda: image_overlay(torch.rand(3, 4, 4), torch.rand(3, 4, 4)),
-        r"images has shape \(3, 4, 4\); .* images\[None\]",
-    ),
-    "two colours": (
-        lambda: image_overlay(torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4, 4)),
-        "one or three color channels",
-    ),
-    "relevance of tokens": (
-        lambda: image_overlay(torch.rand(1, 5), torch.rand(1, 3, 4, 4)),
-        r"relevance has shape \(1, 5\) for images of shape \(1, 3, 4, 4\)",
-    ),
-    "relevance that is no number": (
-        lambda: image_overlay(torch.full((1, 4, 4), torch.nan), torch.rand(1, 3, 4, 4)),
-        "relevance holds NaN or Inf",
-    ),
-    "an image that is no number": (
-        lambda: image_overlay(torch.rand(1, 4, 4), torch.full((1, 3, 4, 4), torch.inf)),
-        "images holds NaN or Inf",
-    ),
-    "one title": (
-        lambda: image_overlay(torch.rand(2, 4, 4), torch.rand(2, 3, 4, 4), titles="ab"),
-        "titles is 'ab'; expected one per image, 2",
-    ),
-    "an unknown sign": (
-        lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), signs="both"),
-        "signs is 'both'; expected one of",
-    ),
-    "too many signs": (
-        lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), signs=["all"] * 3),
-        "one for each of the 2 methods",
-    ),
-    "an unknown method": (
-        lambda: image_overlay(torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), methods=["map"]),
-        r"methods is \['map'\]; expected",
-    ),
-    "all signs in a mask": (
-        lambda: image_overlay(
-            torch.rand(1, 4, 4), torch.rand(1, 3, 4, 4), methods=["masked_image"], signs="all"
-        ),
-        "'all', which masked_image cannot draw",
-    ),
-}
-
-
 @pytest.mark.parametrize("records", [text_record(torch.ones(1), ["a"]), [1], ["record"], 3])
 def test_a_page_of_something_else(records):
     with pytest.raises(TypeError, match=r"expected a list .* text_html\(\[record\]\)"):
         text_html(records)
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_a_bad_call_says_what_is_wrong(name):
-    call, message = BAD_CALLS[name]
+AB, IMAGE, HEAT = ["a", "b"], torch.rand(1, 3, 4, 4), torch.rand(1, 4, 4)
+NAN, INF = torch.tensor(torch.nan), torch.tensor(torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (
+            interaction_map,
+            (torch.zeros(1, 2, 2), AB),
+            r"matrix has shape \(1, 2, 2\), but the labels are for \(2, 2\); "
+            ".* without a batch axis",
+        ),
+        (interaction_map, (torch.zeros(2, 2), ["a"]), "labels are for"),
+        (
+            partial(interaction_map, row_tokens=["a"]),
+            (torch.eye(2), AB),
+            r"labels are for \(1, 2\)",
+        ),
+        (interaction_map, (torch.zeros(0, 0), []), "there is nothing to show"),
+        (interaction_map, (NAN.expand(1, 1), ["a"]), "matrix holds NaN or Inf"),
+        (
+            layer_overview,
+            ({"x": torch.zeros(2), "y": torch.zeros(3)}, AB),
+            r"rows\['y'\] has shape \(3,\)",
+        ),
+        (layer_overview, (torch.zeros(2), AB), r"rows has shape \(2,\)"),
+        (layer_overview, ({}, ["a"]), "nothing to show"),
+        (text_record, (torch.zeros(1, 2), AB), r"relevance has shape \(1, 2\)"),
+        (text_record, (torch.zeros(0), []), "nothing to show"),
+        (image_overlay, (IMAGE[0], IMAGE[0]), r"images has shape \(3, 4, 4\); .* images\[None\]"),
+        (image_overlay, (IMAGE[:, :2], IMAGE[:, :2]), "one or three color channels"),
+        (
+            image_overlay,
+            (torch.rand(1, 5), IMAGE),
+            r"relevance has shape \(1, 5\) for images of shape \(1, 3, 4, 4\)",
+        ),
+        (image_overlay, (NAN.expand(1, 4, 4), IMAGE), "relevance holds NaN or Inf"),
+        (image_overlay, (HEAT, INF.expand(1, 3, 4, 4)), "images holds NaN or Inf"),
+        (
+            partial(image_overlay, titles="ab"),
+            (HEAT.expand(2, -1, -1), IMAGE.expand(2, -1, -1, -1)),
+            "titles is 'ab'; expected one per image, 2",
+        ),
+        (partial(image_overlay, signs="both"), (HEAT, IMAGE), "signs is 'both'; expected one of"),
+        (partial(image_overlay, signs=["all"] * 3), (HEAT, IMAGE), "one for each of the 2 methods"),
+        (partial(image_overlay, methods=["map"]), (HEAT, IMAGE), r"methods is \['map'\]; expected"),
+        (
+            partial(image_overlay, methods=["masked_image"], signs="all"),
+            (HEAT, IMAGE),
+            "'all', which masked_image cannot draw",
+        ),
+    ],
+)
+def test_a_bad_call_says_what_is_wrong(function, args, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        function(*args)
 
 
 @pytest.mark.slow

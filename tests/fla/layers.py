@@ -9,82 +9,64 @@ import torch
 from models import VOCABULARY, randomize
 from torch import Tensor, nn
 
-SHORT_CONV = {"use_short_conv": True, "conv_size": 3, "conv_bias": True}
-RETENTION = {"num_heads": 2, "expand_k": 0.5, "expand_v": 2.0}
-LINEAR = {"num_heads": 2, "expand_k": 0.5, "expand_v": 1.0, "gate_low_rank_dim": 4}
-GATED_DELTA = {"num_heads": 2, "head_dim": 8, "expand_v": 0.5}
-RWKV7 = {
-    "head_dim": 8,
-    "decay_low_rank_dim": 4,
-    "gate_low_rank_dim": 4,
-    "a_low_rank_dim": 4,
-    "v_low_rank_dim": 4,
-    "num_hidden_layers": 2,
-}
+SHORT_CONV = dict(use_short_conv=True, conv_size=3, conv_bias=True)
+RETENTION = dict(num_heads=2, expand_k=0.5, expand_v=2.0)
+LINEAR = dict(num_heads=2, expand_k=0.5, expand_v=1.0, gate_low_rank_dim=4)
+GROUPS = dict(SHORT_CONV, num_heads=4, num_kv_heads=2)
+GATED_DELTA = dict(num_heads=2, head_dim=8, expand_v=0.5)
+BARE_DELTA = dict(
+    use_gate=True, use_short_conv=False, allow_neg_eigval=True, qk_activation="elu", qk_norm="sum"
+)
+RWKV7 = dict(
+    head_dim=8,
+    decay_low_rank_dim=4,
+    gate_low_rank_dim=4,
+    a_low_rank_dim=4,
+    v_low_rank_dim=4,
+    num_hidden_layers=2,
+)
+# One group: on a CPU, unlike in its kernels, the layer gives heads the wrong ones of several.
+MAMBA2 = dict(head_dim=8, state_size=4)
 
+# By module: the layer's class, and the options of each variant.
+VARIANTS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+    ("multiscale_retention", "MultiScaleRetention"): {
+        "retnet": RETENTION,
+        "retnet_conv_groups": RETENTION | GROUPS | dict(fuse_norm=False),
+        "retnet_no_gate": RETENTION | dict(use_output_gate=False),
+    },
+    ("hgrn", "HGRNAttention"): {"hgrn": {}, "hgrn_conv": SHORT_CONV},
+    ("hgrn2", "HGRN2Attention"): {
+        "hgrn2": dict(expand_ratio=4),
+        "hgrn2_conv": dict(SHORT_CONV, expand_ratio=4),
+    },
+    ("gla", "GatedLinearAttention"): {
+        "gla": LINEAR,
+        "gla_conv_groups": LINEAR | GROUPS | dict(clamp_min=-0.05),
+    },
+    ("rwkv6", "RWKV6Attention"): {
+        "rwkv6": dict(num_heads=2, proj_low_rank_dim=4, gate_low_rank_dim=4)
+    },
+    ("rwkv7", "RWKV7Attention"): {"rwkv7": RWKV7, "rwkv7_fused": RWKV7 | dict(fuse_norm=True)},
+    ("delta_net", "DeltaNet"): {
+        "delta_net": dict(SHORT_CONV, num_heads=2),
+        "delta_net_bare": dict(BARE_DELTA, num_heads=2),
+    },
+    ("gated_deltanet", "GatedDeltaNet"): {
+        "gated_delta_net": GATED_DELTA | SHORT_CONV,
+        "gated_delta_net_groups": GATED_DELTA
+        | dict(num_v_heads=4, allow_neg_eigval=True, output_gate_activation="sigmoid"),
+    },
+    ("mamba2", "Mamba2"): {
+        "mamba2": MAMBA2,
+        "mamba2_variant": MAMBA2 | dict(D_has_hdim=True, norm_before_gate=True, use_bias=True),
+    },
+}
 # By name: the layer's module and class, and its options.
 SPECS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "retnet": ("multiscale_retention", "MultiScaleRetention", RETENTION),
-    "retnet_conv_groups": (
-        "multiscale_retention",
-        "MultiScaleRetention",
-        RETENTION | SHORT_CONV | {"num_heads": 4, "num_kv_heads": 2, "fuse_norm": False},
-    ),
-    "retnet_no_gate": (
-        "multiscale_retention",
-        "MultiScaleRetention",
-        RETENTION | {"use_output_gate": False},
-    ),
-    "hgrn": ("hgrn", "HGRNAttention", {}),
-    "hgrn_conv": ("hgrn", "HGRNAttention", SHORT_CONV),
-    "hgrn2": ("hgrn2", "HGRN2Attention", {"expand_ratio": 4}),
-    "hgrn2_conv": ("hgrn2", "HGRN2Attention", {"expand_ratio": 4} | SHORT_CONV),
-    "gla": ("gla", "GatedLinearAttention", LINEAR),
-    "gla_conv_groups": (
-        "gla",
-        "GatedLinearAttention",
-        LINEAR | SHORT_CONV | {"num_heads": 4, "num_kv_heads": 2, "clamp_min": -0.05},
-    ),
-    "rwkv6": (
-        "rwkv6",
-        "RWKV6Attention",
-        {"num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4},
-    ),
-    "rwkv7": ("rwkv7", "RWKV7Attention", RWKV7),
-    "rwkv7_fused": ("rwkv7", "RWKV7Attention", RWKV7 | {"fuse_norm": True}),
-    "delta_net": ("delta_net", "DeltaNet", {"num_heads": 2} | SHORT_CONV),
-    "delta_net_bare": (
-        "delta_net",
-        "DeltaNet",
-        {
-            "num_heads": 2,
-            "use_gate": True,
-            "use_short_conv": False,
-            "allow_neg_eigval": True,
-            "qk_activation": "elu",
-            "qk_norm": "sum",
-        },
-    ),
-    "gated_delta_net": ("gated_deltanet", "GatedDeltaNet", GATED_DELTA | SHORT_CONV),
-    "gated_delta_net_groups": (
-        "gated_deltanet",
-        "GatedDeltaNet",
-        GATED_DELTA
-        | {"num_v_heads": 4, "allow_neg_eigval": True, "output_gate_activation": "sigmoid"},
-    ),
-    # One group: on a CPU, unlike in its kernels, the layer gives heads the wrong ones of several.
-    "mamba2": ("mamba2", "Mamba2", {"head_dim": 8, "state_size": 4}),
-    "mamba2_variant": (
-        "mamba2",
-        "Mamba2",
-        {
-            "head_dim": 8,
-            "state_size": 4,
-            "D_has_hdim": True,
-            "norm_before_gate": True,
-            "use_bias": True,
-        },
-    ),
+    name: (*layer, options)
+    for layer, variants in VARIANTS.items()
+    for name, options in variants.items()
 }
 LAYERS = tuple(SPECS)
 

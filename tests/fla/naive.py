@@ -169,49 +169,38 @@ def swiglu(x, y):
     return F.silu(x) * y
 
 
+GLA = dict(chunk_gla=gla, fused_chunk_gla=gla, fused_recurrent_gla=gla)
 LAYERS = {
-    "multiscale_retention": {
-        "chunk_retention": retention,
-        "fused_chunk_retention": retention,
-        "fused_recurrent_retention": retention,
-        "parallel_retention": retention,
-    },
-    "hgrn": {"chunk_hgrn": hgrn, "fused_recurrent_hgrn": hgrn, "swiglu": swiglu},
-    "hgrn2": {
-        "chunk_gla": gla,
-        "fused_chunk_gla": gla,
-        "fused_recurrent_gla": gla,
-        "swish": F.silu,
-        "rms_norm_linear": norm_linear,
-    },
-    "gla": {"chunk_gla": gla, "fused_chunk_gla": gla, "fused_recurrent_gla": gla},
-    "delta_net": {"chunk_delta_rule": delta_rule, "fused_recurrent_delta_rule": delta_rule},
-    "gated_deltanet": {
-        "chunk_gated_delta_rule": gated_delta_rule,
-        "fused_recurrent_gated_delta_rule": gated_delta_rule,
-        "causal_conv1d": conv,
-    },
-    "rwkv6": {
-        "chunk_rwkv6": rwkv6,
-        "fused_recurrent_rwkv6": rwkv6,
-        "token_shift": shift_positional,
-    },
-    "rwkv7": {
-        "chunk_rwkv7": rwkv7,
-        "fused_mul_recurrent_rwkv7": rwkv7_fused,
-        "token_shift": shift_positional,
-        "l2_norm": unit,
-        "fused_addcmul_rwkv7": torch_addcmul_rwkv7,
-        "fused_k_rwkv7": lambda k, a, ka, **_: k_update_ref(k, a, ka),
-        "gate_output_correction": gate_output_correction_ref,
-    },
+    "multiscale_retention": dict.fromkeys(
+        [f"{form}_retention" for form in ("chunk", "fused_chunk", "fused_recurrent", "parallel")],
+        retention,
+    ),
+    "hgrn": dict(chunk_hgrn=hgrn, fused_recurrent_hgrn=hgrn, swiglu=swiglu),
+    "hgrn2": dict(GLA, swish=F.silu, rms_norm_linear=norm_linear),
+    "gla": GLA,
+    "delta_net": dict(chunk_delta_rule=delta_rule, fused_recurrent_delta_rule=delta_rule),
+    "gated_deltanet": dict(
+        chunk_gated_delta_rule=gated_delta_rule,
+        fused_recurrent_gated_delta_rule=gated_delta_rule,
+        causal_conv1d=conv,
+    ),
+    "rwkv6": dict(chunk_rwkv6=rwkv6, fused_recurrent_rwkv6=rwkv6, token_shift=shift_positional),
+    "rwkv7": dict(
+        chunk_rwkv7=rwkv7,
+        fused_mul_recurrent_rwkv7=rwkv7_fused,
+        token_shift=shift_positional,
+        l2_norm=unit,
+        fused_addcmul_rwkv7=torch_addcmul_rwkv7,
+        fused_k_rwkv7=lambda k, a, ka, **_: k_update_ref(k, a, ka),
+        gate_output_correction=gate_output_correction_ref,
+    ),
 }
 
 
 def enable(setattr=setattr) -> None:
     """Replace the ops, by pytest's ``monkeypatch.setattr`` for the time of a test.
 
-    Layers read their activations when they are built: build them behind this.
+    Layers read their activations when they are built: build them after this.
     """
     for name, functions in LAYERS.items():
         module = importlib.import_module(f"fla.layers.{name}")

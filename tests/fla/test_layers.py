@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from families import padded
+from frozen import alter_a_head, assert_reconstructs, frozen_layers
 from layers import LAYERS, SPECS, build
 from models import ids
 from torch import Tensor, nn
@@ -20,38 +22,13 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._capture import FrozenLayer, Request, freeze
-from captum_ssm.attr.mamba_lrp import frozen_output
-from captum_ssm.mixers import COMPONENTS, FrozenMixer, find_mixers
+from captum_ssm.mixers import find_mixers
 
 pytestmark = [
     pytest.mark.usefixtures("naive"),
     pytest.mark.filterwarnings("ignore:According to Bo"),
     pytest.mark.filterwarnings("ignore:ShortConvolution is crucial"),
 ]
-
-
-def padded(side: str) -> Tensor:
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, slice(0, 4) if side == "left" else slice(5, 9)] = 0
-    return mask
-
-
-def frozen_layers(
-    model: nn.Module, tokens: Tensor, mask: Tensor | None = None
-) -> list[FrozenLayer]:
-    extra = None if mask is None else {"attention_mask": mask}
-    return freeze(Request.of(model, None, tokens, extra), query=False).layers
-
-
-def affine_output(mixer: FrozenMixer) -> Tensor:
-    """The output from the unified operator and the documented bias terms, nothing else."""
-    y = mixer.operator("unified", COMPONENTS).matvec(mixer.inputs)
-    if mixer.conv_bias is not None:
-        rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
-        y = y + rest.matvec(mixer.conv_bias.expand_as(mixer.inputs))
-    y = y + mixer.remainder()
-    return y @ mixer.out_weight.mT + mixer.out_proj(torch.zeros_like(y))
 
 
 @pytest.mark.parametrize(
@@ -62,12 +39,8 @@ def test_the_unified_operator_and_the_biases_are_the_layer(name, length, side):
     mask = padded(side) if side else None
     layers = frozen_layers(build(name), ids(2, length), mask)
     assert len(layers) == 2
-    real = 1.0 if mask is None else mask[..., None]
     for layer in layers:
-        expected = layer.call.output * real
-        mixer = layer.mixer
-        for found in (mixer.output(), affine_output(mixer), frozen_output(mixer)):
-            assert (found * real - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert_reconstructs(layer, mask)
 
 
 # The recurrence each layer calls at these lengths, and its value argument.
@@ -127,17 +100,10 @@ def test_hidden_attention_is_what_impulses_measure(name, length, monkeypatch):
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_altered_layer_is_caught(name):
     model = build(name)
-
-    def scale_a_head(_, args):
-        factor = torch.ones(args[0].shape[-1])
-        factor[: factor.numel() // 4] = 1.3
-        return (args[0] * factor,)
-
     (_, layer), *_ = find_mixers(model)
     # HGRN-2 hands its output projection's weight to a fused function: there it is the queries.
     names = ("q_proj",) if SPECS[name][0] == "hgrn2" else ("o_proj", "out_proj")
-    projection = next(getattr(layer, n) for n in names if hasattr(layer, n))
-    projection.register_forward_pre_hook(scale_a_head)
+    alter_a_head(next(getattr(layer, n) for n in names if hasattr(layer, n)))
     with pytest.raises(ReconstructionError, match=r"layers\.0"):
         hidden_attention(model, ids(2, 9))
 

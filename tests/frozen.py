@@ -1,0 +1,48 @@
+"""What tests ask of frozen layers: that they are the model's own, to the last bias term."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._capture import FrozenLayer, Request, freeze
+from captum_ssm.attr.mamba_lrp import frozen_output
+from captum_ssm.mixers import COMPONENTS, FrozenMixer
+
+
+def frozen_layers(
+    model: nn.Module, tokens: Tensor, mask: Tensor | None = None, check: bool = False
+) -> list[FrozenLayer]:
+    extra = None if mask is None else {"attention_mask": mask}
+    return freeze(Request.of(model, None, tokens, extra), query=False, check=check).layers
+
+
+def affine_output(mixer: FrozenMixer) -> Tensor:
+    """The mixer's output from the unified operator and the documented bias terms, nothing else."""
+    y = mixer.operator("unified", COMPONENTS).matvec(mixer.inputs)
+    if mixer.conv_bias is not None:
+        # The bias enters after the convolution, and is carried by the rest of the operator.
+        rest = mixer.operator("unified", ("activation", "gate", "norm", "skip"))
+        y = y + rest.matvec(mixer.conv_bias.expand_as(mixer.inputs))
+    y = y + mixer.remainder()
+    return y @ mixer.out_weight.mT + mixer.out_proj(torch.zeros_like(y))
+
+
+def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
+    """The mixer, rebuilt in three ways, puts out what the model's mixer did."""
+    real = 1.0 if mask is None else mask[..., None]
+    mixer, expected = layer.mixer, layer.call.output * real
+    for found in (mixer.output(), affine_output(mixer), frozen_output(mixer)):
+        error = (found * real - expected).abs().max()
+        assert error <= 1e-5 * expected.abs().max(), layer.name
+
+
+def alter_a_head(projection: nn.Module) -> None:
+    """Make a mixer compute something else in one head, before its output projection."""
+
+    def scale_a_head(_, args):
+        factor = torch.ones(args[0].shape[-1])
+        factor[: factor.numel() // 4] = 1.3
+        return (args[0] * factor,)
+
+    projection.register_forward_pre_hook(scale_a_head)
