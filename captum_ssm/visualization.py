@@ -1,7 +1,7 @@
 """Figures and HTML for relevance of tokens and images, on matplotlib's and Captum's own functions.
 
-Functions return a figure or HTML and show nothing by themselves, so that they work the same in
-notebooks, in scripts and on machines without a screen.
+Functions return a figure or HTML and show nothing by themselves. Figures are made without pyplot,
+which would keep them open and may need a display.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from captum.attr import visualization as captum_visualization
 from matplotlib import font_manager
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -30,7 +29,6 @@ __all__ = [
 
 SIGNS = ("all", "positive", "negative", "absolute_value")
 _DRAWINGS = ("original_image", "heat_map", "blended_heat_map", "masked_image", "alpha_scaling")
-_Layout = Literal["constrained", "tight"]
 _VISIBLE = {" ": "␣", "▁": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 
 
@@ -136,9 +134,7 @@ def layer_overview(
         rows (mapping of str to Tensor, or Tensor): ``(L,)`` each by name, or ``(R, L)``. Each
             row is scaled by its own largest magnitude.
         tokens (sequence of str): the L tokens.
-        title (str, optional): of the figure. Default: None
-        cmap (str, optional): as for :func:`interaction_map`. Default: None
-        max_labels (int, optional): as for :func:`interaction_map`. Default: 64
+        title, cmap, max_labels (optional): as for :func:`interaction_map`.
 
     Returns:
         matplotlib.figure.Figure: not shown.
@@ -156,7 +152,7 @@ def layer_overview(
         arrays = [_array(row) for row in rows.values()]
         for name, row in zip(names, arrays, strict=True):
             _check_shape(f"rows[{name!r}]", row, (len(tokens),))
-        values = np.stack(arrays) if arrays else np.empty((0, len(tokens)))
+        values = np.reshape(arrays, (-1, len(tokens)))
     else:
         values = _array(rows)
         names = [f"layer {i}" for i in range(values.shape[0] if values.ndim else 0)]
@@ -191,11 +187,10 @@ def image_overlay(
         methods (sequence of str, optional): Captum's ways to draw, one per column, of
             ``"original_image"``, ``"heat_map"``, ``"blended_heat_map"``, ``"masked_image"`` and
             ``"alpha_scaling"``. Default: the image and the blended heat map
-        signs (str or sequence of str, optional): which relevance is drawn, ``"all"``,
-            ``"positive"``, ``"negative"`` or ``"absolute_value"``, for all columns or one per
-            column; the last two methods cannot draw ``"all"``. None is ``"positive"`` if no
-            relevance is negative, else ``"all"``, or ``"absolute_value"`` for those two methods.
-            Default: None
+        signs (str or sequence of str, optional): for all columns or one per column, ``"all"``
+            (not for the last two methods), ``"positive"``, ``"negative"`` or
+            ``"absolute_value"``. None is ``"positive"`` if no relevance is negative, else
+            ``"all"``, or ``"absolute_value"`` for the last two methods. Default: None
         titles (sequence of str, optional): one per image. Default: None
         **options: of Captum's function: ``outlier_perc``, ``cmap``, ``alpha_overlay``,
             ``show_colorbar``.
@@ -230,12 +225,12 @@ def image_overlay(
     rows, columns = len(pictures), len(chosen)
     height = 2.4 * values.shape[1] / values.shape[2] + 0.4
     # The "constrained" layout does not make room for Captum's color bars.
-    figure, cells = _figure(columns, (2.4 * columns, height * rows), rows, layout="tight")
-    for k, (picture, value) in enumerate(zip(pictures, values, strict=True)):
-        for column, (method, sign) in enumerate(chosen):
-            title = titles[k] if titles is not None and column == 0 else None
-            cell = figure, cells[k * columns + column]
-            _draw(cell, picture, value, method, sign, title=title, **options)
+    figure = Figure(figsize=(2.4 * columns, height * rows), layout="tight")
+    cells = figure.subplots(rows, columns, squeeze=False)
+    for k, column in np.ndindex(rows, columns):
+        title = titles[k] if titles is not None and column == 0 else None
+        cell = figure, cells[k, column]
+        _draw(cell, pictures[k], values[k], *chosen[column], title=title, **options)
     return figure
 
 
@@ -306,15 +301,14 @@ def text_html(records: Iterable[Any], title: str | None = None) -> str:
         >>> page = text_html([record], title="Why?")
         >>> _ = (folder / "why.html").write_text(page, encoding="utf-8")
     """
-    kind = captum_visualization.VisualizationDataRecord
     expected = "expected a list of text_record's results: text_html([record])."
     if not isinstance(records, Iterable):
         raise TypeError(f"records is a {type(records).__name__}; {expected}")
-    records = list(records)
+    rows = ""
     for record in records:
-        if not isinstance(record, kind):
+        if not isinstance(record, captum_visualization.VisualizationDataRecord):
             raise TypeError(f"records holds a {type(record).__name__}; {expected}")
-    rows = "".join(_table_row(record) for record in records)
+        rows += _table_row(record)
     legend = captum_visualization.format_word_importances(
         ["Negative", "Neutral", "Positive"], np.array([-1.0, 0.0, 1.0])
     )
@@ -384,11 +378,10 @@ def _signs(
             f"signs is {signs!r}; expected one of {SIGNS}, or one for each of the {len(methods)} "
             "methods."
         )
-    found = list(zip(methods, chosen, strict=True))
-    for method, sign in found:
+    for method, sign in zip(methods, chosen, strict=True):
         if sign == "all" and method in without:
             raise ValueError(f"signs holds 'all', which {method} cannot draw; choose another.")
-    return found
+    return list(zip(methods, chosen, strict=True))
 
 
 def _draw(
@@ -412,15 +405,6 @@ def _draw(
         drawn.set_data(0 * drawn.get_array())
 
 
-def _figure(
-    columns: int, size: tuple[float, float], rows: int = 1, layout: _Layout = "constrained"
-) -> tuple[Figure, list[Any]]:
-    # Without pyplot, which would keep the figure open and may need a display.
-    figure = Figure(figsize=size, layout=layout)
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
 def _map_of_tokens(
     values: np.ndarray,
     tokens: Sequence[str],
@@ -429,8 +413,9 @@ def _map_of_tokens(
     cmap: str | None,
     max_labels: int,
 ) -> tuple[Figure, Any]:
-    # A figure of values (R, L) with one column per token, and its axes.
-    figure, (axes,) = _figure(1, size)
+    # Of values (R, L), with one column per token.
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
     largest = float(np.abs(values).max()) or 1.0
     signed = bool((values < 0).any())
     axes.imshow(
