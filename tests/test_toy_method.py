@@ -48,7 +48,7 @@ def distance_decay():
             """
             if not 0 < falloff < 1:
                 raise ValueError(f"falloff is {falloff}; expected a number in (0, 1).")
-            frozen = self._freeze(self._request(inputs, additional_forward_args), position)
+            frozen = self._run(self._request(inputs, additional_forward_args), position)
             query = frozen.require_query().argmax(1)[:, None]
             distance = query - torch.arange(frozen.shape[1])
             decay = falloff ** distance.clamp(min=0)
