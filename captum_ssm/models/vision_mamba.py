@@ -34,16 +34,11 @@ class BidirectionalMamba(nn.Module):
     convolution. Parameters have the names of the published module.
 
     Args:
-        width (int): E, channels of a token.
-        state (int, optional): N. Default: 16
-        conv (int, optional): kernel size of the convolutions. Default: 4
-        expand (int, optional): D = expand * E. Default: 2
-        dt_rank (int, optional): None for E / 16, rounded up. Default: None
+        width, state, conv, expand, dt_rank, bias: as for :class:`SS2D`. Default: ``conv=4``
         bimamba_type (str, optional): ``"v1"``, ``"v2"``, or ``"none"`` for the forward
             direction only. Default: ``"v2"``
         if_divide_out (bool, optional): c = 1/2 (``"v2"`` only, as published). Default: True
-        conv_bias (bool, optional): Default: True
-        bias (bool, optional): of the input and output projections. Default: False
+        conv_bias (bool, optional): of the convolutions. Default: True
         layer_scale (float, optional): initial value of a learned factor per output channel;
             None for no such factor. Default: None
 
@@ -89,9 +84,12 @@ class BidirectionalMamba(nn.Module):
             convolution = nn.Conv1d(
                 inner, inner, conv, groups=inner, padding=conv - 1, bias=conv_bias
             )
+            steps = nn.Linear(rank, inner)
+            nn.init.uniform_(steps.weight, -(rank**-0.5), rank**-0.5)
+            steps.bias = nn.Parameter(initial_dt_bias(inner))
             self.add_module(f"conv1d{suffix}", convolution)
             self.add_module(f"x_proj{suffix}", nn.Linear(inner, rank + 2 * state, bias=False))
-            self.add_module(f"dt_proj{suffix}", _step_projection(rank, inner))
+            self.add_module(f"dt_proj{suffix}", steps)
             self.register_parameter(f"D{suffix}", nn.Parameter(torch.ones(inner)))
         # The published names of the decay rates: A_log, and A_b_log for the backward direction.
         for name in ("A_log",) if bimamba_type == "none" else ("A_log", "A_b_log"):
@@ -101,15 +99,13 @@ class BidirectionalMamba(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Mixed tokens ``(B, L, E)`` of ``hidden_states (B, L, E)``."""
         u, z = self.in_proj(hidden_states).chunk(2, -1)
-        if self.bimamba_type == "v2":
-            y = self._scan(self._convolved(u), "A_log")
-            backward = self._scan(self._convolved(u.flip(1), "_b"), "A_b_log", "_b")
-            y = y + backward.flip(1)
-        else:
-            v = self._convolved(u)
-            y = self._scan(v, "A_log")
-            if self.bimamba_type == "v1":
-                y = y + self._scan(v.flip(1), "A_b_log").flip(1)
+        v = self._convolved(u)
+        y = self._scan(v, "A_log")
+        if self.bimamba_type == "v1":
+            y = y + self._scan(v.flip(1), "A_b_log").flip(1)
+        elif self.bimamba_type == "v2":
+            backward = self._convolved(u.flip(1), "_b")
+            y = y + self._scan(backward, "A_b_log", "_b").flip(1)
         y = y.to(z.dtype) * F.silu(z)
         out = self.out_proj(y / 2 if self.if_divide_out else y)
         return out if self.gamma is None else out * self.gamma
@@ -155,8 +151,7 @@ class PatchEmbed(nn.Module):
 class VisionMamba(nn.Module):
     """An image classifier of Mamba blocks over patches, with the published weights' names.
 
-    Zhu et al., `Vision Mamba <https://arxiv.org/abs/2401.09417>`_. It runs without compiled
-    kernels.
+    Zhu et al., `Vision Mamba <https://arxiv.org/abs/2401.09417>`_.
 
     Args:
         image_size (int or (int, int), optional): height and width. Default: 224
@@ -215,9 +210,8 @@ class VisionMamba(nn.Module):
         self.image_size = _pair(image_size)
         patch = _pair(patch_size)
         self.cls, self.pool = cls, pool
-        self.patch_embed = PatchEmbed(
-            channels, width, patch, patch if stride is None else _pair(stride)
-        )
+        step = patch if stride is None else _pair(stride)
+        self.patch_embed = PatchEmbed(channels, width, patch, step)
         rows, columns = self.grid_shape(*self.image_size)
         extra = len(cls_positions(cls, rows * columns))
         for name in CLS_TOKENS[extra]:
@@ -391,10 +385,8 @@ def find_cls(pos_embed: Tensor, shape: tuple[int, int]) -> str:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    for wrapper in ("model", "state_dict", "model_ema"):
-        if isinstance(state.get(wrapper), Mapping):
-            state = state[wrapper]
-            break
+    wrappers = (state.get(name) for name in ("model", "state_dict", "model_ema"))
+    state = next((found for found in wrappers if isinstance(found, Mapping)), state)
     sd = {name.removeprefix("module."): value for name, value in state.items()}
     if "patch_embed.proj.weight" not in sd or "layers.0.mixer.A_log" not in sd:
         raise ValueError(
@@ -414,7 +406,7 @@ def _image_size(
     # An image size and a stride that give as many patches as there are positions.
     step = patch if stride is None else _pair(stride)
     if pos is None:
-        return (224, 224) if image_size is None else _pair(image_size), step
+        return _pair(PUBLISHED_SIZE if image_size is None else image_size), step
     patches = pos.shape[1] - tokens
     if image_size is None:
         side = math.isqrt(patches)
@@ -423,7 +415,7 @@ def _image_size(
                 f"pos_embed has {patches} patches, which do not form a square; pass image_size."
             )
         if stride is None and _is_published_half_stride(side, patch):
-            return (PUBLISHED_SIZE, PUBLISHED_SIZE), (patch[0] // 2, patch[1] // 2)
+            return _pair(PUBLISHED_SIZE), (patch[0] // 2, patch[1] // 2)
         size = ((side - 1) * step[0] + patch[0], (side - 1) * step[1] + patch[1])
         return size, step
     size = _pair(image_size)
@@ -453,11 +445,3 @@ def _grid_shape(
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
-
-
-def _step_projection(rank: int, inner: int) -> nn.Linear:
-    layer = nn.Linear(rank, inner)
-    nn.init.uniform_(layer.weight, -(rank**-0.5), rank**-0.5)
-    with torch.no_grad():
-        layer.bias.copy_(initial_dt_bias(inner))
-    return layer
