@@ -54,11 +54,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, 0 or 1.
-
-    Args:
-        arguments (sequence of str, optional): in place of those of the process. Default: None
-    """
+    """Run one command, given in ``arguments`` or to the process; the exit status is 0 or 1."""
     args = _parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExtensionWarning)
@@ -142,9 +138,6 @@ def _add_loading(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# options of methods
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of methods")
     for name, owners in _owners().items():
@@ -213,9 +206,6 @@ def _flag(name: str) -> str:
 def _listed(names: Any, last: str = "and") -> str:
     *first, final = names
     return f"{', '.join(first)} {last} {final}" if first else final
-
-
-# explain
 
 
 def _explain(args: argparse.Namespace) -> None:
@@ -393,9 +383,6 @@ def _explained(
     return _Explained(relevance.cpu(), tokens(ids), tokens(target), chosen, tokens(predicted))
 
 
-# supported
-
-
 def _supported(args: argparse.Namespace) -> None:
     if args.length < 1:
         raise ValueError(f"--length is {args.length}; expected at least one token.")
@@ -403,9 +390,6 @@ def _supported(args: argparse.Namespace) -> None:
     _check_device(args.device)
     with _quiet_transformers():
         report(_load(args, images=True), args.length, with_weights=not args.config_only)
-
-
-# both
 
 
 def _check_model(name: str) -> None:

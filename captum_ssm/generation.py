@@ -50,7 +50,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
             Captum (Captum's own check).
         TypeError: for a tokenizer without these functions.
         ValueError: for an unknown ``attr_target``, or a method made with a plain function in
-            place of a model.
+            place of a model, or with ``remote``.
 
     Examples::
 
@@ -120,10 +120,8 @@ class SSMLLMAttribution(LLMGradientAttribution):
             Captum does; :func:`continuation_relevance` returns it.
 
         Raises:
-            ValueError: for an empty continuation, a text ``target`` with words that the tokenizer
-                does not know, ``target`` or ``position`` among the method's options, and whatever
-                the method itself raises.
-            TypeError: for a ``target`` that is neither text nor ids.
+            ValueError, TypeError: as for :func:`continuation_relevance`, and for a text ``target``
+                with words that the tokenizer does not know.
         """
         self._check_known(inp, target)
         if not isinstance(self.attr_method, TokenAttribution):

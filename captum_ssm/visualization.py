@@ -136,11 +136,7 @@ def layer_overview(
         tokens (sequence of str): the L tokens.
         title, cmap, max_labels (optional): as for :func:`interaction_map`.
 
-    Returns:
-        matplotlib.figure.Figure: not shown.
-
-    Raises:
-        ValueError: if the number of labels does not match the rows.
+    The result and the errors are those of :func:`interaction_map`.
 
     Examples::
 
@@ -184,8 +180,8 @@ def image_overlay(
         images (Tensor): ``(B, C, H, W)`` with one or three color channels. Integers are in
             0 .. 255. Floating values outside [0, 1], as in normalized images, are rescaled to
             it, per image from the smallest value to the largest.
-        methods (sequence of str, optional): Captum's ways to draw, one per column, of
-            ``"original_image"``, ``"heat_map"``, ``"blended_heat_map"``, ``"masked_image"`` and
+        methods (sequence of str, optional): Captum's ways to draw, one per column:
+            ``"original_image"``, ``"heat_map"``, ``"blended_heat_map"``, ``"masked_image"`` or
             ``"alpha_scaling"``. Default: the image and the blended heat map
         signs (str or sequence of str, optional): for all columns or one per column, ``"all"``
             (not for the last two methods), ``"positive"``, ``"negative"`` or
@@ -196,7 +192,7 @@ def image_overlay(
             ``show_colorbar``.
 
     Returns:
-        matplotlib.figure.Figure: not shown; ``figure.savefig("images.png")`` writes it.
+        matplotlib.figure.Figure: as for :func:`interaction_map`.
 
     Raises:
         ValueError: if relevance, titles or signs do not match the images or methods, or cannot
@@ -208,7 +204,6 @@ def image_overlay(
         >>> images = torch.rand(2, 3, 32, 32)
         >>> relevance = MambaAttribution(vim).attribute(images, target=4)
         >>> figure = image_overlay(relevance, images, titles=["a cat", "a dog"])
-        >>> figure.savefig(folder / "images.png")
     """
     pictures, values = _pictures(images), _array(relevance)
     values = values.sum(1) if values.ndim == 4 else values
@@ -244,9 +239,9 @@ def text_record(
     target: str = "",
     delta: float = math.nan,
 ) -> Any:
-    """One line of Captum's text table: relevance scaled to its largest magnitude.
+    """One line of the table of :func:`text_html` and of Captum's own ``visualize_text``.
 
-    Captum's own ``visualize_text`` takes such records too.
+    Relevance is scaled to its largest magnitude.
 
     Args:
         relevance (Tensor): ``(L,)``.
@@ -270,27 +265,18 @@ def text_record(
     # Escaped, since Captum's functions do not escape them.
     shown = [html.escape(token) for token in readable_tokens(tokens)]
     predicted, true, target = (html.escape(str(label)) for label in (predicted, true, target))
+    total = float(values.sum())
     return captum_visualization.VisualizationDataRecord(
-        torch.as_tensor(scaled),
-        probability,
-        predicted,
-        true,
-        target,
-        float(values.sum()),
-        shown,
-        delta,
+        torch.as_tensor(scaled), probability, predicted, true, target, total, shown, delta
     )
 
 
 def text_html(records: Iterable[Any], title: str | None = None) -> str:
-    """A page with the table of Captum's ``visualize_text``, made without IPython.
+    """The HTML of a page with the table of Captum's ``visualize_text``, made without IPython.
 
     Args:
         records (iterable): from :func:`text_record`.
         title (str, optional): a heading. Default: None
-
-    Returns:
-        str: HTML, to be written to a file.
 
     Raises:
         TypeError: for anything else than several records.
@@ -313,22 +299,16 @@ def text_html(records: Iterable[Any], title: str | None = None) -> str:
         ["Negative", "Neutral", "Positive"], np.array([-1.0, 0.0, 1.0])
     )
     heading = f"<h2>{html.escape(title)}</h2>" if title else ""
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    head = (
+        "<th>True Label</th><th>Predicted Label</th><th>Attribution Label</th>"
+        "<th>Attribution Score</th><th>Word Importance</th>"
+    )
     return (
         '<!doctype html><html><head><meta charset="utf-8">'
         "<style>body{font-family:sans-serif} td,th{padding:4px 8px;text-align:left}</style>"
         f"</head><body>{heading}<table><tr>{legend}</tr></table>"
         f"<table><tr>{head}</tr>{rows}</table></body></html>"
     )
-
-
-_COLUMNS = (
-    "True Label",
-    "Predicted Label",
-    "Attribution Label",
-    "Attribution Score",
-    "Word Importance",
-)
 
 
 def _table_row(record: Any) -> str:

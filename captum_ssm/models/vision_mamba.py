@@ -15,7 +15,6 @@ from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.models._s6 import initial_dt_bias, s6
 
 DIRECTIONS = ("none", "v1", "v2")
-POOLS = ("mean", "last")
 PUBLISHED_SIZE = 224
 # The published names of the CLS tokens, by their number.
 CLS_TOKENS = {0: (), 1: ("cls_token",), 2: ("cls_token_head", "cls_token_tail")}
@@ -48,8 +47,6 @@ class BidirectionalMamba(nn.Module):
     Examples::
 
         >>> mixer = BidirectionalMamba(16, state=4)
-        >>> mixer(torch.randn(1, 9, 16)).shape
-        torch.Size([1, 9, 16])
         >>> (weights,) = hidden_attention(mixer, torch.randn(1, 9, 16), reduction="mean").values()
         >>> bool(weights[0, 0, 1:].any())  # the first token reads later ones
         True
@@ -205,8 +202,8 @@ class VisionMamba(nn.Module):
         super().__init__()
         if norm not in ("rms", "layer"):
             raise ValueError(f"norm is {norm!r}; expected 'rms' or 'layer'.")
-        if pool not in POOLS:
-            raise ValueError(f"pool is {pool!r}; expected one of {POOLS}.")
+        if pool not in ("mean", "last"):
+            raise ValueError(f"pool is {pool!r}; expected 'mean' or 'last'.")
         self.image_size = _pair(image_size)
         patch = _pair(patch_size)
         self.cls, self.pool = cls, pool
@@ -239,9 +236,8 @@ class VisionMamba(nn.Module):
         """A model with these weights, in eval mode; sizes are read off the weights.
 
         The weights do not tell the CLS token's position, nor whether the output is halved. The
-        position is found from the position embeddings: without the CLS token's own, they form
-        a grid whose columns are similar (:func:`find_cls`). If no position is clearly better,
-        and for the halving, the published rule is used (the middle; ``v2`` halves).
+        position is found from the position embeddings (:func:`find_cls`). For the halving the
+        published rule is used (``v2`` halves).
 
         Args:
             state (mapping): a state dict in the published names; it may be under ``"model"``
@@ -366,13 +362,9 @@ def find_cls(pos_embed: Tensor, shape: tuple[int, int]) -> str:
     In trained models the embeddings of vertically adjacent patches are similar. That shows only
     if the CLS token's embedding is removed at the right position.
 
-    Args:
-        pos_embed (Tensor): ``(1, L, E)``.
-        shape (tuple of int): (H, W), rows and columns of patches; L = H W + 1.
-
-    Returns:
-        str: ``"start"``, ``"middle"`` or ``"end"``; the published ``"middle"`` if no other
-        position is clearly better, as with weights that were not trained.
+    ``pos_embed`` is ``(1, L, E)``, of H W patches of an image of ``shape`` (H, W) and one CLS
+    token. The result is ``"start"``, ``"middle"`` or ``"end"``; the published ``"middle"`` if no
+    other position is clearly better, as with weights that were not trained.
     """
     apart = {}
     for kind in ("start", "middle", "end"):
@@ -414,10 +406,13 @@ def _image_size(
             raise ValueError(
                 f"pos_embed has {patches} patches, which do not form a square; pass image_size."
             )
-        if stride is None and _is_published_half_stride(side, patch):
-            return _pair(PUBLISHED_SIZE), (patch[0] // 2, patch[1] // 2)
-        size = ((side - 1) * step[0] + patch[0], (side - 1) * step[1] + patch[1])
-        return size, step
+        # The published models with overlapping patches have a stride of half the patch size.
+        half = (patch[0] // 2, patch[1] // 2)
+        for each in [step, half] if stride is None else [step]:
+            size = ((side - 1) * each[0] + patch[0], (side - 1) * each[1] + patch[1])
+            if size == _pair(PUBLISHED_SIZE):
+                return size, each
+        return ((side - 1) * step[0] + patch[0], (side - 1) * step[1] + patch[1]), step
     size = _pair(image_size)
     steps = [step] if stride is not None else [patch, *((s, s) for s in range(1, patch[0]))]
     for s in steps:
@@ -426,13 +421,6 @@ def _image_size(
     raise ValueError(
         f"images of {size} in patches of {patch} do not give the {patches} patches of pos_embed; "
         "pass the image_size and stride the weights were trained with."
-    )
-
-
-def _is_published_half_stride(side: int, patch: tuple[int, int]) -> bool:
-    # The published models with overlapping patches, whose stride is half the patch size.
-    return all(
-        side * p != PUBLISHED_SIZE and (side - 1) * (p // 2) + p == PUBLISHED_SIZE for p in patch
     )
 
 
