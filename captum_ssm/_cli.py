@@ -15,30 +15,46 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from captum_ssm._capture.request import check_inputs
 from captum_ssm._capture.target import extract_logits
+from captum_ssm._errors import InputError
 from captum_ssm._supported import first_line, report
 from captum_ssm._vocabulary import require_known, unknown_in_prompt
-from captum_ssm.attr import Option, TokenAttribution, methods
+from captum_ssm.attr import Option, methods
 from captum_ssm.generation import continuation_relevance
 from captum_ssm.kernels import ExtensionWarning
+from captum_ssm.models import VisionMamba
+from captum_ssm.visualization import interaction_map, readable_tokens, text_html, text_record
 
 DEFAULT_METHOD = "mamba-lrp"
 PICTURES = (".png", ".svg", ".pdf")
 PAGES = (".html", *PICTURES)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, 0 or 1.
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    # Progress bars and advice on kernels are not what was asked for.
+    from transformers.utils import logging
 
-    Args:
-        arguments (sequence of str, optional): in place of those of the process. Default: None
-    """
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, given in ``arguments`` or to the process; the exit status is 0 or 1."""
     args = _parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExtensionWarning)
@@ -122,16 +138,13 @@ def _add_loading(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# options of methods
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of methods")
     for name, owners in _owners().items():
-        kinds = {method: _expected(option) for method, option in owners.items()}
-        same = len(set(kinds.values())) == 1
-        lines = {_listed(kinds): next(iter(kinds.values()))} if same else kinds
-        told = "; ".join(f"{who}: {what}" for who, what in lines.items())
+        kinds: dict[str, list[str]] = {}
+        for method, option in owners.items():
+            kinds.setdefault(_expected(option), []).append(method)
+        told = "; ".join(f"{_listed(names)}: {kind}" for kind, names in kinds.items())
         is_switch = all(option.types == (bool,) for option in owners.values())
         action: dict[str, Any] = {"action": "store_const", "const": ""} if is_switch else {}
         group.add_argument(_flag(name), help=told, **action)
@@ -158,7 +171,10 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
                 f"{_listed(owners, 'or')}. Choose one of these, or remove {_flag(name)}."
             )
         found[name] = _value(owners[args.method], text)
-    _check_options(methods()[args.method], found)
+    # A method checks its options before its inputs, which hold no token here.
+    explainer = methods()[args.method](nn.Identity())
+    with suppress(InputError):
+        explainer.attribute(torch.zeros(1, 0, dtype=torch.long), **found)
     return found
 
 
@@ -192,53 +208,28 @@ def _listed(names: Any, last: str = "and") -> str:
     return f"{', '.join(first)} {last} {final}" if first else final
 
 
-def _check_options(method: type[TokenAttribution], options: dict[str, Any]) -> None:
-    # A method checks its options before it runs the model: as far as that is it called here.
-    class Reached(Exception):
-        pass
-
-    def run(*_: Any, **__: Any) -> NoReturn:
-        raise Reached
-
-    explainer = method(nn.Identity())
-    explainer._run = run  # type: ignore[method-assign]
-    with suppress(Reached):
-        explainer.attribute(torch.zeros(1, 1, dtype=torch.long), target=0, **options)
-
-
-# explain
-
-
 def _explain(args: argparse.Namespace) -> None:
     # All that the arguments tell is checked before transformers is imported.
     options = _options(args)
     _check_output(args.output)
     _check_model(args.model)
-    _device(args.device)
-    numbers = _Vocabulary(None)
-    prompt = target = None
+    _check_device(args.device)
+    target = None if args.target_ids is None else _numbers(args.target_ids, "--target-ids")
     if args.ids is not None:
-        prompt = numbers.encode(args.ids, "--ids")
-    if args.target_ids is not None:
-        target = numbers.encode(args.target_ids, "--target-ids")
-    elif prompt is not None and args.target is not None:
-        target = numbers.encode(args.target, "--target")
+        tokenizer = None
+        prompt = _numbers(args.ids, "--ids")
+        if args.target is not None:
+            target = _numbers(args.target, "--target")
+    else:
+        tokenizer = _tokenizer(args.model)
+        prompt = _encoded_prompt(tokenizer, args.text)
+        if args.target is not None:
+            target = _encoded_target(tokenizer, args.target)
     _check_position(args.position, prompt, target)
-
-    with _quiet_transformers():
-        vocabulary = numbers if prompt is not None else _Vocabulary.load(args.model)
-        if prompt is None:
-            prompt = vocabulary.encode_prompt(args.text)
-        if target is None and args.target is not None:
-            target = vocabulary.encode(args.target, "--target")
-        _check_position(args.position, prompt, target)
-        model = _load(args)
-        method = methods()[args.method](model)
-        prompt = prompt.to(args.device)
-        explained = _explained(model, method, prompt, target, args.position, options)
-    explained.report(vocabulary)
+    explained = _explained(args, tokenizer, prompt, target, options)
+    explained.report()
     if args.output is not None:
-        explained.write(args.output, vocabulary, f"{args.method}: {args.model}")
+        explained.write(args.output, f"{args.method}: {args.model}")
         print(f"\nwrote {args.output}")
 
 
@@ -255,7 +246,7 @@ def _check_output(path: Path | None) -> None:
         )
 
 
-def _check_position(position: int | None, prompt: Tensor | None, target: Tensor | None) -> None:
+def _check_position(position: int | None, prompt: Tensor, target: Tensor | None) -> None:
     if position is None:
         return
     if target is not None and target.numel() > 1:
@@ -263,62 +254,53 @@ def _check_position(position: int | None, prompt: Tensor | None, target: Tensor 
             f"--target has {target.numel()} tokens, but with --position it has to be one: the "
             "token the model may predict there."
         )
-    P = None if prompt is None else prompt.numel()
-    if P is not None and not -P <= position < P:
+    P = prompt.numel()
+    if not -P <= position < P:
         raise ValueError(
             f"--position is {position}; the text has {P} tokens: expected 0 .. {P - 1} (or -{P} "
             ".. -1 from the end)."
         )
 
 
-@dataclass(frozen=True)
-class _Vocabulary:
-    # A tokenizer, or none: then texts are ids, and ids are shown.
-    tokenizer: Any
+@_quiet_transformers()
+def _tokenizer(name: str) -> Any:
+    import transformers
 
-    @classmethod
-    def load(cls, name: str) -> _Vocabulary:
-        import transformers
+    why: Any = "its vocabulary is empty"
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        # What transformers makes up for a model that came without one.
+        if tokenizer.vocab_size > 0 and len(tokenizer.encode("a b", add_special_tokens=False)):
+            return tokenizer
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        why = error
+    raise ValueError(
+        f"no tokenizer could be loaded from {name!r} ({first_line(why)}); pass token ids with "
+        "--ids in place of --text."
+    )
 
-        why: Any = "its vocabulary is empty"
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-            # What transformers makes up for a model that came without one.
-            if tokenizer.vocab_size > 0 and len(tokenizer.encode("a b", add_special_tokens=False)):
-                return cls(tokenizer)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            why = error
-        raise ValueError(
-            f"no tokenizer could be loaded from {name!r} ({first_line(why)}); pass token ids "
-            "with --ids in place of --text."
-        )
 
-    def encode(self, text: str, name: str) -> Tensor:
-        """The ids of a target, or those that a text lists."""
-        if self.tokenizer is not None:
-            found = self.tokenizer.encode(text, add_special_tokens=False)
-            require_known(self.tokenizer, text, found, name, "--target-ids takes token ids.")
-        else:
-            try:
-                found = [int(part) for part in text.replace(",", " ").split()]
-            except ValueError:
-                raise ValueError(
-                    f"{name} is {text!r}; expected token ids such as '3,1,4'."
-                ) from None
-        return _at_least_one(found, text, name)
+def _encoded_prompt(tokenizer: Any, text: str) -> Tensor:
+    # With the special tokens that the model expects.
+    found = tokenizer.encode(text)
+    warning = unknown_in_prompt(tokenizer, found)
+    if warning:
+        print(f"captum_ssm: warning: {warning}", file=sys.stderr)
+    return _at_least_one(found, text, "--text")
 
-    def encode_prompt(self, text: str) -> Tensor:
-        """The ids of a prompt, with the special tokens that the model expects."""
-        found = self.tokenizer.encode(text)
-        warning = unknown_in_prompt(self.tokenizer, found)
-        if warning:
-            print(f"captum_ssm: warning: {warning}", file=sys.stderr)
-        return _at_least_one(found, text, "--text")
 
-    def tokens(self, ids: Tensor) -> list[str]:
-        if self.tokenizer is None:
-            return [str(i) for i in ids.tolist()]
-        return self.tokenizer.convert_ids_to_tokens(ids.tolist())
+def _encoded_target(tokenizer: Any, text: str) -> Tensor:
+    found = tokenizer.encode(text, add_special_tokens=False)
+    require_known(tokenizer, text, found, "--target", "--target-ids takes token ids.")
+    return _at_least_one(found, text, "--target")
+
+
+def _numbers(text: str, name: str) -> Tensor:
+    try:
+        found = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; expected token ids such as '3,1,4'.") from None
+    return _at_least_one(found, text, name)
 
 
 def _at_least_one(ids: list[int], text: str, name: str) -> Tensor:
@@ -329,18 +311,16 @@ def _at_least_one(ids: list[int], text: str, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class _Explained:
+    # Tokens are as the tokenizer spells them.
     relevance: Tensor  # (T, L)
-    ids: Tensor  # (L,): what the model read
-    targets: Tensor  # (T,)
-    probabilities: Tensor  # (T, V), where each was predicted
+    tokens: list[str]  # of what the model read
+    targets: list[str]
+    probabilities: list[float]  # of the targets
+    predicted: list[str]
 
-    def report(self, vocabulary: _Vocabulary, top: int = 10) -> None:
-        from captum_ssm.visualization import readable_tokens
-
-        tokens = readable_tokens(vocabulary.tokens(self.ids))
-        for row, (name, probability, best) in zip(
-            self.relevance, self._predictions(vocabulary), strict=True
-        ):
+    def report(self, top: int = 10) -> None:
+        tokens = readable_tokens(self.tokens)
+        for row, name, probability, best in self._rows():
             print(f"\n{name!r}, probability {probability:.4f}; the model predicts {best!r}")
             order = row.abs().argsort(descending=True)[:top].sort().values
             largest = float(row.abs().max()) or 1.0
@@ -348,77 +328,68 @@ class _Explained:
                 bar = ("#" if row[i] >= 0 else "-") * round(24 * abs(float(row[i])) / largest)
                 print(f"{i:6d}  {tokens[i]:16s} {float(row[i]):+11.4g}  {bar}")
 
-    def write(self, path: Path, vocabulary: _Vocabulary, title: str) -> None:
-        from captum_ssm.visualization import interaction_map, text_html, text_record
-
-        tokens = vocabulary.tokens(self.ids)
+    def write(self, path: Path, title: str) -> None:
         if path.suffix in PICTURES:
             figure = interaction_map(
-                self.relevance,
-                tokens,
-                row_tokens=vocabulary.tokens(self.targets),
-                title=title,
+                self.relevance, self.tokens, row_tokens=self.targets, title=title
             )
             figure.savefig(path, dpi=130)
             return
         records = [
-            text_record(row, tokens, predicted=best, probability=probability, target=name)
-            for row, (name, probability, best) in zip(
-                self.relevance, self._predictions(vocabulary), strict=True
-            )
+            text_record(row, self.tokens, predicted=best, probability=probability, target=name)
+            for row, name, probability, best in self._rows()
         ]
         path.write_text(text_html(records, title=title), encoding="utf-8")
 
-    def _predictions(self, vocabulary: _Vocabulary) -> list[tuple[str, float, str]]:
-        from captum_ssm.visualization import readable_tokens
-
-        best = readable_tokens(vocabulary.tokens(self.probabilities.argmax(-1)))
-        names = readable_tokens(vocabulary.tokens(self.targets))
-        chosen = self.probabilities.gather(1, self.targets[:, None])[:, 0].tolist()
-        return list(zip(names, chosen, best, strict=True))
+    def _rows(self) -> Iterator[tuple[Tensor, str, float, str]]:
+        names, best = readable_tokens(self.targets), readable_tokens(self.predicted)
+        return zip(self.relevance, names, self.probabilities, best, strict=True)
 
 
+@_quiet_transformers()
 def _explained(
-    model: nn.Module,
-    method: Any,
+    args: argparse.Namespace,
+    tokenizer: Any,
     prompt: Tensor,
     target: Tensor | None,
-    position: int | None,
     options: dict[str, Any],
 ) -> _Explained:
+    model = _load(args)
+    method = methods()[args.method](model)
     P = prompt.numel()
-    ids = prompt if target is None else torch.cat([prompt, target[:-1].to(prompt)])
-    check_inputs(ids[None], model)
+    ids = prompt if target is None else torch.cat([prompt, target[:-1]])
+    inputs = ids[None].to(args.device)
+    check_inputs(inputs, model)
     with torch.no_grad():
-        logits = extract_logits(model(ids[None]))[0]
+        logits = extract_logits(model(inputs))[0]
     V = logits.shape[-1]
     if target is not None and not (int(target.min()) >= 0 and int(target.max()) < V):
         raise ValueError(f"--target is {target.tolist()}; the model's ids are 0 .. {V - 1}.")
-    rows = logits[P - 1 :] if position is None else logits[position][None]
+    rows = logits[P - 1 :] if args.position is None else logits[args.position][None]
     probabilities = rows.float().softmax(-1).cpu()
-    targets = probabilities.argmax(-1) if target is None else target
-    if position is None:
-        relevance = continuation_relevance(method, prompt, targets.to(prompt.device), **options)
+    predicted = probabilities.argmax(-1)
+    target = predicted if target is None else target
+    if args.position is None:
+        relevance = continuation_relevance(method, inputs[:, :P], target.to(args.device), **options)
     else:
-        relevance = method.attribute(
-            ids[None], target=int(targets[0]), position=position % P, **options
-        )
-    return _Explained(relevance.cpu(), ids.cpu(), targets, probabilities)
+        position = args.position % P
+        relevance = method.attribute(inputs, target=int(target[0]), position=position, **options)
 
+    def tokens(ids: Tensor) -> list[str]:
+        found = ids.tolist()
+        return [*map(str, found)] if tokenizer is None else tokenizer.convert_ids_to_tokens(found)
 
-# supported
+    chosen = probabilities.gather(1, target[:, None])[:, 0].tolist()
+    return _Explained(relevance.cpu(), tokens(ids), tokens(target), chosen, tokens(predicted))
 
 
 def _supported(args: argparse.Namespace) -> None:
     if args.length < 1:
         raise ValueError(f"--length is {args.length}; expected at least one token.")
     _check_model(args.model)
-    _device(args.device)
+    _check_device(args.device)
     with _quiet_transformers():
         report(_load(args, images=True), args.length, with_weights=not args.config_only)
-
-
-# both
 
 
 def _check_model(name: str) -> None:
@@ -444,17 +415,22 @@ def _check_model(name: str) -> None:
 def _load(args: argparse.Namespace, images: bool = False) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = _device(args.device)
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     vision = Path(args.model, "model.safetensors")
     try:
         if vision.exists() and not Path(args.model, "config.json").exists():
-            return _load_vision(vision, images).to(device, None if dtype == "auto" else dtype)
+            if not images:
+                raise ValueError(
+                    "it holds a VisionMamba, which reads images; explain takes text. "
+                    "docs/how_to/images.md shows how images are explained."
+                )
+            return VisionMamba.from_state_dict(load_file(vision)).to(args.device, dtype)
         if getattr(args, "config_only", False):
             config = AutoConfig.from_pretrained(args.model)
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(config)
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval().to(device)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype or "auto")
+        return model.eval().to(args.device)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
             f"no language model could be loaded from {args.model!r}: {first_line(error)}\n"
@@ -464,44 +440,12 @@ def _load(args: argparse.Namespace, images: bool = False) -> nn.Module:
         ) from error
 
 
-def _load_vision(path: Path, wanted: bool) -> nn.Module:
-    from safetensors.torch import load_file
-
-    from captum_ssm.models import VisionMamba
-
-    model = VisionMamba.from_state_dict(load_file(path))
-    if not wanted:
-        raise ValueError(
-            "it holds a VisionMamba, which reads images; explain takes text. "
-            "docs/how_to/images.md shows how images are explained."
-        )
-    return model
-
-
-def _device(name: str) -> torch.device:
+def _check_device(name: str) -> None:
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         known = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         raise ValueError(
             f"--device is {name!r}, which torch {torch.__version__} cannot use here "
             f"({first_line(error)}); it can use {', '.join(known)}."
         ) from error
-    return device
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    # Progress bars and advice on kernels are not what was asked for.
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -81,12 +81,8 @@ def find_token_grid(
     by an attribute ``patch_embed`` as in timm and in the published Vision Mamba, with its
     ``grid_size`` or its convolution ``proj``, and the published flags for the CLS token.
 
-    Args:
-        model (nn.Module): the model that ran.
-        arguments (mapping): the arguments of its ``forward``; images among them may have
-            another size than the explained ones.
-        images (Tensor): the explained inputs; images are ``(B, C, H, W)``.
-        tokens (int): L, the length of its mixers' sequence.
+    ``images`` are the explained inputs; those among the ``arguments`` of the model's ``forward``
+    may have another size. ``tokens`` is L, the length of its mixers' sequence.
     """
     if images.dim() != 4:
         return None
@@ -96,11 +92,12 @@ def find_token_grid(
         method = getattr(module, "token_grid", None)
         if callable(method):
             grid: TokenGrid = method(height, width)
-            if int(grid.index.max()) >= tokens:
+            last = int(grid.index.max())
+            if last >= tokens:
                 raise ValueError(
-                    f"token_grid of {type(module).__name__} names token "
-                    f"{int(grid.index.max())} for images of {height} x {width}; expected tokens "
-                    f"0 .. {tokens - 1}, as in its mixers' sequence."
+                    f"token_grid of {type(module).__name__} names token {last} for images of "
+                    f"{height} x {width}; expected tokens 0 .. {tokens - 1}, as in its mixers' "
+                    "sequence."
                 )
             return grid
     for module in model.modules():
@@ -113,9 +110,7 @@ def find_token_grid(
 def cls_positions(kind: str | None, patches: int) -> list[int]:
     """Positions of the CLS tokens in a sequence with ``patches`` patches, as published.
 
-    Args:
-        kind (str, optional): ``"start"``, ``"middle"``, ``"end"``, ``"ends"`` or None.
-        patches (int): number of patches.
+    ``kind`` is ``"start"``, ``"middle"``, ``"end"``, ``"ends"`` or None.
     """
     positions = {
         None: [],
@@ -144,16 +139,14 @@ def _published_grid(
         return None
     extra = tokens - shape[0] * shape[1]
     if extra == 0:
-        kind = None
-    elif extra == 2 and getattr(model, "use_double_cls_token", False):
-        kind = "ends"
-    elif extra == 1 and getattr(model, "use_middle_cls_token", False):
-        kind = "middle"
-    elif extra == 1 and (hasattr(model, "cls_token") or hasattr(model, "if_cls_token")):
-        kind = "start"
-    else:
-        return None
-    return TokenGrid(patch_index(kind, shape))
+        return TokenGrid(patch_index(None, shape))
+    if extra == 2 and getattr(model, "use_double_cls_token", False):
+        return TokenGrid(patch_index("ends", shape))
+    if extra == 1 and getattr(model, "use_middle_cls_token", False):
+        return TokenGrid(patch_index("middle", shape))
+    if extra == 1 and (hasattr(model, "cls_token") or hasattr(model, "if_cls_token")):
+        return TokenGrid(patch_index("start", shape))
+    return None
 
 
 def _patch_shape(embed: nn.Module, images: Tensor) -> tuple[int, int] | None:

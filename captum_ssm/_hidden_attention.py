@@ -33,8 +33,7 @@ def hidden_attention(
 
     Args:
         model (nn.Module or nnsight model): holds the mixers.
-        inputs (Tensor or tuple of one Tensor): token ids ``(B, L)``, embeddings ``(B, L, E)``
-            or images ``(B, C, H, W)``.
+        inputs, additional_forward_args (Tensor, Any): as for ``attribute`` of a method.
         layers (int, str or sequence, optional): mixers by index (negative from the end) or
             module path; None for all. Default: None
         formulation (str, optional): ``"hidden"``, the recurrence alone (Ali et al., eq. 13;
@@ -49,14 +48,9 @@ def hidden_attention(
             maps; None keeps them. Default: None
         rows (int, sequence or Tensor, optional): the query tokens wanted, an int, ``(R,)`` or
             ``(B, R)`` (negative from the end); None for all. Default: None
-        additional_forward_args (Any, optional): further arguments of the model, as in Captum;
-            a dict is passed by keyword. Default: None
-        check (bool, optional): compare each frozen mixer with what it really returned.
-            Default: True
+        check, remote (optional): as for :class:`~captum_ssm.attr.TokenAttribution`.
         memory_limit (int, optional): bytes for the result and the work on it; a request that
             needs more raises, and says what would fit. Default: None
-        remote (bool or str, optional): where an nnsight model runs, as in its ``trace``; maps are
-            computed here. Default: False
 
     Returns:
         dict of str to Tensor: by module path, in forward order, ``(B, M, R, L)`` with one map
@@ -67,7 +61,7 @@ def hidden_attention(
     Raises:
         ValueError: for an unsupported model (:class:`~captum_ssm.UnsupportedModelError`), a
             mixer that is not reproduced (:class:`~captum_ssm.ReconstructionError`), or
-            arguments that are not accepted.
+            arguments that do not fit.
         TypeError: for inputs of a wrong type or dtype.
 
     Examples::

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from contextvars import ContextVar
 import torch
 
 _LIMIT: ContextVar[int | None] = ContextVar("captum_ssm_memory_limit", default=None)
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class MemoryLimitError(ValueError):
@@ -31,7 +32,7 @@ def memory_limit(limit: int | None) -> Iterator[None]:
     """Keep the working memory of what runs inside to about ``limit`` bytes (None: no limit)."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(
-            f"memory_limit is {limit!r}; accepted are a positive number of bytes, None."
+            f"memory_limit is {limit!r}; expected a positive number of bytes, or None."
         )
     token = _LIMIT.set(limit)
     try:
@@ -51,9 +52,7 @@ def tile_entries(default: int) -> int:
 def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
     """Raise `MemoryLimitError` once the graph recorded inside keeps more bytes than the limit.
 
-    Args:
-        model (nn.Module): its parameters and buffers are not counted.
-        what (str): the request, for the message.
+    The parameters and buffers of ``model`` are not counted.
     """
     limit = _LIMIT.get()
     if limit is None:
@@ -102,11 +101,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def require(needed: int, what: str, would_fit: Sequence[tuple[str, int]] = ()) -> None:
     """Raise `MemoryLimitError` where ``what`` needs more bytes than the limit allows.
 
-    Args:
-        needed (int): bytes.
-        what (str): the request, for the message.
-        would_fit (sequence of pairs, optional): other requests and their bytes; those that fit
-            are named. Default: ()
+    Of ``would_fit``, other requests and their bytes, the message names those that fit.
     """
     limit = _LIMIT.get()
     if limit is None or needed <= limit:
@@ -121,8 +116,7 @@ def require(needed: int, what: str, would_fit: Sequence[tuple[str, int]] = ()) -
 
 def readable_bytes(count: float) -> str:
     """``1536`` as ``"1.5 KiB"``."""
-    for unit in _UNITS:
-        if count < 1024 or unit == _UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(int(math.log2(count)) // 10, len(_UNITS))
+    return f"{count / 1024**power:.1f} {_UNITS[power - 1]}"

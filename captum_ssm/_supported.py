@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,16 +32,15 @@ ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError)
 
 
 def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
-    """Print it all, as it is found out.
+    """Print it all, for a language model or a `VisionMamba`, as it is found out.
 
-    Args:
-        model (nn.Module): a language model, or a `VisionMamba`.
-        length (int): tokens the costs are for.
-        with_weights (bool, optional): whether the model can be run. Default: True
+    Costs are for ``length`` tokens. Without weights the model cannot be run.
     """
     mixers = list(find_mixers(model))
-    weights = f", {readable_bytes(_weight_bytes(model))} in memory" if with_weights else ""
-    print(f"{type(model).__name__}, {count(_parameters(model))} parameters{weights}")
+    parameters = count(sum(p.numel() for p in model.parameters()))
+    memory = readable_bytes(sum(p.nbytes for p in model.parameters()))
+    weights = f", {memory} in memory" if with_weights else ""
+    print(f"{type(model).__name__}, {parameters} parameters{weights}")
     if not mixers:
         raise UnsupportedModelError(
             f"{type(model).__name__} holds no token mixer that captum_ssm knows. Supported: "
@@ -51,10 +50,9 @@ def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
     kinds: dict[type[nn.Module], list[str]] = {}
     for path, module in mixers:
         kinds.setdefault(type(module), []).append(path)
-    modules = dict(mixers)
     for kind, paths in kinds.items():
         print(f"  {len(paths):3d} x {kind.__name__}  {shortened(paths)}")
-        print(f"        {_family(modules[paths[0]])}")
+        print(f"        {_family(model.get_submodule(paths[0]))}")
     if not with_weights:
         print(f"outside the maps: {_counted(outside(model))}")
         print(
@@ -66,9 +64,6 @@ def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
     _print_outside(model, probe)
     _print_exactness(model, probe)
     _print_costs(model, _inputs(model, length))
-
-
-# what is exact
 
 
 @dataclass(frozen=True)
@@ -94,11 +89,11 @@ def _print_exactness(model: nn.Module, probe: Tensor) -> None:
     print(f"  {'mixer':{width}s} {heads}")
     for name, group in zip(names, groups.values(), strict=True):
         error = max(row.error for row in group)
-        silu, gate = (max(row.missed[i] for row in group) for i in (0, 1))
+        missed = [max(row.missed[i] for row in group) for i in (0, 1)]
+        silu, gate = ("nothing" if share < 1e-4 else f"{100 * share:.3g}%" for share in missed)
         verdict = "" if group[0].fits else "  NOT reproduced: methods raise ReconstructionError"
         print(
-            f"  {name:{width}s} {group[0].maps:6d} {error:10.0e} {_share(silu):>13s} "
-            f"{_share(gate):>10s}{verdict}"
+            f"  {name:{width}s} {group[0].maps:6d} {error:10.0e} {silu:>13s} {gate:>10s}{verdict}"
         )
     print(
         "  maps miss: the frozen mixer, of its output's norm\n"
@@ -150,20 +145,15 @@ def _likeliest(model: nn.Module, inputs: Tensor) -> int:
     return int((logits[0, -1] if logits.dim() == 3 else logits[0]).argmax())
 
 
-# what lies outside
-
-
 def _print_outside(model: nn.Module, probe: Tensor) -> None:
     others = list(outside(model))
     recording = record(Request.of(model, None, probe), also=lambda module: module in others)
     tokens = recording.shape[1]
-    mixing = {id(call.module) for call in recording.others if _mixes(call, tokens)}
-    print(f"outside the maps: {_counted(m for m in others if id(m) not in mixing)}")
+    mixing = {call.module for call in recording.others if _mixes(call, tokens)}
+    print(f"outside the maps: {_counted(m for m in others if m not in mixing)}")
     if mixing:
-        print(
-            f"  {_counted(m for m in others if id(m) in mixing)}: tokens act on one another there, "
-            "which no map shows"
-        )
+        mixing_kinds = _counted(m for m in others if m in mixing)
+        print(f"  {mixing_kinds}: tokens act on one another there, which no map shows")
 
 
 def outside(model: nn.Module) -> Iterator[nn.Module]:
@@ -182,10 +172,9 @@ def _mixes(call: MixerCall, tokens: int) -> bool:
     first = next((i for i, value in enumerate(call.args) if torch.is_tensor(value)), None)
     if tokens < 2 or first is None or call.args[first].shape[1:2] != (tokens,):
         return False
-    given = call.args[first]
-    changed = given.clone()
-    changed[:, 0] = given[:, -1]
-    args = [*call.args[:first], changed, *call.args[first + 1 :]]
+    args = list(call.args)
+    args[first] = args[first].clone()
+    args[first][:, 0] = call.args[first][:, -1]
     with torch.no_grad():
         found = replace(call, result=call.module(*args, **call.kwargs)).output
         again = replace(call, result=call.module(*call.args, **call.kwargs)).output
@@ -195,9 +184,6 @@ def _mixes(call: MixerCall, tokens: int) -> bool:
 def _counted(modules: Iterable[nn.Module]) -> str:
     found = Counter(type(module).__name__ for module in modules)
     return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in found.items()) or "nothing"
-
-
-# what it costs
 
 
 def _calls(model: nn.Module, target: int) -> dict[str, Callable[..., Any]]:
@@ -219,13 +205,12 @@ def _print_costs(model: nn.Module, inputs: Tensor) -> None:
     costs = Costs(Request.of(model, None, inputs))
     forward = costs.of_forward()
     tokens = inputs.shape[1]
+    what = f"one text of {tokens:,} token{'s' if tokens > 1 else ''}"
     if inputs.dim() == 4:
         tokens = record(costs.request).shape[1]
         what = f"one image of {inputs.shape[2]} x {inputs.shape[3]} pixels, {tokens:,} tokens"
-    else:
-        what = f"one text of {tokens:,} token{'s' if tokens > 1 else ''}"
-    measured = costs.lengths == [costs.length]
-    how = "measured" if measured else "extrapolated from calls on fewer"
+    is_measured = costs.lengths == [costs.length]
+    how = "measured" if is_measured else "extrapolated from calls on fewer"
     free = _free_bytes(inputs.device)
     print(f"\nfor {what}, {how}:")
     calls = _calls(model, _likeliest(model, inputs[:, :PROBE_LENGTH]))
@@ -258,18 +243,15 @@ def _free_bytes(device: torch.device) -> int | None:
     return found[0] if found and device.type == "cpu" else None
 
 
-# words and numbers
-
-
 def _inputs(model: nn.Module, length: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    device = next(model.parameters()).device
     if isinstance(model, VisionMamba):
         weight = model.patch_embed.proj.weight
         shape = (1, weight.shape[1], *model.image_size)
         return torch.randn(shape, generator=generator).to(weight)
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    return torch.randint(embeddings.num_embeddings, (1, length), generator=generator).to(device)
+    ids = torch.randint(embeddings.num_embeddings, (1, length), generator=generator)
+    return ids.to(embeddings.weight.device)
 
 
 def shortened(paths: Sequence[str]) -> str:
@@ -283,11 +265,9 @@ def shortened(paths: Sequence[str]) -> str:
         return f"{paths[0]} .. {paths[-1]}"
     at = varying[0]
     numbers = [int(p[at]) for p in parts]
-    starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(numbers)) if b != a + 1)]
-    runs = [
-        str(numbers[first]) if last == first + 1 else f"{numbers[first]}-{numbers[last - 1]}"
-        for first, last in zip(starts, [*starts[1:], len(numbers)], strict=True)
-    ]
+    splits = np.flatnonzero(np.diff(numbers) != 1) + 1
+    ends = [(run[0], run[-1]) for run in np.split(numbers, splits)]
+    runs = [str(first) if first == last else f"{first}-{last}" for first, last in ends]
     shown = [*runs[:2], "..", runs[-1]] if len(runs) > 4 else runs
     return ".".join([*parts[0][:at], "{" + ", ".join(shown) + "}", *parts[0][at + 1 :]])
 
@@ -312,20 +292,6 @@ def _readable_time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{1000 * seconds:.0f} ms"
-
-
-def _share(value: float) -> str:
-    if value < 1e-4:
-        return "nothing"
-    return f"{100 * value:.3g}%"
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    return sum(p.nbytes for p in model.parameters())
 
 
 def _family(module: nn.Module) -> str:

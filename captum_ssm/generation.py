@@ -19,6 +19,13 @@ from captum_ssm._vocabulary import require_known, unknown_in_prompt
 from captum_ssm.attr import TokenAttribution
 
 ATTR_TARGETS = ("logit", "log_prob")
+# Options of ``attribute`` that the continuation sets.
+EXCLUDED = {
+    "target": "the continuation is the target",
+    "position": "each token is explained at the position that predicts it",
+    "return_convergence_delta": "the result holds no delta",
+    "additional_forward_args": "one text needs no mask",
+}
 
 
 class SSMLLMAttribution(LLMGradientAttribution):
@@ -43,7 +50,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
             Captum (Captum's own check).
         TypeError: for a tokenizer without these functions.
         ValueError: for an unknown ``attr_target``, or a method made with a plain function in
-            place of a model.
+            place of a model, or with ``remote``.
 
     Examples::
 
@@ -58,7 +65,13 @@ class SSMLLMAttribution(LLMGradientAttribution):
 
     def __init__(self, attr_method: Any, tokenizer: Any, attr_target: str = "logit") -> None:
         _check_attr_target(attr_target)
-        _check_tokenizer(tokenizer)
+        needed = ("encode", "decode", "convert_ids_to_tokens")
+        missing = [name for name in needed if not callable(getattr(tokenizer, name, None))]
+        if missing:
+            raise TypeError(
+                f"tokenizer is a {type(tokenizer).__name__} without {', '.join(missing)}; expected "
+                "the tokenizer of the language model, such as AutoTokenizer.from_pretrained(...)."
+            )
         ours = isinstance(attr_method, TokenAttribution)
         if ours and not is_model(attr_method.forward_func):
             raise ValueError(
@@ -107,10 +120,8 @@ class SSMLLMAttribution(LLMGradientAttribution):
             Captum does; :func:`continuation_relevance` returns it.
 
         Raises:
-            ValueError: for an empty continuation, a text ``target`` with words that the tokenizer
-                does not know, ``target`` or ``position`` among the method's options, and whatever
-                the method itself raises.
-            TypeError: for a ``target`` that is neither text nor ids.
+            ValueError, TypeError: as for :func:`continuation_relevance`, and for a text ``target``
+                with words that the tokenizer does not know.
         """
         self._check_known(inp, target)
         if not isinstance(self.attr_method, TokenAttribution):
@@ -161,9 +172,8 @@ def continuation_relevance(
         method (TokenAttribution): a method of this library.
         prompt (Tensor): token ids ``(1, P)`` or ``(P,)``.
         continuation (Tensor): token ids ``(T,)``.
-        attr_target (str, optional): as for :class:`SSMLLMAttribution`. Default: ``"logit"``
-        internal_batch_size (int, optional): as for :meth:`SSMLLMAttribution.attribute`.
-            Default: 8
+        attr_target, internal_batch_size (optional): as for :class:`SSMLLMAttribution` and its
+            ``attribute``.
         **options: the method's own.
 
     Returns:
@@ -183,7 +193,9 @@ def continuation_relevance(
         torch.Size([2, 8])
     """
     _check_attr_target(attr_target)
-    _check_options(options)
+    for name, why in EXCLUDED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{name} was given, but {why}; remove it.")
     if not isinstance(method, TokenAttribution):
         raise TypeError(
             f"method is a {type(method).__name__}; expected a method of captum_ssm, such as "
@@ -196,7 +208,7 @@ def continuation_relevance(
                 "a tokenizer's encode(..., return_tensors='pt') returns."
             )
     prompt = prompt[None] if prompt.dim() == 1 else prompt
-    if prompt.dim() != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
+    if prompt.dim() != 2 or len(prompt) != 1 or prompt.numel() == 0:
         raise InputError(
             f"the prompt has shape {tuple(prompt.shape)}; expected the ids of one text, "
             "(1, P) or (P,)."
@@ -216,23 +228,22 @@ def continuation_relevance(
     continuation = as_ids("the continuation", continuation, model)
     if attr_target == "log_prob":
         method = _of_log_probabilities(method)
-    P, T = prompt.shape[1], continuation.numel()
     ids = torch.cat([prompt, continuation[None, :-1].to(prompt)], 1)
+    L = ids.shape[1]
+    pairs = list(enumerate(continuation.tolist(), prompt.shape[1] - 1))
+    rows = []
     if method.reads_whole_maps(**options):
         # A row must not see later tokens.
-        rows = []
-        for k, token in enumerate(continuation.tolist()):
-            row = method.attribute(ids[:, : P + k], target=token, **options)
-            rows.append(nn.functional.pad(row, (0, T - 1 - k)))
-        return torch.cat(rows)
-    if not method.needs_target(**options):
+        for i, token in pairs:
+            row = method.attribute(ids[:, : i + 1], target=token, **options)
+            rows.append(nn.functional.pad(row, (0, L - 1 - i)))
+    elif not method.needs_target(**options):
         frozen = method.freeze_once(ids)
-        return torch.cat([frozen.attribute(ids, position=P - 1 + k, **options) for k in range(T)])
-    pairs = [(P - 1 + k, token) for k, token in enumerate(continuation.tolist())]
-    rows = []
-    for start in range(0, T, step):
-        part = pairs[start : start + step]
-        rows.append(method.attribute(ids.expand(len(part), -1), target=part, **options))
+        rows = [frozen.attribute(ids, position=i, **options) for i, _ in pairs]
+    else:
+        for start in range(0, len(pairs), step):
+            part = pairs[start : start + step]
+            rows.append(method.attribute(ids.expand(len(part), -1), target=part, **options))
     return torch.cat(rows)
 
 
@@ -253,25 +264,3 @@ def _of_log_probabilities(method: TokenAttribution) -> TokenAttribution:
 def _check_attr_target(attr_target: str) -> None:
     if attr_target not in ATTR_TARGETS:
         raise ValueError(f"attr_target is {attr_target!r}; expected one of {ATTR_TARGETS}.")
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    needed = ("encode", "decode", "convert_ids_to_tokens")
-    missing = [name for name in needed if not callable(getattr(tokenizer, name, None))]
-    if missing:
-        raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__} without {', '.join(missing)}; expected "
-            "the tokenizer of the language model, such as AutoTokenizer.from_pretrained(...)."
-        )
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    taken = {
-        "target": "the continuation is the target",
-        "position": "each token is explained at the position that predicts it",
-        "return_convergence_delta": "the result holds no delta",
-        "additional_forward_args": "one text needs no mask",
-    }
-    for name, why in taken.items():
-        if options.get(name) is not None and options[name] is not False:
-            raise ValueError(f"{name} was given, but {why}; remove it.")

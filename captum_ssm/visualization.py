@@ -1,7 +1,7 @@
 """Figures and HTML for relevance of tokens and images, on matplotlib's and Captum's own functions.
 
-Functions return a figure or HTML and show nothing by themselves, so that they work the same in
-notebooks, in scripts and on machines without a screen.
+Functions return a figure or HTML and show nothing by themselves. Figures are made without pyplot,
+which would keep them open and may need a display.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from captum.attr import visualization as captum_visualization
 from matplotlib import font_manager
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -30,7 +29,6 @@ __all__ = [
 
 SIGNS = ("all", "positive", "negative", "absolute_value")
 _DRAWINGS = ("original_image", "heat_map", "blended_heat_map", "masked_image", "alpha_scaling")
-_Layout = Literal["constrained", "tight"]
 _VISIBLE = {" ": "␣", "▁": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 
 
@@ -136,15 +134,9 @@ def layer_overview(
         rows (mapping of str to Tensor, or Tensor): ``(L,)`` each by name, or ``(R, L)``. Each
             row is scaled by its own largest magnitude.
         tokens (sequence of str): the L tokens.
-        title (str, optional): of the figure. Default: None
-        cmap (str, optional): as for :func:`interaction_map`. Default: None
-        max_labels (int, optional): as for :func:`interaction_map`. Default: 64
+        title, cmap, max_labels (optional): as for :func:`interaction_map`.
 
-    Returns:
-        matplotlib.figure.Figure: not shown.
-
-    Raises:
-        ValueError: if the number of labels does not match the rows.
+    The result and the errors are those of :func:`interaction_map`.
 
     Examples::
 
@@ -156,7 +148,7 @@ def layer_overview(
         arrays = [_array(row) for row in rows.values()]
         for name, row in zip(names, arrays, strict=True):
             _check_shape(f"rows[{name!r}]", row, (len(tokens),))
-        values = np.stack(arrays) if arrays else np.empty((0, len(tokens)))
+        values = np.reshape(arrays, (-1, len(tokens)))
     else:
         values = _array(rows)
         names = [f"layer {i}" for i in range(values.shape[0] if values.ndim else 0)]
@@ -188,20 +180,19 @@ def image_overlay(
         images (Tensor): ``(B, C, H, W)`` with one or three color channels. Integers are in
             0 .. 255. Floating values outside [0, 1], as in normalized images, are rescaled to
             it, per image from the smallest value to the largest.
-        methods (sequence of str, optional): Captum's ways to draw, one per column, of
-            ``"original_image"``, ``"heat_map"``, ``"blended_heat_map"``, ``"masked_image"`` and
+        methods (sequence of str, optional): Captum's ways to draw, one per column:
+            ``"original_image"``, ``"heat_map"``, ``"blended_heat_map"``, ``"masked_image"`` or
             ``"alpha_scaling"``. Default: the image and the blended heat map
-        signs (str or sequence of str, optional): which relevance is drawn, ``"all"``,
-            ``"positive"``, ``"negative"`` or ``"absolute_value"``, for all columns or one per
-            column; the last two methods cannot draw ``"all"``. None is ``"positive"`` if no
-            relevance is negative, else ``"all"``, or ``"absolute_value"`` for those two methods.
-            Default: None
+        signs (str or sequence of str, optional): for all columns or one per column, ``"all"``
+            (not for the last two methods), ``"positive"``, ``"negative"`` or
+            ``"absolute_value"``. None is ``"positive"`` if no relevance is negative, else
+            ``"all"``, or ``"absolute_value"`` for the last two methods. Default: None
         titles (sequence of str, optional): one per image. Default: None
         **options: of Captum's function: ``outlier_perc``, ``cmap``, ``alpha_overlay``,
             ``show_colorbar``.
 
     Returns:
-        matplotlib.figure.Figure: not shown; ``figure.savefig("images.png")`` writes it.
+        matplotlib.figure.Figure: as for :func:`interaction_map`.
 
     Raises:
         ValueError: if relevance, titles or signs do not match the images or methods, or cannot
@@ -213,7 +204,6 @@ def image_overlay(
         >>> images = torch.rand(2, 3, 32, 32)
         >>> relevance = MambaAttribution(vim).attribute(images, target=4)
         >>> figure = image_overlay(relevance, images, titles=["a cat", "a dog"])
-        >>> figure.savefig(folder / "images.png")
     """
     pictures, values = _pictures(images), _array(relevance)
     values = values.sum(1) if values.ndim == 4 else values
@@ -230,12 +220,12 @@ def image_overlay(
     rows, columns = len(pictures), len(chosen)
     height = 2.4 * values.shape[1] / values.shape[2] + 0.4
     # The "constrained" layout does not make room for Captum's color bars.
-    figure, cells = _figure(columns, (2.4 * columns, height * rows), rows, layout="tight")
-    for k, (picture, value) in enumerate(zip(pictures, values, strict=True)):
-        for column, (method, sign) in enumerate(chosen):
-            title = titles[k] if titles is not None and column == 0 else None
-            cell = figure, cells[k * columns + column]
-            _draw(cell, picture, value, method, sign, title=title, **options)
+    figure = Figure(figsize=(2.4 * columns, height * rows), layout="tight")
+    cells = figure.subplots(rows, columns, squeeze=False)
+    for k, column in np.ndindex(rows, columns):
+        title = titles[k] if titles is not None and column == 0 else None
+        cell = figure, cells[k, column]
+        _draw(cell, pictures[k], values[k], *chosen[column], title=title, **options)
     return figure
 
 
@@ -249,9 +239,9 @@ def text_record(
     target: str = "",
     delta: float = math.nan,
 ) -> Any:
-    """One line of Captum's text table: relevance scaled to its largest magnitude.
+    """One line of the table of :func:`text_html` and of Captum's own ``visualize_text``.
 
-    Captum's own ``visualize_text`` takes such records too.
+    Relevance is scaled to its largest magnitude.
 
     Args:
         relevance (Tensor): ``(L,)``.
@@ -275,27 +265,18 @@ def text_record(
     # Escaped, since Captum's functions do not escape them.
     shown = [html.escape(token) for token in readable_tokens(tokens)]
     predicted, true, target = (html.escape(str(label)) for label in (predicted, true, target))
+    total = float(values.sum())
     return captum_visualization.VisualizationDataRecord(
-        torch.as_tensor(scaled),
-        probability,
-        predicted,
-        true,
-        target,
-        float(values.sum()),
-        shown,
-        delta,
+        torch.as_tensor(scaled), probability, predicted, true, target, total, shown, delta
     )
 
 
 def text_html(records: Iterable[Any], title: str | None = None) -> str:
-    """A page with the table of Captum's ``visualize_text``, made without IPython.
+    """The HTML of a page with the table of Captum's ``visualize_text``, made without IPython.
 
     Args:
         records (iterable): from :func:`text_record`.
         title (str, optional): a heading. Default: None
-
-    Returns:
-        str: HTML, to be written to a file.
 
     Raises:
         TypeError: for anything else than several records.
@@ -306,35 +287,28 @@ def text_html(records: Iterable[Any], title: str | None = None) -> str:
         >>> page = text_html([record], title="Why?")
         >>> _ = (folder / "why.html").write_text(page, encoding="utf-8")
     """
-    kind = captum_visualization.VisualizationDataRecord
     expected = "expected a list of text_record's results: text_html([record])."
     if not isinstance(records, Iterable):
         raise TypeError(f"records is a {type(records).__name__}; {expected}")
-    records = list(records)
+    rows = ""
     for record in records:
-        if not isinstance(record, kind):
+        if not isinstance(record, captum_visualization.VisualizationDataRecord):
             raise TypeError(f"records holds a {type(record).__name__}; {expected}")
-    rows = "".join(_table_row(record) for record in records)
+        rows += _table_row(record)
     legend = captum_visualization.format_word_importances(
         ["Negative", "Neutral", "Positive"], np.array([-1.0, 0.0, 1.0])
     )
     heading = f"<h2>{html.escape(title)}</h2>" if title else ""
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    head = (
+        "<th>True Label</th><th>Predicted Label</th><th>Attribution Label</th>"
+        "<th>Attribution Score</th><th>Word Importance</th>"
+    )
     return (
         '<!doctype html><html><head><meta charset="utf-8">'
         "<style>body{font-family:sans-serif} td,th{padding:4px 8px;text-align:left}</style>"
         f"</head><body>{heading}<table><tr>{legend}</tr></table>"
         f"<table><tr>{head}</tr>{rows}</table></body></html>"
     )
-
-
-_COLUMNS = (
-    "True Label",
-    "Predicted Label",
-    "Attribution Label",
-    "Attribution Score",
-    "Word Importance",
-)
 
 
 def _table_row(record: Any) -> str:
@@ -384,11 +358,10 @@ def _signs(
             f"signs is {signs!r}; expected one of {SIGNS}, or one for each of the {len(methods)} "
             "methods."
         )
-    found = list(zip(methods, chosen, strict=True))
-    for method, sign in found:
+    for method, sign in zip(methods, chosen, strict=True):
         if sign == "all" and method in without:
             raise ValueError(f"signs holds 'all', which {method} cannot draw; choose another.")
-    return found
+    return list(zip(methods, chosen, strict=True))
 
 
 def _draw(
@@ -412,15 +385,6 @@ def _draw(
         drawn.set_data(0 * drawn.get_array())
 
 
-def _figure(
-    columns: int, size: tuple[float, float], rows: int = 1, layout: _Layout = "constrained"
-) -> tuple[Figure, list[Any]]:
-    # Without pyplot, which would keep the figure open and may need a display.
-    figure = Figure(figsize=size, layout=layout)
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
 def _map_of_tokens(
     values: np.ndarray,
     tokens: Sequence[str],
@@ -429,8 +393,9 @@ def _map_of_tokens(
     cmap: str | None,
     max_labels: int,
 ) -> tuple[Figure, Any]:
-    # A figure of values (R, L) with one column per token, and its axes.
-    figure, (axes,) = _figure(1, size)
+    # Of values (R, L), with one column per token.
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
     largest = float(np.abs(values).max()) or 1.0
     signed = bool((values < 0).any())
     axes.imshow(

@@ -15,8 +15,7 @@ class Interval:
 
     Args:
         value (float): the score over all samples.
-        low (float): lower end of the interval.
-        high (float): upper end of the interval.
+        low, high (float): the ends of the interval.
         samples (int): number of samples.
 
     Examples::
@@ -73,7 +72,7 @@ def bootstrap(
         )
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; expected 0 < level < 1.")
-    function = (lambda *v: v[0].mean()) if statistic is None else statistic
+    function = statistic or (lambda *v: v[0].mean())
     wide = [v.detach().double().cpu() for v in values]
 
     def of_samples(drawn: np.ndarray) -> float:

@@ -1,7 +1,4 @@
-"""How well a token-to-token map agrees with a known alignment.
-
-Area under the ROC curve and average precision are scikit-learn's.
-"""
+"""How well a token-to-token map agrees with a known alignment."""
 
 from __future__ import annotations
 
@@ -60,25 +57,21 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
         ) from error
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("scores holds NaN or Inf.")
-    totals = {"auc": 0.0, "ap": 0.0, "recall_at_k": 0.0}
-    rows = 0
+    found = []
     for s, t, m in zip(_rows(scores), _rows(truth), _rows(mask), strict=True):
         keep = m != 0
         s, t = s[keep], t[keep] != 0
         k = int(t.sum())
-        if k == 0 or k == len(t):
-            continue
-        rows += 1
-        totals["auc"] += float(roc_auc_score(t, s))
-        totals["ap"] += float(average_precision_score(t, s))
-        best = np.argsort(-s, kind="stable")[:k]
-        totals["recall_at_k"] += float(t[best].mean())
-    if rows == 0:
+        if 0 < k < len(t):
+            best = np.argsort(-s, kind="stable")[:k]
+            found.append((roc_auc_score(t, s), average_precision_score(t, s), t[best].mean()))
+    if not found:
         raise ValueError(
             "truth marks no token, or all of them, in every row: nothing to score; expected a row "
             "with tokens of both kinds."
         )
-    return {**{name: total / rows for name, total in totals.items()}, "rows": rows}
+    auc, ap, recall = np.mean(found, axis=0).tolist()
+    return {"auc": auc, "ap": ap, "recall_at_k": recall, "rows": len(found)}
 
 
 def hit_rate(scores: Tensor, source: Tensor, within: int = 1) -> float:
@@ -109,8 +102,7 @@ def hit_rate(scores: Tensor, source: Tensor, within: int = 1) -> float:
             f"source has shape {tuple(source.shape)} for scores of shape {tuple(scores.shape)}; "
             f"expected one token per query, {tuple(best.shape)}."
         ) from error
-    distance = (best - source).abs()
-    return float((distance <= within).double().mean())
+    return float(((best - source).abs() <= within).double().mean())
 
 
 def alignment_error_rate(predicted: Links, sure: Links, possible: Links | None = None) -> float:
@@ -145,14 +137,11 @@ def alignment_error_rate(predicted: Links, sure: Links, possible: Links | None =
 
 
 def links(scores: Tensor, rows: Iterable[int] | None = None) -> set[tuple[int, int]]:
-    """Each query's best token as a link ``(token, query)``, from a map ``(R, L)``.
+    """Each query's best token as a link ``(token, query)``.
 
     Args:
         scores (Tensor): ``(R, L)``.
         rows (iterable of int, optional): the queries; None for all. Default: None
-
-    Returns:
-        set of pairs of int.
 
     Examples::
 
@@ -171,9 +160,7 @@ def decomposition_error(
 
     Args:
         latim (LaTIM): the method.
-        inputs (Tensor): as for :meth:`captum_ssm.LaTIM.attribute`.
-        activation (str, optional): as for ``attribute``. Default: ``"silu"``
-        additional_forward_args (Any, optional): as for ``attribute``. Default: None
+        inputs, activation, additional_forward_args: as for :meth:`captum_ssm.LaTIM.attribute`.
 
     Returns:
         list of float: per layer, the norm of its output minus the sum of the contributions,
@@ -189,12 +176,10 @@ def decomposition_error(
         >>> all(error < 1e-4 for error in errors)
         True
     """
-    return [
-        float(error.mean())
-        for error in latim.layer_errors(
-            inputs, activation=activation, additional_forward_args=additional_forward_args
-        )
-    ]
+    errors = latim.layer_errors(
+        inputs, activation=activation, additional_forward_args=additional_forward_args
+    )
+    return [float(error.mean()) for error in errors]
 
 
 def _rows(values: Tensor) -> np.ndarray:

@@ -23,11 +23,10 @@ def evaluate(
 ) -> Any:
     """Scores of all samples, computed batch by batch on one process or several.
 
-    The processes take the batches in turn, and every process returns the scores of all samples,
-    in the samples' order. The number of processes does not change the scores: batches are the
-    same for any number of processes, and each is seeded by its own number. With the
-    same number of threads per process (``torchrun`` gives each process one), the scores, and
-    intervals from them, are the same to the last bit.
+    Every process returns the scores of all samples, in the samples' order. Batches are the same
+    for any number of processes, and each is seeded by its own number: with the same number of
+    threads per process (``torchrun`` gives each process one), the scores, and intervals from
+    them, are the same to the last bit.
 
     Args:
         function (Callable): scores one batch. It takes the batch's part of each of ``samples``:
@@ -36,10 +35,8 @@ def evaluate(
             them, which may be nested.
         *samples (Sequence or Tensor): aligned by sample, each with a length and an index, such as
             tensors, lists and data sets. A process reads only the samples of its own batches.
-        batch_size (int, optional): samples scored at once. With fewer batches than processes
-            some processes have nothing to do. Default: 32
-        accelerator (accelerate.Accelerator, optional): describes the processes; None for one
-            process. Default: None
+        batch_size (int, optional): samples scored at once. Default: 32
+        accelerator (accelerate.Accelerator, optional): None for one process. Default: None
         seed (int, optional): PyTorch's generators are seeded with this plus the batch's number:
             the CPU's, and every GPU's if CUDA is initialized before the batch. The caller's
             random state is restored afterwards. Default: 0
@@ -74,27 +71,25 @@ def evaluate(
         )
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
-    starts = range(0, count, batch_size)
     rank = 0 if accelerator is None else accelerator.process_index
     processes = 1 if accelerator is None else accelerator.num_processes
-    found = []
-    for number in range(rank, len(starts), processes):
-        start, stop = starts[number], min(starts[number] + batch_size, count)
+    batches = list(enumerate(torch.arange(count).split(batch_size)))
+    found = {}
+    for number, batch in batches[rank::processes]:
         with _seeded(seed + number):
-            scores = function(*(_part(s, start, stop) for s in samples))
-        found.append((number, _map(partial(_checked, rows=stop - start), scores)))
+            scores = function(*(_part(s, batch.tolist()) for s in samples))
+        found[number] = _map(partial(_checked, rows=len(batch)), scores)
     if processes > 1:
         from accelerate.utils import gather_object
 
-        found = gather_object(found)
-    parts = [scores for _, scores in sorted(found, key=lambda batch: batch[0])]
-    return _map(lambda *rows: torch.cat(rows), *parts)
+        found = dict(gather_object(list(found.items())))
+    return _map(lambda *rows: torch.cat(rows), *(found[number] for number, _ in batches))
 
 
-def _part(samples: Any, start: int, stop: int) -> Any:
+def _part(samples: Any, batch: list[int]) -> Any:
     if torch.is_tensor(samples):
-        return samples[start:stop]
-    return [samples[k] for k in range(start, stop)]
+        return samples[batch[0] : batch[-1] + 1]
+    return [samples[k] for k in batch]
 
 
 @contextmanager

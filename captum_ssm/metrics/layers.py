@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ def layer_knockout(
 ) -> dict[str, Tensor]:
     """How much the target's score drops when a mixer is knocked out: a causal check.
 
-    Explanations estimate which layers a prediction depends on; knocking a layer out measures it
-    (Meng et al., 2022; Sharma et al., 2024, for Mamba). The residual stream is kept.
+    As in Meng et al. (2022) and, for Mamba, Sharma et al. (2024). The residual stream is kept.
 
     Args:
         forward_func (Callable): inputs to logits ``(B, V)``.
@@ -48,15 +48,12 @@ def layer_knockout(
         in logits.
 
     Raises:
-        ValueError: for layers that are not mixers of the model, an unknown ``replacement``,
-            classes that the logits do not have, or a ``forward_func`` that does not return
-            ``(B, V)``.
-        TypeError: for classes that are not integers.
+        ValueError: for layers that are not mixers of the model, or an unknown ``replacement``.
+            Other errors are those of :func:`perturbation`.
 
     Examples::
 
-        >>> def last(ids):
-        ...     return model(ids).logits[:, -1]
+        >>> last = lambda ids: model(ids).logits[:, -1]
         >>> found = layer_knockout(last, input_ids, torch.tensor([token]), model=model)
         >>> list(found)
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
@@ -76,15 +73,6 @@ def layer_knockout(
             logits = torch.cat([read_logits(forward_func(part)) for part in parts])
         return logits.gather(1, classes("target", target, logits)[:, None])[:, 0]
 
-    whole, drops = score(), {}
-    for path in chosen:
-        with _knocked_out(mixers[path], replacement):
-            drops[path] = whole - score()
-    return drops
-
-
-@contextmanager
-def _knocked_out(mixer: nn.Module, replacement: str) -> Iterator[None]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, (tuple, list)):
             return type(output)([hook(module, args, output[0]), *output[1:]])
@@ -92,11 +80,11 @@ def _knocked_out(mixer: nn.Module, replacement: str) -> Iterator[None]:
             return torch.zeros_like(output)
         return output.flatten(0, -2).mean(0).expand_as(output)
 
-    handle = mixer.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    whole, drops = score(), {}
+    for path in chosen:
+        with mixers[path].register_forward_hook(hook):
+            drops[path] = whole - score()
+    return drops
 
 
 def token_similarity(tokens: Tensor) -> Tensor:
@@ -142,14 +130,9 @@ def oversmoothing(
 
     Args:
         forward_func (Callable): runs the model on the inputs.
-        inputs (Tensor): of any form the model takes.
-        model (nn.Module, optional): the model that ``forward_func`` runs, if it is a function.
-            Default: None
+        inputs, model: as for :func:`layer_knockout`.
         leave_out (sequence of int, optional): tokens that are not compared; the paper excludes
             the CLS token. Default: none
-
-    Returns:
-        dict: by path of a block, ``(B,)``, in [-1, 1].
 
     Raises:
         ValueError: if fewer than two tokens are left to compare.
@@ -162,23 +145,19 @@ def oversmoothing(
     root = unwrap(forward_func if model is None else model)
     excluded = list(leave_out)
     found: dict[str, Tensor] = {}
-    handles = []
-    try:
+
+    def compare(block: str, module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        gone = {t % first.shape[1] for t in excluded}
+        kept = [t for t in range(first.shape[1]) if t not in gone]
+        found[block] = token_similarity(first.detach()[:, kept])
+
+    with ExitStack() as hooks, torch.no_grad():
         for path, _ in find_mixers(root):
             block = path.rpartition(".")[0]
-
-            def hook(module: nn.Module, args: Any, output: Any, block: str = block) -> None:
-                first = output[0] if isinstance(output, (tuple, list)) else output
-                gone = {t % first.shape[1] for t in excluded}
-                kept = [t for t in range(first.shape[1]) if t not in gone]
-                found[block] = token_similarity(first.detach()[:, kept])
-
-            handles.append(root.get_submodule(block).register_forward_hook(hook))
-        with torch.no_grad():
-            forward_func(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+            handle = root.get_submodule(block).register_forward_hook(partial(compare, block))
+            hooks.enter_context(handle)
+        forward_func(inputs)
     return found
 
 
@@ -189,9 +168,8 @@ def cls_influence(
 
     Args:
         model (nn.Module): the model.
-        inputs (Tensor): of any form the model takes.
+        inputs, batch_size: as for :func:`layer_knockout`.
         position (int): the token that is influenced, such as the CLS token of a vision model.
-        batch_size (int, optional): examples run at once; None for all. Default: None
         **options: of :func:`captum_ssm.hidden_attention`, such as ``formulation``.
 
     Returns:

@@ -1,8 +1,7 @@
-r"""Perturbation tests: a model's output while tokens are removed, or given back.
+"""Perturbation tests: a model's output while tokens are removed, or given back.
 
 All of them order the tokens (or an image's patches) by relevance and run the model on inputs
-from which a share of them is removed. They take relevance in the shape of the input, as every
-Captum method returns it, and any ``forward_func`` that returns one row of logits per example.
+from which a share of them is removed.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ def perturbation(
     """Top-1 hits while tokens are removed (Chefer et al., 2021; Ali et al., table 1).
 
     Positive perturbation removes the most relevant first: the lower the area the better.
-    Negative perturbation removes the least relevant first: the higher the better. Both papers
-    take 10 to 90 percent and report the area in percent.
+    Negative perturbation removes the least relevant first: the higher the better.
 
     Args:
         forward_func (Callable): inputs to logits ``(B, V)``.
@@ -93,7 +91,8 @@ def perturbation(
             stay as they are, and ``forward_func`` is called with an attention mask after the
             inputs: ``(B, L)``, 1 for tokens that are left, 0 for removed ones.
             Default: ``"zero"``
-        shares (sequence of float, optional): ascending, in [0, 1]. Default: 0.1, 0.2, ..., 0.9
+        shares (sequence of float, optional): ascending, in [0, 1]. Default: 0.1, 0.2, ..., 0.9,
+            as in both papers
         patch (int or (int, int), optional): side of the squares an image is removed in; 1 for
             single pixels, as in the papers. Default: 1
         mask (Tensor, optional): a padding mask ``(B, L)``, zero for padding. Padding is not
@@ -112,8 +111,7 @@ def perturbation(
 
     Examples::
 
-        >>> def last(ids):
-        ...     return model(ids).logits[:, -1]
+        >>> last = lambda ids: model(ids).logits[:, -1]
         >>> predicted = last(input_ids).argmax(-1)
         >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
         >>> curve = perturbation(last, input_ids, relevance, predicted, removal=0)
@@ -142,7 +140,7 @@ def flipping(
     seed: int = 0,
     probability: bool = False,
 ) -> Curve:
-    """The target's logit while tokens are removed (Samek et al., 2017).
+    """The target's logit, or probability, while tokens are removed (Samek et al., 2017).
 
     Args:
         target (Tensor): ``(B,)``, the class explained.
@@ -151,16 +149,10 @@ def flipping(
 
     The other arguments, and the errors, are those of :func:`perturbation`.
 
-    Returns:
-        Curve: of logits, or probabilities.
-
     Examples::
 
-        >>> def last(ids):
-        ...     return model(ids).logits[:, -1]
-        >>> predicted = last(input_ids).argmax(-1)
-        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
-        >>> flipping(last, input_ids, relevance, predicted, removal=0).values.shape
+        >>> last = lambda ids: model(ids).logits[:, -1]
+        >>> flipping(last, input_ids, torch.rand(1, 7), torch.tensor([5]), removal=0).values.shape
         torch.Size([1, 11])
     """
     shares, scores = list(shares), []
@@ -185,17 +177,10 @@ def delta_af(
     the most relevant are removed first: the higher the area the better, and zero on average for
     random relevance. The arguments and the errors are those of :func:`flipping`.
 
-    Returns:
-        Curve: of differences of logits.
-
     Examples::
 
-        >>> def last(ids):
-        ...     return model(ids).logits[:, -1]
-        >>> predicted = last(input_ids).argmax(-1)
-        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
-        >>> curve = delta_af(last, input_ids, relevance, predicted, removal=0)
-        >>> curve.areas.shape
+        >>> last = lambda ids: model(ids).logits[:, -1]
+        >>> delta_af(last, input_ids, torch.rand(1, 7), torch.tensor([5]), removal=0).areas.shape
         torch.Size([1])
     """
     options["shares"] = list(options.get("shares", WHOLE))  # used twice
@@ -223,16 +208,10 @@ def activation(
     relevant first. The area under the curve is the AUAC: the higher the better. The arguments
     and the errors are those of :func:`perturbation`; ``shares`` are of tokens given back.
 
-    Returns:
-        Curve: of probabilities.
-
     Examples::
 
-        >>> def last(ids):
-        ...     return model(ids).logits[:, -1]
-        >>> predicted = last(input_ids).argmax(-1)
-        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
-        >>> activation(last, input_ids, relevance, predicted, removal=0).mean().shape
+        >>> last = lambda ids: model(ids).logits[:, -1]
+        >>> activation(last, input_ids, torch.rand(1, 7), torch.tensor([5]), removal=0).mean().shape
         torch.Size([11])
     """
     # Giving back the most relevant share s is removing the least relevant share 1 - s.
@@ -264,16 +243,10 @@ def pruning(
     of their relevance, as in the paper's pruning task.
     The arguments and the errors are those of :func:`perturbation`.
 
-    Returns:
-        Curve: of mean squared differences of logits.
-
     Examples::
 
-        >>> def last(ids):
-        ...     return model(ids).logits[:, -1]
-        >>> predicted = last(input_ids).argmax(-1)
-        >>> relevance = MambaLRP(model).attribute(input_ids, target=predicted)
-        >>> bool((pruning(last, input_ids, relevance, removal=0).values >= 0).all())
+        >>> last = lambda ids: model(ids).logits[:, -1]
+        >>> bool((pruning(last, input_ids, torch.rand(1, 7), removal=0).values >= 0).all())
         True
     """
     shares = list(shares)
@@ -313,16 +286,13 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
 
 def blurred(images: Tensor, sigma: float | None = None) -> Tensor:
     """Images after a Gaussian blur; its width is a tenth of their height unless given."""
+    from scipy.ndimage import gaussian_filter
+
     sigma = images.shape[-2] / 10 if sigma is None else sigma
     radius = max(1, min(int(3 * sigma), min(images.shape[-2:]) - 1))
-    x = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
-    taps = torch.exp(-0.5 * (x / sigma).square())
-    taps = taps / taps.sum()
-    channels = images.shape[1]
-    padded = F.pad(images, (radius,) * 4, mode="reflect")
-    vertical = taps.view(1, 1, -1, 1).expand(channels, -1, -1, -1)
-    horizontal = taps.view(1, 1, 1, -1).expand(channels, -1, -1, -1)
-    return F.conv2d(F.conv2d(padded, vertical, groups=channels), horizontal, groups=channels)
+    values = images.detach().double().cpu().numpy()
+    found = gaussian_filter(values, sigma, mode="mirror", radius=radius, axes=(2, 3))
+    return torch.from_numpy(found).to(images)
 
 
 def _runs(
@@ -371,10 +341,9 @@ def read_logits(output: Any) -> Tensor:
     """The output of ``forward_func``, or its ``.logits``, which must be ``(B, V)``."""
     logits = getattr(output, "logits", output)
     if not torch.is_tensor(logits) or logits.dim() != 2:
+        what = tuple(logits.shape) if torch.is_tensor(logits) else type(output).__name__
         raise ValueError(
-            "forward_func returned "
-            f"{tuple(logits.shape) if torch.is_tensor(logits) else type(output).__name__}; "
-            "expected logits (B, V), one row per example."
+            f"forward_func returned {what}; expected logits (B, V), one row per example."
         )
     return logits
 
@@ -400,25 +369,23 @@ def classes(name: str, given: Any, logits: Tensor) -> Tensor:
 def _unit_relevance(attributions: Tensor, inputs: Tensor, side: tuple[int, int]) -> Tensor:
     # Relevance per unit, which is what is removed at once: tokens (B, L), or squares of an
     # image (B, U).
-    if inputs.dim() == 4:
-        if attributions.dim() == 2:  # per unit already
-            return attributions.double()
-        maps = attributions.sum(1) if attributions.dim() == 4 else attributions
-        if maps.shape != (inputs.shape[0], *inputs.shape[2:]):
-            raise ValueError(_shapes(attributions, inputs))
-        pooled = F.avg_pool2d(maps[:, None].double(), side, ceil_mode=True)
-        return pooled.flatten(1)
-    relevance = attributions.sum(-1) if attributions.dim() == 3 else attributions
-    if relevance.shape != inputs.shape[:2]:
-        raise ValueError(_shapes(attributions, inputs))
-    return relevance.double()
-
-
-def _shapes(attributions: Tensor, inputs: Tensor) -> str:
-    return (
-        f"attributions have shape {tuple(attributions.shape)} for inputs of shape "
-        f"{tuple(inputs.shape)}; give them in the inputs' shape, as a Captum method does."
-    )
+    images = inputs.dim() == 4
+    if images and attributions.dim() == 2:  # per unit already
+        return attributions.double()
+    if images:
+        found = attributions.sum(1) if attributions.dim() == 4 else attributions
+        expected = (inputs.shape[0], *inputs.shape[2:])
+    else:
+        found = attributions.sum(-1) if attributions.dim() == 3 else attributions
+        expected = tuple(inputs.shape[:2])
+    if found.shape != expected:
+        raise ValueError(
+            f"attributions have shape {tuple(attributions.shape)} for inputs of shape "
+            f"{tuple(inputs.shape)}; give them in the inputs' shape, as a Captum method does."
+        )
+    if not images:
+        return found.double()
+    return F.avg_pool2d(found[:, None].double(), side, ceil_mode=True).flatten(1)
 
 
 def _removal_ranks(key: Tensor, removable: Tensor, seed: int) -> Tensor:

@@ -1,8 +1,4 @@
-"""Segmentation by an explanation: pixel accuracy, mIoU and mAP against object masks.
-
-As in Chefer et al. (2021), whose numbers Ali et al. (table 2) and Zimerman et al. (table 3)
-compare with: a map is rescaled to [0, 1] and is foreground where it exceeds its own mean.
-"""
+"""Segmentation by an explanation: pixel accuracy, mIoU and mAP against object masks."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ class SegmentationScores:
     Args:
         correct (Tensor): ``(B,)``, pixels on the right side of the threshold.
         labelled (Tensor): ``(B,)``, pixels that are labelled.
-        intersection (Tensor): ``(B, 2)``, for background and foreground.
-        union (Tensor): ``(B, 2)``, for background and foreground.
+        intersection, union (Tensor): ``(B, 2)``, for background and foreground.
         ap (Tensor): ``(B,)``, average precision per image.
 
     Examples::
@@ -65,6 +60,9 @@ def segmentation(
 ) -> SegmentationScores:
     """Pixel accuracy, mIoU and mAP of relevance maps (Chefer et al., 2021).
 
+    Ali et al. (table 2) and Zimerman et al. (table 3) compare with that paper's numbers. A map is
+    rescaled to [0, 1] and is foreground where it exceeds its threshold.
+
     Args:
         attributions (Tensor): ``(B, C, H, W)``, or ``(B, H, W)``, of any scale and sign.
         masks (Tensor): ``(B, H, W)``, 1 for the object, 0 for background, -1 if not labelled.
@@ -81,9 +79,7 @@ def segmentation(
 
     Examples::
 
-        >>> masks = torch.zeros(2, 4, 4, dtype=torch.long)
-        >>> masks[:, :2] = 1
-        >>> segmentation(torch.rand(2, 3, 4, 4), masks).union.shape
+        >>> segmentation(torch.rand(2, 3, 4, 4), torch.randint(0, 2, (2, 4, 4))).union.shape
         torch.Size([2, 2])
     """
     maps = attributions.sum(1) if attributions.dim() == 4 else attributions
@@ -119,11 +115,7 @@ def average_precision(scores: Tensor, truth: Tensor) -> Tensor:
     """The mean over thresholds of precision, weighted by the recall each adds.
 
     Args:
-        scores (Tensor): ``(n,)``.
-        truth (Tensor): ``(n,)``, true for positives.
-
-    Returns:
-        Tensor: a scalar in [0, 1]; 0 if there are no positives.
+        scores, truth (Tensor): ``(n,)`` each, true for positives; the result is 0 without them.
 
     Examples::
 

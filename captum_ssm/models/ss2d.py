@@ -20,9 +20,8 @@ class SS2D(nn.Module):
         y = W_{out}\, \mathrm{SiLU}(z) \odot
             \mathrm{LayerNorm}\Big(\sum_k P_k^\top S_k(P_k v)\Big)
 
-    `VMamba <https://arxiv.org/abs/2401.10166>`_ (the ``v0`` and ``v2`` forward types). Parameters
-    have the published names, so that a published block's weights load. Tokens are a sequence
-    ``(B, L, E)``, row by row, as in every other mixer here.
+    `VMamba <https://arxiv.org/abs/2401.10166>`_ (the ``v0`` and ``v2`` forward types), with the
+    published names of the weights. Tokens are a sequence ``(B, L, E)``, row by row.
 
     Args:
         width (int): E.
@@ -87,16 +86,13 @@ class SS2D(nn.Module):
                 f"hidden_states has {hidden_states.shape[1]} tokens; expected {rows} x {columns}, "
                 "the grid."
             )
-        u = self.in_proj(hidden_states)
-        z = None
-        if self.gated:
-            u, z = u.chunk(2, -1)
+        u, *z = self.in_proj(hidden_states).chunk(2 if self.gated else 1, -1)
         psi = depthwise_conv(u, self.conv2d.weight[:, 0], self.grid)
         v = self.act(psi if self.conv2d.bias is None else psi + self.conv2d.bias)
         orders = enumerate(scan_orders(self.grid, v.device))
         y = torch.stack([self._scan(v[:, o], k)[:, torch.argsort(o)] for k, o in orders]).sum(0)
         normed = self.out_norm(y.to(self.out_norm.weight.dtype))
-        return self.out_proj(normed if z is None else normed * F.silu(z))
+        return self.out_proj(normed * F.silu(z[0]) if z else normed)
 
     def _scan(self, v: Tensor, k: int) -> Tensor:
         return s6(

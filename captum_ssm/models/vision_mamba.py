@@ -15,7 +15,6 @@ from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.models._s6 import initial_dt_bias, s6
 
 DIRECTIONS = ("none", "v1", "v2")
-POOLS = ("mean", "last")
 PUBLISHED_SIZE = 224
 # The published names of the CLS tokens, by their number.
 CLS_TOKENS = {0: (), 1: ("cls_token",), 2: ("cls_token_head", "cls_token_tail")}
@@ -34,16 +33,11 @@ class BidirectionalMamba(nn.Module):
     convolution. Parameters have the names of the published module.
 
     Args:
-        width (int): E, channels of a token.
-        state (int, optional): N. Default: 16
-        conv (int, optional): kernel size of the convolutions. Default: 4
-        expand (int, optional): D = expand * E. Default: 2
-        dt_rank (int, optional): None for E / 16, rounded up. Default: None
+        width, state, conv, expand, dt_rank, bias: as for :class:`SS2D`. Default: ``conv=4``
         bimamba_type (str, optional): ``"v1"``, ``"v2"``, or ``"none"`` for the forward
             direction only. Default: ``"v2"``
         if_divide_out (bool, optional): c = 1/2 (``"v2"`` only, as published). Default: True
-        conv_bias (bool, optional): Default: True
-        bias (bool, optional): of the input and output projections. Default: False
+        conv_bias (bool, optional): of the convolutions. Default: True
         layer_scale (float, optional): initial value of a learned factor per output channel;
             None for no such factor. Default: None
 
@@ -53,8 +47,6 @@ class BidirectionalMamba(nn.Module):
     Examples::
 
         >>> mixer = BidirectionalMamba(16, state=4)
-        >>> mixer(torch.randn(1, 9, 16)).shape
-        torch.Size([1, 9, 16])
         >>> (weights,) = hidden_attention(mixer, torch.randn(1, 9, 16), reduction="mean").values()
         >>> bool(weights[0, 0, 1:].any())  # the first token reads later ones
         True
@@ -89,9 +81,12 @@ class BidirectionalMamba(nn.Module):
             convolution = nn.Conv1d(
                 inner, inner, conv, groups=inner, padding=conv - 1, bias=conv_bias
             )
+            steps = nn.Linear(rank, inner)
+            nn.init.uniform_(steps.weight, -(rank**-0.5), rank**-0.5)
+            steps.bias = nn.Parameter(initial_dt_bias(inner))
             self.add_module(f"conv1d{suffix}", convolution)
             self.add_module(f"x_proj{suffix}", nn.Linear(inner, rank + 2 * state, bias=False))
-            self.add_module(f"dt_proj{suffix}", _step_projection(rank, inner))
+            self.add_module(f"dt_proj{suffix}", steps)
             self.register_parameter(f"D{suffix}", nn.Parameter(torch.ones(inner)))
         # The published names of the decay rates: A_log, and A_b_log for the backward direction.
         for name in ("A_log",) if bimamba_type == "none" else ("A_log", "A_b_log"):
@@ -101,15 +96,13 @@ class BidirectionalMamba(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Mixed tokens ``(B, L, E)`` of ``hidden_states (B, L, E)``."""
         u, z = self.in_proj(hidden_states).chunk(2, -1)
-        if self.bimamba_type == "v2":
-            y = self._scan(self._convolved(u), "A_log")
-            backward = self._scan(self._convolved(u.flip(1), "_b"), "A_b_log", "_b")
-            y = y + backward.flip(1)
-        else:
-            v = self._convolved(u)
-            y = self._scan(v, "A_log")
-            if self.bimamba_type == "v1":
-                y = y + self._scan(v.flip(1), "A_b_log").flip(1)
+        v = self._convolved(u)
+        y = self._scan(v, "A_log")
+        if self.bimamba_type == "v1":
+            y = y + self._scan(v.flip(1), "A_b_log").flip(1)
+        elif self.bimamba_type == "v2":
+            backward = self._convolved(u.flip(1), "_b")
+            y = y + self._scan(backward, "A_b_log", "_b").flip(1)
         y = y.to(z.dtype) * F.silu(z)
         out = self.out_proj(y / 2 if self.if_divide_out else y)
         return out if self.gamma is None else out * self.gamma
@@ -155,8 +148,7 @@ class PatchEmbed(nn.Module):
 class VisionMamba(nn.Module):
     """An image classifier of Mamba blocks over patches, with the published weights' names.
 
-    Zhu et al., `Vision Mamba <https://arxiv.org/abs/2401.09417>`_. It runs without compiled
-    kernels.
+    Zhu et al., `Vision Mamba <https://arxiv.org/abs/2401.09417>`_.
 
     Args:
         image_size (int or (int, int), optional): height and width. Default: 224
@@ -210,14 +202,13 @@ class VisionMamba(nn.Module):
         super().__init__()
         if norm not in ("rms", "layer"):
             raise ValueError(f"norm is {norm!r}; expected 'rms' or 'layer'.")
-        if pool not in POOLS:
-            raise ValueError(f"pool is {pool!r}; expected one of {POOLS}.")
+        if pool not in ("mean", "last"):
+            raise ValueError(f"pool is {pool!r}; expected 'mean' or 'last'.")
         self.image_size = _pair(image_size)
         patch = _pair(patch_size)
         self.cls, self.pool = cls, pool
-        self.patch_embed = PatchEmbed(
-            channels, width, patch, patch if stride is None else _pair(stride)
-        )
+        step = patch if stride is None else _pair(stride)
+        self.patch_embed = PatchEmbed(channels, width, patch, step)
         rows, columns = self.grid_shape(*self.image_size)
         extra = len(cls_positions(cls, rows * columns))
         for name in CLS_TOKENS[extra]:
@@ -245,9 +236,8 @@ class VisionMamba(nn.Module):
         """A model with these weights, in eval mode; sizes are read off the weights.
 
         The weights do not tell the CLS token's position, nor whether the output is halved. The
-        position is found from the position embeddings: without the CLS token's own, they form
-        a grid whose columns are similar (:func:`find_cls`). If no position is clearly better,
-        and for the halving, the published rule is used (the middle; ``v2`` halves).
+        position is found from the position embeddings (:func:`find_cls`). For the halving the
+        published rule is used (``v2`` halves).
 
         Args:
             state (mapping): a state dict in the published names; it may be under ``"model"``
@@ -372,13 +362,9 @@ def find_cls(pos_embed: Tensor, shape: tuple[int, int]) -> str:
     In trained models the embeddings of vertically adjacent patches are similar. That shows only
     if the CLS token's embedding is removed at the right position.
 
-    Args:
-        pos_embed (Tensor): ``(1, L, E)``.
-        shape (tuple of int): (H, W), rows and columns of patches; L = H W + 1.
-
-    Returns:
-        str: ``"start"``, ``"middle"`` or ``"end"``; the published ``"middle"`` if no other
-        position is clearly better, as with weights that were not trained.
+    ``pos_embed`` is ``(1, L, E)``, of H W patches of an image of ``shape`` (H, W) and one CLS
+    token. The result is ``"start"``, ``"middle"`` or ``"end"``; the published ``"middle"`` if no
+    other position is clearly better, as with weights that were not trained.
     """
     apart = {}
     for kind in ("start", "middle", "end"):
@@ -391,10 +377,8 @@ def find_cls(pos_embed: Tensor, shape: tuple[int, int]) -> str:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    for wrapper in ("model", "state_dict", "model_ema"):
-        if isinstance(state.get(wrapper), Mapping):
-            state = state[wrapper]
-            break
+    wrappers = (state.get(name) for name in ("model", "state_dict", "model_ema"))
+    state = next((found for found in wrappers if isinstance(found, Mapping)), state)
     sd = {name.removeprefix("module."): value for name, value in state.items()}
     if "patch_embed.proj.weight" not in sd or "layers.0.mixer.A_log" not in sd:
         raise ValueError(
@@ -414,7 +398,7 @@ def _image_size(
     # An image size and a stride that give as many patches as there are positions.
     step = patch if stride is None else _pair(stride)
     if pos is None:
-        return (224, 224) if image_size is None else _pair(image_size), step
+        return _pair(PUBLISHED_SIZE if image_size is None else image_size), step
     patches = pos.shape[1] - tokens
     if image_size is None:
         side = math.isqrt(patches)
@@ -422,10 +406,13 @@ def _image_size(
             raise ValueError(
                 f"pos_embed has {patches} patches, which do not form a square; pass image_size."
             )
-        if stride is None and _is_published_half_stride(side, patch):
-            return (PUBLISHED_SIZE, PUBLISHED_SIZE), (patch[0] // 2, patch[1] // 2)
-        size = ((side - 1) * step[0] + patch[0], (side - 1) * step[1] + patch[1])
-        return size, step
+        # The published models with overlapping patches have a stride of half the patch size.
+        half = (patch[0] // 2, patch[1] // 2)
+        for each in [step, half] if stride is None else [step]:
+            size = ((side - 1) * each[0] + patch[0], (side - 1) * each[1] + patch[1])
+            if size == _pair(PUBLISHED_SIZE):
+                return size, each
+        return ((side - 1) * step[0] + patch[0], (side - 1) * step[1] + patch[1]), step
     size = _pair(image_size)
     steps = [step] if stride is not None else [patch, *((s, s) for s in range(1, patch[0]))]
     for s in steps:
@@ -434,13 +421,6 @@ def _image_size(
     raise ValueError(
         f"images of {size} in patches of {patch} do not give the {patches} patches of pos_embed; "
         "pass the image_size and stride the weights were trained with."
-    )
-
-
-def _is_published_half_stride(side: int, patch: tuple[int, int]) -> bool:
-    # The published models with overlapping patches, whose stride is half the patch size.
-    return all(
-        side * p != PUBLISHED_SIZE and (side - 1) * (p // 2) + p == PUBLISHED_SIZE for p in patch
     )
 
 
@@ -453,11 +433,3 @@ def _grid_shape(
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
-
-
-def _step_projection(rank: int, inner: int) -> nn.Linear:
-    layer = nn.Linear(rank, inner)
-    nn.init.uniform_(layer.weight, -(rank**-0.5), rank**-0.5)
-    with torch.no_grad():
-        layer.bias.copy_(initial_dt_bias(inner))
-    return layer
