@@ -20,7 +20,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm.attr._maps import MapOptions, raw_row, rollout_row
-from captum_ssm.mixers import _base as registry
+from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import find_mixers
 from captum_ssm.models import BidirectionalMamba
 

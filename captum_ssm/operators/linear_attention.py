@@ -22,7 +22,7 @@ from captum_ssm.operators.heads import HeadOperator
 class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
     """Linear attention with decay and an optional delta rule; one map per head.
 
-    Takes, in addition, the arguments of :class:`~captum_ssm.kernels.LinearAttentionCoefficients`.
+    The other arguments are those of :class:`~captum_ssm.kernels.LinearAttentionCoefficients`.
 
     Args:
         width (int): P, the channels of a head.
