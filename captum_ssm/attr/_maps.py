@@ -9,7 +9,7 @@ are built: a few by themselves, in linear time each; many in row tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from captum_ssm._capture import FrozenLayer
+from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._memory import require, tile_entries
 from captum_ssm._progress import progress
 from captum_ssm.operators import REDUCTIONS, TokenOperator
@@ -96,11 +96,6 @@ class MapOptions:
             raise TypeError(f"there is no option {unknown[0]!r}; expected any of {known}.")
         return cls(**fixed, **choices)
 
-    @staticmethod
-    def rescales(options: Mapping[str, Any]) -> bool:
-        """Whether options of a method rescale whole maps, so that entries depend on one another."""
-        return bool(options.get("discard_ratio") or options.get("min_max"))
-
     @property
     def is_linear(self) -> bool:
         """Whether a map is linear in its operator, so that a row costs linear time."""
@@ -130,8 +125,7 @@ class MixerMap:
 
     def matrix(self) -> Tensor:
         """M, ``(B, L, L)``, before row normalisation."""
-        L = self.operator.length
-        return self._transform(self._reduced_rows(0, L), slice(0, L))
+        return self._rows(slice(0, self.operator.length))
 
     def rmatvec(self, w: Tensor) -> Tensor:
         """w^T M for ``w (B, L)``: ``(B, L)``."""
@@ -148,12 +142,9 @@ class MixerMap:
             index = asked.expand(w.shape[0], -1)
             rows = self._transform(operator.rows(index, options.reduction), asked)
             return torch.einsum("bi,bij->bj", w[:, asked], rows)
-        out, step = torch.zeros_like(w), self._tile_rows()
-        end = int(asked[-1]) + 1
-        for start in range(int(asked[0]), end, step):
-            at = slice(start, min(end, start + step))
-            rows = self._transform(self._reduced_rows(at.start, at.stop), at)
-            out += torch.einsum("bi,bij->bj", w[:, at], rows)
+        out = torch.zeros_like(w)
+        for at in self._tiles(int(asked[0]), int(asked[-1]) + 1):
+            out += torch.einsum("bi,bij->bj", w[:, at], self._rows(at))
         return out
 
     def row_sums(self) -> Tensor:
@@ -163,23 +154,22 @@ class MixerMap:
             return sums if self.row_scale is None else sums * self.row_scale
         if self.options.is_global:
             return self.matrix().sum(-1)
-        L, step, parts = self.operator.length, self._tile_rows(), []
-        for start in range(0, L, step):
-            at = slice(start, min(L, start + step))
-            parts.append(self._transform(self._reduced_rows(at.start, at.stop), at).sum(-1))
-        return torch.cat(parts, 1)
+        tiles = self._tiles(0, self.operator.length)
+        return torch.cat([self._rows(at).sum(-1) for at in tiles], 1)
 
-    def _tile_rows(self) -> int:
+    def _tiles(self, start: int, stop: int) -> Iterator[slice]:
         # Enough rows that what a tile costs once, its columns' coefficients, does not count.
-        return max(
-            1, min(256, tile_entries(1 << 28) // (self.operator.batch * self.operator.length))
-        )
+        entries = tile_entries(1 << 28) // (self.operator.batch * self.operator.length)
+        step = max(1, min(256, entries))
+        for first in range(start, stop, step):
+            yield slice(first, min(stop, first + step))
 
-    def _reduced_rows(self, start: int, stop: int) -> Tensor:
+    def _rows(self, at: slice) -> Tensor:
         if self.options.reduction == "mean":
-            return self.operator.row_tile(start, stop)
-        index = torch.arange(start, stop, device=self.operator.device)
-        return self.operator.rows(index.expand(self.operator.batch, -1), self.options.reduction)
+            return self._transform(self.operator.row_tile(at.start, at.stop), at)
+        index = torch.arange(at.start, at.stop, device=self.operator.device)
+        index = index.expand(self.operator.batch, -1)
+        return self._transform(self.operator.rows(index, self.options.reduction), at)
 
     def _transform(self, rows: Tensor, at: slice | Tensor) -> Tensor:
         options = self.options
@@ -227,18 +217,18 @@ class LayerMaps(Sequence[LayerMap]):
     """The maps of some layers, each made when it is asked for and kept by nobody here.
 
     Args:
-        layers (sequence of FrozenLayer): in forward order.
+        frozen (FrozenModel): the model they belong to.
+        layers (sequence of FrozenLayer): some of its layers, in forward order.
         options (MapOptions): how maps are made.
-        mask (Tensor, optional): ``(B, L)``, zero for the columns of padding. Default: None
         gradients (bool, optional): scale rows by the mean gradient (Ali et al., eq. 24).
             Default: False
     """
 
     def __init__(
         self,
+        frozen: FrozenModel,
         layers: Sequence[FrozenLayer],
         options: MapOptions,
-        mask: Tensor | None = None,
         *,
         gradients: bool = False,
     ) -> None:
@@ -246,7 +236,7 @@ class LayerMaps(Sequence[LayerMap]):
         for layer in layers:
             stages.setdefault(layer.stage, []).append(layer)
         self.stages = list(stages.values())
-        self.options, self.mask, self.gradients = options, mask, gradients
+        self.frozen, self.options, self.gradients = frozen, options, gradients
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -263,7 +253,7 @@ class LayerMaps(Sequence[LayerMap]):
         if self.gradients:
             assert layer.call.gradient is not None
             scale = mixer.mean_gated_gradient(layer.call.gradient)
-        return MixerMap(operator, self.options, scale, self.mask)
+        return MixerMap(operator, self.options, scale, self.frozen.mask)
 
 
 def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
@@ -316,13 +306,11 @@ def _is_share(ratio: Any) -> bool:
 def _discard(matrix: Tensor, ratio: float) -> Tensor:
     size = matrix.abs()
     nonzero = size[size > 0]
-    if nonzero.numel() == 0:
-        return matrix
     dropped = int(ratio * nonzero.numel())
     if dropped == 0:
         return matrix
     threshold = nonzero.kthvalue(dropped).values
-    return torch.where(size > threshold, matrix, torch.zeros_like(matrix))
+    return torch.where(size > threshold, matrix, 0)
 
 
 def _min_max(matrix: Tensor) -> Tensor:

@@ -39,11 +39,9 @@ class FrozenNorm:
         if not x.is_floating_point() or x.shape != call.output.shape:
             return None
         y = call.output.detach().to(x.dtype)
-        eps = next(
-            (getattr(norm, n) for n in ("variance_epsilon", "eps") if hasattr(norm, n)), 1e-6
-        )
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach().to(x)
         bias = None if bias is None else bias.detach().to(x)
         if weight.shape != x.shape[-1:]:
@@ -56,8 +54,8 @@ class FrozenNorm:
         forms = ((weight * rms, False), ((1 + weight) * rms, False), (weight * std, True))
         found = [cls(scale, centered, bias) for scale, centered in forms]
         errors = [float((form(x) - y).abs().amax()) for form in found]
-        error, best = min(zip(errors, range(len(found)), strict=True))
-        return found[best] if error <= 2e-2 * float(y.abs().amax()) else None
+        least = min(errors)
+        return found[errors.index(least)] if least <= 2e-2 * float(y.abs().amax()) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The frozen norm of ``x (B, L, E)``."""

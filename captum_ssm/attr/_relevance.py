@@ -36,21 +36,9 @@ _CONSTANT = (
 )
 # Products, and which inputs are the factors: each gets half of the relevance if both depend on
 # the tokens.
-_PRODUCTS = {
-    "Addbmm": (1, 2),
-    "Addcmul": (1, 2),
-    "Addmm": (1, 2),
-    "Addmv": (1, 2),
-    "Addr": (1, 2),
-    "Baddbmm": (1, 2),
-    "Bmm": (0, 1),
-    "Convolution": (0, 1),
-    "Dot": (0, 1),
-    "Mm": (0, 1),
-    "Mul": (0, 1),
-    "Mv": (0, 1),
-    "Vdot": (0, 1),
-}
+_ADDED = ("Addbmm", "Addcmul", "Addmm", "Addmv", "Addr", "Baddbmm")  # to the first input
+_PLAIN = ("Bmm", "Convolution", "Dot", "Mm", "Mul", "Mv", "Vdot")
+_PRODUCTS = dict.fromkeys(_ADDED, (1, 2)) | dict.fromkeys(_PLAIN, (0, 1))
 # Activations, zero at zero: their argument times a constant.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Hardswish": F.hardswish,

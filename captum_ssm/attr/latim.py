@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -113,16 +113,15 @@ class LaTIM(TokenAttribution):
         if not to_logit:
             frozen = self._run(request, position)
             with self._computing():
-                chosen = [frozen.select_one(layer)]
-                parts = _contributions(chosen, activation, frozen.mask)
-                return format_attributions(_query_row(frozen, chosen, parts, aggregation), frozen)
+                row = _query_row(frozen, [frozen.select_one(layer)], activation, aggregation)
+                return format_attributions(row, frozen)
         frozen = self._run_score(request, target, position)
         with self._computing():
             stream = ResidualStream.of(frozen)
             if layer is None:
                 row, bias = _logit_row(frozen, stream, activation)
             else:
-                parts = _contributions([frozen.select_one(layer)], activation, frozen.mask)
+                parts = _contributions(frozen, [frozen.select_one(layer)], activation)
                 row, bias = parts.dot_row(stream.direction), _bias(stream, parts)
             relevance = format_attributions(row, frozen)
             if not return_convergence_delta:
@@ -147,7 +146,7 @@ class LaTIM(TokenAttribution):
             stages = [stage.layers for stage in stream.stages]
             groups = stages if layer is None else [[frozen.select_one(layer)]]
             # The activation changes what relevance misses, not what is decomposed.
-            parts = [_contributions(group, "gate", frozen.mask) for group in groups]
+            parts = [_contributions(frozen, group, "gate") for group in groups]
             bias = sum_of([_bias(stream, part) for part in parts])
             return _decomposed(frozen, stream, layer) - bias
 
@@ -163,24 +162,15 @@ class LaTIM(TokenAttribution):
     ) -> Tensor:
         """The map of every token to every token: ``(B, L, L)``, zero on padding.
 
+        The other arguments, and the errors, are those of :meth:`attribute`.
+
         Args:
-            inputs (Tensor or tuple of one Tensor): as for :meth:`attribute`.
-            layer (int or str, optional): the layer; None is all layers, for ``"alti_logit"``
-                only. Default: None
-            aggregation (str or float, optional): as for :meth:`attribute`. Default: ``"l2"``
             target (Tensor, optional): for ``"alti_logit"``, the token whose logit is explained
                 at each position, ``(B, L)``; None for the one the model predicts there.
                 As there, -1 is the last of the vocabulary. Default: None
-            activation (str, optional): as for :meth:`attribute`. Default: ``"silu"``
-            additional_forward_args (Any, optional): as for :meth:`attribute`. Default: None
 
         Returns:
             Tensor: ``(B, L, L)``; row i is of query token i.
-
-        Raises:
-            ValueError: for a layer, an aggregation, an activation or a target that is not
-                accepted, and as for :meth:`attribute`.
-            TypeError: for inputs of a wrong type or dtype.
 
         Examples::
 
@@ -191,17 +181,15 @@ class LaTIM(TokenAttribution):
         request = self._request(inputs, additional_forward_args)
         frozen = self._run_sum(request, target) if to_logit else self._run(request, query=False)
         with self._computing():
-            if to_logit:
-                stream = ResidualStream.of(frozen)
-                if layer is None:
-                    return frozen.mask_matrix(_logit_matrix(frozen, stream, activation))
-                parts = _contributions([frozen.select_one(layer)], activation, frozen.mask)
-                return frozen.mask_matrix(parts.dot_matrix(stream.direction))
+            stream = ResidualStream.of(frozen) if to_logit else None
+            if stream is not None and layer is None:
+                return frozen.mask_matrix(_logit_matrix(frozen, stream, activation))
             chosen = [frozen.select_one(layer)]
-            parts = _contributions(chosen, activation, frozen.mask)
-            reduce = _reduction(aggregation, _output(chosen))
-            rows = [tile for _, tile in parts.reduced_tiles(reduce)]
-            return frozen.mask_matrix(torch.cat(rows, 1))
+            parts = _contributions(frozen, chosen, activation)
+            if stream is not None:
+                return frozen.mask_matrix(parts.dot_matrix(stream.direction))
+            tiles = parts.reduced_tiles(_reduction(aggregation, _output(chosen)))
+            return frozen.mask_matrix(torch.cat([tile for _, tile in tiles], 1))
 
     def contributions(
         self,
@@ -214,21 +202,18 @@ class LaTIM(TokenAttribution):
     ) -> Tensor:
         """The vectors :math:`T_i(x_j)` for the tokens ``rows``: ``(B, R, L, E)``, zero on padding.
 
+        The other arguments are those of :meth:`attribute`.
+
         Args:
-            inputs (Tensor or tuple of one Tensor): as for :meth:`attribute`.
-            layer (int or str): the layer, by index or module path.
             rows (int, sequence or Tensor): i, an int, ``(R,)`` or ``(B, R)``, negative from the
                 end. Each row holds L vectors of the model's width: ask for those you need.
-            activation (str, optional): as for :meth:`attribute`. Default: ``"silu"``
-            additional_forward_args (Any, optional): as for :meth:`attribute`. Default: None
 
         Returns:
             Tensor: ``(B, R, L, E)``, in the units of the mixer's output.
 
         Raises:
-            ValueError: for a layer, rows or an activation that are not accepted, and as for
-                :meth:`attribute`.
-            TypeError: for rows that are no integers, or inputs of a wrong type or dtype.
+            ValueError: for rows outside the sequence, and as for :meth:`attribute`.
+            TypeError: for rows that are no integers, and as for :meth:`attribute`.
 
         Examples::
 
@@ -238,7 +223,7 @@ class LaTIM(TokenAttribution):
         """
         frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
-            parts = _contributions([frozen.select_one(layer)], activation, frozen.mask)
+            parts = _contributions(frozen, [frozen.select_one(layer)], activation)
             index = frozen.row_index(rows)
             vectors = parts.vectors(index)
             if frozen.mask is not None:
@@ -252,14 +237,10 @@ class LaTIM(TokenAttribution):
         """The decomposition error of each layer, ``(B,)``, relative to the layer's output.
 
         The norm of what the contributions miss of the output, over the output's; zero for
-        ``"gate"``, up to rounding. The arguments are those of :meth:`attribute`.
+        ``"gate"``, up to rounding. The arguments and errors are those of :meth:`attribute`.
 
         Returns:
-            list of Tensor: one a mixer, in forward order.
-
-        Raises:
-            ValueError: for an activation that is not accepted, and as for :meth:`attribute`.
-            TypeError: for inputs of a wrong type or dtype.
+            list of Tensor: one per mixer, in forward order.
 
         Examples::
 
@@ -269,10 +250,7 @@ class LaTIM(TokenAttribution):
         """
         frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
-            return [
-                _layer_error([layer], _contributions([layer], activation, frozen.mask), frozen.mask)
-                for layer in frozen.layers
-            ]
+            return [_layer_error(frozen, layer, activation) for layer in frozen.layers]
 
     def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
         # Frozen for every token at once: the score is the sum of one logit per position.
@@ -333,9 +311,9 @@ def _check_aggregation(aggregation: str | float) -> str | float | None:
 
 
 def _contributions(
-    layers: Sequence[FrozenLayer], activation: str, mask: Tensor | None
+    frozen: FrozenModel, layers: Sequence[FrozenLayer], activation: str
 ) -> Contributions:
-    return Contributions([layer.mixer for layer in layers], activation, mask)
+    return Contributions([layer.mixer for layer in layers], activation, frozen.mask)
 
 
 def _output(layers: Sequence[FrozenLayer]) -> Tensor:
@@ -348,7 +326,7 @@ def _reduction(
     """How a tile of vectors ``(B, E, R, C)`` becomes scores ``(B, R, C)``.
 
     With a ``residual (B, L, E)`` the vectors are those of the residual stream, to which each
-    token also adds what it was, and ``output`` is the stream behind the mixers.
+    token also adds what it was, and ``output`` is the stream after the mixers.
     """
     kind = _check_aggregation(aggregation)
 
@@ -357,9 +335,7 @@ def _reduction(
 
     def alti(vectors: Tensor, rows: slice) -> Tensor:
         if residual is not None:
-            index = torch.arange(rows.start, rows.stop, device=vectors.device)
-            own = vectors[:, :, index - rows.start, index]
-            vectors[:, :, index - rows.start, index] = own + residual[:, rows].mT
+            vectors.diagonal(rows.start, -2, -1).add_(residual[:, rows].mT)
         y = output[:, rows].mT  # (B, E, R)
         size = y.abs().sum(1)
         distance = vectors.sub_(y[..., None]).abs_().sum(1)
@@ -369,8 +345,7 @@ def _reduction(
         total = near.sum(-1, keepdim=True)
         # Where no vector alone leads nearer to the output, the row is the token's own.
         own = torch.zeros_like(near)
-        index = torch.arange(rows.start, rows.stop, device=near.device)
-        own[:, index - rows.start, index] = 1.0
+        own.diagonal(rows.start, -2, -1).fill_(1.0)
         return torch.where(total > 0, near / total.clamp(min=1e-30), own)
 
     return alti if kind == "alti" else norm
@@ -379,35 +354,33 @@ def _reduction(
 def _query_row(
     frozen: FrozenModel,
     layers: Sequence[FrozenLayer],
-    parts: Contributions,
+    activation: str,
     aggregation: str | float,
 ) -> Tensor:
+    parts = _contributions(frozen, layers, activation)
     query = frozen.require_query()
-    output = _output(layers)
+    reduce = _reduction(aggregation, _output(layers))
     row = torch.zeros_like(query)
     for i in (query != 0).any(0).nonzero()[:, 0].tolist():
         index = torch.full((query.shape[0], 1), i, device=query.device)
         vectors = parts.vectors(index).permute(0, 3, 1, 2).contiguous()
-        found = _reduction(aggregation, output)(vectors, slice(i, i + 1))
-        row += query[:, i, None] * found[:, 0]
+        row += query[:, i, None] * reduce(vectors, slice(i, i + 1))[:, 0]
     return row
 
 
-def _layer_error(
-    layers: Sequence[FrozenLayer], parts: Contributions, mask: Tensor | None
-) -> Tensor:
+def _layer_error(frozen: FrozenModel, layer: FrozenLayer, activation: str) -> Tensor:
     # Relative norm of what the contributions miss of the layer's output, per example.
-    output = _output(layers) - parts.bias()
+    parts = _contributions(frozen, [layer], activation)
+    output = _output([layer]) - parts.bias()
     error = parts.total() - output
-    if mask is not None:
-        error, output = error * mask[..., None], output * mask[..., None]
+    if frozen.mask is not None:
+        error, output = error * frozen.mask[..., None], output * frozen.mask[..., None]
     return error.flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1).clamp(min=1e-30)
 
 
-def _mixing(stage: Stage, parts: Contributions) -> Callable[[], Any]:
-    # Tiles of rows of P: how much of each token's stream behind the mixers is whose.
-    reduce = _reduction("alti", stage.before + stage.mixed, stage.before)
-    return lambda: parts.reduced_tiles(reduce)
+def _mixing(stage: Stage, parts: Contributions) -> Iterator[tuple[slice, Tensor]]:
+    # Tiles of rows of P: how much of each token's stream after the mixers is whose.
+    return parts.reduced_tiles(_reduction("alti", stage.before + stage.mixed, stage.before))
 
 
 def _logit_row(
@@ -418,11 +391,11 @@ def _logit_row(
     v = torch.zeros_like(direction[..., 0])
     bias = torch.zeros_like(v[:, 0])
     for stage in progress(reversed(stream.stages), "layers", len(stream.stages)):
-        parts = _contributions(stage.layers, activation, frozen.mask)
+        parts = _contributions(frozen, stage.layers, activation)
         v = v + (direction * stage.local).sum(-1)
         if bool((v != 0).any()):
             carried = torch.zeros_like(v)
-            for rows, tile in _mixing(stage, parts)():
+            for rows, tile in _mixing(stage, parts):
                 carried += torch.einsum("bi,bij->bj", v[:, rows], tile)
             v = carried
         v = v + parts.dot_row(direction)
@@ -449,9 +422,8 @@ def _logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) 
     mixing = torch.eye(first.shape[1], dtype=first.dtype, device=first.device)
     mixing = mixing.expand(first.shape[0], -1, -1)
     for stage in progress(stream.stages, "layers"):
-        parts = _contributions(stage.layers, activation, frozen.mask)
+        parts = _contributions(frozen, stage.layers, activation)
         total = total + parts.dot_matrix(direction) @ mixing
-        rows = [tile for _, tile in _mixing(stage, parts)()]
-        mixing = torch.cat(rows, 1) @ mixing
+        mixing = torch.cat([tile for _, tile in _mixing(stage, parts)], 1) @ mixing
         total = total + (direction * stage.local).sum(-1, keepdim=True) * mixing
     return total

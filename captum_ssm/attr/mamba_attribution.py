@@ -8,15 +8,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType
-from captum_ssm._capture import FrozenModel
-from captum_ssm.attr._base import TokenAttribution, format_attributions
-from captum_ssm.attr._maps import LayerMaps, MapChoices, MapOptions, rollout_matrix, rollout_row
-
-# Eq. 24 keeps the positive part of gradient times attention.
-_PAPER = MapChoices(sign="clamp")
+from captum_ssm.attr._map_attribution import MapAttribution
+from captum_ssm.attr._maps import MapChoices, rollout_row
 
 
-class MambaAttribution(TokenAttribution):
+class MambaAttribution(MapAttribution):
     r"""Class-specific rollout: hidden attention times the gradient of the target's score.
 
     .. math::
@@ -40,11 +36,6 @@ class MambaAttribution(TokenAttribution):
     summary = "hidden attention times gradients, multiplied over layers"
     cost = "quadratic"
 
-    @classmethod
-    def reads_whole_maps(cls, **options: Any) -> bool:
-        """Whether the options rescale whole maps."""
-        return MapOptions.rescales(options)
-
     def attribute(
         self,
         inputs: Any,
@@ -64,11 +55,9 @@ class MambaAttribution(TokenAttribution):
                 ``sign`` defaults to ``"clamp"`` here (eq. 24); with ``sign=None`` a row costs
                 linear time.
         """
-        frozen, maps = self._maps(
-            inputs, target, additional_forward_args, position, start_layer, options
-        )
-        with self._computing():
-            return format_attributions(rollout_row(maps, frozen.require_query()), frozen)
+        asked = inputs, target, additional_forward_args, position
+        maps = self._maps(*asked, options, start_layer=start_layer, gradients=True)
+        return self._relevance(maps, rollout_row)
 
     def rollout(
         self,
@@ -82,34 +71,9 @@ class MambaAttribution(TokenAttribution):
     ) -> Tensor:
         r"""The whole product :math:`\rho`, ``(B, L, L)``, for the target read at ``position``.
 
-        The arguments are those of :meth:`attribute`. It takes memory quadratic in the sequence.
-
-        Raises:
-            ValueError, TypeError: as for :meth:`attribute`.
-            MemoryLimitError: where the matrices do not fit ``memory_limit``.
-
-        Examples::
-
-            >>> MambaAttribution(model).rollout(input_ids, target=token).shape
-            torch.Size([1, 7, 7])
+        The arguments are those of :meth:`attribute`; memory and errors are as for
+        :meth:`MambaRollout.rollout <captum_ssm.attr.MambaRollout.rollout>`.
         """
-        frozen, maps = self._maps(
-            inputs, target, additional_forward_args, position, start_layer, options
-        )
-        with self._computing():
-            return frozen.mask_matrix(rollout_matrix(maps))
-
-    def _maps(
-        self,
-        inputs: Any,
-        target: TargetType,
-        additional_forward_args: Any,
-        position: Any,
-        start_layer: int,
-        options: MapChoices,
-    ) -> tuple[FrozenModel, LayerMaps]:
-        chosen = MapOptions.of(_PAPER | options)
-        request = self._request(inputs, additional_forward_args)
-        frozen = self._run(request, position, target=target, gradients=True)
-        layers = frozen.from_layer(start_layer)
-        return frozen, LayerMaps(layers, chosen, frozen.mask, gradients=True)
+        asked = inputs, target, additional_forward_args, position
+        maps = self._maps(*asked, options, start_layer=start_layer, gradients=True)
+        return self._rollout(maps)

@@ -8,11 +8,11 @@ from typing import Any
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType
-from captum_ssm.attr._base import TokenAttribution, format_attributions
-from captum_ssm.attr._maps import LayerMaps, MapChoices, MapOptions, raw_row
+from captum_ssm.attr._map_attribution import MapAttribution
+from captum_ssm.attr._maps import MapChoices, raw_row
 
 
-class RawAttention(TokenAttribution):
+class RawAttention(MapAttribution):
     r"""The query token's row of the hidden attention matrices, averaged over layers.
 
     Per layer the mean over channels :math:`\mathbb{E}_d[\alpha^d]` of Mamba's implicit attention
@@ -35,11 +35,6 @@ class RawAttention(TokenAttribution):
         """False: attention is the same for every target."""
         return False
 
-    @classmethod
-    def reads_whole_maps(cls, **options: Any) -> bool:
-        """Whether the options rescale whole maps."""
-        return MapOptions.rescales(options)
-
     def attribute(
         self,
         inputs: Any,
@@ -58,8 +53,5 @@ class RawAttention(TokenAttribution):
                 all. Default: None
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
         """
-        chosen = MapOptions.of(options)
-        frozen = self._run(self._request(inputs, additional_forward_args), position)
-        with self._computing():
-            maps = LayerMaps(frozen.select(layers), chosen, frozen.mask)
-            return format_attributions(raw_row(maps, frozen.require_query()), frozen)
+        asked = inputs, target, additional_forward_args, position
+        return self._relevance(self._maps(*asked, options, layers=layers), raw_row)

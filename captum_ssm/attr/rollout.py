@@ -8,11 +8,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType
-from captum_ssm.attr._base import TokenAttribution, format_attributions
-from captum_ssm.attr._maps import LayerMaps, MapChoices, MapOptions, rollout_matrix, rollout_row
+from captum_ssm.attr._map_attribution import MapAttribution
+from captum_ssm.attr._maps import MapChoices, rollout_row
 
 
-class MambaRollout(TokenAttribution):
+class MambaRollout(MapAttribution):
     r"""Attention rollout: the layers' hidden attention, multiplied up with the residual stream.
 
     .. math::
@@ -38,11 +38,6 @@ class MambaRollout(TokenAttribution):
         """False: attention is the same for every target."""
         return False
 
-    @classmethod
-    def reads_whole_maps(cls, **options: Any) -> bool:
-        """Whether the options rescale whole maps."""
-        return MapOptions.rescales(options)
-
     def attribute(
         self,
         inputs: Any,
@@ -60,11 +55,9 @@ class MambaRollout(TokenAttribution):
             start_layer (int, optional): the first layer of the product. Default: 0
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
         """
-        chosen = MapOptions.of(options)
-        frozen = self._run(self._request(inputs, additional_forward_args), position)
-        with self._computing():
-            maps = LayerMaps(frozen.from_layer(start_layer), chosen, frozen.mask)
-            return format_attributions(rollout_row(maps, frozen.require_query()), frozen)
+        asked = inputs, target, additional_forward_args, position
+        maps = self._maps(*asked, options, start_layer=start_layer)
+        return self._relevance(maps, rollout_row)
 
     def rollout(
         self,
@@ -87,8 +80,5 @@ class MambaRollout(TokenAttribution):
             >>> MambaRollout(model).rollout(input_ids).shape
             torch.Size([1, 7, 7])
         """
-        chosen = MapOptions.of(options)
-        frozen = self._run(self._request(inputs, additional_forward_args), query=False)
-        with self._computing():
-            maps = LayerMaps(frozen.from_layer(start_layer), chosen, frozen.mask)
-            return frozen.mask_matrix(rollout_matrix(maps))
+        asked = inputs, None, additional_forward_args, None
+        return self._rollout(self._maps(*asked, options, start_layer=start_layer, query=False))

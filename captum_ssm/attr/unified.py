@@ -9,22 +9,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType
-from captum_ssm._capture import FrozenModel
-from captum_ssm.attr._base import TokenAttribution, format_attributions
-from captum_ssm.attr._maps import (
-    LayerMaps,
-    MapChoices,
-    MapOptions,
-    raw_row,
-    rollout_matrix,
-    rollout_row,
-)
+from captum_ssm.attr._map_attribution import MapAttribution
+from captum_ssm.attr._maps import LayerMaps, MapChoices, raw_row, rollout_row
 from captum_ssm.mixers import check_components
 
 AGGREGATIONS = ("raw", "rollout", "attribution")
 
 
-class UnifiedImplicitAttention(TokenAttribution):
+class UnifiedImplicitAttention(MapAttribution):
     r"""Implicit attention of the whole mixer: convolution, activation, gate and norm folded in.
 
     Per channel the mixer, up to its output projection, is the matrix
@@ -59,11 +51,6 @@ class UnifiedImplicitAttention(TokenAttribution):
         """Whether the aggregation takes gradients."""
         return options.get("aggregation", "attribution") == "attribution"
 
-    @classmethod
-    def reads_whole_maps(cls, **options: Any) -> bool:
-        """Whether the options rescale whole maps."""
-        return MapOptions.rescales(options)
-
     def attribute(
         self,
         inputs: Any,
@@ -92,19 +79,9 @@ class UnifiedImplicitAttention(TokenAttribution):
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
                 ``sign`` defaults to ``"clamp"`` for ``"attribution"``.
         """
-        frozen, maps = self._maps(
-            inputs,
-            target,
-            additional_forward_args,
-            position,
-            aggregation,
-            components,
-            start_layer,
-            options,
-        )
-        read = raw_row if aggregation == "raw" else rollout_row
-        with self._computing():
-            return format_attributions(read(maps, frozen.require_query()), frozen)
+        asked = inputs, target, additional_forward_args, position, options
+        maps = self._unified(aggregation, components, *asked, start_layer=start_layer)
+        return self._relevance(maps, raw_row if aggregation == "raw" else rollout_row)
 
     def rollout(
         self,
@@ -120,56 +97,27 @@ class UnifiedImplicitAttention(TokenAttribution):
     ) -> Tensor:
         """The whole product over layers, ``(B, L, L)``, for ``"rollout"`` or ``"attribution"``.
 
-        The arguments are those of :meth:`attribute`. It takes memory quadratic in the sequence.
-
-        Raises:
-            ValueError, TypeError: as for :meth:`attribute`, and for ``"raw"``.
-            MemoryLimitError: where the matrices do not fit ``memory_limit``.
-
-        Examples::
-
-            >>> UnifiedImplicitAttention(model).rollout(input_ids, target=token).shape
-            torch.Size([1, 7, 7])
+        The arguments are those of :meth:`attribute`; memory and errors are as for
+        :meth:`MambaRollout.rollout <captum_ssm.attr.MambaRollout.rollout>`.
         """
         if aggregation == "raw":
             raise ValueError(
                 "aggregation is 'raw', which multiplies no layers; expected 'rollout' or "
                 "'attribution'. Single maps are returned by captum_ssm.hidden_attention."
             )
-        frozen, maps = self._maps(
-            inputs,
-            target,
-            additional_forward_args,
-            position,
-            aggregation,
-            components,
-            start_layer,
-            options,
-            query=False,
-        )
-        with self._computing():
-            return frozen.mask_matrix(rollout_matrix(maps))
+        asked = inputs, target, additional_forward_args, position, options
+        maps = self._unified(aggregation, components, *asked, start_layer=start_layer, query=False)
+        return self._rollout(maps)
 
-    def _maps(
-        self,
-        inputs: Any,
-        target: TargetType,
-        additional_forward_args: Any,
-        position: Any,
-        aggregation: str,
-        components: Iterable[str] | None,
-        start_layer: int,
-        choices: MapChoices,
-        *,
-        query: bool = True,
-    ) -> tuple[FrozenModel, LayerMaps]:
+    def _unified(
+        self, aggregation: str, components: Iterable[str] | None, *asked: Any, **others: Any
+    ) -> LayerMaps:
         if aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation is {aggregation!r}; expected one of {AGGREGATIONS}.")
-        gradients = aggregation == "attribution"
-        paper = MapChoices(sign="clamp") if gradients else MapChoices()
-        chosen = check_components("unified", components)
-        options = MapOptions.of(paper | choices, formulation="unified", components=chosen)
-        request = self._request(inputs, additional_forward_args)
-        frozen = self._run(request, position, target=target, query=query, gradients=gradients)
-        layers = frozen.from_layer(start_layer)
-        return frozen, LayerMaps(layers, options, frozen.mask, gradients=gradients)
+        return self._maps(
+            *asked,
+            gradients=aggregation == "attribution",
+            formulation="unified",
+            components=check_components("unified", components),
+            **others,
+        )

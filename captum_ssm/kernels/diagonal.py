@@ -17,7 +17,7 @@ Selective state spaces (S6) have ``right = dt``; gated linear RNNs have ``N = 1`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -85,11 +85,12 @@ class DiagonalCoefficients:
         )
 
 
+_NAMES = tuple(field.name for field in fields(DiagonalCoefficients))
+
+
 def _checked(c: DiagonalCoefficients, **first: Tensor) -> list[Any]:
     # All tensors in one dtype, `first` before the coefficients, whose shapes agree.
-    tensors = promote(
-        **first, dt=c.dt, right=c.right, A=c.A, B=c.B, C=c.C, left=c.left, conv=c.conv
-    )
+    tensors = promote(**first, **{name: getattr(c, name) for name in _NAMES})
     shape, N = tuple(c.dt.shape), c.A.shape[-1]
     if len(shape) != 3 or 0 in shape[1:]:
         raise shape_error("dt", c.dt, "(B, L, D) with L and D at least 1")
@@ -156,18 +157,16 @@ def diagonal_scan_torch(v: Tensor, c: DiagonalCoefficients) -> Tensor:
 def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool = False) -> Tensor:
     """Multiply row vectors with the maps, ``u_d = w_d^T (alpha_d Conv_d)``, in linear time.
 
+    The coefficients and the errors are those of :func:`diagonal_scan`.
+
     Args:
         w (Tensor): ``(B, L, D)``, or ``(B, L)`` for one row vector shared by all channels.
-        coefficients (DiagonalCoefficients): the recurrence.
         mean (bool, optional): return the mean over channels, with O(L) memory in addition to the
             arguments. Default: False
 
     Returns:
         Tensor: ``(B, L, D)``, or ``(B, L)`` with ``mean``. Differentiable; the gradient with
         respect to ``w`` is one :func:`diagonal_scan`.
-
-    Raises:
-        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
 
     Examples::
 
@@ -214,11 +213,6 @@ def _decay(exponent: Tensor) -> Tensor:
     return exponent.clamp(min=-700.0 if exponent.dtype == torch.float64 else -70.0).exp()
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """(..., D) -> (..., G, D / G)."""
-    return x.unflatten(-1, (groups, -1))
-
-
 def _recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Tensor:
     """y_t = read_t . h_t with h_t = exp(A dt_t) h_(t-1) + write_t x_t.
 
@@ -235,8 +229,8 @@ def _recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -
         pad = [0, 0] * (t.dim() - 1 - axis) + [0, padding]
         return F.pad(t, pad).unflatten(axis, (chunks, chunk))
 
-    x = _by_group(cut(x, 2), groups)  # (B, R, chunks, chunk, G, D/G)
-    dt = _by_group(cut(dt.clamp(max=_HUGE), 1), groups).unsqueeze(1)
+    x = cut(x, 2).unflatten(-1, (groups, -1))  # (B, R, chunks, chunk, G, D/G)
+    dt = cut(dt.clamp(max=_HUGE), 1).unflatten(-1, (groups, -1)).unsqueeze(1)
     write = cut(write, 1)[:, None, :, :, :, None]  # (B, 1, chunks, chunk, G, 1, N)
     read = cut(read, 1)[:, None, :, :, :, None]
     rate = A.unflatten(0, (groups, -1))
@@ -283,10 +277,10 @@ def diagonal_mean(
 
     No per-channel matrix is ever formed: blocks off the diagonal are matrix products with an
     inner dimension of channels times state. A range of rows costs its share of the whole, so a
-    caller can stream tiles of rows (256 or more at a time) in O(R L) memory.
+    caller can stream tiles of rows (256 or more at a time) in O(R L) memory. The coefficients are
+    those of :func:`diagonal_scan`, as are the errors.
 
     Args:
-        coefficients (DiagonalCoefficients): the recurrence.
         start, stop (int, optional): the rows asked for, ``0 <= start < stop <= L``; None stands
             for L. Default: all rows
 
@@ -294,8 +288,7 @@ def diagonal_mean(
         Tensor: ``(B, stop - start, L)``. Differentiable.
 
     Raises:
-        ValueError, TypeError: an argument has an unexpected shape, dtype or device, or the range
-            of rows is empty or not in [0, L).
+        ValueError: the range of rows is empty or not in [0, L).
 
     Examples::
 
@@ -367,7 +360,7 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
             p = _panel(late(t_near).cumsum(2), A, late(c_near), scale)
             triangles[h] += p @ _fold(q, conv).mT
 
-        z = (b_near * c_near).sum(-1, keepdim=True) * _by_group(r_near, B.shape[2])
+        z = (b_near * c_near).sum(-1, keepdim=True) * r_near.unflatten(-1, (B.shape[2], -1))
         z = _scaled(z.flatten(2), f)
         diagonal += z.sum(-1, keepdim=True) if conv is None else z @ conv
 
@@ -408,7 +401,7 @@ def _panel(exponent: Tensor, rate: Tensor, coefficient: Tensor, factor: Tensor |
     x = _decay(exponent.to(rate.dtype).unsqueeze(-1) * rate).unflatten(-2, (groups, -1))
     x = x * coefficient.unsqueeze(-2)
     if factor is not None:
-        x = x * _by_group(factor, groups).unsqueeze(-1)
+        x = x * factor.unflatten(-1, (groups, -1)).unsqueeze(-1)
     return x.flatten(-3)
 
 
@@ -423,16 +416,16 @@ def _fold(q: Tensor, conv: Tensor | None) -> Tensor:
 def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
     """Rows of every channel's own matrix ``alpha_d Conv_d``.
 
+    The coefficients are those of :func:`diagonal_scan`, as are the errors.
+
     Args:
         index (Tensor): the rows asked for, ``(B, R)`` int64 (or ``(R,)`` for the same rows in
             every sequence), each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices.
-        coefficients (DiagonalCoefficients): the recurrence.
 
     Returns:
         Tensor: ``(B, D, R, L)``. Differentiable.
 
     Raises:
-        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
         IndexError: a row outside the sequence was asked for.
 
     Examples::
@@ -471,13 +464,9 @@ def diagonal_rows_torch(index: Tensor, c: DiagonalCoefficients) -> Tensor:
 
 
 def naive_diagonal_matrix(coefficients: DiagonalCoefficients) -> Tensor:
-    """The maps of all channels by the equation, line by line in float64: for tests.
+    """The maps of all channels, ``(B, D, L, L)``, by the equation, line by line: for tests.
 
-    Args:
-        coefficients (DiagonalCoefficients): the recurrence.
-
-    Returns:
-        Tensor: ``(B, D, L, L)``, float64.
+    Computed in float64. The ``coefficients`` are those of :func:`diagonal_scan`.
 
     Examples::
 
@@ -489,7 +478,6 @@ def naive_diagonal_matrix(coefficients: DiagonalCoefficients) -> Tensor:
     """
     c = coefficients
     dt, right, A, B, C = (x.double() for x in (c.dt, c.right, c.A, c.B, c.C))
-    left, conv = c.left, c.conv
     batch, length, channels = dt.shape
     group = torch.arange(channels) // (channels // B.shape[2])
     out = torch.zeros(batch, channels, length, length, dtype=torch.float64)
@@ -499,13 +487,11 @@ def naive_diagonal_matrix(coefficients: DiagonalCoefficients) -> Tensor:
             if i > j:
                 h = h * torch.exp(A * dt[:, i, :, None].clamp(max=_HUGE))
             out[:, :, i, j] = (C[:, i, group] * h).sum(-1)
-    if left is not None:
-        out *= left.double().transpose(1, 2)[..., None]
-    if conv is not None:
-        taps = conv.shape[1]
+    if c.left is not None:
+        out *= c.left.double().mT[..., None]
+    if c.conv is not None:
         shift = torch.zeros(channels, length, length, dtype=torch.float64)
-        for s in range(length):
-            for j in range(max(0, s - taps + 1), s + 1):
-                shift[:, s, j] = conv[:, taps - 1 - (s - j)].double()
+        for lag in range(min(length, c.conv.shape[1])):
+            shift.diagonal(-lag, 1, 2).copy_(c.conv[:, -1 - lag, None])
         out = out @ shift
     return out

@@ -21,7 +21,7 @@ Transformers with the Delta Rule over Sequence Length*, 2024).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -71,28 +71,22 @@ class LinearAttentionCoefficients:
 
     def narrow(self, start: int, stop: int) -> LinearAttentionCoefficients:
         """The coefficients of heads ``start .. stop - 1``."""
-        at = slice(start, stop)
-        return LinearAttentionCoefficients(
-            self.query[:, :, at],
-            self.key[:, :, at],
-            self.log_decay[:, :, at],
-            None if self.erase is None else self.erase[:, :, at],
-            None if self.probe is None else self.probe[:, :, at],
-            None if self.bonus is None else self.bonus[:, :, at],
-        )
+        some: dict[str, Any] = {
+            name: None if x is None else x[:, :, start:stop] for name, x in _tensors(self).items()
+        }
+        return LinearAttentionCoefficients(**some)
+
+
+_NAMES = tuple(field.name for field in fields(LinearAttentionCoefficients))
+
+
+def _tensors(c: LinearAttentionCoefficients) -> dict[str, Any]:
+    return {name: getattr(c, name) for name in _NAMES}
 
 
 def _checked(c: LinearAttentionCoefficients, **first: Tensor) -> list[Any]:
     # All tensors in one dtype, `first` before the coefficients, whose shapes agree.
-    tensors = promote(
-        **first,
-        query=c.query,
-        key=c.key,
-        log_decay=c.log_decay,
-        erase=c.erase,
-        probe=c.probe,
-        bonus=c.bonus,
-    )
+    tensors = promote(**first, **_tensors(c))
     shape = tuple(c.query.shape)
     if len(shape) != 4 or 0 in shape[1:]:
         raise shape_error("query", c.query, "(B, L, H, N) with L, H and N at least 1")
@@ -157,11 +151,12 @@ def linear_attention_scan_torch(v: Tensor, c: LinearAttentionCoefficients) -> Te
         x = v[:, at].transpose(1, 2)
         y = chunk.q_in @ state + chunk.qk @ x
         after = chunk.through * state + chunk.k_out.mT @ x
-        if chunk.delta is not None:
+        delta = chunk.delta
+        if delta is not None:
             # The result of the probes, including earlier writes within the chunk.
-            u = chunk.delta.solve(chunk.delta.r_in @ state + chunk.delta.rk @ x)
-            y = y - chunk.delta.qe @ u
-            after = after - chunk.delta.e_out.mT @ u
+            u = delta.solve(delta.r_in @ state + delta.rk @ x)
+            y = y - delta.qe @ u
+            after = after - delta.e_out.mT @ u
         state = after
         out.append(y)
     return torch.cat(out, 2).transpose(1, 2)
@@ -170,17 +165,15 @@ def linear_attention_scan_torch(v: Tensor, c: LinearAttentionCoefficients) -> Te
 def linear_attention_rmatvec(w: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
     """Multiply row vectors with the maps, ``u_h = w_h^T alpha_h``, in linear time.
 
+    The coefficients and the errors are those of :func:`linear_attention_scan`.
+
     Args:
         w (Tensor): ``(B, L, H, P)``, P row vectors for each head, or ``(B, L, 1, P)`` for all of
             them.
-        coefficients (LinearAttentionCoefficients): the recurrence.
 
     Returns:
         Tensor: ``(B, L, H, P)``. Differentiable; the gradient with respect to ``w`` is one
         :func:`linear_attention_scan`.
-
-    Raises:
-        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
 
     Examples::
 
@@ -316,10 +309,10 @@ def linear_attention_mean(
     """Rows ``[start, stop)`` of the mean over heads, ``mean_h(alpha_h)``.
 
     Heads are added up without storing every head's matrix. A range of rows costs
-    its share of the whole.
+    its share of the whole. The coefficients are those of :func:`linear_attention_scan`, as are the
+    errors.
 
     Args:
-        coefficients (LinearAttentionCoefficients): the recurrence.
         start, stop (int, optional): the rows asked for, ``0 <= start < stop <= L``; None stands
             for L. Default: all rows
 
@@ -327,8 +320,7 @@ def linear_attention_mean(
         Tensor: ``(B, stop - start, L)``. Differentiable.
 
     Raises:
-        ValueError, TypeError: an argument has an unexpected shape, dtype or device, or the range
-            of rows is empty or not in [0, L).
+        ValueError: the range of rows is empty or not in [0, L).
 
     Examples::
 
@@ -363,16 +355,16 @@ def linear_attention_mean_torch(
 def linear_attention_rows(index: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
     """Rows of every head's matrix. All rows together cost half a matrix product.
 
+    The coefficients are those of :func:`linear_attention_scan`, as are the errors.
+
     Args:
         index (Tensor): the rows asked for, ``(B, R)`` int64 (or ``(R,)`` for the same rows in
             every sequence), each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices.
-        coefficients (LinearAttentionCoefficients): the recurrence.
 
     Returns:
         Tensor: ``(B, H, R, L)``. Differentiable.
 
     Raises:
-        ValueError, TypeError: an argument has an unexpected shape, dtype or device.
         IndexError: a row outside the sequence was asked for.
 
     Examples::
@@ -403,13 +395,9 @@ def linear_attention_rows_torch(index: Tensor, c: LinearAttentionCoefficients) -
 
 
 def naive_linear_attention_matrix(coefficients: LinearAttentionCoefficients) -> Tensor:
-    """Every head's map: the recurrence with unit vectors for values, in float64, for tests.
+    """Every head's map, ``(B, H, L, L)``: the recurrence with unit vectors for values, for tests.
 
-    Args:
-        coefficients (LinearAttentionCoefficients): the recurrence.
-
-    Returns:
-        Tensor: ``(B, H, L, L)``, float64.
+    Computed in float64. The ``coefficients`` are those of :func:`linear_attention_scan`.
 
     Examples::
 

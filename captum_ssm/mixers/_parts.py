@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers._call import MixerCall
+from captum_ssm.operators import DiagonalOperator
 
 
 def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
@@ -72,6 +73,12 @@ def unit(x: Tensor) -> Tensor:
 def previous(x: Tensor) -> Tensor:
     """The previous token at each position of ``x (B, L, E)``, zeros for the first."""
     return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def one_state(dt: Tensor, right: Tensor, left: Tensor | None = None) -> DiagonalOperator:
+    """The recurrence ``h_t = exp(-dt_t) h_{t-1} + right_t v_t``, one state per channel."""
+    ones = torch.ones(*dt.shape[:2], 1, 1, dtype=dt.dtype, device=dt.device)
+    return DiagonalOperator(dt, right, -ones.new_ones(dt.shape[-1], 1), ones, ones, left)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
         softcap=seen.get("softcap"),
         sinks=None if seen.get("s_aux") is None else seen["s_aux"].to(call.dtype),
     )
-    projection = _output_projection(call.module)
+    projection = call.module._modules[_output_name(call.module)]
     return FrozenMixer(
         recurrence=operator,
         inputs=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
@@ -160,18 +160,13 @@ def _output_name(module: nn.Module) -> str:
     )
 
 
-def _output_projection(module: nn.Module) -> Any:
-    return module._modules[_output_name(module)]
-
-
 def _bias(seen: dict[str, Any], query: Tensor) -> Tensor | None:
     mask, L = seen["mask"], query.shape[2]
     window = seen.get("sliding_window")
     if torch.is_tensor(mask) and mask.dim() == 4:
         mask = mask[..., :L]
         if mask.dtype == torch.bool:
-            zero = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-            return zero.masked_fill(~mask, -torch.inf)
+            return _added(mask, query)
         lowest = torch.finfo(mask.dtype).min
         return mask.to(query.dtype).masked_fill(mask <= lowest / 2, -torch.inf)
     positions = torch.arange(L, device=query.device)
@@ -184,5 +179,9 @@ def _bias(seen: dict[str, Any], query: Tensor) -> Tensor | None:
         allowed = allowed & (mask != 0)[:, None, None, :]
     elif window is None:
         return None
-    zero = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
-    return zero.masked_fill(~allowed, -torch.inf)
+    return _added(allowed, query)
+
+
+def _added(allowed: Tensor, like: Tensor) -> Tensor:
+    # Zero where attention is allowed, else -inf, as it is added to the scores.
+    return like.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf)

@@ -23,6 +23,7 @@ from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import (
     ShortConv,
     masked_tokens,
+    one_state,
     previous,
     rms_factor,
     short_conv,
@@ -31,7 +32,7 @@ from captum_ssm.mixers._parts import (
 from captum_ssm.mixers._registry import adapts
 from captum_ssm.mixers.delta import delta_rule
 from captum_ssm.mixers.ssd import freeze_scan
-from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
+from captum_ssm.operators import LinearAttentionOperator, TokenOperator
 
 _SILU = ("silu", "swish")
 
@@ -88,25 +89,16 @@ def _frozen(
     gate: _Gate = _NO_GATE,
     bonus: Tensor | None = None,
 ) -> FrozenMixer:
-    """The mixer around a recurrence.
+    """The mixer around a recurrence, whose values are ``activation`` times the output of ``conv``.
 
-    Args:
-        call (MixerCall): the recorded call.
-        recurrence (TokenOperator): alpha.
-        conv (ShortConv): gives the argument of the values' activation.
-        activation (Tensor, optional): the values' factor, ``(B, L, D)``.
-        norm (nn.Module): an RMS or layer norm of groups of channels.
-        groups (int): their number.
-        eps (float, optional): the norm's epsilon; None for ``norm.eps``. Default: None
-        gate (_Gate, optional): ``(B, L, D)`` each. Default: none
-        bonus (Tensor, optional): ``(B, L, H)``, the weight of a token's own values, which are
-            added after the norm (RWKV-7). Default: None
+    ``norm`` is an RMS or layer norm of ``groups`` of channels, with its own epsilon or ``eps``.
+    ``bonus (B, L, H)`` is the weight of a token's own values, added after the norm (RWKV-7).
     """
     out_proj = call.module.o_proj
     weight = None if norm.weight is None else call.parameter(norm.weight)
     bias = None if getattr(norm, "bias", None) is None else call.parameter(norm.bias)
     mean = None
-    if _subtracts_mean(norm):
+    if type(norm).__name__ == "GroupNorm" and not getattr(norm, "is_rms_norm", False):
         # All channels of a head share one map, so the map can act on the centered values.
         heads = conv.output.unflatten(-1, (groups, -1))
         mean = heads.mean(-1, keepdim=True).expand_as(heads).flatten(-2)
@@ -119,8 +111,8 @@ def _frozen(
         # Divided by the norm's scale: the skip is added before the norm, the bonus after it. The
         # mean that was subtracted from the values is not part of the map.
         skip = weights / scale
-        rest = weights * mean if mean is not None else torch.zeros_like(weights)
-        offset = rest if offset is None else offset + rest
+        if mean is not None:
+            offset = weights * mean if offset is None else offset + weights * mean
     if offset is not None and gate.factor is not None:
         offset = offset * gate.factor
     return FrozenMixer(
@@ -137,10 +129,6 @@ def _frozen(
         norm=scale,
         offset=offset,
     )
-
-
-def _subtracts_mean(norm: nn.Module) -> bool:
-    return type(norm).__name__ == "GroupNorm" and not getattr(norm, "is_rms_norm", False)
 
 
 def _heads(x: Tensor, width: int, repeat: int = 1) -> Tensor:
@@ -163,7 +151,7 @@ def _gate(call: MixerCall, x: Tensor) -> tuple[Any, _Gate]:
     """The norm of RetNet and GLA, with the gate fused into it or not, and the gate."""
     module = call.module
     if not module.use_output_gate:
-        return module.g_norm, _Gate()
+        return module.g_norm, _NO_GATE
     z = call.linear(module.g_proj, x)
     if module.fuse_norm_and_gate:
         return module.g_norm_swish_gate, _silu_gate(z)
@@ -228,14 +216,7 @@ def freeze_hgrn(call: MixerCall) -> FrozenMixer:
     x, mask = masked_tokens(call)
     log_f = _forget_gate(call, _projected(call, "f", x))
     conv, activation = _values(call, x, mask, "i", always_silu=True)
-    ones = torch.ones(*x.shape[:2], 1, 1, dtype=call.dtype, device=x.device)
-    recurrence = DiagonalOperator(
-        dt=-log_f,
-        right=-torch.expm1(log_f),
-        A=-torch.ones(log_f.shape[-1], 1, dtype=call.dtype, device=x.device),
-        B=ones,
-        C=ones,
-    )
+    recurrence = one_state(-log_f, -torch.expm1(log_f))
     gate = _silu_gate(call.linear(module.g_proj, x))
     return _frozen(call, recurrence, conv, activation, norm=module.g_norm, groups=1, gate=gate)
 
@@ -286,14 +267,9 @@ def freeze_rwkv6(call: MixerCall) -> FrozenMixer:
         width=module.head_v_dim,
         bonus=(r * k * call.parameter(module.bonus)).sum(-1),
     )
+    norm, gate = module.g_norm, _Gate(module.gate_fn(z))
     return _frozen(
-        call,
-        recurrence,
-        ShortConv(v),
-        None,
-        norm=module.g_norm,
-        groups=module.num_heads,
-        gate=_Gate(module.gate_fn(z)),
+        call, recurrence, ShortConv(v), None, norm=norm, groups=module.num_heads, gate=gate
     )
 
 
@@ -343,13 +319,9 @@ def freeze_delta_net(call: MixerCall) -> FrozenMixer:
     """DeltaNet: the delta rule without decay."""
     module = call.module
     x, mask = masked_tokens(call)
-    H, N = module.num_heads, module.head_k_dim
-    bare = not module.use_short_conv
-    q, k = (
-        _projected(call, name, x, always_silu=bare and module.qk_activation == "silu")
-        for name in "qk"
-    )
-    q, k = _heads(q, N), _heads(k, N)
+    N = module.head_k_dim
+    silu = module.qk_activation == "silu" and not module.use_short_conv
+    q, k = (_heads(_projected(call, name, x, always_silu=silu), N) for name in "qk")
     if module.qk_activation == "relu":
         q, k = q.relu(), k.relu()
     elif module.qk_activation == "elu":
@@ -358,13 +330,13 @@ def freeze_delta_net(call: MixerCall) -> FrozenMixer:
         q, k = (F.normalize(t, p=1, dim=-1, eps=1e-6) for t in (q, k))
     else:
         q, k = unit(q), unit(k)
+    beta = q.new_ones(q.shape[:3])
     if module.use_beta:
         beta = torch.sigmoid(call.linear(module.b_proj, x))
-    else:
-        beta = torch.ones(*x.shape[:2], H, dtype=call.dtype, device=x.device)
     if module.allow_neg_eigval:
         beta = 2 * beta
-    return _freeze_delta(call, x, mask, q, k, beta, torch.zeros_like(beta))
+    log_decay = torch.zeros_like(beta)[..., None]
+    return _freeze_delta(call, x, mask, delta_rule(q, k, beta, log_decay, module.head_v_dim))
 
 
 @adapts("fla.layers.gated_deltanet.GatedDeltaNet")
@@ -379,28 +351,21 @@ def freeze_gated_delta_net(call: MixerCall) -> FrozenMixer:
     if module.allow_neg_eigval:
         beta = 2 * beta
     step = call.linear(module.a_proj, x) + call.parameter(module.dt_bias)
-    log_decay = call.decay_rate(module.A_log) * F.softplus(step)
-    return _freeze_delta(call, x, mask, q, k, beta, log_decay)
+    log_decay = (call.decay_rate(module.A_log) * F.softplus(step))[..., None]
+    return _freeze_delta(call, x, mask, delta_rule(q, k, beta, log_decay, module.head_v_dim))
 
 
 def _freeze_delta(
-    call: MixerCall,
-    x: Tensor,
-    mask: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
+    call: MixerCall, x: Tensor, mask: Tensor | None, recurrence: TokenOperator
 ) -> FrozenMixer:
     module = call.module
-    recurrence = delta_rule(q, k, beta, log_decay[..., None], module.head_v_dim)
-    gate = _Gate()
+    gate = _NO_GATE
     if module.use_gate:
         z = call.linear(module.g_proj, x)
         silu = module.o_norm.activation in _SILU
         gate = _silu_gate(z) if silu else _Gate(torch.sigmoid(z))
     values = _values(call, x, mask, always_silu=not module.use_short_conv)
-    return _frozen(call, recurrence, *values, norm=module.o_norm, groups=q.shape[2], gate=gate)
+    return _frozen(call, recurrence, *values, norm=module.o_norm, groups=recurrence.maps, gate=gate)
 
 
 @adapts("fla.layers.mamba2.Mamba2")

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._parts import short_conv
+from captum_ssm.mixers._parts import one_state, short_conv
 from captum_ssm.mixers._registry import adapts
-from captum_ssm.operators import DiagonalOperator
 
 # A decay of exp(-1e4) is zero in every floating-point dtype, and its logarithm is finite in sums.
 RESET = 1e4
@@ -41,18 +40,10 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
     dt = 8.0 * recurrent_gate * F.softplus(call.parameter(unit.recurrent_param))
     reset = (call.arguments["position_ids"] == 0)[..., None]
     scale = torch.where(reset, 1.0, torch.sqrt(-torch.expm1(-2 * dt)))
-    ones = torch.ones(*u.shape[:2], 1, 1, dtype=call.dtype, device=u.device)
-    recurrence = DiagonalOperator(
-        dt=torch.where(reset, RESET, dt),
-        right=scale * input_gate,
-        A=-torch.ones(u.shape[-1], 1, dtype=call.dtype, device=u.device),
-        B=ones,
-        C=ones,
-    )
     z = call.linear(module.linear_y, x)
     return FrozenMixer(
         rounding=2.0,
-        recurrence=recurrence,
+        recurrence=one_state(torch.where(reset, RESET, dt), scale * input_gate),
         inputs=u,
         out_proj=lambda y: call.linear(module.linear_out, y),
         out_weight=call.weight(module.linear_out),

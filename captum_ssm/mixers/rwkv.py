@@ -25,9 +25,9 @@ from torch import Tensor
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._parts import previous
+from captum_ssm.mixers._parts import one_state, previous
 from captum_ssm.mixers._registry import adapts
-from captum_ssm.operators import DiagonalOperator, SkipOperator, SumOperator
+from captum_ssm.operators import SkipOperator, SumOperator
 
 
 def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
@@ -41,7 +41,7 @@ def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
     Returns:
         SumOperator: the past, a recurrence after a shift by one token, plus the current token.
     """
-    B, L, D = key.shape
+    L, D = key.shape[1:]
     # The largest exponent in the state after token j, max over i <= j of k_i - (j - i) w.
     faded = torch.arange(L, dtype=torch.float64, device=key.device)[:, None] * decay.double()
     peak = ((key.double() + faded).cummax(1).values - faded).to(key.dtype)
@@ -52,15 +52,7 @@ def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
     dt[:, 2:] = (before[:, 2:] - before[:, 1:-1] + decay).clamp(min=0)
     right = torch.zeros_like(key)
     right[:, 1:] = torch.exp(key[:, :-1] - before[:, 1:])
-    ones = torch.ones(B, L, 1, 1, dtype=key.dtype, device=key.device)
-    past = DiagonalOperator(
-        dt=dt,
-        right=right,
-        A=-torch.ones(D, 1, dtype=key.dtype, device=key.device),
-        B=ones,
-        C=ones,
-        left=torch.exp(before - top),
-    )
+    past = one_state(dt, right, left=torch.exp(before - top))
     own = torch.exp(key + bonus - top)
     total = past.matvec(torch.ones_like(key)) + own
     shift = torch.zeros(D, 2, dtype=key.dtype, device=key.device)

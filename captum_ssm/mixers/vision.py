@@ -21,12 +21,7 @@ from captum_ssm.mixers._parts import activation_factor, rms_factor, short_conv
 from captum_ssm.mixers._registry import adapts
 from captum_ssm.mixers.s6 import freeze_s6
 from captum_ssm.models.ss2d import scan_orders
-from captum_ssm.operators import (
-    DiagonalOperator,
-    PermutedOperator,
-    SumOperator,
-    TokenOperator,
-)
+from captum_ssm.operators import DiagonalOperator, PermutedOperator, SumOperator, TokenOperator
 from captum_ssm.operators.conv import depthwise_conv
 
 
@@ -194,18 +189,8 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
     back = _direction(call, forward.values, "", "A_b_log")
     dt, B, C = (t.flip(1) for t in (back.dt, back.B, back.C))
     back = DiagonalOperator(dt, dt, back.A, B, C)
-    return FrozenMixer(
-        recurrence=SumOperator((forward.recurrence, PermutedOperator(back, positions.flip(0)))),
-        inputs=u,
-        out_proj=out_proj,
-        out_weight=out_weight,
-        skip=None if forward.skip is None else 2 * forward.skip,
-        conv=forward.conv,
-        conv_bias=forward.conv_bias,
-        activation=forward.activation,
-        gate=gate,
-        gate_argument=z,
-    )
+    both = SumOperator((forward.recurrence, PermutedOperator(back, positions.flip(0))))
+    return replace(forward, recurrence=both, skip=2 * call.parameter(module.D))
 
 
 @adapts("captum_ssm.models.ss2d.SS2D")

@@ -67,23 +67,16 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
         return kernels.diagonal_rows(index, self.narrow(start, stop))
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
-        return replace(
-            self,
-            left=product(self.left, left),
-            right=self.right if right is None else self.right * right,
-        )
+        right = self.right if right is None else self.right * right
+        return replace(self, left=product(self.left, left), right=right)
 
     # The kernels include a convolution.
 
-    def convolved_rmatvec(
-        self, w: Tensor, taps: Tensor | None, reduction: str | None = None
-    ) -> Tensor:
+    def convolved_rmatvec(self, w: Tensor, taps: Tensor, reduction: str | None = None) -> Tensor:
         return replace(self, conv=taps).rmatvec(w, reduction)
 
-    def convolved_row_tile(self, start: int, stop: int, taps: Tensor | None) -> Tensor:
+    def convolved_row_tile(self, start: int, stop: int, taps: Tensor) -> Tensor:
         return replace(self, conv=taps).row_tile(start, stop)
 
-    def convolved_map_rows(
-        self, index: Tensor, start: int, stop: int, taps: Tensor | None
-    ) -> Tensor:
+    def convolved_map_rows(self, index: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:
         return replace(self, conv=taps).map_rows(index, start, stop)
