@@ -1,4 +1,4 @@
-"""The errors this library raises, each saying what was given, what is accepted and what to do."""
+"""The errors this library raises, each saying what was given, what was expected and what to do."""
 
 __all__ = ["InputError", "ReconstructionError", "TargetError", "UnsupportedModelError"]
 

@@ -75,11 +75,7 @@ class Contributions:
         return sum_of([mixer.out_proj(mixer.remainder()) for mixer in self.mixers])
 
     def dot_row(self, direction: Tensor) -> Tensor:
-        """sum_i direction_i . T_i(x_j): ``(B, L)``, in linear time, without the vectors.
-
-        Args:
-            direction (Tensor): ``(B, L, E)``.
-        """
+        """sum_i direction_i . T_i(x_j), of ``direction (B, L, E)``: ``(B, L)``, in linear time."""
         total = direction.new_zeros(self.batch, self.length)
         ones = torch.ones_like(total)
         for part in self.parts:
@@ -106,9 +102,7 @@ class Contributions:
     ) -> Iterator[tuple[slice, Tensor]]:
         """Tiles of rows of a reduction of the vectors, ``(rows, (B, R, L))``.
 
-        Args:
-            reduce (Callable): takes the vectors ``(B, E, R, C)`` of the first C columns and
-                their rows, returns ``(B, R, C)``.
+        ``reduce`` takes vectors ``(B, E, R, C)`` of the first C columns and their rows.
         """
         start, L, entries = 0, self.length, tile_entries(1 << 22)
         while start < L:
@@ -173,10 +167,8 @@ class _Part:
         if self.left is not None:
             score = score * self.left
         for lag, values in enumerate(self.lagged):
-            yield (
-                lag,
-                self.mixer.recurrence.compose(left=score, skip=self.mixer.skip, right=values),
-            )
+            recurrence, skip = self.mixer.recurrence, self.mixer.skip
+            yield lag, recurrence.compose(left=score, skip=skip, right=values)
 
     def tile(self, index: Tensor, columns: int, channels: int = 2048) -> Tensor:
         # Vectors of the rows index (B, R) and the first columns: (B, E, R, C). One matrix product

@@ -111,11 +111,7 @@ class MapOptions:
 class MixerMap:
     """One mixer's map M, ``(B, L, L)``, that never has to exist.
 
-    Args:
-        operator (TokenOperator): the mixer's operator.
-        options (MapOptions): how M is made from it.
-        row_scale (Tensor, optional): ``(B, L)``, the gradient that scales rows. Default: None
-        mask (Tensor, optional): ``(B, L)``, zero for the columns of padding. Default: None
+    ``row_scale (B, L)`` is the gradient that scales rows; ``mask (B, L)`` is zero for padding.
     """
 
     operator: TokenOperator
@@ -190,12 +186,7 @@ class MixerMap:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """One layer's map: that of its mixer, or the sum over mixers that run side by side.
-
-    Args:
-        parts (list of MixerMap): at least one.
-        options (MapOptions): how they are made.
-    """
+    """One layer's map: that of its mixer, or the sum over mixers that run side by side."""
 
     parts: list[MixerMap]
     options: MapOptions
@@ -214,14 +205,9 @@ class LayerMap:
 
 
 class LayerMaps(Sequence[LayerMap]):
-    """The maps of some layers, each made when it is asked for and kept by nobody here.
+    """The maps of some layers of a model, in forward order, each made anew when it is asked for.
 
-    Args:
-        frozen (FrozenModel): the model they belong to.
-        layers (sequence of FrozenLayer): some of its layers, in forward order.
-        options (MapOptions): how maps are made.
-        gradients (bool, optional): scale rows by the mean gradient (Ali et al., eq. 24).
-            Default: False
+    With ``gradients`` rows are scaled by the mean gradient (Ali et al., eq. 24).
     """
 
     def __init__(

@@ -14,12 +14,9 @@ from captum_ssm.mixers import MixerCall
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """A recorded norm as ``scale * x + bias``, or ``scale * (x - mean(x)) + bias``.
+    """A recorded norm as ``scale * x + bias``, or ``scale * (x - mean(x)) + bias`` if centered.
 
-    Args:
-        scale (Tensor): weight over denominator, ``(B, L, E)``.
-        centered (bool): whether the mean over features is subtracted first (layer norms).
-        bias (Tensor, optional): ``(E,)``. Default: None
+    ``scale (B, L, E)`` is weight over denominator; layer norms are centered, RMS norms are not.
     """
 
     scale: Tensor

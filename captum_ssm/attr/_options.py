@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from typing_extensions import Unpack, get_type_hints
 
@@ -105,18 +105,14 @@ def _option(name: str, default: Any, hint: Any) -> Option:
     def read(hint: Any) -> None:
         if get_origin(hint) is Literal:
             values.extend(value for value in get_args(hint) if value is not None)
-        elif get_args(hint):
-            for part in get_args(hint) if _is_union(hint) else ():
+        elif get_origin(hint) in (Union, UnionType):
+            for part in get_args(hint):
                 read(part)
-        elif isinstance(hint, type) and hint is not type(None):
+        elif isinstance(hint, type) and not get_args(hint) and hint is not type(None):
             types.append(hint)
 
     read(hint)
     return Option(name, default, tuple(values), tuple(types))
-
-
-def _is_union(hint: Any) -> bool:
-    return get_origin(hint) is typing.Union or type(hint).__name__ == "UnionType"
 
 
 def described(function: Callable[..., Any]) -> Callable[..., Any]:

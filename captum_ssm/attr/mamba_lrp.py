@@ -112,11 +112,7 @@ class MambaLRP(TokenAttribution):
 
 
 def frozen_output(mixer: FrozenMixer) -> Tensor:
-    """A mixer's output, ``(B, L, E)``, differentiable in its inputs by the rules above.
-
-    Args:
-        mixer (FrozenMixer): read from a call whose tensors are alive in a graph.
-    """
+    """A mixer's output, ``(B, L, E)``, differentiable in its inputs by the rules above."""
     return mixer.detach_coefficients().output(_halves)
 
 

@@ -9,10 +9,8 @@ from torch import Tensor
 def causal_conv(x: Tensor, taps: Tensor | None) -> Tensor:
     """The causal depthwise convolution ``(..., L, D)`` of ``x (..., L, D)``.
 
-    Args:
-        x (Tensor): ``(..., L, D)``, with at least one batch dimension.
-        taps (Tensor, optional): ``(D, K)`` as in :class:`torch.nn.Conv1d`: the last tap is the
-            current token. None is no convolution.
+    x has a batch dimension. ``taps (D, K)`` are as in :class:`torch.nn.Conv1d`: the last is that
+    of the current token.
     """
     if taps is None:
         return x

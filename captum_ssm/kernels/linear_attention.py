@@ -308,9 +308,8 @@ def linear_attention_mean(
 ) -> Tensor:
     """Rows ``[start, stop)`` of the mean over heads, ``mean_h(alpha_h)``.
 
-    Heads are added up without storing every head's matrix. A range of rows costs
-    its share of the whole. The coefficients are those of :func:`linear_attention_scan`, as are the
-    errors.
+    Heads are added up without storing every head's matrix. A range of rows costs its share of the
+    whole. The coefficients and the errors are those of :func:`linear_attention_scan`.
 
     Args:
         start, stop (int, optional): the rows asked for, ``0 <= start < stop <= L``; None stands

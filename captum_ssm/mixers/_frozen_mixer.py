@@ -210,23 +210,16 @@ class FrozenMixer:
     def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
         """The channel mean of the gradient at the gated output, ``(B, L)``.
 
-        Args:
-            gradient (Tensor): the gradient at the mixer's output, ``(B, L, E)``. It is multiplied
-                by the output projection's weight, so no hook inside a fused kernel is needed.
+        It is that at the mixer's output, ``(B, L, E)``, times the output projection's weight, so
+        no hook inside a fused kernel is needed.
         """
         return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
 
 
 def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...] | None:
-    """The chosen components, by name.
+    """The chosen components, by name; None for None.
 
-    Args:
-        formulation (str): ``"hidden"`` or ``"unified"``.
-        components (iterable of str, optional): any of :data:`COMPONENTS`, or the name of one;
-            None for each mixer's ``paper_components``.
-
-    Returns:
-        tuple of str, or None for None.
+    The arguments are those of :meth:`FrozenMixer.operator`; the name of one component will do.
 
     Raises:
         ValueError: for an unknown formulation or component, or components without ``"unified"``.

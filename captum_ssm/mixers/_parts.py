@@ -16,16 +16,13 @@ from captum_ssm.operators import DiagonalOperator
 
 
 def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
-    """The factor f with ``act(psi) = f * psi``: for SiLU the sigmoid.
+    """The factor f with ``act(psi) = f * psi``, in the shape of psi: for SiLU the sigmoid.
 
     Near zero, where the quotient is not defined, it is the factor at 1e-4.
 
     Args:
         act (Callable): an activation with ``act(0) = 0``, such as SiLU, GELU or ReLU.
         psi (Tensor): its argument, of any shape.
-
-    Returns:
-        Tensor: of the shape of ``psi``.
 
     Examples::
 
@@ -41,7 +38,7 @@ def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
 
 
 def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) -> Tensor:
-    """The frozen scale of an RMS norm over groups of channels.
+    """The frozen scale of an RMS norm over groups of channels, ``(B, L, D)``.
 
     Args:
         y (Tensor): the norm's input, ``(B, L, D)``.
@@ -49,9 +46,6 @@ def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) ->
             share it.
         eps (float): its epsilon.
         groups (int, optional): number of equal groups of channels. Default: 1
-
-    Returns:
-        Tensor: ``(B, L, D)``.
 
     Examples::
 
@@ -115,15 +109,12 @@ class ShortConv:
 
 
 def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
-    """A module's convolution, as a :class:`ShortConv`.
+    """A module's convolution, in the call's working dtype.
 
     Args:
-        call (MixerCall): the recorded call, which gives the working dtype.
+        call (MixerCall): the recorded call.
         conv (nn.Conv1d): causal and depthwise.
         u (Tensor): its input, ``(B, L, D)``.
-
-    Returns:
-        ShortConv: over the L tokens.
 
     Examples::
 
@@ -138,13 +129,9 @@ def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
 
 
 def masked_tokens(call: MixerCall) -> tuple[Tensor, Tensor | None]:
-    """A mixer's input tokens with padding set to zero, and the padding mask.
+    """The tokens ``(B, L, E)`` of a ``call`` with padding set to zero, and its padding mask.
 
-    Args:
-        call (MixerCall): the recorded call.
-
-    Returns:
-        tuple: ``(B, L, E)``, and the mask ``(B, L)`` or None without a mask.
+    The mask is ``(B, L)``, or None where the mixer was given none.
 
     Examples::
 

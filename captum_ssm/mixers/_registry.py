@@ -87,13 +87,7 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
 
 
 def find_adapter(module: nn.Module) -> Freeze | None:
-    """The registered ``freeze`` for a module's class or its nearest base class.
-
-    Args:
-        module (nn.Module): any module.
-
-    Returns:
-        Callable, or None if no adapter is registered for the module.
+    """The registered ``freeze`` for the class of ``module`` or its nearest base class, if any.
 
     Examples::
 
@@ -112,10 +106,7 @@ def find_adapter(module: nn.Module) -> Freeze | None:
 
 
 def registered() -> list[str]:
-    """The names of the registered mixers.
-
-    Returns:
-        list of str: sorted.
+    """The names of the registered mixers, sorted.
 
     Examples::
 
@@ -126,10 +117,7 @@ def registered() -> list[str]:
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model that have an adapter, except those inside of another such module.
-
-    Args:
-        model (nn.Module): the model.
+    """The modules of ``model`` that have an adapter, except those inside of another such module.
 
     Yields:
         tuple: path and module, in the order of ``named_modules``.

@@ -31,15 +31,9 @@ from captum_ssm.operators import SkipOperator, SumOperator
 
 
 def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
-    """The operator of WKV.
+    """WKV of k ``(B, L, D)``, w > 0 ``(D,)`` and u ``(D,)``.
 
-    Args:
-        key (Tensor): k, ``(B, L, D)``.
-        decay (Tensor): w > 0, ``(D,)``.
-        bonus (Tensor): u, ``(D,)``.
-
-    Returns:
-        SumOperator: the past, a recurrence after a shift by one token, plus the current token.
+    It is the past, a recurrence after a shift by one token, plus the current token.
     """
     L, D = key.shape[1:]
     # The largest exponent in the state after token j, max over i <= j of k_i - (j - i) w.

@@ -104,13 +104,12 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
     if hasattr(module, "mup_vector"):
         projected = projected * call.parameter(module.mup_vector)
     D, H = module.intermediate_size, module.num_heads
-    z, mixed, step = projected.split([D, projected.shape[-1] - D - H, H], -1)
     before: bool | None = None
     if getattr(module, "mamba_rms_norm", True):
         before = getattr(module.norm, "norm_before_gate", False)
     return freeze_scan(
         call,
-        projected=(z, mixed, step),
+        projected=projected.split([D, projected.shape[-1] - D - H, H], -1),
         width=module.head_dim,
         groups=module.n_groups,
         # None in Zamba2 of transformers 4, which has a lower bound only.

@@ -106,14 +106,8 @@ def _diagonal(
 def _direction(call: MixerCall, values: Tensor, suffix: str, rates: str) -> DiagonalOperator:
     module = call.module
     x_proj, dt_proj = getattr(module, f"x_proj{suffix}"), getattr(module, f"dt_proj{suffix}")
-    return _diagonal(
-        call,
-        values,
-        call.weight(x_proj),
-        call.weight(dt_proj),
-        dt_proj.bias,
-        getattr(module, rates),
-    )
+    weights = call.weight(x_proj), call.weight(dt_proj), dt_proj.bias
+    return _diagonal(call, values, *weights, getattr(module, rates))
 
 
 def _projection(call: MixerCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:

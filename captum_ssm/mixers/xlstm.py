@@ -13,6 +13,8 @@ over channels. All channels of a head share one map, so the map can act on the c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,22 +51,16 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
     total_f = log_f.double().cumsum(1)
     peak = ((i - total_f).cummax(1).values.clamp(min=0) + total_f).to(call.dtype)
     before = F.pad(peak, (0, 0, 1, 0))[:, :-1]
-    width = v.shape[-1] // H
     cell = LinearAttentionOperator(
         query=q * q.shape[-1] ** -0.5,
         key=k * torch.exp(i - peak)[..., None],
         log_decay=(log_f + before - peak)[..., None],
-        width=width,
+        width=v.shape[-1] // H,
     )
     ones = torch.ones(x.shape[0], H, x.shape[1], 1, dtype=call.dtype, device=x.device)
     found = cell.matvec_heads(ones)[..., 0].transpose(1, 2)  # q^T n, (B, L, H)
     total = torch.maximum(found.abs(), torch.exp(-peak)) + config.eps
-    recurrence = LinearAttentionOperator(
-        query=cell.query / total[..., None],
-        key=cell.key,
-        log_decay=cell.log_decay,
-        width=width,
-    )
+    recurrence = replace(cell, query=cell.query / total[..., None])
     norm = module.multihead_norm
     heads = v.unflatten(-1, (H, -1))
     values = (heads - heads.mean(-1, keepdim=True)).flatten(2)

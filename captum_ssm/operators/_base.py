@@ -259,6 +259,23 @@ class TokenOperator(ABC):
             yield start, min(self.maps, start + step)
 
 
+class AroundOperator(TokenOperator):
+    # Base of operators around another, with as many channels and maps.
+    inner: TokenOperator
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.inner.sizes
+
+    @property
+    def reference(self) -> Tensor:
+        return self.inner.reference
+
+    @property
+    def is_causal(self) -> bool:
+        return self.inner.is_causal
+
+
 def check_rmatvec(reduction: str | None) -> bool:
     """Whether ``rmatvec`` should return the mean; a ValueError for an unknown reduction."""
     if reduction not in (None, "mean"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from captum_ssm.kernels.convolution import causal_conv_transpose
-from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators._base import AroundOperator, TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
     depthwise_conv,
@@ -143,7 +144,7 @@ class SumOperator(TokenOperator):
 
 
 @dataclass(frozen=True)
-class ScaledOperator(TokenOperator):
+class ScaledOperator(AroundOperator):
     """``diag(left) alpha diag(right)``: one map per channel.
 
     For operators whose coefficients cannot include the factors: the P channels of a head share one
@@ -174,14 +175,6 @@ class ScaledOperator(TokenOperator):
     def sizes(self) -> tuple[int, int, int, int]:
         B, L, D, _ = self.inner.sizes
         return B, L, D, D
-
-    @property
-    def reference(self) -> Tensor:
-        return self.inner.reference
-
-    @property
-    def is_causal(self) -> bool:
-        return self.inner.is_causal
 
     def matvec(self, v: Tensor) -> Tensor:
         y = self.inner.matvec(v if self.right is None else v * self.right)
@@ -242,7 +235,7 @@ class ScaledOperator(TokenOperator):
 
 
 @dataclass(frozen=True)
-class ConvolvedOperator(TokenOperator):
+class ConvolvedOperator(AroundOperator):
     """An operator applied after a depthwise convolution, ``alpha conv``: one map per channel.
 
     Args:
@@ -277,14 +270,6 @@ class ConvolvedOperator(TokenOperator):
                 "expected one map per channel, as a depthwise convolution has. Call "
                 "operator.scaled(None, None) first."
             )
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.inner.sizes
-
-    @property
-    def reference(self) -> Tensor:
-        return self.inner.reference
 
     @property
     def is_causal(self) -> bool:
@@ -330,10 +315,7 @@ def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def sum_of(values: list[Tensor]) -> Tensor:
     """The sum of at least one tensor."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
+    return functools.reduce(torch.add, values)
 
 
 def _scatter(index: Tensor, band: Tensor) -> Tensor:

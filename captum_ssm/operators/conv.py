@@ -9,12 +9,9 @@ from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 
 
 def depthwise_conv(v: Tensor, taps: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """A depthwise convolution of ``v (B, L, D)``, causal or over an image: ``(B, L, D)``.
+    """A depthwise convolution of ``v (B, L, D)``: ``(B, L, D)``.
 
-    Args:
-        v (Tensor): ``(B, L, D)``.
-        taps (Tensor): ``(D, K)``, or ``(D, Kh, Kw)`` for an image.
-        grid (tuple of int, optional): (H, W) with H W = L, for an image. Default: None
+    Causal with ``taps (D, K)``; over an image of ``grid`` (H, W), H W = L, with ``(D, Kh, Kw)``.
     """
     if grid is None:
         return causal_conv(v, taps)

@@ -12,11 +12,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from captum_ssm.operators._base import TokenOperator
+from captum_ssm.operators._base import AroundOperator, TokenOperator
 
 
 @dataclass(frozen=True)
-class PermutedOperator(TokenOperator):
+class PermutedOperator(AroundOperator):
     r"""An operator over the tokens in another order: :math:`P^\top \alpha P`.
 
     Args:
@@ -34,14 +34,6 @@ class PermutedOperator(TokenOperator):
 
     inner: TokenOperator
     order: Tensor
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.inner.sizes
-
-    @property
-    def reference(self) -> Tensor:
-        return self.inner.reference
 
     @property
     def is_causal(self) -> bool:
