@@ -67,8 +67,8 @@ class ResidualStream:
             else:
                 groups.append([layer])
         final, direction = _read_out(frozen)
-        # A mixer that does not read the stream itself (Zamba's shared attention reads it beside
-        # the embeddings) is no stage; what comes of it is local to the tokens.
+        # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
+        # embeddings) is no stage; what comes of it is local to the tokens.
         found = [(group, _stream_before(group[0].call, frozen.others)) for group in groups]
         found = [(group, before) for group, before in found if before.shape == final.shape]
         groups = [group for group, _ in found]

@@ -38,9 +38,10 @@ class LaTIM(TokenAttribution):
       the dot products of the vectors with the unembedding row of the target, carried to the
       input tokens by the ALTI mixing of the layers below, residual stream included, with the
       final norm's denominator frozen. What layers add beyond their mixers (MLPs, the embedding
-      itself) stays with its token; biases of output projections and of the head are nobody's.
+      itself) stays with its token; bias terms of output projections and of the head belong to no
+      token.
 
-    The only step that is not additive is the activation behind the convolution:
+    The only step that is not additive is the activation after the convolution:
     ``activation="silu"`` (the paper's default) applies it to each tap by itself, ``"taylor1"``,
     ``"taylor2"``, ``"relu"`` and ``"identity"`` are the paper's other choices (appendix C; the
     last two for models retrained with them), and ``"gate"`` freezes its factor,
