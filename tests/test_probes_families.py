@@ -349,6 +349,7 @@ def test_options_of_the_architecture(act, monkeypatch):
     assert_same(hidden_attention(model, tokens), truth, None)
 
 
+@pytest.mark.filterwarnings("ignore:.*reads the padding")
 @pytest.mark.parametrize(
     ("length", "side"), [(1, None), (2, None), (19, None), (19, "left"), (19, "right")]
 )
