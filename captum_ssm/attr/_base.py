@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Self
 
 from captum_ssm._captum import Attribution, format_output
@@ -203,12 +203,11 @@ class TokenAttribution(Attribution):
         request: Request,
         position: Any = None,
         *,
-        target: Any = None,
-        query: bool = True,
         gradients: bool = False,
-        also: Callable[[nn.Module], bool] | None = None,
         substitution: Substitution | None = None,
+        **options: Any,
     ) -> FrozenModel:
+        # The options are those of freeze.
         runs = gradients or substitution is not None
         if self._frozen is not None and position is not None and not runs:
             if not request.same_as(self._frozen.request):
@@ -220,12 +219,10 @@ class TokenAttribution(Attribution):
         frozen = freeze(
             request,
             position=position,
-            target=target,
-            query=query,
             gradients=gradients,
-            also=also,
             substitution=substitution,
             check=self.check,
+            **options,
         )
         if frozen.grid is None or self.interpolate_mode is None:
             return frozen

@@ -124,8 +124,8 @@ def described(function: Callable[..., Any]) -> Callable[..., Any]:
         unknown = [name for name in kwargs if name not in SHARED and name not in options]
         if unknown:
             raise TypeError(
-                f"{self.get_name()}.attribute has no option {unknown[0]!r}; expected one of "
-                f"{', '.join(options) or 'none'}. An argument of the model goes into "
+                f"{self.get_name()}.attribute has no option {unknown[0]!r}; expected "
+                f"{', '.join(options) or 'no further options'}. An argument of the model goes into "
                 f"additional_forward_args, such as {{{unknown[0]!r}: ...}}."
             )
         if kwargs.get("return_convergence_delta") and not self.has_convergence_delta():
