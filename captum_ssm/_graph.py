@@ -1,0 +1,210 @@
+"""What lies between two points of an autograd graph: which token reads which, and how strongly.
+
+A point is a tensor of tokens that a run left in its graph. Gradients put in at one point (the
+root) and read at an earlier one (the leaf) say how the root's tokens depend on the leaf's. Where a
+token is not read its gradient is exactly zero, in half precision too; this is what the measurements
+here rest on. Tokens are all axes but that of the channels, flattened: the patches of an image, or
+windows that lie in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A tensor of tokens in an autograd graph. It holds the graph, not the values.
+
+    Args:
+        edge (GradientEdge): where the tensor came from.
+        shape (torch.Size): of the tensor.
+        dtype (torch.dtype): of the tensor.
+        device (torch.device): of the tensor.
+        channels (int, optional): the axis of the channels. Default: -1
+    """
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    channels: int = -1
+
+    @classmethod
+    def of(cls, x: Tensor, channels: int = -1) -> Point:
+        """The point of a tensor that requires a gradient."""
+        return cls(get_gradient_edge(x), x.shape, x.dtype, x.device, channels)
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of tokens in the whole batch."""
+        return self.shape.numel() // self.width
+
+    @property
+    def width(self) -> int:
+        """E, the number of channels."""
+        return self.shape[self.channels]
+
+    def flat(self, x: Tensor) -> Tensor:
+        """A tensor of this shape as ``(T, E)``."""
+        return x.movedim(self.channels, -1).reshape(-1, self.width)
+
+    def unflat(self, x: Tensor) -> Tensor:
+        """``x (T, E)`` in this point's shape."""
+        moved = list(self.shape)
+        moved.append(moved.pop(self.channels))
+        return x.reshape(moved).movedim(-1, self.channels)
+
+    def noise(self, generator: torch.Generator) -> Tensor:
+        """Normal numbers ``(T, E)``, the same on every device."""
+        x = torch.randn(self.tokens, self.width, generator=generator)
+        return x.to(self.device, self.dtype)
+
+
+def gradients(
+    roots: Sequence[Point], seeds: Sequence[Tensor], leaves: Sequence[Point]
+) -> list[Tensor | None]:
+    """The gradients at ``leaves``, ``(T, E)`` each, of ``seeds (T, E)`` put in at ``roots``.
+
+    None for a leaf that no root depends on. The graph is kept.
+    """
+    found = torch.autograd.grad(
+        [root.edge for root in roots],
+        [leaf.edge for leaf in leaves],
+        [root.unflat(seed) for root, seed in zip(roots, seeds, strict=True)],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return [None if g is None else leaf.flat(g) for leaf, g in zip(leaves, found, strict=True)]
+
+
+def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:
+    """The leaves that each root depends on, read off the graph without a backward pass.
+
+    Leaves before another leaf count too. A root that is None depends on nothing.
+    """
+    bits = {leaf.edge.node: 1 << i for i, leaf in enumerate(leaves)}
+    known: dict[Node, int] = {}
+    for root in roots:
+        stack = [] if root is None else [root.edge.node]
+        while stack:
+            node = stack[-1]
+            before = [n for n, _ in node.next_functions if n is not None]
+            unknown = [n for n in before if n not in known]
+            if node in known or not unknown:
+                stack.pop()
+            stack.extend(unknown if node not in known else ())
+            if node not in known and not unknown:
+                found = bits.get(node, 0)
+                for n in before:
+                    found |= known[n]
+                known[node] = found
+    found_bits = [0 if root is None else known[root.edge.node] for root in roots]
+    return [frozenset(i for i in range(len(leaves)) if bit >> i & 1) for bit in found_bits]
+
+
+def readers(
+    root: Point, leaf: Point, channels: Tensor | None = None, seed: int = 0
+) -> Tensor | None:
+    """The token of ``root`` that reads each token of ``leaf``, ``(T,)`` int64; -1 for none.
+
+    None where several root tokens read one leaf token. Two backward passes: seeded with random
+    vectors :math:`r_t`, then with :math:`c_t r_t` for known numbers :math:`c_t`, the gradient at a
+    token that only root token t reads is multiplied by exactly :math:`c_t`. Where several read it,
+    the two gradients are not parallel. In half precision, where the factors are too coarse, it is
+    :func:`readers_by_bits`.
+
+    Args:
+        root (Point): where gradients are put in.
+        leaf (Point): where they are read.
+        channels (Tensor, optional): the channels of the root to look at. Default: None
+        seed (int, optional): of the random vectors. Default: 0
+    """
+    if min(torch.finfo(p.dtype).bits for p in (root, leaf)) < 32:
+        return readers_by_bits(root, leaf, channels, seed=seed)
+    T = root.tokens
+    codes = (1 + torch.arange(T, device=root.device) / T).to(root.dtype)[:, None]
+    r = _noise_in(root, channels, seed)
+    ((first,), (second,)) = (gradients([root], [s], [leaf]) for s in (r, r * codes))
+    if first is None or second is None:
+        return torch.full((leaf.tokens,), -1, device=leaf.device)
+    a, b = first.double(), second.double()
+    size = a.square().sum(-1)
+    ratio = (a * b).sum(-1) / size.clamp(min=1e-300)
+    rest = (b - ratio[:, None] * a).norm(dim=-1) / size.sqrt().clamp(min=1e-150)
+    found = (ratio - 1) * T
+    unclear = ((found - found.round()).abs() > 0.25) | (rest > 0.05 / T)
+    if bool(unclear[size > 0].any()):
+        return None
+    return torch.where(size > 0, found.round().long(), -1)
+
+
+def readers_by_bits(
+    root: Point,
+    leaf: Point,
+    channels: Tensor | None = None,
+    *,
+    by_channel: bool = False,
+    seed: int = 0,
+) -> Tensor | None:
+    """:func:`readers` from exact zeros alone, in 2 log2(T) passes: for half precision.
+
+    With ``by_channel`` each channel of the leaf is looked at by itself, ``(T, E)``.
+    """
+    r = _noise_in(root, channels, seed)
+    place = torch.arange(root.tokens, device=root.device)
+    found: Tensor | None = None
+    for bit in range(max(1, (root.tokens - 1).bit_length())):
+        hits = []
+        for value in (0, 1):
+            chosen = ((place >> bit) & 1) == value
+            (g,) = gradients([root], [r * chosen[:, None]], [leaf])
+            if g is None:
+                return torch.full((leaf.tokens,), -1, device=leaf.device)
+            hits.append(g != 0 if by_channel else (g != 0).any(-1))
+        if bool((hits[0] & hits[1]).any()):
+            return None
+        if found is None:
+            found = torch.where(hits[0] | hits[1], 0, -1)
+        found = torch.where(hits[1], found | (1 << bit), found)
+    return found
+
+
+def transport(root: Point, leaf: Point, probes: int = 8, seed: int = 0) -> Tensor:
+    r"""How strongly each token of ``root`` reads each token of ``leaf``: ``(T_root, T_leaf)``.
+
+    The squared Frobenius norm of each block of the Jacobian, rows adding up to one (zero where
+    nothing is read). It is this library's choice for what no mixer's map describes, such as the
+    merging of patches. The norms are estimated from random vectors; zeros are exact.
+
+    Args:
+        root (Point): the reading tokens.
+        leaf (Point): the tokens that are read.
+        probes (int, optional): backward passes per root token. Default: 8
+        seed (int, optional): of the random vectors. Default: 0
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(root.tokens, leaf.tokens, dtype=torch.float64, device=leaf.device)
+    for _ in range(probes):
+        r = root.noise(generator)
+        for t in range(root.tokens):
+            one = torch.zeros_like(r)
+            one[t] = r[t]
+            (g,) = gradients([root], [one], [leaf])
+            if g is not None:
+                total[t] += g.double().square().sum(-1)
+    return total / total.sum(-1, keepdim=True).clamp(min=1e-300)
+
+
+def _noise_in(root: Point, channels: Tensor | None, seed: int) -> Tensor:
+    r = root.noise(torch.Generator().manual_seed(seed))
+    if channels is None:
+        return r
+    kept = torch.zeros_like(r)
+    kept[:, channels] = r[:, channels]
+    return kept
