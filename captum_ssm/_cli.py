@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.request import check_inputs
-from captum_ssm._capture.target import extract_logits
 from captum_ssm._errors import InputError
 from captum_ssm._supported import first_line, report
 from captum_ssm._vocabulary import require_known, unknown_in_prompt

@@ -65,6 +65,11 @@ class Point:
         x = torch.randn(self.tokens, self.width, generator=generator)
         return x.to(self.device, self.dtype)
 
+    def outer(self, generator: torch.Generator) -> Tensor:
+        """Normal numbers ``(T, E)`` of rank one, which cost less to make."""
+        rows = torch.randn(self.tokens, 1, generator=generator)
+        return (rows * torch.randn(self.width, generator=generator)).to(self.device, self.dtype)
+
 
 def gradients(
     roots: Sequence[Point], seeds: Sequence[Tensor], leaves: Sequence[Point]
@@ -189,16 +194,31 @@ def transport(root: Point, leaf: Point, probes: int = 8, seed: int = 0) -> Tenso
         seed (int, optional): of the random vectors. Default: 0
     """
     generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros(root.tokens, leaf.tokens, dtype=torch.float64, device=leaf.device)
+    T, chunk = root.tokens, 32
+    total = torch.zeros(T, leaf.tokens, dtype=torch.float64, device=leaf.device)
     for _ in range(probes):
         r = root.noise(generator)
-        for t in range(root.tokens):
-            one = torch.zeros_like(r)
-            one[t] = r[t]
-            (g,) = gradients([root], [one], [leaf])
-            if g is not None:
-                total[t] += g.double().square().sum(-1)
+        for first in range(0, T, chunk):
+            at = torch.arange(first, min(T, first + chunk), device=root.device)
+            seeds = r.new_zeros(len(at), T, root.width)
+            seeds[torch.arange(len(at)), at] = r[at]
+            total[at] += _pulled(root, seeds, leaf)
     return total / total.sum(-1, keepdim=True).clamp(min=1e-300)
+
+
+def _pulled(root: Point, seeds: Tensor, leaf: Point) -> Tensor:
+    # The squared norm at each token of the leaf, (n, T_leaf), for each of n seeds.
+    batch = torch.stack([root.unflat(seed) for seed in seeds])
+    try:
+        (found,) = torch.autograd.grad(
+            root.edge, leaf.edge, batch, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+    except RuntimeError:  # a node of the graph that cannot be batched
+        rows = [gradients([root], [seed], [leaf])[0] for seed in seeds]
+        found = torch.stack([leaf.unflat(row) for row in rows if row is not None])
+    if found is None or len(found) == 0:
+        return seeds.new_zeros(len(seeds), leaf.tokens, dtype=torch.float64)
+    return torch.stack([leaf.flat(one).double().square().sum(-1) for one in found])
 
 
 def _noise_in(root: Point, channels: Tensor | None, seed: int) -> Tensor:

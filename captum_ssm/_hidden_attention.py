@@ -90,7 +90,7 @@ def hidden_attention(
             if rows is None:
                 maps[layer.name] = frozen.mask_matrix(operator.matrix(reduction))
             else:
-                index = frozen.row_index(rows)
+                index = frozen.row_index(rows, layer.shape)
                 found = operator.rows(index, reduction)
                 maps[layer.name] = _mask_rows(found, index, frozen)
     return maps
@@ -118,7 +118,7 @@ def _require_memory(
 
 
 def _mask_rows(found: Tensor, index: Tensor, frozen: FrozenModel) -> Tensor:
-    if frozen.mask is None:
+    if frozen.mask is None or frozen.mask.shape[1] != found.shape[-1]:
         return found
     masks = frozen.mask.gather(1, index)[..., None] * frozen.mask[:, None, :]  # (B, R, L)
     return found * (masks if found.dim() == 3 else masks[:, None])

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from captum_ssm._capture import Request, exact_arithmetic, freeze
 from captum_ssm._capture.checking import reconstruction_error, tolerance_of
+from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.recording import record
-from captum_ssm._capture.target import extract_logits
 from captum_ssm._cost import Costs
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._hidden_attention import hidden_attention

@@ -150,9 +150,9 @@ CASES = {
         InputError, ["(2, 7)", "(2, 6)"], wrap=lambda m: (lambda t: m(t[:, 1:]), m)
     ),
     "a callable that generates": Case(
-        InputError,
-        methods=[*MAPS, LaTIM],  # MambaLRP meets the filled cache first
-        says=["different numbers of tokens", "(2, 1)", "(2, 7)"],
+        UnsupportedModelError,
+        methods=[RawAttention, MambaRollout],  # the others meet its no_grad() first
+        says=["runs the model once", "(2, 1)", "(2, 7)"],
         wrap=lambda m: (lambda t: m.generate(t, max_new_tokens=2, do_sample=False), m),
     ),
     "a callable that returns no tensor": Case(
@@ -179,6 +179,7 @@ CASES = {
         ["position="],
         model=lambda: Classifier("last"),
         wrap=lambda m: (lambda t: m(t).detach(), m),
+        methods=[RawAttention, MambaRollout],
     ),
     "NaN in a mixer's weights": Case(
         InputError,

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
+from captum_ssm._capture.wiring import sequence
 from captum_ssm.attr._maps import MapOptions, raw_row, rollout_row
 from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import find_mixers
@@ -419,11 +421,17 @@ def test_rows_whose_entries_cancel_are_not_divided():
         def rmatvec(self, w: Tensor) -> Tensor:
             return torch.einsum("bi,bij->bj", w, self.values)
 
-    layers, query = [Cancelling()] * 2, torch.tensor([[0.0, 0.0, 1.0]])
-    assert rollout_row(layers, query).isfinite().all()
-    assert raw_row(layers, query).isfinite().all()
+    def stages(count: int) -> SimpleNamespace:
+        query, wiring = [torch.tensor([[0.0, 0.0, 1.0]])], sequence(count, 3)
+        frozen = SimpleNamespace(require_query=lambda: query)
+        return SimpleNamespace(
+            frozen=frozen, wiring=wiring, at=lambda _: Cancelling(), stages=range(count)
+        )
+
+    assert rollout_row(stages(2)).isfinite().all()
+    assert raw_row(stages(2)).isfinite().all()
     # Row 0 of I + M holds nothing after the division, row 2 a quarter of each of its entries.
-    once = rollout_row(layers[:1], query)
+    once = rollout_row(stages(1))
     torch.testing.assert_close(once, torch.tensor([[0.25, 0.25, 0.5]]))
 
 

@@ -83,7 +83,10 @@ def test_one_import_brings_every_module_and_nothing_heavy():
 ORDER = (
     *("_errors", "_integers", "_nested", "_progress", "_memory", "_devices", "_captum"),
     *("_vocabulary", "_graph", "kernels", "operators", "_grid", "models", "mixers"),
-    *(f"_capture.{name}" for name in ("model", "request", "recording", "remote", "target")),
+    *(
+        f"_capture.{name}"
+        for name in ("model", "request", "wiring", "recording", "remote", "target")
+    ),
     *("_capture.checking", "_capture.frozen", "_capture"),
     *("attr", "_hidden_attention", "generation", "metrics", "visualization"),
 )

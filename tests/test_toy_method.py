@@ -49,7 +49,8 @@ def distance_decay():
             if not 0 < falloff < 1:
                 raise ValueError(f"falloff is {falloff}; expected a number in (0, 1).")
             frozen = self._run(self._request(inputs, additional_forward_args), position)
-            query = frozen.require_query().argmax(1)[:, None]
+            (query,) = frozen.require_query()
+            query = query.argmax(1)[:, None]
             distance = query - torch.arange(frozen.shape[1])
             decay = falloff ** distance.clamp(min=0)
             if shape == "step":

@@ -352,7 +352,8 @@ def explicit(model, x, target, formulation) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(model(x)[:, target].sum(), seen)
     for hook in hooks:
         hook.remove()
-    query = freeze(Request.of(model, None, x)).require_query()[:, None]
+    (query,) = freeze(Request.of(model, None, x)).require_query()
+    query = query[:, None]
     eye = torch.eye(query.shape[-1], dtype=torch.float64)
     rollout = attribution = eye
     for alpha, gradient in zip(maps.values(), gradients, strict=True):
@@ -433,7 +434,7 @@ def test_relevance_of_patches_on_pixels(method, cls):
 @pytest.mark.parametrize("pool", ["mean", "last"])
 def test_the_readout_is_found(cls, pool):
     model, x = small(cls=cls, pool=pool), images()
-    query = freeze(Request.of(model, None, x)).require_query()
+    (query,) = freeze(Request.of(model, None, x)).require_query()
     expected = torch.zeros(16 + (cls == "ends") - (cls is None), dtype=torch.float64)
     places = model.cls_tokens() or ([14] if pool == "last" else list(range(15)))
     expected[places] = 1 / len(places)

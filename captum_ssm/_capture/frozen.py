@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,19 @@ from captum_ssm._capture.checking import check_reconstruction, warn_if_padding_i
 from captum_ssm._capture.recording import Recording, check_finite, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
-from captum_ssm._capture.target import one_query, probe_readout, query_weights, read_score
+from captum_ssm._capture.target import asked_position, one_query, query_weights, read_score
+from captum_ssm._capture.wiring import Wiring, sequence
 from captum_ssm._devices import moved, weights_loaded
+from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._reordered import ReorderedMixer, in_order
 from captum_ssm.operators import DiagonalOperator
+
+# A run without gradients measures the wiring on so many tokens at most.
+SHORT = 256
 
 
 @dataclass(frozen=True)
@@ -34,17 +41,18 @@ class Made:
 
 @dataclass
 class FrozenLayer:
-    """One visited mixer: its recorded call and its frozen form.
+    """One visited mixer: its recorded call and its frozen form, in the model's order of tokens.
 
     Args:
         name (str): the module's path; a module's later visits carry ``":1"``, ``":2"``, ...
         call (MixerCall): what was recorded, on the device of the first mixer.
-        stage (int): its step through the residual stream; mixers that a block runs side by
-            side, on the same tokens, share one.
+        stage (int): its step through the model; mixers that run side by side share one.
         source (MixerCall): what was recorded, on the device of its own weights.
         made (Made, optional): what was frozen while the model ran.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
         check (bool): compare the frozen mixer with what the mixer returned.
+        order (Tensor, optional): ``(W, l)``: token t of window w of the mixer's sequences is this
+            one of the model's. Default: None, the same
     """
 
     name: str
@@ -54,6 +62,7 @@ class FrozenLayer:
     made: Made | None = field(repr=False)
     mask: Tensor | None = field(repr=False)
     check: bool = field(repr=False)
+    order: Tensor | None = field(default=None, repr=False)
     is_new: bool = field(default=True, init=False, repr=False)
 
     @property
@@ -70,8 +79,15 @@ class FrozenLayer:
             if self.is_new:
                 warn_if_padding_is_read(self.name, self.source, mixer, self.mask)
             self.is_new = False
+            if self.order is not None:
+                mixer = ReorderedMixer.of(mixer, self.order)
         device = self.call.output.device
         return mixer if self.source.output.device == device else moved(mixer, device)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, L), the tokens it works on."""
+        return self.call.output.shape[0], self.call.output.shape[1]
 
     def _read(self) -> FrozenMixer:
         adapter, call = find_adapter(self.source.module), self.source
@@ -92,8 +108,10 @@ class FrozenModel:
         layers (list of FrozenLayer): its mixers, in forward order.
         shape (tuple of int): (B, L).
         mask (Tensor, optional): ``(B, L)``, 1 for tokens and 0 for padding. Default: None
-        query (Tensor, optional): ``(B, L)``, weights of the tokens whose rows are explained:
-            one token, or an even share of each where the model pools by mean. Default: None
+        wiring (Wiring): how the layers hang together.
+        query (list of Tensor, optional): ``(B, L)`` for each stage that the output reads, weights
+            of the tokens whose rows are explained: one token, or an even share of each where the
+            model pools by mean. Default: None
         score (Tensor, optional): ``(B,)``, the explained score, where gradients were asked.
             Default: None
         others (list of MixerCall, optional): calls outside the mixers, where asked for.
@@ -105,16 +123,57 @@ class FrozenModel:
     request: Request
     layers: list[FrozenLayer]
     shape: tuple[int, int]
+    wiring: Wiring
     mask: Tensor | None = None
-    query: Tensor | None = None
+    query: list[Tensor] | None = None
     score: Tensor | None = None
     others: Sequence[MixerCall] = ()
     grid: TokenGrid | None = None
 
-    def require_query(self) -> Tensor:
-        """The query's weights, ``(B, L)``, of a model frozen with one."""
+    @property
+    def input_shape(self) -> tuple[int, int]:
+        """(B, L), the tokens of the input: those that the first stage's are made of."""
+        B, tokens = self.shape[0], self.wiring.stages[0].tokens
+        for _, link in self.wiring.stages[0].reads:
+            tokens = link.earlier(tokens)
+        return B, tokens
+
+    def mask_of(self, layer: FrozenLayer) -> Tensor | None:
+        """The padding mask of a layer's tokens, if they are the input's."""
+        return self.mask if self.mask is None or self.mask.shape == layer.shape else None
+
+    def require_query(self) -> list[Tensor]:
+        """The query's weights, ``(B, L)`` for each stage that the output reads."""
         assert self.query is not None
         return self.query
+
+    def require_wiring(self) -> Wiring:
+        """How the layers hang together, for a method that goes through them.
+
+        Raises:
+            UnsupportedModelError: where tokens are mixed between them in a way that no map shows.
+        """
+        if self.wiring.refused is not None:
+            raise UnsupportedModelError(self.wiring.refused)
+        if self.wiring.exchanged:
+            warnings.warn(
+                f"between mixers tokens read up to {self.wiring.exchanged:.1%} from one another by "
+                "something that is no mixer (a token shift, a convolution, a gate for all tokens), "
+                "which the maps do not show. MambaLRP accounts for it.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self.wiring
+
+    def require_chain(self, what: str) -> None:
+        """Raise unless all layers work on the same tokens, one after the other."""
+        self.require_wiring()
+        if not self.wiring.is_chain:
+            raise UnsupportedModelError(
+                f"{what} follows one residual stream through all layers, and those of this model "
+                "work on different tokens, or on branches; explain one layer at a time (layer=), "
+                "or use another method."
+            )
 
     def require_score(self) -> Tensor:
         """The explained score, ``(B,)``, of a model frozen with gradients."""
@@ -126,11 +185,16 @@ class FrozenModel:
         mask = None if self.mask is None else self.mask != 0
         call = self.layers[0].call
         query = one_query(position, self.shape, mask, call.output.device)
-        return replace(self, query=query.to(call.dtype))
+        return replace(self, query=_at_stages(query.to(call.dtype), self.wiring))
 
-    def row_index(self, rows: int | Sequence[int] | Tensor) -> Tensor:
-        """Asked rows, an int, ``(R,)`` or ``(B, R)``, as positions ``(B, R)`` from the start."""
-        B, L = self.shape
+    def row_index(
+        self, rows: int | Sequence[int] | Tensor, shape: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Asked rows, an int, ``(R,)`` or ``(B, R)``, as positions ``(B, R)`` from the start.
+
+        ``shape`` is that of a layer; None for the model's.
+        """
+        B, L = self.shape if shape is None else shape
         index = as_integers(rows, self.layers[0].call.output.device)
         if index is None or index.dim() > 2:
             raise TypeError(f"rows is {rows!r}; expected an int, (R,) or (B, R) integers.")
@@ -147,7 +211,7 @@ class FrozenModel:
 
     def from_layer(self, start: int) -> list[FrozenLayer]:
         """The layers from stage ``start`` (negative from the end) on."""
-        count, index = self.layers[-1].stage + 1, as_index(start)
+        count, index = len(self.wiring.stages), as_index(start)
         if index is None or not -count <= index < count:
             raise ValueError(
                 f"start_layer is {start!r}; this model has {count} layers of mixers: expected "
@@ -157,9 +221,9 @@ class FrozenModel:
 
     def mask_matrix(self, matrix: Tensor) -> Tensor:
         """``matrix (B, ..., L, L)`` with the rows and columns of padding set to zero."""
-        if self.mask is None:
+        if self.mask is None or matrix.shape[-2:] != (self.mask.shape[1],) * 2:
             return matrix
-        mask = self.mask.reshape(self.shape[0], *[1] * (matrix.dim() - 3), self.shape[1])
+        mask = self.mask.reshape(self.shape[0], *[1] * (matrix.dim() - 3), self.mask.shape[1])
         return matrix * mask[..., None] * mask[..., None, :]
 
     def select(self, layers: int | str | Sequence[int | str] | None) -> list[FrozenLayer]:
@@ -259,6 +323,7 @@ def freeze(
     also: Callable[[nn.Module], bool] | None = None,
     substitution: Substitution | None = None,
     check: bool = True,
+    wiring: bool = True,
 ) -> FrozenModel:
     """Run a request once and freeze every mixer it visits.
 
@@ -276,34 +341,44 @@ def freeze(
             graph, and no gradient is taken. Default: None
         check (bool, optional): raise where a frozen mixer does not reproduce its output.
             Default: True
+        wiring (bool, optional): measure what lies between the mixers. Default: True
     """
     own_graph = substitution is not None
     if substitution is None and gradients:
         substitution = Substitution()
-    recording = _recorded(request, gradients or own_graph, also, substitution)
+    recording = _recorded(request, gradients or own_graph, also, substitution, wiring)
     mask = recording.mask
     recording.check_finite()
+    found = recording.wiring
+    by_ids = not request.inputs.is_floating_point()
+    if found is None:
+        found = sequence(len(recording.calls), recording.shape[1])
+    if (by_ids and not wiring) or not found.stages[0].reads:
+        _check_tokens(request.inputs, found.stages[0].tokens)
 
-    weights = score = None
+    weights: list[Tensor] | None = None
+    score = None
     if gradients or own_graph:
-        weights, score = read_score(recording, target, position)
+        score = read_score(recording, target, position)
         if not own_graph:
             with torch.inference_mode(False), torch.enable_grad():
                 recording = recording.with_gradients(score)
             score = score.detach()
         recording = detached(recording)
-    elif query:
-        weights = query_weights(recording, position)
-        if weights is None:
-            weights = _found_readout(request)
+    if query:
+        if found.refused is not None:
+            raise UnsupportedModelError(found.refused)
+        asked = asked_position(recording, target, position) if score is not None else position
+        weights = query_weights(recording, found, asked)
     device, dtype = recording.device, recording.calls[0].dtype
     made = substitution.made if substitution is not None and not request.remote else []
     return FrozenModel(
         request,
-        _frozen_layers(recording, made, check),
+        _frozen_layers(recording, found, made, check),
         recording.shape,
+        found,
         None if mask is None else mask.to(dtype),
-        None if weights is None else weights.to(device, dtype),
+        None if weights is None else [w.to(device, dtype) for w in weights],
         score,
         [_brought(call, device) for call in recording.others],
         find_token_grid(request.module, recording.arguments, request.inputs, recording.shape[1]),
@@ -331,55 +406,63 @@ def _recorded(
     gradients: bool,
     also: Callable[[nn.Module], bool] | None,
     substitution: Substitution | None,
+    wiring: bool,
 ) -> Recording:
     if request.remote:
         return record_remotely(request, gradients=gradients, also=also)
-    return record(request, gradients=gradients, also=also, substitute=substitution)
+    options: dict[str, Any] = {"gradients": gradients, "also": also, "substitute": substitution}
+    short = None if gradients or not wiring else request.shortened(SHORT)
+    if short is None:
+        return record(request, **options, wiring=wiring)
+    recording = record(request, **options)
+    try:
+        found = record(short, wiring=True).wiring
+    except Exception:  # a model, or an argument, that cannot be shortened
+        found = None
+    if found is None or not found.is_simple or len(found.orders) != len(recording.calls):
+        return record(request, **options, wiring=True)
+    return replace(recording, wiring=found.lengthened(recording.shape[1]))
 
 
-def _found_readout(request: Request) -> Tensor:
-    if request.remote:
-        raise ValueError(
-            f"remote is {request.remote!r}, and the model pools its tokens; the token that it "
-            "reads its output from is found only by a run here: pass position="
+def _check_tokens(inputs: Tensor, tokens: int) -> None:
+    # Where nothing was measured between the input and the first mixer.
+    if inputs.dim() < 4 and inputs.shape[1] != tokens:
+        raise InputError(
+            f"inputs has shape {tuple(inputs.shape)}, but the mixers saw (batch, tokens) = "
+            f"{(inputs.shape[0], tokens)}; forward_func has to pass each input token to the model "
+            "as one token."
         )
-    with torch.inference_mode(False), torch.enable_grad():
-        return probe_readout(record(request, gradients=True))
+
+
+def _at_stages(query: Tensor, wiring: Wiring) -> list[Tensor]:
+    # Weights of the output's tokens as those of the stages that it reads.
+    return [link.rmatvec(query) for _, link in wiring.output]
 
 
 def _frozen_layers(
-    recording: Recording, made: Sequence[Made | None], check: bool
+    recording: Recording, wiring: Wiring, made: Sequence[Made | None], check: bool
 ) -> list[FrozenLayer]:
     layers: list[FrozenLayer] = []
     visits: dict[str, int] = {}
+    mask = recording.mask
     for i, call in enumerate(recording.calls):
         seen = visits.get(call.path, 0)
         visits[call.path] = seen + 1
         name = f"{call.path}:{seen}" if seen else call.path
-        stage, here = 0, _brought(call, recording.device)
-        if layers:
-            parallel = _side_by_side(layers[-1].call, here)
-            stage = layers[-1].stage + (0 if parallel else 1)
         known = made[i] if i < len(made) else None
+        order = wiring.orders[i]
+        own = (
+            mask
+            if order is None and mask is not None and mask.shape == call.output.shape[:2]
+            else None
+        )
         if known is not None and check:
-            check_reconstruction(name, call, known.output, recording.mask, known.rounding)
-        layers.append(FrozenLayer(name, here, stage, call, known, recording.mask, check))
+            check_reconstruction(name, call, known.output, own, known.rounding)
+        here = _brought(in_order(call, order, recording.inputs.shape[0]), recording.device)
+        stage = wiring.stage_of[i]
+        layers.append(FrozenLayer(name, here, stage, call, known, own, check, order))
     return layers
 
 
 def _brought(call: MixerCall, device: torch.device) -> MixerCall:
     return call if call.output.device == device else moved(call, device)
-
-
-def _side_by_side(first: MixerCall, second: MixerCall) -> bool:
-    # Two mixers of one block that were given the same tokens, times one number, run side by side
-    # (Falcon-H1). One after the other, the second is given what the first added to, however small.
-    parents = [call.path.rpartition(".")[0] for call in (first, second)]
-    if parents[0] != parents[1] or first.path == second.path:
-        return False
-    rounding = 2 * torch.finfo(first.output.dtype).eps
-    x, y = first.tokens().double(), second.tokens().double()
-    if x.shape != y.shape or not bool((x != 0).any()):
-        return False
-    scaled = x * ((x * y).sum() / x.square().sum())
-    return bool(((y - scaled).abs() <= rounding * scaled.abs()).all())

@@ -6,7 +6,8 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
@@ -81,3 +82,21 @@ def input_embeddings(model: nn.Module) -> Any:
         return find() if callable(find) else None
     except (AttributeError, NotImplementedError):
         return None
+
+
+def extract_logits(output: Any) -> Tensor:
+    """The tensor a model returns: itself, ``.logits``, or the first tensor it holds."""
+    if torch.is_tensor(output):
+        return output
+    logits = getattr(output, "logits", None)
+    if torch.is_tensor(logits):
+        return logits
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, (dict, tuple, list)):
+        for value in values:
+            if torch.is_tensor(value):
+                return value
+    raise TypeError(
+        f"forward_func returned a {type(output).__name__}; expected a tensor, a ModelOutput with "
+        "logits, or a tuple whose first tensor is explained."
+    )

@@ -12,18 +12,21 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from captum_ssm._capture.model import is_wrapped, unwrap
+from captum_ssm._capture.model import extract_logits, is_wrapped, unwrap
 from captum_ssm._capture.request import Request
+from captum_ssm._capture.wiring import Cuts, Wiring, measure
 from captum_ssm._errors import InputError, UnsupportedModelError
-from captum_ssm._nested import detached
+from captum_ssm._grid import find_token_grid
+from captum_ssm._nested import detached, tensors_in
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 from captum_ssm.mixers._call import bound_arguments
 
@@ -47,6 +50,8 @@ class Recording:
             order, where they were asked for.
         arguments (dict): the arguments the model's own ``forward`` was called with, by name
             (empty where ``forward_func`` runs only a part of the model).
+        wiring (Wiring, optional): what lies between the mixers, where it was measured.
+            Default: None
     """
 
     inputs: Tensor
@@ -54,28 +59,13 @@ class Recording:
     calls: list[MixerCall]
     others: list[MixerCall]
     arguments: dict[str, Any]
+    wiring: Wiring | None = None
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, int]:
-        """(B, L), the tokens that all mixers work on.
-
-        Raises:
-            InputError: for mixers that work on different tokens, or on others than the inputs.
-        """
-        shapes = {tuple(call.output.shape[:2]) for call in self.calls}
-        if len(shapes) > 1:
-            raise InputError(
-                f"the model's mixers work on different numbers of tokens, {sorted(shapes)}; a map "
-                "from input tokens to one query needs them to share one sequence."
-            )
-        B, L = shapes.pop()
-        given = self.inputs.shape
-        if given[0] != B or (len(given) < 4 and given[1] != L):
-            raise InputError(
-                f"inputs has shape {tuple(given)}, but the mixers saw (batch, tokens) = {(B, L)}; "
-                "forward_func has to pass each input token to the model as one token."
-            )
-        return B, L
+        """(B, L), the tokens that the last mixer works on."""
+        B = self.inputs.shape[0]
+        return B, self.calls[-1].output.shape[:-1].numel() // B
 
     @cached_property
     def mask(self) -> Tensor | None:
@@ -84,7 +74,7 @@ class Recording:
         Raises:
             InputError: for a mask of other values than 0 and 1, or an example of padding only.
         """
-        B, L = self.shape
+        B, L = self.inputs.shape[:2] if self.inputs.dim() < 4 else self.shape
         mask = self.arguments.get("attention_mask")
         if not torch.is_tensor(mask):
             masks = (call.token_mask() for call in self.calls)
@@ -177,6 +167,7 @@ def record(
     gradients: bool = False,
     also: Callable[[nn.Module], bool] | None = None,
     substitute: Callable[[MixerCall], Any] | None = None,
+    wiring: bool = False,
 ) -> Recording:
     """Run a request here, with every known mixer of its model recorded at each of its calls.
 
@@ -189,10 +180,11 @@ def record(
         substitute (Callable, optional): takes each recorded call, its tensors alive in the graph,
             and returns what the model goes on with in place of the call's result.
             Default: None
+        wiring (bool, optional): measure what lies between the mixers. Default: False
 
     Raises:
-        UnsupportedModelError: the model holds no mixer that the registry knows, or the run
-            reached none.
+        UnsupportedModelError: the model holds no mixer that the registry knows, the run reached
+            none, or tokens are mixed between the mixers.
     """
     if gradients and any(p.is_inference() for p in request.module.parameters()):
         raise ValueError(
@@ -200,26 +192,96 @@ def record(
             "torch.inference_mode(), so no gradient can be taken through it; create or load the "
             "model outside of it."
         )
-    grad_mode = torch.enable_grad if gradients else torch.no_grad
+
+    if not wiring:
+        return _record_once(request, gradients, also, substitute, None)
+
+    def once(cuts: Cuts) -> Recording:
+        try:
+            return _record_once(request, gradients, also, substitute, cuts)
+        finally:
+            cuts.forget()
+
+    # The run may hide from autograd what lies between the mixers, or change in place what that
+    # needs. Then it is run once more, in a way that bears with it.
+    try:
+        recording = once(Cuts(whole=gradients))
+        if recording.wiring is not None or gradients:
+            return recording
+        with _GradientsStayOn():
+            recording = once(Cuts(whole=False))
+    except RuntimeError as error:
+        if gradients or "inplace operation" not in str(error):
+            raise
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            recording = once(Cuts(whole=False))
+    if recording.wiring is None:
+        raise UnsupportedModelError(
+            "what lies between the mixers is hidden from autograd (by detach(), by checkpointing, "
+            "or by another library), so that it cannot be checked that every token stays in its "
+            "place there; expected a forward_func whose mixers are connected by differentiable "
+            "operations."
+        )
+    return recording
+
+
+def _record_once(
+    request: Request,
+    gradients: bool,
+    also: Callable[[nn.Module], bool] | None,
+    substitute: Callable[[MixerCall], Any] | None,
+    cuts: Cuts | None,
+) -> Recording:
+    grad_mode = torch.no_grad if cuts is None and not gradients else torch.enable_grad
     with (
         ONE_RUN,
         _without_compiler(),
         torch.inference_mode(False),
         grad_mode(),
         instrumented(request.model) as root,
+        nullcontext() if gradients or cuts is None else _constant_weights(request.module),
     ):
-        mixers, others = find_envoys(root, also)
+        by_ids = not request.inputs.is_floating_point()
+        if cuts is not None and by_ids:
+            mixers, others = find_envoys(root, lambda m: _is_table(m) or bool(also and also(m)))
+        else:
+            mixers, others = find_envoys(root, also)
+        inside = set(mixers)
 
-        def put(envoy: Envoy, inputs: Any, value: Any) -> Any:
+        def enter(envoy: Envoy, inputs: Any) -> Any:
+            if cuts is None or envoy not in inside:
+                return inputs
+            args, kwargs = inputs
+            tokens = MixerCall(envoy.path, envoy._module, args, kwargs, None).given_tokens()
+            given = cuts.enter(tokens)
+
+            def one(value: Any) -> Any:
+                if value is tokens:
+                    return given
+                return value if gradients or not torch.is_tensor(value) else value.detach()
+
+            return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
+
+        def put(envoy: Envoy, inputs: Any, value: Any) -> tuple[Any, Any]:
+            args, kwargs = inputs
             if substitute is not None:
-                args, kwargs = inputs
                 value = substitute(MixerCall(envoy.path, envoy._module, args, kwargs, value))
             if gradients and not _first(value).requires_grad:
                 # A frozen model fed with ids has no graph: it starts here.
-                return _as_leaf(value)
-            return value
+                value = _with_first(value, _first(value).detach().clone().requires_grad_(True))
+            if cuts is None:
+                return value, value
+            if envoy in inside:
+                return value, _with_first(value, cuts.leave(envoy.path, _first(value)))
+            if cuts.start is None and _embeds(args, kwargs, request.inputs):
+                value = cuts.begin(value)
+            return value, value
 
-        output, visits, root_visits = _trace(root, [*mixers, *others], request.run, put)
+        inputs = request.inputs
+        if cuts is not None and not by_ids:
+            inputs = cuts.begin(inputs, channels=1 if inputs.dim() == 4 else -1)
+        run = partial(request.run, inputs)
+        output, visits, root_visits = _trace(root, [*mixers, *others], run, enter, put)
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
         calls = [
@@ -227,8 +289,63 @@ def record(
             for order, (envoy, (args, kwargs), result) in enumerate(visits)
         ]
         arguments = bound_arguments(root._module, *root_visits[0]) if root_visits else {}
-    recording = Recording(request.inputs, output, *split_calls(request.model, calls), arguments)
+        found, other = split_calls(request.model, calls)
+        other = [call for call in other if also is not None and also(call.module)]
+        recording = Recording(request.inputs, output, found, other, arguments)
+        if cuts is not None:
+            if find_token_grid(root._module, arguments, request.inputs, recording.shape[1]):
+                cuts.start = None  # it is known which token is which patch
+            logits = extract_logits(output)
+            if cuts.is_connected(logits):
+                wiring = measure(cuts, logits, request.inputs.shape[0])
+                recording = replace(recording, wiring=wiring)
     return recording if gradients else detached(recording)
+
+
+def _embeds(args: Any, kwargs: Any, inputs: Tensor) -> bool:
+    # Whether an embedding table was given the ids that are explained.
+    given, ids = next(tensors_in((args, kwargs))), inputs.detach()
+    if given.shape != ids.shape or ids.is_floating_point():
+        return False
+    given = given.to(ids.device)
+    is_same = torch.equal(given, ids)
+    if not is_same and torch.equal(given.sort(-1).values, ids.sort(-1).values):
+        raise UnsupportedModelError(
+            "the model embeds the ids of inputs in another order than that of inputs, so its "
+            "tokens are not those that were given; expected a forward_func that passes the ids on "
+            "as they are."
+        )
+    return True
+
+
+class _GradientsStayOn(TorchFunctionMode):
+    # Takes torch.no_grad() for a wish that is not granted.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _constant_weights(model: nn.Module) -> Iterator[None]:
+    # No gradient is taken of them, so no graph is recorded inside the mixers.
+    wanted = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
+    for module in model.modules():
+        for values in (module._parameters, module._buffers):
+            for name, value in values.items():
+                if value is not None and value.is_inference():
+                    values[name] = value.clone().detach()  # type: ignore[assignment]
+    try:
+        for p in wanted:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in wanted:
+            p.requires_grad_(True)
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
 
 
 def find_envoys(
@@ -270,7 +387,8 @@ def _trace(
     root: Envoy,
     envoys: list[Envoy],
     run: Callable[[], Any],
-    put: Callable[[Envoy, Any, Any], Any],
+    enter: Callable[[Envoy, Any], Any],
+    put: Callable[[Envoy, Any, Any], tuple[Any, Any]],
 ) -> tuple[Any, list[tuple[Envoy, Any, Any]], list[Any]]:
     from nnsight.intervention.interleaver import OutOfOrderError
 
@@ -291,11 +409,14 @@ def _trace(
                 with suppress(OutOfOrderError):
                     # One turn a visit: a block that several layers share is visited by each.
                     for _ in tracer.iter[:]:
-                        inputs = envoy.inputs
+                        given = envoy.inputs
+                        inputs = enter(envoy, given)
+                        if inputs is not given:
+                            envoy.inputs = inputs
                         found = envoy.output
-                        value = put(envoy, inputs, found)
-                        if value is not found:
-                            envoy.output = value
+                        value, passed = put(envoy, inputs, found)
+                        if passed is not found:
+                            envoy.output = passed
                         visits.append((envoy, inputs, value))
         with tracer.invoke():
             results.append(tracer.result)
@@ -420,6 +541,5 @@ def _first(value: Any) -> Tensor:
     return value[0] if isinstance(value, (tuple, list)) else value
 
 
-def _as_leaf(value: Any) -> Any:
-    leaf = _first(value).detach().clone().requires_grad_(True)
-    return type(value)([leaf, *value[1:]]) if isinstance(value, (tuple, list)) else leaf
+def _with_first(value: Any, first: Tensor) -> Any:
+    return type(value)([first, *value[1:]]) if isinstance(value, (tuple, list)) else first

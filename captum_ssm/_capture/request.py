@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -120,6 +120,28 @@ class Request:
         args, kwargs = self._module_arguments(module, self.inputs)
         positional = args[1:] if args else ()
         return args[:1], {**dict(zip(names, positional, strict=False)), **kwargs}
+
+    def shortened(self, tokens: int) -> Request | None:
+        """A request for 32 tokens of the first example, for inputs of more than ``tokens`` ones.
+
+        None for fewer, and for images. Arguments are cut where they have an axis of tokens.
+        """
+        B, L = self.inputs.shape[:2]
+        if self.inputs.dim() == 4 or tokens >= B * L or L <= 32:
+            return None
+        mask = self.named.get("attention_mask")
+        first = 0
+        if isinstance(mask, Tensor) and mask.shape == (B, L):
+            first = min(int((mask[0] != 0).int().argmax()), L - 32)
+
+        def cut(value: Any) -> Any:
+            if not torch.is_tensor(value) or value.dim() < 2 or value.shape[1] != L:
+                return value
+            return value[:1, first : first + 32]
+
+        named = {name: cut(value) for name, value in self.named.items()}
+        positional = tuple(map(cut, self.positional))
+        return replace(self, inputs=cut(self.inputs), positional=positional, named=named)
 
     def same_as(self, other: Request) -> bool:
         """Whether another request runs the same function on equal inputs and arguments."""

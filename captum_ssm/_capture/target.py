@@ -8,58 +8,61 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._captum import select_targets
+from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.recording import Recording
 from captum_ssm._capture.request import usable
+from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, TargetError
 from captum_ssm._integers import as_index, as_integers
 
 
-def read_score(recording: Recording, target: Any, position: Any) -> tuple[Tensor, Tensor]:
-    """The query's weights ``(B, L)`` and the explained score ``(B,)`` of a run with its graph."""
-    _, L = recording.shape
+def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
+    """The explained score ``(B,)`` of a run with its graph.
+
+    Args:
+        recording (Recording): of a run with its graph.
+        target, position (Any): as for ``attribute``.
+    """
     logits = extract_logits(recording.output)
-    target, position = _split_target(target, position, logits, L)
+    target, position = _split_target(target, position, logits, recording.shape[1])
     with torch.inference_mode(False), torch.enable_grad():
-        weights = query_weights(recording, position)
-        if weights is None:
-            weights = probe_readout(recording)
-        score = _score(logits, usable(target), weights)
+        score = _score(logits, usable(target), _asked(recording, position))
     if not bool(torch.isfinite(score).all()):
         raise InputError(
             f"the explained score is {score.tolist()}: look for NaN or Inf in the weights after "
             "the last mixer, or choose another target."
         )
-    return weights, score
+    return score
 
 
-def query_weights(recording: Recording, position: Any) -> Tensor | None:
-    """Weights ``(B, L)`` of the tokens whose rows are explained: one token here.
+def asked_position(recording: Recording, target: Any, position: Any) -> Any:
+    """The position that is asked for, by itself or as part of the target."""
+    logits = extract_logits(recording.output)
+    return _split_target(target, position, logits, recording.shape[1])[1]
 
-    None where no position was given and the model pools its tokens, so that the query has to be
-    found by :func:`probe_readout`.
+
+def query_weights(recording: Recording, wiring: Wiring, position: Any) -> list[Tensor]:
+    """Weights ``(B, L)`` of the tokens whose rows are explained, for each stage the output reads.
+
+    One token, or those that a pooled output is read from, in equal shares.
     """
     _, L = recording.shape
-    if position is None and not _is_per_token(extract_logits(recording.output), L):
-        return None
-    return one_query(position, recording.shape, recording.mask, recording.device)
+    if position is not None or _is_per_token(extract_logits(recording.output), L):
+        query = _asked(recording, position).to(recording.calls[0].dtype)
+        return [link.rmatvec(query) for _, link in wiring.output]
+    found = [weights for weights in wiring.readout if weights is not None]
+    if len(found) < len(wiring.readout):
+        raise ValueError(
+            "the token that the model reads its output from could not be found; pass position="
+        )
+    return found
 
 
-def extract_logits(output: Any) -> Tensor:
-    """The tensor a model returns: itself, ``.logits``, or the first tensor it holds."""
-    if torch.is_tensor(output):
-        return output
-    logits = getattr(output, "logits", None)
-    if torch.is_tensor(logits):
-        return logits
-    values = output.values() if isinstance(output, dict) else output
-    if isinstance(output, (dict, tuple, list)):
-        for value in values:
-            if torch.is_tensor(value):
-                return value
-    raise TypeError(
-        f"forward_func returned a {type(output).__name__}; expected a tensor, a ModelOutput with "
-        "logits, or a tuple whose first tensor is explained."
-    )
+def _asked(recording: Recording, position: Any) -> Tensor:
+    mask = recording.mask
+    if mask is not None and mask.shape[1] != recording.shape[1]:
+        mask = None
+    return one_query(position, recording.shape, mask, recording.device)
 
 
 def _is_per_token(logits: Tensor, tokens: int) -> bool:
@@ -102,34 +105,6 @@ def one_query(
     else:
         index = torch.full((B,), L - 1, device=device)
     return nn.functional.one_hot(index, L)
-
-
-def probe_readout(recording: Recording) -> Tensor:
-    """The tokens ``(B, L)`` that a pooled output is read from, in equal shares.
-
-    Those on which it depends through the last mixer: everything after it works on one token at a
-    time.
-
-    Args:
-        recording (Recording): of a run with its graph.
-    """
-    # A fixed random direction, so that no symmetry of the head cancels.
-    logits, last = extract_logits(recording.output), recording.calls[-1].output
-    generator = torch.Generator().manual_seed(0)
-    shape = logits.shape[1:] if logits.dim() > 0 else logits.shape
-    direction = torch.randn(shape, generator=generator).to(logits)
-    energy = None
-    if logits.requires_grad and last.requires_grad:
-        (gradient,) = torch.autograd.grad(
-            (logits * direction).sum(), last, retain_graph=True, allow_unused=True
-        )
-        energy = None if gradient is None else gradient.float().norm(dim=-1)
-    if energy is None or not bool((energy.amax(1) > 0).all()):
-        raise ValueError(
-            "the token that the model reads its output from could not be found; pass position="
-        )
-    support = (energy > 1e-6 * energy.amax(1, keepdim=True)).to(energy.dtype)
-    return support / support.sum(1, keepdim=True)
 
 
 def _split_target(target: Any, position: Any, logits: Tensor, L: int) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from captum_ssm.attr._base import TokenAttribution, format_attributions
-from captum_ssm.attr._maps import LayerMaps, MapChoices, MapOptions, rollout_matrix
+from captum_ssm.attr._maps import MapChoices, MapOptions, StageMaps, rollout_matrix
 
 
 class MapAttribution(TokenAttribution):
@@ -32,20 +32,19 @@ class MapAttribution(TokenAttribution):
         gradients: bool = False,
         query: bool = True,
         **unified: Any,
-    ) -> LayerMaps:
+    ) -> StageMaps:
         # Ali et al., eq. 24, keeps the positive part of gradient times attention.
         paper = MapChoices(sign="clamp") if gradients else MapChoices()
         options = MapOptions.of(paper | choices, **unified)
         request = self._request(inputs, additional_forward_args)
         frozen = self._run(request, position, target=target, query=query, gradients=gradients)
         chosen = frozen.from_layer(start_layer) if layers is None else frozen.select(layers)
-        return LayerMaps(frozen, chosen, options, gradients=gradients)
+        return StageMaps(frozen, chosen, options, gradients=gradients)
 
-    def _relevance(self, maps: LayerMaps, read: Callable[[LayerMaps, Tensor], Tensor]) -> Any:
+    def _relevance(self, maps: StageMaps, read: Callable[[StageMaps], Tensor]) -> Any:
         with self._computing():
-            row = read(maps, maps.frozen.require_query())
-            return format_attributions(row, maps.frozen)
+            return format_attributions(read(maps), maps.frozen)
 
-    def _rollout(self, maps: LayerMaps) -> Tensor:
+    def _rollout(self, maps: StageMaps) -> Tensor:
         with self._computing():
             return maps.frozen.mask_matrix(rollout_matrix(maps))

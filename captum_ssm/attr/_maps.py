@@ -19,7 +19,6 @@ from typing_extensions import TypedDict
 
 from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._memory import require, tile_entries
-from captum_ssm._progress import progress
 from captum_ssm.operators import REDUCTIONS, TokenOperator
 
 SIGNS = (None, "clamp", "absolute")
@@ -204,8 +203,8 @@ class LayerMap:
         return torch.stack([part.row_sums() for part in self.parts]).sum(0)
 
 
-class LayerMaps(Sequence[LayerMap]):
-    """The maps of some layers of a model, in forward order, each made anew when it is asked for.
+class StageMaps:
+    """The maps of some layers of a model, by stage, each made anew when it is asked for.
 
     With ``gradients`` rows are scaled by the mean gradient (Ali et al., eq. 24).
     """
@@ -218,19 +217,17 @@ class LayerMaps(Sequence[LayerMap]):
         *,
         gradients: bool = False,
     ) -> None:
-        stages: dict[int, list[FrozenLayer]] = {}
+        self.stages: dict[int, list[FrozenLayer]] = {}
         for layer in layers:
-            stages.setdefault(layer.stage, []).append(layer)
-        self.stages = list(stages.values())
+            self.stages.setdefault(layer.stage, []).append(layer)
         self.frozen, self.options, self.gradients = frozen, options, gradients
+        self.wiring = frozen.require_wiring()
 
-    def __len__(self) -> int:
-        return len(self.stages)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return LayerMap([self._part(layer) for layer in self.stages[index]], self.options)
+    def at(self, stage: int) -> LayerMap | None:
+        """The map of a stage; None where none of its layers was chosen."""
+        if stage not in self.stages:
+            return None
+        return LayerMap([self._part(layer) for layer in self.stages[stage]], self.options)
 
     def _part(self, layer: FrozenLayer) -> MixerMap:
         mixer = layer.mixer
@@ -239,41 +236,61 @@ class LayerMaps(Sequence[LayerMap]):
         if self.gradients:
             assert layer.call.gradient is not None
             scale = mixer.mean_gated_gradient(layer.call.gradient)
-        return MixerMap(operator, self.options, scale, self.frozen.mask)
+        return MixerMap(operator, self.options, scale, self.frozen.mask_of(layer))
 
 
-def raw_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
-    """The query's row, averaged over layers: ``(B, L)``."""
-    total = torch.zeros_like(query)
-    for m in progress(maps, "layers", len(maps)):
-        total += m.rmatvec(_over(query, m.row_sums()) if m.options.normalize_rows else query)
-    return total / len(maps)
+def raw_row(maps: StageMaps) -> Tensor:
+    """The query's row, averaged over stages: ``(B, L)``."""
+    query, wiring = maps.frozen.require_query(), maps.wiring
+    asked: dict[int, Tensor] = {}
+
+    def ask(stage: int, w: Tensor) -> Tensor:
+        asked[stage] = w
+        return w
+
+    def add(stage: int, row: Tensor) -> Tensor:
+        m, w = maps.at(stage), asked[stage]
+        if m is None:
+            return row
+        return row + m.rmatvec(_over(w, m.row_sums()) if m.options.normalize_rows else w)
+
+    wiring.back(query, ask)
+    return wiring.back([torch.zeros_like(w) for w in query], add) / len(maps.stages)
 
 
-def rollout_row(maps: Sequence[LayerMap], query: Tensor) -> Tensor:
+def rollout_row(maps: StageMaps) -> Tensor:
     r"""The query's row of :math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L)``."""
-    w = query
-    for m in progress(reversed(maps), "rollout", len(maps)):
+
+    def step(stage: int, w: Tensor) -> Tensor:
+        m = maps.at(stage)
+        if m is None:
+            return w
         if m.options.normalize_rows:
             w = _over(w, 1 + m.row_sums())
-        w = w + m.rmatvec(w)
-    return w
+        return w + m.rmatvec(w)
+
+    return maps.wiring.back(maps.frozen.require_query(), step)
 
 
-def rollout_matrix(maps: Sequence[LayerMap]) -> Tensor:
+def rollout_matrix(maps: StageMaps) -> Tensor:
     r""":math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L, L)``."""
-    rho: Tensor | None = None
-    for m in progress(maps, "rollout", len(maps)):
-        operator = m.parts[0].operator
-        size = operator.batch * operator.length**2 * operator.dtype.itemsize
-        require(3 * size, "a rollout of every token", [("attribute(), one row", size // 64)])
+    B, L = maps.frozen.input_shape
+    call = maps.frozen.layers[0].call
+    size = B * L**2 * call.dtype.itemsize
+    require(3 * size, "a rollout of every token", [("attribute(), one row", size // 64)])
+
+    def step(stage: int, rho: Tensor) -> Tensor:
+        m = maps.at(stage)
+        if m is None:
+            return rho
         beta = m.matrix()
         beta.diagonal(dim1=-2, dim2=-1).add_(1)
         if m.options.normalize_rows:
             beta = _over(beta, beta.sum(-1, keepdim=True))
-        rho = beta if rho is None else beta @ rho
-    assert rho is not None
-    return rho
+        return beta @ rho
+
+    start = torch.eye(L, dtype=call.dtype, device=call.output.device).expand(B, -1, -1)
+    return maps.wiring.forth(start, step)
 
 
 def _over(values: Tensor, sums: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from captum_ssm._captum import TargetType
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
-from captum_ssm._capture.target import extract_logits, token_ids
+from captum_ssm._capture.model import extract_logits
+from captum_ssm._capture.target import token_ids
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
 from captum_ssm._progress import progress
@@ -118,6 +119,7 @@ class LaTIM(TokenAttribution):
                 return format_attributions(row, frozen)
         frozen = self._run_score(request, target, position)
         with self._computing():
+            frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen)
             if layer is None:
                 row, bias = _logit_row(frozen, stream, activation)
@@ -143,6 +145,7 @@ class LaTIM(TokenAttribution):
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
         frozen = self._run_score(request, target, position)
         with self._computing():
+            frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen)
             stages = [stage.layers for stage in stream.stages]
             groups = stages if layer is None else [[frozen.select_one(layer)]]
@@ -182,6 +185,8 @@ class LaTIM(TokenAttribution):
         request = self._request(inputs, additional_forward_args)
         frozen = self._run_sum(request, target) if to_logit else self._run(request, query=False)
         with self._computing():
+            if to_logit:
+                frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen) if to_logit else None
             if stream is not None and layer is None:
                 return frozen.mask_matrix(_logit_matrix(frozen, stream, activation))
@@ -359,7 +364,8 @@ def _query_row(
     aggregation: str | float,
 ) -> Tensor:
     parts = _contributions(frozen, layers, activation)
-    query = frozen.require_query()
+    frozen.require_chain("LaTIM")
+    (query,) = frozen.require_query()
     reduce = _reduction(aggregation, _output(layers))
     row = torch.zeros_like(query)
     for i in (query != 0).any(0).nonzero()[:, 0].tolist():

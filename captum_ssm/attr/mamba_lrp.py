@@ -94,7 +94,13 @@ class MambaLRP(TokenAttribution):
         rules = _Rules(request)
         with memory_limit(self.memory_limit), limited_graph(request.module, self.get_name()):
             frozen = self._run(
-                request, position, target=target, also=_has_a_rule, substitution=rules
+                request,
+                position,
+                target=target,
+                also=_has_a_rule,
+                substitution=rules,
+                query=False,
+                wiring=False,
             )
         score = frozen.require_score()
         relevance = relevance_at(rules.leaf(), score).to(request.inputs.device)

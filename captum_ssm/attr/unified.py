@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from captum_ssm._captum import TargetType
 from captum_ssm.attr._map_attribution import MapAttribution
-from captum_ssm.attr._maps import LayerMaps, MapChoices, raw_row, rollout_row
+from captum_ssm.attr._maps import MapChoices, StageMaps, raw_row, rollout_row
 from captum_ssm.mixers import check_components
 
 AGGREGATIONS = ("raw", "rollout", "attribution")
@@ -111,7 +111,7 @@ class UnifiedImplicitAttention(MapAttribution):
 
     def _unified(
         self, aggregation: str, components: Iterable[str] | None, *asked: Any, **others: Any
-    ) -> LayerMaps:
+    ) -> StageMaps:
         if aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation is {aggregation!r}; expected one of {AGGREGATIONS}.")
         return self._maps(

@@ -66,10 +66,14 @@ class MixerCall:
 
     def tokens(self, name: str = "hidden_states") -> Tensor:
         """The mixer's input tokens ``(B, L, E)``, in the working dtype."""
+        return self.given_tokens(name).to(self.dtype)
+
+    def given_tokens(self, name: str = "hidden_states") -> Tensor:
+        """The mixer's input tokens ``(B, L, E)``, as they were given."""
         value = self.arguments.get(name)
         if value is None:
             value = next(a for a in (*self.args, *self.kwargs.values()) if torch.is_tensor(a))
-        return value.to(self.dtype)
+        return value
 
     def token_mask(self, name: str = "attention_mask") -> Tensor | None:
         """The ``(B, L)`` padding mask passed to the mixer, in the working dtype, or None."""

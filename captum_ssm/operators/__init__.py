@@ -12,6 +12,7 @@ from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
+from captum_ssm.operators.windowed import WindowedOperator
 
 __all__ = [
     "REDUCTIONS",
@@ -25,4 +26,5 @@ __all__ = [
     "SoftmaxOperator",
     "SumOperator",
     "TokenOperator",
+    "WindowedOperator",
 ]
