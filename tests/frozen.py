@@ -32,7 +32,7 @@ def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
     """The mixer, rebuilt in three ways, puts out what the model's mixer did."""
     real = 1.0 if mask is None else mask[..., None]
     mixer, expected = layer.mixer, layer.call.output * real
-    for found in (mixer.output(), affine_output(mixer), frozen_output(mixer)):
+    for found in (mixer.output(), affine_output(mixer), frozen_output(mixer).output):
         error = (found * real - expected).abs().max()
         assert error <= 1e-5 * expected.abs().max(), layer.name
 

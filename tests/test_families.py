@@ -20,6 +20,7 @@ from families import (
     skip_what_fails_by_itself,
 )
 from frozen import alter_a_head, assert_reconstructs, frozen_layers
+from methods import each_method
 from models import S6_FAMILIES, ids
 from torch import Tensor, nn
 
@@ -33,7 +34,12 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
-from captum_ssm._capture.checking import check_reconstruction, reconstruction_error, tolerance_of
+from captum_ssm._capture.checking import (
+    Rebuilt,
+    check_reconstruction,
+    reconstruction_error,
+    tolerance_of,
+)
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 from captum_ssm.mixers import _registry as registry
 from captum_ssm.operators import SoftmaxOperator
@@ -422,13 +428,39 @@ def test_the_check_knows_a_gate_that_is_wrong_by_a_tenth(family, dtype, monkeypa
         error = reconstruction_error(call, rebuilt, None)
         assert float(error.max()) <= 0.75 * tolerance_of(call, mixer.rounding)
         with pytest.raises(ReconstructionError):
-            check_reconstruction(layer.name, call, wrong, None, mixer.rounding)
+            check_reconstruction(layer.name, call, replace(Rebuilt.of(mixer), output=wrong))
 
 
 def test_each_example_is_checked_by_itself():
     layer = frozen_layers(build("mamba"), ids(2, 9))[0]
-    rebuilt = layer.mixer.output()
-    rebuilt[1] *= 1.01  # of the smaller example
+    rebuilt = Rebuilt.of(layer.mixer)
+    rebuilt.output[1] *= 1.01  # of the smaller example
     loud = replace(layer.call, result=layer.call.output * torch.tensor([1e4, 1.0])[:, None, None])
+    wrong = replace(rebuilt, output=rebuilt.output * torch.tensor([1e4, 1.0])[:, None, None])
     with pytest.raises(ReconstructionError, match="relative error 1"):
-        check_reconstruction("a", loud, rebuilt * torch.tensor([1e4, 1.0])[:, None, None], None, 1)
+        check_reconstruction("a", loud, wrong)
+
+
+@each_method
+@pytest.mark.parametrize("error", [0.0, 0.005])
+def test_a_wrong_recurrence_is_known_however_little_it_adds(method, error, monkeypatch):
+    # A recurrence of 1e-7 of the output, in float32, and one that is off by half a percent.
+    model, tokens = build("mamba"), ids(2, 9)
+    with torch.no_grad():
+        for layer in model.backbone.layers:
+            layer.mixer.dt_proj.bias.fill_(-14.0)
+    freeze = find_adapter(model.backbone.layers[0].mixer)
+
+    def wrong(call):
+        mixer = freeze(call)
+        factor = torch.full_like(mixer.inputs, 1 + error)
+        return replace(mixer, recurrence=mixer.recurrence.scaled(factor, None))
+
+    first = frozen_layers(model, tokens)[0].mixer
+    assert float(first.recurrence_share(first.gated_output()).max()) < 1e-5
+    monkeypatch.setitem(registry._REGISTRY, "MambaMixer", wrong)
+    if not error:
+        assert method(model).attribute(tokens, target=4).isfinite().all()
+        return
+    with pytest.raises(ReconstructionError, match="of what its recurrence adds"):
+        method(model).attribute(tokens, target=4)

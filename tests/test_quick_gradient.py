@@ -19,7 +19,7 @@ def test_gradients_are_the_models_own(family: str, frozen: bool) -> None:
     ids = torch.randint(1, 30, (2, 13), generator=torch.Generator().manual_seed(0))
     request = Request.of(model, None, ids)
     own = record(request, gradients=True)  # nothing takes the place of the model's own graph
-    _, score = read_score(own, 5, None)
+    score = read_score(own, 5, None)
     own = own.with_gradients(score)
     for check in (True, False):
         quick = freeze(request, target=5, gradients=True, check=check)

@@ -254,7 +254,7 @@ def test_the_unified_operator_is_the_mixer(kind):
         out = module.out_proj(found + layer.mixer.remainder())
         gamma = getattr(module, "gamma", None)
         expected = out if gamma is None else out * gamma
-        for found in (expected, layer.mixer.output(), frozen_output(layer.mixer)):
+        for found in (expected, layer.mixer.output(), frozen_output(layer.mixer).output):
             torch.testing.assert_close(found, layer.call.output, rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(
             operator.matrix("mean"), operator.matrix().mean(1), rtol=1e-9, atol=1e-10

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from captum_ssm._errors import ReconstructionError
-from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm._nested import map_tensors
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._frozen_mixer import Product
 from captum_ssm.mixers._weights import is_quantized
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
@@ -21,6 +24,9 @@ TOLERANCE = {
     torch.float16: 1.2e-2,
     torch.bfloat16: 4e-2,
 }
+
+# A recurrence may be off by so many times the tolerance of the whole output, relative to itself.
+RECURRENCE = 3.0
 
 
 def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) -> Tensor:
@@ -53,21 +59,78 @@ def tolerance_of(call: MixerCall, rounding: float) -> float:
     return max(tolerance, TOLERANCE[torch.float16]) if is_quantized(call.module) else tolerance
 
 
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a frozen mixer computes.
+
+    Args:
+        output (Tensor): ``(B, L, E)``.
+        share (Tensor): ``(B,)``, how much of it comes of the recurrence, by norms.
+        rounding (float): that of the :class:`FrozenMixer`.
+    """
+
+    output: Tensor
+    share: Tensor
+    rounding: float
+
+    @classmethod
+    def of(cls, mixer: FrozenMixer, multiply: Product = torch.mul) -> Rebuilt:
+        """What ``mixer`` computes, with its rule for the product of signal and gate."""
+        gated = mixer.gated_output(multiply)
+        with torch.no_grad():
+            share = mixer.recurrence_share(gated)
+        return cls(mixer.out_proj(gated), share, mixer.rounding)
+
+
 def check_reconstruction(
-    name: str, call: MixerCall, rebuilt: Tensor, mask: Tensor | None, rounding: float
+    name: str, call: MixerCall, rebuilt: Rebuilt, mask: Tensor | None = None
 ) -> None:
-    """Raise `ReconstructionError` unless ``rebuilt (B, L, E)`` is the mixer's output."""
-    error = float(reconstruction_error(call, rebuilt, mask).amax())
-    tolerance = tolerance_of(call, rounding)
-    if not error <= tolerance:
+    """Raise `ReconstructionError` unless ``rebuilt`` is the mixer's output.
+
+    A recurrence that adds little could be wrong and pass as rounding. Then the mixer is run once
+    more, on larger tokens, where it adds more.
+
+    Args:
+        name (str): the layer's, for the error.
+        call (MixerCall): its output is what is expected.
+        rebuilt (Rebuilt): by the frozen mixer.
+        mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
+    """
+    error, of_recurrence = _errors(call, rebuilt, mask)
+    tolerance = tolerance_of(call, rebuilt.rounding)
+    if error <= tolerance and of_recurrence > RECURRENCE * tolerance:
+        of_recurrence = _error_on_larger_tokens(call)
+    if not (error <= tolerance and of_recurrence <= RECURRENCE * tolerance):
         raise ReconstructionError(
             f"the frozen operator of {name} ({type(call.module).__name__}) does not reproduce its "
             f"output: relative error {error:.2e}, expected at most {tolerance:.0e} for "
-            f"{call.output.dtype}. The mixer computes something this library does not know (a "
-            "variant, a patched kernel, a generation cache that is not empty), or the model "
-            "changes its result in place; register an adapter with register_mixer, or pass "
+            f"{call.output.dtype}; {of_recurrence:.2e} of what its recurrence adds, expected at "
+            f"most {RECURRENCE * tolerance:.0e}. The mixer computes something this library does "
+            "not know (a variant, a patched kernel, a generation cache that is not empty), or the "
+            "model changes its result in place; register an adapter with register_mixer, or pass "
             "check=False to look at the operator all the same."
         )
+
+
+def _errors(call: MixerCall, rebuilt: Rebuilt, mask: Tensor | None) -> tuple[float, float]:
+    # The largest of the examples' errors: of the output, and of what the recurrence adds to it.
+    error = reconstruction_error(call, rebuilt.output, mask)
+    share = rebuilt.share.to(error)
+    # A recurrence that adds nothing (a token that decays at once) has nothing to be wrong.
+    of_recurrence = torch.where(share > 0, error / share.clamp(min=1e-30), 0)
+    return float(error.amax()), float(of_recurrence.amax())
+
+
+def _error_on_larger_tokens(call: MixerCall) -> float:
+    tokens = call.given_tokens()
+    # An S6 recurrence grows with the cube of its tokens.
+    larger = (tokens * (30 / tokens.float().std().clamp(min=1e-12))).to(tokens)
+    args, kwargs = map_tensors(lambda x: larger if x is tokens else x, (call.args, call.kwargs))
+    adapter = find_adapter(call.module)
+    assert adapter is not None
+    with torch.no_grad():
+        again = replace(call, args=args, kwargs=kwargs, result=call.module(*args, **kwargs))
+        return _errors(again, Rebuilt.of(adapter(again)), None)[1]
 
 
 def warn_if_padding_is_read(

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._capture.checking import check_reconstruction, warn_if_padding_is_read
+from captum_ssm._capture.checking import (
+    Rebuilt,
+    check_reconstruction,
+    warn_if_padding_is_read,
+)
 from captum_ssm._capture.recording import Recording, check_finite, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -32,11 +36,10 @@ SHORT = 256
 
 @dataclass(frozen=True)
 class Made:
-    """A mixer that was frozen while the model ran, and its output ``(B, L, E)``."""
+    """A mixer that was frozen while the model ran, and what it computed."""
 
     mixer: FrozenMixer | None
-    output: Tensor
-    rounding: float
+    rebuilt: Rebuilt
 
 
 @dataclass
@@ -95,7 +98,7 @@ class FrozenLayer:
         with weights_loaded(call.module):
             mixer = adapter(call)
         if self.check and self.is_new:
-            check_reconstruction(self.name, call, mixer.output(), self.mask, mixer.rounding)
+            check_reconstruction(self.name, call, Rebuilt.of(mixer), self.mask)
         return mixer
 
 
@@ -295,8 +298,8 @@ class Substitution:
         """The output that takes the mixer's place, if any, and what is kept."""
         quick = isinstance(mixer.recurrence, DiagonalOperator)
         with torch.set_grad_enabled(quick):
-            output = mixer.output()
-        return output if quick else None, Made(detached(mixer), output.detach(), mixer.rounding)
+            rebuilt = Rebuilt.of(mixer)
+        return rebuilt.output if quick else None, Made(detached(mixer), detached(rebuilt))
 
     def other(self, call: MixerCall) -> Tensor | None:
         """What takes the place of another module's output, if anything."""
@@ -457,7 +460,7 @@ def _frozen_layers(
             else None
         )
         if known is not None and check:
-            check_reconstruction(name, call, known.output, own, known.rounding)
+            check_reconstruction(name, call, known.rebuilt, own)
         here = _brought(in_order(call, order, recording.inputs.shape[0]), recording.device)
         stage = wiring.stage_of[i]
         layers.append(FrozenLayer(name, here, stage, call, known, own, check, order))

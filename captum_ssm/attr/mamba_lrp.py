@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from captum_ssm._captum import TargetType, format_output
 from captum_ssm._capture import Request, Substitution
+from captum_ssm._capture.checking import Rebuilt
 from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.recording import is_norm
 from captum_ssm._memory import limited_graph, memory_limit
-from captum_ssm._nested import tensors_in
+from captum_ssm._nested import detached, tensors_in
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.attr._relevance import relevance_at
@@ -117,9 +118,9 @@ class MambaLRP(TokenAttribution):
         return (result, delta(score, result)) if return_convergence_delta else result
 
 
-def frozen_output(mixer: FrozenMixer) -> Tensor:
+def frozen_output(mixer: FrozenMixer) -> Rebuilt:
     """A mixer's output, ``(B, L, E)``, differentiable in its inputs by the rules above."""
-    return mixer.detach_coefficients().output(_halves)
+    return Rebuilt.of(mixer.detach_coefficients(), _halves)
 
 
 def _halves(a: Tensor, b: Tensor) -> Tensor:
@@ -149,8 +150,8 @@ class _Rules(Substitution):
         return True
 
     def mixed(self, mixer: FrozenMixer) -> tuple[Tensor, Made]:
-        output = frozen_output(mixer)
-        return output, Made(None, output.detach(), mixer.rounding)
+        rebuilt = frozen_output(mixer)
+        return rebuilt.output, Made(None, detached(rebuilt))
 
     def other(self, call: MixerCall) -> Tensor | None:
         if isinstance(call.module, nn.Embedding):

@@ -159,6 +159,18 @@ class FrozenMixer:
         """What the mixer returns, ``(B, L, E)``: the output projection of :meth:`gated_output`."""
         return self.out_proj(self.gated_output(multiply))
 
+    def recurrence_share(self, gated: Tensor) -> Tensor:
+        """The norm of what the recurrence adds to the gated output over that of all, ``(B,)``.
+
+        Args:
+            gated (Tensor): :meth:`gated_output`, ``(B, L, D)``.
+        """
+        rest = self._add_up(lambda scan: scan._skipped())
+        if self.offset is not None:
+            rest = rest + self.offset
+        added, whole = ((x.flatten(1)).norm(dim=1) for x in (gated - rest, gated))
+        return added / whole.clamp(min=1e-30)
+
     def remainder(self) -> Tensor:
         """The part of the gated output that is not a map of tokens, ``(B, L, D)``.
 
@@ -200,6 +212,15 @@ class FrozenMixer:
         if self.gate is None:
             return y
         return y * self.gate if self.gate_argument is None else multiply(y, self.gate)
+
+    def _skipped(self) -> Tensor:
+        # What comes of the skip, (B, L, D).
+        if self.skip is None:
+            return torch.zeros_like(self.inputs)
+        y = self.skip * self.values
+        if self.centered:
+            y = y - y.mean(-1, keepdim=True)
+        return y if self.left is None else y * self.left
 
     def _subtracted_mean(self) -> Tensor:
         if not self.centered:
