@@ -24,6 +24,7 @@ from captum_ssm._capture.model import is_wrapped, unwrap
 from captum_ssm._capture.request import Request
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._nested import detached
+from captum_ssm._rules import is_norm as is_norm
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 from captum_ssm.mixers._call import bound_arguments
 
@@ -399,11 +400,6 @@ def _outermost(root: Envoy) -> Iterator[Envoy]:
     if find_adapter(root._module) is None:
         for child in root._children:
             yield from _outermost(child)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, by its class or its class's name."""
-    return isinstance(module, nn.LayerNorm) or "norm" in type(module).__name__.lower()
 
 
 def _unsupported(model: nn.Module) -> UnsupportedModelError:

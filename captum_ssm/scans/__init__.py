@@ -1,8 +1,8 @@
 """Scans found by what they are called with, whatever module they stand in.
 
-No list of functions: a Python function whose parameters are named like those of a form (x, dt, A, B
-and C) is a candidate, and it is a scan only if the form's operator, made from its arguments, returns
-what it returned.
+There is no list of functions. A Python function whose parameters are named like those of a form (x,
+dt, A, B and C) is a candidate, and it is a scan only if the form's operator, made from its
+arguments, returns what it returned.
 """
 
 from captum_ssm.scans import _known as _known

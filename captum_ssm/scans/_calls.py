@@ -11,10 +11,10 @@ import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from torch.nn import functional as F
@@ -33,13 +33,13 @@ class FunctionCall:
         function (Callable): what was called: the function itself, its body not exchanged.
         args (tuple): positional arguments.
         kwargs (dict): keyword arguments.
-        source (FunctionType, optional): the function as the model knows it. Default: None
+        source (Callable): the function as the model knows it.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    source: FunctionType | None = None
+    source: Callable[..., Any]
 
     def run(self) -> Any:
         """What the function returns. Calls inside of it are intercepted too."""
@@ -48,7 +48,7 @@ class FunctionCall:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The arguments by parameter name, defaults included."""
-        if self.source is None:
+        if not isinstance(self.source, FunctionType):
             return dict(zip(_ATTENTION, self.args, strict=False)) | self.kwargs
         bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
         bound.apply_defaults()
@@ -56,7 +56,7 @@ class FunctionCall:
 
     def with_arguments(self, changed: dict[str, Any]) -> FunctionCall:
         """The same call with some of its arguments changed, by parameter name."""
-        if self.source is None:
+        if not isinstance(self.source, FunctionType):
             return replace(self, args=(), kwargs=self.arguments | changed)
         bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
         bound.arguments.update(changed)
@@ -76,28 +76,28 @@ _EXCHANGED: dict[FunctionType, _Exchange] = {}
 
 
 @contextmanager
-def intercepted(handler: Handler, functions: Iterable[FunctionType] | None = None) -> Iterator[None]:
+def intercepted(
+    handler: Handler, functions: Iterable[Callable[..., Any]] | None = None
+) -> Iterator[None]:
     """Have ``handler(call)`` compute what each call of a scan function in this thread returns.
 
     Args:
         handler (Callable): takes a :class:`FunctionCall` and returns the result.
-        functions (iterable of FunctionType, optional): the functions; None for all whose
-            parameters have the names of a form's roles, and PyTorch's softmax attention.
-            Default: None
+        functions (iterable of Callable, optional): the functions; None for all of
+            :func:`candidate_functions`. Default: None
     """
     known = set(candidate_functions() if functions is None else functions)
+    attention = F.scaled_dot_product_attention in known
+    bodies = [function for function in known if isinstance(function, FunctionType)]
     before = _THIS.handler
-    _exchange(known)
+    _exchange(bodies)
     _THIS.handler = handler
     try:
-        if functions is None:
-            with _Attention():
-                yield
-        else:
+        with _Attention() if attention else nullcontext():
             yield
     finally:
         _THIS.handler = before
-        _put_back(known)
+        _put_back(bodies)
 
 
 @contextmanager
@@ -110,16 +110,15 @@ def not_intercepted() -> Iterator[None]:
         _THIS.handler = before
 
 
-def candidate_functions() -> list[FunctionType]:
-    """All functions of the process whose parameters have the names of a form's roles."""
-    found = []
-    for value in gc.get_objects():
-        if type(value) is FunctionType and value.__code__.co_argcount > 1:
-            code = value.__code__
-            if isinstance(code, CodeType) and _is_candidate(value):
-                found.append(value)
+def candidate_functions() -> list[Callable[..., Any]]:
+    """All functions of the process whose parameters have the names of a form's roles.
+
+    PyTorch's softmax attention is one of them.
+    """
+    functions = [value for value in gc.get_objects() if type(value) is FunctionType]
     with _LOCK:
-        return found + [function for function in _EXCHANGED if function not in found]
+        found = [f for f in functions if f in _EXCHANGED or _is_candidate(f)]
+    return [*found, F.scaled_dot_product_attention]
 
 
 def _is_candidate(function: FunctionType) -> bool:
@@ -135,10 +134,10 @@ def _is_candidate(function: FunctionType) -> bool:
 class _Exchange:
     # A function whose body is exchanged, by how many runs.
     def __init__(self, function: FunctionType) -> None:
-        code = function.__code__
-        self.function, self.code, self.users = function, code, 0
+        f = self.function = function
+        self.code, self.users = f.__code__, 0
         self.original = FunctionType(
-            code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         self.original.__qualname__ = function.__qualname__
@@ -189,4 +188,4 @@ class _Attention(TorchFunctionMode):
         kwargs, handler = kwargs or {}, _THIS.handler
         if handler is None or func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        return handler(FunctionCall(func, args, kwargs))
+        return handler(FunctionCall(func, args, kwargs, func))

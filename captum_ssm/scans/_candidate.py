@@ -1,4 +1,4 @@
-"""What a form makes of a function's arguments: an operator that may be what the function computes."""
+"""What a form makes of a call: an operator that may be what the function computes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from captum_ssm.operators import (
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
 
-_SSM = {
+_SSM: dict[str, tuple[str, ...]] = {
     "x": ("u", "xs", "v", "X", "hidden_states"),
     "dt": ("delta", "dts", "DT", "deltas", "time_step", "discrete_time_step"),
     "A": ("As", "ADT"),
@@ -33,7 +33,7 @@ _SSM = {
     "D": ("Ds",),
     "z": ("gate",),
 }
-_STEP = {
+_STEP: dict[str, tuple[str, ...]] = {
     "bias": ("delta_bias", "dt_bias"),
     "softplus": ("delta_softplus", "dt_softplus"),
 }
@@ -158,7 +158,7 @@ def trapezoid(
     )
 
 
-_ATTENTION = {
+_ATTENTION: dict[str, tuple[str, ...]] = {
     "q": ("query", "queries", "r"),
     "k": ("key", "keys"),
     "v": ("value", "values"),
@@ -217,7 +217,9 @@ def linear_attention(
             )
 
 
-@register_scan(names=_ATTENTION | {"mask": ("attn_mask", "attention_mask"), "causal": ("is_causal",)})
+@register_scan(
+    names=_ATTENTION | {"mask": ("attn_mask", "attention_mask"), "causal": ("is_causal",)}
+)
 def softmax_attention(
     q: Tensor,
     k: Tensor,
@@ -235,9 +237,11 @@ def softmax_attention(
     key, value = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (key, v))
     bias: Tensor | None = query.new_zeros(1, 1, 1, 1)
     if mask is not None and mask.dim() <= 4:
-        bias = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf) if (
-            mask.dtype == torch.bool
-        ) else mask.to(query)
+        bias = (
+            query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+            if (mask.dtype == torch.bool)
+            else mask.to(query)
+        )
         bias = bias.reshape(*[1] * (4 - bias.dim()), *bias.shape)
     elif causal:
         bias = None

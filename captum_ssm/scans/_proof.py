@@ -1,4 +1,4 @@
-"""Whether a call is a scan: the operator made of its arguments returns what the function returned."""
+"""Whether a call is a scan: our operator, of its arguments, returns what the function returned."""
 
 from __future__ import annotations
 
@@ -152,9 +152,7 @@ def _holds_enlarged(call: FunctionCall, form: ScanForm, scan: Scan, share: float
         return False
     factor = share ** (-1 / len(form.enlarge))
     roles = form.roles(list(call.arguments)) or {}
-    changed = {
-        roles[role]: call.arguments[roles[role]].detach() * factor for role in form.enlarge
-    }
+    changed = {roles[role]: call.arguments[roles[role]].detach() * factor for role in form.enlarge}
     again = call.with_arguments(changed)
     with torch.no_grad(), not_intercepted():
         want = first_tensor(again.run())
