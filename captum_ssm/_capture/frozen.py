@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture.checking import check_reconstruction, warn_if_padding_is_read
+from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.recording import Recording, check_finite, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -20,6 +21,7 @@ from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers.discovery import MeasuredAdapter
 from captum_ssm.operators import DiagonalOperator
 
 
@@ -224,7 +226,9 @@ class Substitution:
     def takes(self, call: MixerCall, adapter: Callable[..., Any]) -> bool:
         """Whether a mixer is frozen while the model runs."""
         # Registered by others, an adapter may well read its coefficients without a graph.
+        # A measured mixer is run once more to be frozen, which cannot be done within its own run.
         known = adapter.__module__.startswith("captum_ssm.")
+        known = known and not isinstance(adapter, MeasuredAdapter)
         return known and call.output.device.type == "cpu" and call.tokens().requires_grad
 
     def mixed(self, mixer: FrozenMixer) -> tuple[Tensor | None, Made]:
@@ -277,6 +281,7 @@ def freeze(
         check (bool, optional): raise where a frozen mixer does not reproduce its output.
             Default: True
     """
+    find_unknown_mixers(request)
     own_graph = substitution is not None
     if substitution is None and gradients:
         substitution = Substitution()

@@ -313,8 +313,7 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
         rescale = getattr(module, "_rescale_layers", None)
         if callable(rescale):
             rescale()
-    before = [_State(module) for module in modules]
-    try:
+    with unchanged(unwrap(model)):
         for module in modules:
             # A checkpointed block has no graph, or one that is not of what was recorded.
             if module.__dict__.get("gradient_checkpointing"):
@@ -323,6 +322,14 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
         for module in modules:
             _make_other_threads_wait(module)
         yield root
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put the attributes of a model's modules back after a run."""
+    before = [_State(module) for module in model.modules()]
+    try:
+        yield
     finally:
         for state in before:
             state.restore()
