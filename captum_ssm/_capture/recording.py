@@ -63,7 +63,7 @@ class Recording:
         Raises:
             InputError: for mixers that work on different tokens, or on others than the inputs.
         """
-        shapes = {tuple(call.output.shape[:2]) for call in self.calls}
+        shapes = {(len(call.output), call.output[0, ..., 0].numel()) for call in self.calls}
         if len(shapes) > 1:
             raise InputError(
                 f"the model's mixers work on different numbers of tokens, {sorted(shapes)}; a map "

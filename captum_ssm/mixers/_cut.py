@@ -77,23 +77,28 @@ class CutRun:
     Args:
         tokens (Tensor): the leaf that took the place of the module's input.
         output (Tensor): what the module returned.
+        silent (bool): whether zeros took the place of what was cut off.
     """
 
     tokens: Tensor
     output: Tensor
+    silent: bool
     scans: list[CutScan] = field(default_factory=list)
     convs: list[CutConv] = field(default_factory=list)
     linears: list[CutLinear] = field(default_factory=list)
     norms: list[CutNorm] = field(default_factory=list)
 
 
-def run_cut(call: MixerCall, functions: Iterable[Callable[..., Any]] | None = None) -> CutRun:
+def run_cut(
+    call: MixerCall, functions: Iterable[Callable[..., Any]] | None = None, *, silent: bool = False
+) -> CutRun:
     """Run the module of ``call`` on its recorded arguments, cut; in float32 at least.
 
     Args:
         call (MixerCall): the recorded call.
         functions (iterable of Callable, optional): those whose calls may be scans; None for all.
             Default: None
+        silent (bool, optional): scans and convolutions return zeros. Default: False
 
     Raises:
         UnsupportedModelError: for a module that does not return one token for each given one.
@@ -115,7 +120,7 @@ def run_cut(call: MixerCall, functions: Iterable[Callable[..., Any]] | None = No
                 return value.to(working) if half else value
             return value
 
-        run = CutRun(leaf, leaf)
+        run = CutRun(leaf, leaf, silent)
         with (
             _norms_noted(module, run),
             _Layers(run),
@@ -161,6 +166,8 @@ def _cut(call: FunctionCall, run: CutRun) -> Any:
     leaf = scan.mixed.detach().clone().requires_grad_()
     values = Point.of(scan.values) if scan.values.requires_grad else None
     run.scans.append(CutScan(scan, leaf, values))
+    if run.silent:
+        return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
     return scan.result(leaf.clone(), result)
 
 
@@ -224,7 +231,7 @@ class _Layers(TorchFunctionMode):
             padding = 0
         if not isinstance(padding, (tuple, list)):
             padding = (padding,) * axes
-        leaf = y.detach().clone().requires_grad_()
+        leaf = (0 * y if self.run.silent else y.detach().clone()).requires_grad_()
         self.run.convs.append(
             CutConv(
                 x.detach(),

@@ -123,6 +123,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Measur
         intercepted(found.handle),
     ):
         run()
+    every = frozenset(function for _, function in found.scans)
     functions: dict[nn.Module, set[Callable[..., Any]]] = {}
     chosen: dict[nn.Module, nn.Module] = {}  # by the innermost module
     for stack, function in found.scans:
@@ -130,7 +131,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Measur
             continue
         inner = stack[-1].module
         if inner not in chosen:
-            module = _mixer_around(stack)
+            module = _mixer_around(stack, every)
             if module is None:
                 continue
             chosen[inner] = module
@@ -149,7 +150,9 @@ def _inside(module: nn.Module) -> set[nn.Module]:
     return {part for part in module.modules() if part is not module}
 
 
-def _mixer_around(stack: list[_Visit]) -> nn.Module | None:
+def _mixer_around(
+    stack: list[_Visit], functions: frozenset[Callable[..., Any]]
+) -> nn.Module | None:
     # The module, or, if none can be measured, the smallest that takes and returns tokens.
     best: _Visit | None = None
     convolutions, smallest = 0, None
@@ -158,10 +161,10 @@ def _mixer_around(stack: list[_Visit]) -> nn.Module | None:
             call = visit.call
             token_argument(call)
             smallest = smallest or visit
-            here = len(run_cut(call).convs)
+            here = len(run_cut(call, functions).convs)
             if best is not None and here <= convolutions:
                 continue
-            freeze_measured(call)
+            freeze_measured(call, functions)
         except UnsupportedModelError:
             if best is not None:
                 break

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Entries, Point, entries, readers
+from captum_ssm._graph import Entries, Point, entries, gradients, readers, readers_by_bits
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import CutConv, CutLinear, CutRun, CutScan, run_cut
-from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
 from captum_ssm.mixers.vision import FrozenScans, in_image_order
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.part import part_of
@@ -42,10 +42,73 @@ def freeze_measured(
         functions (iterable of Callable, optional): those whose calls may be scans; None for all
             of the process. Default: None
 
+    Returns:
+        FrozenMixer: where only the scans and their orders could be measured, one that has
+        ``"hidden"`` maps alone, and says what is missing when it is asked for more.
+
     Raises:
-        UnsupportedModelError: saying which part could not be measured.
+        UnsupportedModelError: saying what could not be measured.
     """
-    return _Measurement(call, run_cut(call, functions)).mixer()
+    measurement = _Measurement(call, run_cut(call, functions))
+    try:
+        return measurement.mixer()
+    except _NotMeasured as error:
+        found = measurement.recurrence(error.why)
+        if found is None or not _is_silent(run_cut(call, functions, silent=True)):
+            raise UnsupportedModelError(str(error)) from None
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenRecurrence(FrozenMixer):
+    """The scans of a module whose other parts could not be measured: ``"hidden"`` maps alone.
+
+    Its scans were compared with what they returned when they were called.
+
+    Args:
+        recorded (Tensor): what the module returned, ``(B, L, E)``.
+        missing (UnsupportedModelError): says what could not be measured.
+    """
+
+    recorded: Tensor
+    missing: UnsupportedModelError
+
+    def operator(
+        self, formulation: str = "hidden", components: Iterable[str] | None = None
+    ) -> TokenOperator:
+        self._chosen(formulation, components)
+        if formulation != "hidden":
+            raise self.missing
+        return self.recurrence
+
+    def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
+        raise self.missing
+
+    def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
+        raise self.missing
+
+    def output(self, multiply: Product = torch.mul) -> Tensor:
+        """What the module returned: nothing of it is computed again."""
+        return self.recorded
+
+
+class _NotMeasured(UnsupportedModelError):
+    def __init__(self, call: MixerCall, why: str) -> None:
+        self.why = why
+        super().__init__(
+            f"{call.path} ({type(call.module).__name__}) holds scans, but cannot be measured: "
+            f"{why}. Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
+        )
+
+
+def _is_silent(run: CutRun) -> bool:
+    # Whether a module without its scans and convolutions returns nothing of its tokens.
+    if not run.output.requires_grad:
+        return True
+    root = Point.of(run.output)
+    noise = root.noise(torch.Generator().manual_seed(0))
+    (g,) = gradients([root], [noise], [Point.of(run.tokens)])
+    return g is None or not bool((g != 0).any())
 
 
 @dataclass(frozen=True)
@@ -100,6 +163,7 @@ class _Entry:
     conv: CutConv
     psi: Tensor  # (B, L, D), its output
     factor: Tensor  # (B, L, D), the activation's
+    position: Tensor  # (B, L), among the tokens of its output
     channels: Tensor  # (D,), of the convolution
     inputs: Tensor  # (B, L, D), its input, in the module's order
     taps: Tensor  # (D, K) or (D, Kh, Kw)
@@ -117,18 +181,12 @@ class _Measurement:
         self.L = self.T // self.B
         self.tokens = Point.of(run.tokens)
         if not run.scans:
-            raise self.refused(
-                "none of the functions that it calls proved to be a scan",
-            )
+            raise self.refused("none of the functions that it calls proved to be a scan")
         self.root, self.gated, self.out_proj, self.out_weight = self._projection()
         self.centered = False
 
-    def refused(self, why: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{self.call.path} ({type(self.call.module).__name__}) cannot be measured: {why}. "
-            "MambaLRP works all the same; for the other methods register an adapter with "
-            "captum_ssm.register_mixer(module_type, freeze)."
-        )
+    def refused(self, why: str) -> _NotMeasured:
+        return _NotMeasured(self.call, why)
 
     def mixer(self) -> FrozenMixer:
         """The frozen mixer, its tokens flattened to ``(B, L, E)``."""
@@ -138,7 +196,39 @@ class _Measurement:
             raise self.refused("its scans go to different channels of the output projection")
         found = [self._entry(d) for d in directions]
         mixer = self._assembled(directions, found, channels)
-        return self._with_offset(mixer, channels)
+        return self._with_offset(mixer, directions[0], found[0])
+
+    def recurrence(self, why: str) -> FrozenMixer | None:
+        """The scans alone, if their orders can be read off the module's output."""
+        root, found = Point.of(self.run.output), []
+        try:
+            for cut in self.run.scans:
+                leaf = Point.of(cut.leaf)
+                lands = readers_by_bits(root, leaf, by_channel=True)
+                if lands is None or bool((lands < 0).any()):
+                    return None
+                ones = torch.ones_like(cut.leaf).flatten(0, 1)
+                channels = torch.arange(leaf.width, device=lands.device).expand_as(lands)
+                found += self._parted(cut, Entries(lands, channels, ones))
+            for direction in found:
+                self._entry(direction)
+        except _NotMeasured:
+            return None
+        first, orders = found[0], tuple(d.order for d in found)
+        eye = torch.eye(first.values.shape[-1], dtype=first.values.dtype)
+        return FrozenRecurrence(
+            recurrence=in_image_order([d.operator for d in found], orders),
+            inputs=first.values[:, torch.argsort(first.order)],
+            out_proj=lambda y: y,
+            out_weight=eye.to(first.values.device),
+            recorded=self.run.output.detach().reshape(self.B, self.L, self.E),
+            missing=UnsupportedModelError(
+                f"{self.call.path} ({type(self.call.module).__name__}) has no adapter, and of what "
+                f'it does only the scans could be measured: {why}. Methods of "hidden" maps and '
+                "MambaLRP work; for the others register an adapter with "
+                "captum_ssm.register_mixer(module_type, freeze)."
+            ),
+        )
 
     def _projection(self) -> tuple[Point, Tensor, Callable[[Tensor], Tensor], Tensor]:
         # The last linear layer whose output is the module's.
@@ -172,6 +262,10 @@ class _Measurement:
             raise self.refused(f"what it does after {cut.scan.name} mixes channels or tokens")
         if bool((exits.token < 0).any()):
             raise self.refused(f"a part of what {cut.scan.name} returns does not reach its output")
+        return self._parted(cut, exits)
+
+    def _parted(self, cut: CutScan, exits: Entries) -> list[_Direction]:
+        # The directions of a scan, by the module's token that each of its tokens reaches.
         rows, length, width = cut.leaf.shape
         table = exits.token.reshape(rows * length, width)
         kinds, group = torch.unique(table, dim=1, return_inverse=True)
@@ -275,7 +369,7 @@ class _Measurement:
         p = self._conv_input(conv.point, q // size, direction)
         inputs = conv.point.flat(conv.inputs)[p][..., channels]
         grid, order, center, taps = self._geometry(conv, p, q, channels)
-        return _Entry(conv, psi, factor, channels, inputs, taps, center, order, grid)
+        return _Entry(conv, psi, factor, position, channels, inputs, taps, center, order, grid)
 
     def _conv_input(self, point: Point, example: Tensor, direction: _Direction) -> Tensor:
         # The position in the convolution's input that reads each of the module's tokens, (B, L).
@@ -403,12 +497,15 @@ class _Measurement:
             return whole / after, after
         return None, whole
 
-    def _with_offset(self, mixer: FrozenMixer, channels: Tensor) -> FrozenMixer:
-        # What is added to the scans: a bias, a norm's bias times the gate, a skip. Channels that no
+    def _with_offset(
+        self, mixer: FrozenMixer, first: _Direction, entry: _Entry | None
+    ) -> FrozenMixer:
+        # What is added to the scans: a bias, as it is or times the gate; a skip. Channels that no
         # scan reaches go to the output projection as they are.
-        gated, out_proj = self.gated, self.out_proj
+        gated, out_proj, channels = self.gated, self.out_proj, first.channels
         G = gated.shape[-1]
         if len(channels) < G or not torch.equal(channels, torch.arange(G, device=channels.device)):
+            self._check_side(channels)
 
             def around(y: Tensor) -> Tensor:
                 whole = gated.to(y).expand(*y.shape[:-1], G).clone()
@@ -420,15 +517,38 @@ class _Measurement:
         rest = want - mixer.gated_output().to(want)
         if float(rest.norm()) <= _ROUNDING * float(want.norm()):
             return mixer
-        # A bias, as it is or times the gate.
         for factor in (torch.ones_like(rest), self.after.to(rest)):
             bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
             if self.T > 1 and _close(bias * factor, rest):
                 return replace(mixer, offset=bias * factor)
+        skip = self._skip(first, entry)
+        if skip is not None and _close(first.factor * skip * first.values, rest[:, first.order]):
+            return _with_skip(mixer, skip)
         raise self.refused(
             "it adds something to its scans that depends on its tokens (a residual, a branch next "
             "to the scan)"
         )
+
+    def _check_side(self, channels: Tensor) -> None:
+        side = torch.ones(self.gated.shape[-1], dtype=torch.bool, device=channels.device)
+        side[channels] = False
+        found = readers(self.root, self.tokens, side.nonzero()[:, 0])
+        here = torch.arange(self.T, device=channels.device)
+        if found is None or bool(((found != here) & (found >= 0)).any()):
+            raise self.refused("a branch next to its scans mixes tokens")
+
+    def _skip(self, direction: _Direction, entry: _Entry | None) -> Tensor | None:
+        # The factor of a value that is added after the scan, (B, L, D) in the scan's order.
+        values = direction.cut.values
+        if entry is None or values is None:
+            return None
+        psi = Point.of(entry.conv.leaf, 1)
+        with ruled([self.root.edge.node], [psi.edge.node], centered=False):
+            found = entries(self.root, psi)
+        if found is None:
+            return None
+        at = found.factor.to(entry.factor)[entry.position][..., entry.channels]
+        return at / (entry.factor * direction.factor)
 
 
 def _projected(linear: CutLinear, scale: Tensor) -> Callable[[Tensor], Tensor]:
@@ -472,6 +592,15 @@ def _with_projection(mixer: FrozenMixer, out_proj: Callable[[Tensor], Tensor]) -
         scans = tuple(_with_projection(scan, out_proj) for scan in mixer.scans)
         return replace(mixer, out_proj=out_proj, scans=scans)
     return replace(mixer, out_proj=out_proj).with_values(mixer.values)
+
+
+def _with_skip(mixer: FrozenMixer, skip: Tensor) -> FrozenMixer:
+    # Added to the first scan's.
+    if isinstance(mixer, FrozenScans):
+        first, *rest = mixer.scans
+        return replace(mixer, scans=(_with_skip(first, skip), *rest))
+    total = skip if mixer.skip is None else mixer.skip + skip
+    return replace(mixer, skip=total).with_values(mixer.values)
 
 
 def _column_scale(link: Entries | None, T: int, E: int) -> Tensor | None:
