@@ -163,6 +163,7 @@ class _Entry:
     conv: CutConv
     psi: Tensor  # (B, L, D), its output
     factor: Tensor  # (B, L, D), the activation's
+    bias: Tensor  # (D,), of the convolution, and added after it
     position: Tensor  # (B, L), among the tokens of its output
     channels: Tensor  # (D,), of the convolution
     inputs: Tensor  # (B, L, D), its input, in the module's order
@@ -196,7 +197,7 @@ class _Measurement:
             raise self.refused("its scans go to different channels of the output projection")
         found = [self._entry(d) for d in directions]
         mixer = self._assembled(directions, found, channels)
-        return self._with_offset(mixer, directions[0], found[0])
+        return self._with_offset(mixer, directions, found)
 
     def recurrence(self, why: str) -> FrozenMixer | None:
         """The scans alone, if their orders can be read off the module's output."""
@@ -356,11 +357,19 @@ class _Measurement:
         position, channels = position[..., 0], channels[0, 0]
         psi = Point.of(conv.leaf, 1).flat(conv.leaf.detach())[position][..., channels]
         factor = link.factor.to(psi)[position][..., channels]
-        if not _close(factor * psi, direction.values):
+        # A bias may be added after the convolution.
+        added = direction.values - factor * psi
+        bias = (added * factor).sum((0, 1)) / factor.square().sum((0, 1)).clamp(min=1e-300)
+        if not _is_small(added - bias * factor, direction.values):
             raise self.refused(
                 f"what it does between a convolution and {direction.cut.scan.name} is not an "
                 "activation"
             )
+        if _is_small(added, direction.values):
+            bias = torch.zeros_like(bias)
+        psi = psi + bias
+        if conv.bias is not None:
+            bias = bias + conv.bias[channels]
         # By the module's tokens, (B, L).
         back = torch.argsort(direction.order)
         q = position[:, back]
@@ -369,7 +378,9 @@ class _Measurement:
         p = self._conv_input(conv.point, q // size, direction)
         inputs = conv.point.flat(conv.inputs)[p][..., channels]
         grid, order, center, taps = self._geometry(conv, p, q, channels)
-        return _Entry(conv, psi, factor, position, channels, inputs, taps, center, order, grid)
+        return _Entry(
+            conv, psi, factor, bias, position, channels, inputs, taps, center, order, grid
+        )
 
     def _conv_input(self, point: Point, example: Tensor, direction: _Direction) -> Tensor:
         # The position in the convolution's input that reads each of the module's tokens, (B, L).
@@ -440,7 +451,7 @@ class _Measurement:
                     scan,
                     inputs=e.inputs[:, d.order],
                     conv=F.pad(e.taps, (0, e.center[0] - width + 1)),
-                    conv_bias=None if e.conv.bias is None else e.conv.bias[e.channels],
+                    conv_bias=e.bias,
                 )
             scans.append(scan.with_values(d.values))
         orders = tuple(d.order for d in directions)
@@ -498,11 +509,11 @@ class _Measurement:
         return None, whole
 
     def _with_offset(
-        self, mixer: FrozenMixer, first: _Direction, entry: _Entry | None
+        self, mixer: FrozenMixer, directions: list[_Direction], found: list[_Entry | None]
     ) -> FrozenMixer:
         # What is added to the scans: a bias, as it is or times the gate; a skip. Channels that no
         # scan reaches go to the output projection as they are.
-        gated, out_proj, channels = self.gated, self.out_proj, first.channels
+        gated, out_proj, channels = self.gated, self.out_proj, directions[0].channels
         G = gated.shape[-1]
         if len(channels) < G or not torch.equal(channels, torch.arange(G, device=channels.device)):
             self._check_side(channels)
@@ -515,15 +526,16 @@ class _Measurement:
             mixer = _with_projection(mixer, around)
         want = gated[..., channels]
         rest = want - mixer.gated_output().to(want)
-        if float(rest.norm()) <= _ROUNDING * float(want.norm()):
+        if _is_small(rest, want):
+            return mixer
+        mixer = _with_skips(mixer, self._skips(directions, found))
+        rest = want - mixer.gated_output().to(want)
+        if _is_small(rest, want):
             return mixer
         for factor in (torch.ones_like(rest), self.after.to(rest)):
             bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
             if self.T > 1 and _close(bias * factor, rest):
                 return replace(mixer, offset=bias * factor)
-        skip = self._skip(first, entry)
-        if skip is not None and _close(first.factor * skip * first.values, rest[:, first.order]):
-            return _with_skip(mixer, skip)
         raise self.refused(
             "it adds something to its scans that depends on its tokens (a residual, a branch next "
             "to the scan)"
@@ -537,18 +549,25 @@ class _Measurement:
         if found is None or bool(((found != here) & (found >= 0)).any()):
             raise self.refused("a branch next to its scans mixes tokens")
 
-    def _skip(self, direction: _Direction, entry: _Entry | None) -> Tensor | None:
-        # The factor of a value that is added after the scan, (B, L, D) in the scan's order.
-        values = direction.cut.values
-        if entry is None or values is None:
-            return None
-        psi = Point.of(entry.conv.leaf, 1)
-        with ruled([self.root.edge.node], [psi.edge.node], centered=False):
-            found = entries(self.root, psi)
-        if found is None:
-            return None
-        at = found.factor.to(entry.factor)[entry.position][..., entry.channels]
-        return at / (entry.factor * direction.factor)
+    def _skips(
+        self, directions: list[_Direction], found: list[_Entry | None]
+    ) -> list[Tensor | None]:
+        # The factor of each direction's values that is added after its scan, (B, L, D) in the
+        # scan's order. Directions of one convolution have one sum of them, given to the first.
+        skips: list[Tensor | None] = []
+        seen: list[CutConv] = []
+        for direction, entry in zip(directions, found, strict=True):
+            skip = None
+            if entry is not None and not any(entry.conv is conv for conv in seen):
+                seen.append(entry.conv)
+                psi = Point.of(entry.conv.leaf, 1)
+                with ruled([self.root.edge.node], [psi.edge.node], centered=False):
+                    link = entries(self.root, psi)
+                if link is not None:
+                    at = link.factor.to(entry.factor)[entry.position][..., entry.channels]
+                    skip = at / (entry.factor * direction.factor)
+            skips.append(skip)
+        return skips
 
 
 def _projected(linear: CutLinear, scale: Tensor) -> Callable[[Tensor], Tensor]:
@@ -594,11 +613,13 @@ def _with_projection(mixer: FrozenMixer, out_proj: Callable[[Tensor], Tensor]) -
     return replace(mixer, out_proj=out_proj).with_values(mixer.values)
 
 
-def _with_skip(mixer: FrozenMixer, skip: Tensor) -> FrozenMixer:
-    # Added to the first scan's.
+def _with_skips(mixer: FrozenMixer, skips: list[Tensor | None]) -> FrozenMixer:
     if isinstance(mixer, FrozenScans):
-        first, *rest = mixer.scans
-        return replace(mixer, scans=(_with_skip(first, skip), *rest))
+        scans = zip(mixer.scans, skips, strict=True)
+        return replace(mixer, scans=tuple(_with_skips(scan, [skip]) for scan, skip in scans))
+    (skip,) = skips
+    if skip is None:
+        return mixer
     total = skip if mixer.skip is None else mixer.skip + skip
     return replace(mixer, skip=total).with_values(mixer.values)
 
@@ -616,5 +637,8 @@ def _column_scale(link: Entries | None, T: int, E: int) -> Tensor | None:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    a, b = a.double(), b.double()
-    return float((a - b).norm()) <= _ROUNDING * float(b.norm())
+    return _is_small(a.double() - b.double(), b)
+
+
+def _is_small(x: Tensor, of: Tensor) -> bool:
+    return float(x.norm()) <= _ROUNDING * float(of.norm())
