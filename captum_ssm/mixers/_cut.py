@@ -24,8 +24,14 @@ from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in
 from captum_ssm._rules import is_norm
 from captum_ssm.mixers._call import MixerCall
-from captum_ssm.scans import FunctionCall, Scan, intercepted, not_intercepted, prove
-from captum_ssm.scans._proof import first_tensor
+from captum_ssm.scans import (
+    FunctionCall,
+    Scan,
+    first_tensor,
+    intercepted,
+    not_intercepted,
+    prove,
+)
 
 _CACHES = ("cache", "past_key_value", "inference_params")
 
@@ -98,7 +104,8 @@ def run_cut(
         call (MixerCall): the recorded call.
         functions (iterable of Callable, optional): those whose calls may be scans; None for all.
             Default: None
-        silent (bool, optional): scans and convolutions return zeros. Default: False
+        silent (bool, optional): scans and convolutions return zeros, and bias terms are zero.
+            Default: False
 
     Raises:
         UnsupportedModelError: for a module that does not return one token for each given one.
@@ -107,8 +114,12 @@ def run_cut(
     args, kwargs = call.args, {k: None if _is_cache(k) else v for k, v in call.kwargs.items()}
     with torch.inference_mode(False), torch.enable_grad():
         working = torch.promote_types(given.dtype, torch.float32)
-        if working != call.output.dtype:
+        if silent or working != call.output.dtype:
             module = copy.deepcopy(module).to(working)
+        if silent:
+            for name, parameter in module.named_parameters():
+                if name.endswith("bias"):
+                    parameter.data.zero_()
         leaf = given.detach().to(working, copy=True).requires_grad_()
 
         def put(value: Any) -> Any:

@@ -49,14 +49,15 @@ def freeze_measured(
     Raises:
         UnsupportedModelError: saying what could not be measured.
     """
-    measurement = _Measurement(call, run_cut(call, functions))
-    try:
-        return measurement.mixer()
-    except _NotMeasured as error:
-        found = measurement.recurrence(error.why)
-        if found is None or not _is_silent(run_cut(call, functions, silent=True)):
-            raise UnsupportedModelError(str(error)) from None
-        return found
+    with torch.inference_mode(False), torch.no_grad():
+        measurement = _Measurement(call, run_cut(call, functions))
+        try:
+            return measurement.mixer()
+        except _NotMeasured as error:
+            found = measurement.recurrence(error.why)
+            if found is None or not _is_silent(run_cut(call, functions, silent=True)):
+                raise UnsupportedModelError(str(error)) from None
+            return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +271,7 @@ class _Measurement:
         rows, length, width = cut.leaf.shape
         table = exits.token.reshape(rows * length, width)
         kinds, group = torch.unique(table, dim=1, return_inverse=True)
-        found = []
+        found: list[_Direction] = []
         for n in range(kinds.shape[1]):
             channels = (group == n).nonzero()[:, 0]
             start, stop = int(channels[0]), int(channels[-1]) + 1
@@ -283,7 +284,7 @@ class _Measurement:
                 factor = exits.factor.reshape(rows, length, width)[at][..., start:stop]
                 factor = factor.to(cut.leaf.dtype)
                 found.append(_Direction(cut, at, start, stop, order, to[0, 0], factor))
-        return found
+        return sorted(found, key=lambda direction: direction.start)
 
     def _orders(self, lands: Tensor) -> list[tuple[Tensor, Tensor]]:
         # The rows of a scan's batch that run in one order, with that order; lands (B', L).

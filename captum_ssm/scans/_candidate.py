@@ -35,7 +35,7 @@ class Candidate:
     Examples::
 
         >>> dt, v, (B, C) = torch.rand(1, 5, 4), torch.randn(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
-        >>> operator = operators.DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
+        >>> operator = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
         >>> Candidate(operator=operator, values=v, layouts=("BLD",)).values.shape
         torch.Size([1, 5, 4])
     """

@@ -82,8 +82,8 @@ def register_scan(
         ...     if x.dim() == 3 and decay.shape == x.shape[-1:]:
         ...         one = torch.ones_like(x)
         ...         state = one[..., :1, None]
-        ...         yield captum_ssm.scans.Candidate(
-        ...             operator=operators.DiagonalOperator(
+        ...         yield Candidate(
+        ...             operator=DiagonalOperator(
         ...                 one, one, decay.log()[:, None], state, state
         ...             ),
         ...             values=x,
