@@ -21,6 +21,7 @@ from captum_ssm.attr import (
 )
 from captum_ssm.generation import SSMLLMAttribution
 from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
+from captum_ssm.scans import register_scan
 
 __version__ = "0.1.0"
 
@@ -43,4 +44,5 @@ __all__ = [
     "estimate",
     "hidden_attention",
     "register_mixer",
+    "register_scan",
 ]

@@ -114,7 +114,12 @@ def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list
 
 
 def readers(
-    root: Point, leaf: Point, channels: Tensor | None = None, seed: int = 0
+    root: Point,
+    leaf: Point,
+    channels: Tensor | None = None,
+    seed: int = 0,
+    *,
+    tokens: Tensor | None = None,
 ) -> Tensor | None:
     """The token of ``root`` that reads each token of ``leaf``, ``(T,)`` int64; -1 for none.
 
@@ -129,12 +134,13 @@ def readers(
         leaf (Point): where they are read.
         channels (Tensor, optional): the channels of the root to look at. Default: None
         seed (int, optional): of the random vectors. Default: 0
+        tokens (Tensor, optional): the tokens of the root to look at. Default: None
     """
     if min(torch.finfo(p.dtype).bits for p in (root, leaf)) < 32:
-        return readers_by_bits(root, leaf, channels, seed=seed)
+        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens)
     T = root.tokens
     codes = (1 + torch.arange(T, device=root.device) / T).to(root.dtype)[:, None]
-    r = _noise_in(root, channels, seed)
+    r = _noise_in(root, channels, tokens, seed)
     ((first,), (second,)) = (gradients([root], [s], [leaf]) for s in (r, r * codes))
     if first is None or second is None:
         return torch.full((leaf.tokens,), -1, device=leaf.device)
@@ -156,12 +162,13 @@ def readers_by_bits(
     *,
     by_channel: bool = False,
     seed: int = 0,
+    tokens: Tensor | None = None,
 ) -> Tensor | None:
     """:func:`readers` from exact zeros alone, in 2 log2(T) passes: for half precision.
 
     With ``by_channel`` each channel of the leaf is looked at by itself, ``(T, E)``.
     """
-    r = _noise_in(root, channels, seed)
+    r = _noise_in(root, channels, tokens, seed)
     place = torch.arange(root.tokens, device=root.device)
     found: Tensor | None = None
     for bit in range(max(1, (root.tokens - 1).bit_length())):
@@ -221,10 +228,64 @@ def _pulled(root: Point, seeds: Tensor, leaf: Point) -> Tensor:
     return torch.stack([leaf.flat(one).double().square().sum(-1) for one in found])
 
 
-def _noise_in(root: Point, channels: Tensor | None, seed: int) -> Tensor:
+@dataclass(frozen=True)
+class Entries:
+    """The entry of a root that reads each entry of a leaf, and the factor with which it does.
+
+    Args:
+        token (Tensor): ``(T, E)`` of the leaf, the token of the root; -1 for none.
+        channel (Tensor): ``(T, E)``, its channel; -1 for none.
+        factor (Tensor): ``(T, E)``, zero for none.
+    """
+
+    token: Tensor
+    channel: Tensor
+    factor: Tensor
+
+
+def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries | None:
+    """The entries of ``root`` that read those of ``leaf``, where each is read by at most one.
+
+    None where an entry is read by several. Four backward passes: seeded with ones, with a number
+    for each token, with a number for each channel, and with random numbers as a proof.
+
+    Args:
+        root (Point): where gradients are put in.
+        leaf (Point): where they are read.
+        where (Tensor, optional): ``(T, E)`` bool, the entries of the root to look at.
+            Default: None
+    """
+    T, E = root.tokens, root.width
+    ones = torch.ones(T, E, dtype=root.dtype, device=root.device)
+    if where is not None:
+        ones = ones * where
+    by_token = 1 + torch.arange(T, device=root.device)[:, None] / T
+    by_channel = 1 + torch.arange(E, device=root.device) / E
+    noise = root.noise(torch.Generator().manual_seed(0))
+    found = []
+    for seed in (ones, ones * by_token, ones * by_channel, ones * noise):
+        (g,) = gradients([root], [seed.to(root.dtype)], [leaf])
+        if g is None:
+            nothing = torch.full((leaf.tokens, leaf.width), -1, device=leaf.device)
+            return Entries(nothing, nothing, 0.0 * nothing)
+        found.append(g.double())
+    factor, tokens, channels, proof = found
+    read = factor != 0
+    safe = torch.where(read, factor, 1)
+    token = ((tokens / safe - 1) * T).round().long().clamp(0, T - 1)
+    channel = ((channels / safe - 1) * E).round().long().clamp(0, E - 1)
+    expected = factor * noise.double()[token, channel]
+    scale = factor.abs() * (1 + noise.double()[token, channel].abs())
+    if bool((((proof - expected).abs() > 1e-3 * scale) & (read | (proof != 0))).any()):
+        return None
+    return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), factor)
+
+
+def _noise_in(root: Point, channels: Tensor | None, tokens: Tensor | None, seed: int) -> Tensor:
     r = root.noise(torch.Generator().manual_seed(seed))
-    if channels is None:
-        return r
-    kept = torch.zeros_like(r)
-    kept[:, channels] = r[:, channels]
-    return kept
+    for axis, index in ((1, channels), (0, tokens)):
+        if index is not None:
+            kept = torch.zeros_like(r)
+            kept.index_copy_(axis, index, r.index_select(axis, index))
+            r = kept
+    return r

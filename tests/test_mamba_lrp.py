@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm import FrozenMixer, MambaLRP, MambaRollout, MemoryLimitError, ReconstructionError
-from captum_ssm.attr._relevance import _rule, relevance_at
+from captum_ssm._rules import _rule
+from captum_ssm.attr._relevance import relevance_at
 
 
 def ids_for(count: int = 2, length: int = 9) -> torch.Tensor:

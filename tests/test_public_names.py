@@ -34,7 +34,7 @@ from captum_ssm.operators import DiagonalOperator
 NAMES = (
     *("LaTIM", "MambaAttribution", "MambaLRP", "MambaRollout", "RawAttention"),
     *("UnifiedImplicitAttention", "SSMLLMAttribution", "hidden_attention"),
-    *("Estimate", "estimate", "FrozenMixer", "MixerCall", "register_mixer"),
+    *("Estimate", "estimate", "FrozenMixer", "MixerCall", "register_mixer", "register_scan"),
     *("InputError", "MemoryLimitError", "ReconstructionError", "TargetError"),
     "UnsupportedModelError",
 )
@@ -82,12 +82,10 @@ def test_one_import_brings_every_module_and_nothing_heavy():
 # From the bottom up: a module imports what stands before it, and nothing after it.
 ORDER = (
     *("_errors", "_integers", "_nested", "_progress", "_memory", "_devices", "_captum"),
-    *("_vocabulary", "_graph", "kernels", "operators", "_grid", "models", "mixers"),
-    *(
-        f"_capture.{name}"
-        for name in ("model", "request", "wiring", "recording", "remote", "target")
-    ),
-    *("_capture.checking", "_capture.frozen", "_capture"),
+    *("_vocabulary", "_graph", "_rules", "kernels", "operators", "_grid", "models", "scans"),
+    "mixers",
+    *(f"_capture.{name}" for name in ("model", "request", "wiring", "recording", "remote")),
+    *("_capture.target", "_capture.discovery", "_capture.checking", "_capture.frozen", "_capture"),
     *("attr", "_hidden_attention", "generation", "metrics", "visualization"),
 )
 

@@ -37,7 +37,8 @@ def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) 
         rebuilt (Tensor): ``(B, L, E)``.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
     """
-    expected = call.output.to(rebuilt.dtype)
+    # A mixer of images may return (B, H, W, E).
+    expected = call.output.to(rebuilt.dtype).reshape(rebuilt.shape)
     error = rebuilt - expected
     if mask is not None:
         keep = mask.to(error.device)[..., None]

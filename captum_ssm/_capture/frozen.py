@@ -16,6 +16,7 @@ from captum_ssm._capture.checking import (
     check_reconstruction,
     warn_if_padding_is_read,
 )
+from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.recording import Recording, check_finite, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -28,6 +29,7 @@ from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._reordered import ReorderedMixer, in_order
+from captum_ssm.mixers.discovery import MeasuredAdapter
 from captum_ssm.operators import DiagonalOperator
 
 # A run without gradients measures the wiring on so many tokens at most.
@@ -291,7 +293,9 @@ class Substitution:
     def takes(self, call: MixerCall, adapter: Callable[..., Any]) -> bool:
         """Whether a mixer is frozen while the model runs."""
         # Registered by others, an adapter may well read its coefficients without a graph.
+        # A measured mixer is run once more to be frozen, which cannot be done within its own run.
         known = adapter.__module__.startswith("captum_ssm.")
+        known = known and not isinstance(adapter, MeasuredAdapter)
         return known and call.output.device.type == "cpu" and call.tokens().requires_grad
 
     def mixed(self, mixer: FrozenMixer) -> tuple[Tensor | None, Made]:
@@ -346,6 +350,7 @@ def freeze(
             Default: True
         wiring (bool, optional): measure what lies between the mixers. Default: True
     """
+    find_unknown_mixers(request)
     own_graph = substitution is not None
     if substitution is None and gradients:
         substitution = Substitution()
@@ -358,6 +363,17 @@ def freeze(
         found = sequence(len(recording.calls), recording.shape[1])
     if (by_ids and not wiring) or not found.stages[0].reads:
         _check_tokens(request.inputs, found.stages[0].tokens)
+    mixed = found.refused is not None or found.exchanged > 0
+    if mixed and find_unknown_mixers(request, always=True):
+        return freeze(
+            request,
+            position=position,
+            target=target,
+            query=query,
+            gradients=gradients,
+            also=also,
+            check=check,
+        )
 
     weights: list[Tensor] | None = None
     score = None

@@ -27,6 +27,7 @@ from captum_ssm._capture.wiring import Cuts, Wiring, measure
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import find_token_grid
 from captum_ssm._nested import detached, tensors_in
+from captum_ssm._rules import is_norm as is_norm
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 from captum_ssm.mixers._call import bound_arguments
 
@@ -433,8 +434,7 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
         rescale = getattr(module, "_rescale_layers", None)
         if callable(rescale):
             rescale()
-    before = [_State(module) for module in modules]
-    try:
+    with unchanged(unwrap(model)):
         for module in modules:
             # A checkpointed block has no graph, or one that is not of what was recorded.
             if module.__dict__.get("gradient_checkpointing"):
@@ -443,6 +443,14 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
         for module in modules:
             _make_other_threads_wait(module)
         yield root
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put the attributes of a model's modules back after a run."""
+    before = [_State(module) for module in model.modules()]
+    try:
+        yield
     finally:
         for state in before:
             state.restore()
@@ -520,11 +528,6 @@ def _outermost(root: Envoy) -> Iterator[Envoy]:
     if find_adapter(root._module) is None:
         for child in root._children:
             yield from _outermost(child)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, by its class or its class's name."""
-    return isinstance(module, nn.LayerNorm) or "norm" in type(module).__name__.lower()
 
 
 def _unsupported(model: nn.Module) -> UnsupportedModelError:

@@ -1,50 +1,12 @@
-"""Relevance propagation through an autograd graph: one rule per kind of node.
-
-Linear operations conserve gradient times input. Everything else between two frozen mixers (MLPs,
-experts and their routers, gates, soft caps, norms) is in the graph that autograd recorded,
-whichever module computed it, so the rules are attached to the graph's nodes. The values of the
-forward pass do not change.
-"""
+"""Relevance propagation through an autograd graph, by the rules of :mod:`captum_ssm._rules`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from captum_ssm._capture.recording import gradient_at, require_graph
-from captum_ssm.mixers._parts import activation_factor
-
-Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
-Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
-
-# Coefficients: the results of these nodes are constants.
-_CONSTANT = (
-    "Exp",
-    "Exp2",
-    "Hardsigmoid",
-    "Reciprocal",
-    "Rsqrt",
-    "SafeSoftmax",
-    "Sigmoid",
-    "Softmax",
-)
-# Products, and which inputs are the factors: each gets half of the relevance if both depend on
-# the tokens.
-_ADDED = ("Addbmm", "Addcmul", "Addmm", "Addmv", "Addr", "Baddbmm")  # to the first input
-_PLAIN = ("Bmm", "Convolution", "Dot", "Mm", "Mul", "Mv", "Vdot")
-_PRODUCTS = dict.fromkeys(_ADDED, (1, 2)) | dict.fromkeys(_PLAIN, (0, 1))
-# Activations, zero at zero: their argument times a constant.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Hardswish": F.hardswish,
-    "Mish": F.mish,
-    "Silu": F.silu,
-}
+from captum_ssm._rules import ruled
 
 
 def relevance_at(leaf: Tensor, score: Tensor) -> Tensor:
@@ -58,7 +20,10 @@ def relevance_at(leaf: Tensor, score: Tensor) -> Tensor:
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.autograd.graph.get_gradient_edge(leaf).node
-        rules, connected = _find_rules(score.grad_fn, start)
+        with ruled([score.grad_fn], [start]) as carries:
+            connected = carries[score.grad_fn]
+            if connected:
+                gradient = gradient_at(leaf, score)
         if not connected:
             gradient_at(leaf, score)  # raises if there is no gradient either
             raise ValueError(
@@ -66,191 +31,5 @@ def relevance_at(leaf: Tensor, score: Tensor) -> Tensor:
                 "exponential, which are constants in MambaLRP; expected logits. Let forward_func "
                 "return the logits rather than probabilities."
             )
-        with ExitStack() as stack:
-            # The user's own graph may share these nodes.
-            for node, rule in rules:
-                stack.callback(node.register_hook(rule).remove)
-            gradient = gradient_at(leaf, score)
     working = torch.promote_types(leaf.dtype, torch.float32)
     return leaf.detach().to(working) * gradient.to(working)
-
-
-def _find_rules(end: Node, start: Node) -> tuple[list[tuple[Node, Rule]], bool]:
-    """The rules of the nodes after ``start``, and whether relevance gets there from ``end``."""
-    rules: list[tuple[Node, Rule]] = []
-    carries: dict[Node, bool] = {start: True}  # whether relevance goes on from a node to start
-    stack = [end]
-    while stack:
-        node = stack[-1]
-        children = [child for child, _ in node.next_functions]
-        followed = {i: children[i] for i in _followed(node) if children[i] is not None}
-        unvisited = [child for child in followed.values() if child not in carries]
-        if node in carries:
-            stack.pop()
-        elif unvisited:
-            stack.extend(unvisited)
-        else:
-            carrying = {i for i, child in followed.items() if carries[child]}
-            carries[node] = bool(carrying)
-            rule = _rule(node, carrying)
-            if rule is not None:
-                rules.append((node, rule))
-    return rules, carries[end]
-
-
-def _kind(node: Node) -> str:
-    # "SiluBackward0" to "Silu".
-    return node.name().partition("Backward")[0]
-
-
-def _followed(node: Node) -> Sequence[int]:
-    # The inputs of a node that relevance can go to; the others are constants.
-    kind, count = _kind(node), len(node.next_functions)
-    if kind in _CONSTANT:
-        return ()
-    if kind == "Pow":
-        exponent = node._saved_exponent
-        if torch.is_tensor(exponent):  # the base may be a number, which is not an input
-            return (0,) if count == 2 else ()
-        return (0,) if exponent > 0 else ()
-    if kind == "Div":  # a denominator
-        return (0,)
-    if kind == "Addcdiv":
-        return (0, 1)
-    if kind.startswith("ScaledDotProduct"):  # attention's probabilities
-        return (2,)
-    return range(count)
-
-
-def _rule(node: Node, carrying: set[int]) -> Rule | None:
-    # How to change the gradients of a node, given which of its inputs carry it on; None for a
-    # linear or unknown node. Rules keep detached tensors: a rule that referred to its own node
-    # would never be freed.
-    kind, followed = _kind(node), _followed(node)
-    if kind == "CheckpointFunction":
-        raise ValueError(
-            "forward_func runs a part of the model under torch.utils.checkpoint, which hides that "
-            "part's graph; expected a forward_func without it. Turn checkpointing off."
-        )
-    if kind == "Pow" and len(node.next_functions) == 2:
-        return _power(node._saved_self.detach(), node._saved_exponent.detach())
-    if len(followed) < len(node.next_functions):
-        return lambda inner, outer: tuple(g if i in followed else None for i, g in enumerate(inner))
-    if not carrying:
-        return None
-    if kind in _PRODUCTS:
-        factors = _PRODUCTS[kind]
-        return _times(0.5, factors) if carrying.issuperset(factors) else None
-    if kind == "Pow":
-        return _times(1 / node._saved_exponent, (0,))
-    if kind == "Glu":
-        return _signal_of_glu(node._saved_dim)
-    if kind == "NativeLayerNorm":
-        return _norm(node, node._saved_result2, centered=True)
-    if kind == "FusedRmsNorm":
-        return _norm(node, node._saved_result1, centered=False)
-    if kind == "LayerNormFn":
-        return _added_norm(node)
-    # Fused functions of flash-linear-attention.
-    if kind == "SquaredReLUFunction":
-        return _times(0.5, (0,))
-    if kind in ("SwiGLUFunction", "SwiGLULinearFunction"):
-        return _swiglu(*node.saved_tensors[:2])
-    factor = _factor(node, kind)
-    return None if factor is None else lambda inner, outer: (outer[0] * factor, *inner[1:])
-
-
-def _times(share: float, inputs: Sequence[int]) -> Rule:
-    return lambda inner, outer: tuple(
-        g * share if i in inputs and g is not None else g for i, g in enumerate(inner)
-    )
-
-
-def _power(base: Tensor, exponent: Tensor) -> Rule:
-    # The base times a constant. With an exponent that is not positive, it is a denominator.
-    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        if inner[0] is None:
-            return (None, None)
-        factor = torch.where(exponent > 0, base ** (exponent - 1), 0)
-        return ((outer[0] * factor).sum_to_size(base.shape).to(base.dtype), None)
-
-    return rule
-
-
-def _factor(node: Node, kind: str) -> Tensor | None:
-    # f(x) / x of an activation.
-    if kind == "Tanh":
-        # The node saves only its result. If that is rounded to one, use the largest argument whose
-        # tanh is below one.
-        y = node._saved_result.detach()
-        size = y.abs().double().clamp(1e-4, 1 - torch.finfo(y.dtype).eps / 2)
-        return (size / torch.atanh(size)).to(y.dtype)
-    act = _ACTIVATIONS.get(kind)
-    if kind == "Gelu":
-        act = partial(F.gelu, approximate=node._saved_approximate)
-    return None if act is None else activation_factor(act, node._saved_self.detach())
-
-
-def _signal_of_glu(dim: int) -> Rule:
-    # The gate, a sigmoid of the second half, is a constant. A negative dim is saved unsigned.
-    dim = dim - 2**64 if dim >= 2**63 else dim
-
-    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        signal, gate = inner[0].chunk(2, dim)
-        return (torch.cat([signal, torch.zeros_like(gate)], dim),)
-
-    return rule
-
-
-def _swiglu(gate: Tensor, signal: Tensor) -> Rule:
-    # SiLU(gate) signal, with or without a linear layer after it: each factor gets half of the
-    # relevance, which is the signal times its gradient.
-    gate, signal = gate.detach(), signal.detach()
-    ratio = signal / torch.where(gate.abs() < 1e-6, 1e-6, gate)
-
-    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        half = 0.5 * inner[1]
-        return (half * ratio, half, *inner[2:])
-
-    return rule
-
-
-def _norm(node: Node, scale: Tensor, centered: bool) -> Rule:
-    # A norm is linear if its denominator, one over scale, is a constant.
-    scale, weight = scale.detach(), node._saved_weight
-    scale = scale if weight is None else scale * weight.detach()
-    dims = tuple(range(-len(node._saved_normalized_shape), 0))
-
-    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        return (_through_norm(outer[0], scale, dims, centered), *inner[1:])
-
-    return rule
-
-
-def _through_norm(given: Tensor, scale: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
-    # The gradient at the input of a norm with a constant scale.
-    pulled = given * scale
-    return pulled - pulled.mean(dims, keepdim=True) if centered else pulled
-
-
-def _added_norm(node: Node) -> Rule | None:
-    # mamba-ssm's fused norm of the sum of a layer's output and the residual.
-    _, weight, bias, weight1, _, rowscale, _, _, rstd = node.saved_tensors
-    if node.has_x1 or weight1 is not None or rowscale is not None:
-        return None
-    scale, centered = rstd.detach().unsqueeze(-1) * weight.detach(), not node.is_rms_norm
-    prenorm, shape = node.prenorm, node.x_shape_og
-    # Its tensor inputs: the layer's output, the weight, the bias if any, the residual if any.
-    takes = (0, 2 if bias is None else 3) if node.has_residual else (0,)
-
-    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        pulled = scale.new_zeros(shape)
-        if outer[0] is not None:
-            pulled = _through_norm(outer[0], scale.view(shape), (-1,), centered)
-        if prenorm and outer[1] is not None:
-            pulled = pulled + outer[1]
-        return tuple(
-            pulled.to(g.dtype) if i in takes and g is not None else g for i, g in enumerate(inner)
-        )
-
-    return rule

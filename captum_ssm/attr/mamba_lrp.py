@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from captum_ssm._captum import TargetType, format_output
 from captum_ssm._capture import Request, Substitution
 from captum_ssm._capture.checking import Rebuilt
+from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.recording import is_norm
@@ -22,6 +23,7 @@ from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.attr._relevance import relevance_at
 from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers._parts import activation_factor
+from captum_ssm.mixers.discovery import MeasuredAdapter, scans_frozen
 
 
 class MambaLRP(TokenAttribution):
@@ -93,7 +95,12 @@ class MambaLRP(TokenAttribution):
                 leaf = request.inputs.detach().clone().requires_grad_(True)
             request = replace(request, inputs=leaf)
         rules = _Rules(request)
-        with memory_limit(self.memory_limit), limited_graph(request.module, self.get_name()):
+        find_unknown_mixers(request, always=True)
+        with (
+            memory_limit(self.memory_limit),
+            limited_graph(request.module, self.get_name()),
+            scans_frozen(request.module),
+        ):
             frozen = self._run(
                 request,
                 position,
@@ -147,7 +154,8 @@ class _Rules(Substitution):
         self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def takes(self, call: MixerCall, adapter: Callable[..., Any]) -> bool:
-        return True
+        # A measured mixer runs as it is, its scans frozen where they are called.
+        return not isinstance(adapter, MeasuredAdapter)
 
     def mixed(self, mixer: FrozenMixer) -> tuple[Tensor, Made]:
         rebuilt = frozen_output(mixer)

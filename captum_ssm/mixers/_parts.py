@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,31 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from captum_ssm._rules import activation_factor as activation_factor
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.operators import DiagonalOperator
-
-
-def activation_factor(act: Callable[[Tensor], Tensor], psi: Tensor) -> Tensor:
-    """The factor f with ``act(psi) = f * psi``, in the shape of psi: for SiLU the sigmoid.
-
-    Near zero, where the quotient is not defined, it is the factor at 1e-4.
-
-    Args:
-        act (Callable): an activation with ``act(0) = 0``, such as SiLU, GELU or ReLU.
-        psi (Tensor): its argument, of any shape.
-
-    Examples::
-
-        >>> psi = torch.randn(1, 7, 4)
-        >>> factor = activation_factor(nn.functional.gelu, psi)
-        >>> torch.testing.assert_close(factor * psi, nn.functional.gelu(psi))
-    """
-    if act is F.silu or isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
-        return torch.sigmoid(psi)
-    tiny = 1e-4
-    safe = torch.where(psi.abs() < tiny, torch.full_like(psi, tiny), psi)
-    return act(safe) / safe
 
 
 def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -12,6 +13,8 @@ from captum_ssm.mixers._frozen_mixer import FrozenMixer
 
 Freeze = Callable[[MixerCall], FrozenMixer]
 _REGISTRY: dict[str, Freeze] = {}
+# Adapters of single modules, found by running their model. Registered classes come first.
+_MEASURED: WeakKeyDictionary[nn.Module, Freeze] = WeakKeyDictionary()
 
 
 def adapts(*names: str) -> Callable[[Freeze], Freeze]:
@@ -89,6 +92,8 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
 def find_adapter(module: nn.Module) -> Freeze | None:
     """The registered ``freeze`` for the class of ``module`` or its nearest base class, if any.
 
+    For a module of another class, the one that was found when its model ran.
+
     Examples::
 
         >>> find_adapter(model.backbone.layers[0].mixer).__name__
@@ -102,7 +107,12 @@ def find_adapter(module: nn.Module) -> Freeze | None:
             freeze = _REGISTRY.get(".".join(parts[start:]))
             if freeze is not None:
                 return freeze
-    return None
+    return _MEASURED.get(module)
+
+
+def remember(found: Mapping[nn.Module, Freeze]) -> None:
+    """Let :func:`find_adapter` find these adapters of single modules."""
+    _MEASURED.update(found)
 
 
 def registered() -> list[str]:

@@ -66,7 +66,7 @@ class FrozenScans(FrozenMixer):
         if formulation == "hidden":
             return self.recurrence
         parts = [scan.operator(formulation, chosen) for scan in self.scans]
-        total = _in_image_order(parts, self.orders)
+        total = in_image_order(parts, self.orders)
         if self.scale != 1:
             total = total.scaled(torch.full_like(self.inputs, self.scale), None)
         if self.image_conv is not None and "conv" in chosen:
@@ -82,7 +82,7 @@ class FrozenScans(FrozenMixer):
         return replace(super().detach_coefficients(), scans=scans)
 
 
-def _in_image_order(parts: list[TokenOperator], orders: tuple[Tensor, ...]) -> TokenOperator:
+def in_image_order(parts: list[TokenOperator], orders: tuple[Tensor, ...]) -> TokenOperator:
     return SumOperator(
         tuple(
             part if bool((order.diff() == 1).all()) else PermutedOperator(part, order)
@@ -171,7 +171,7 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
         orders = (positions, positions.flip(0))
         halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
         return FrozenScans(
-            recurrence=_in_image_order([s.recurrence for s in scans], orders),
+            recurrence=in_image_order([s.recurrence for s in scans], orders),
             inputs=u,
             out_proj=out_proj,
             out_weight=out_weight,
@@ -215,7 +215,7 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
         for k, order in enumerate(orders)
     ]
     skips = call.parameter(module.Ds).view(4, D)
-    recurrence = _in_image_order(list(recurrences), orders)
+    recurrence = in_image_order(list(recurrences), orders)
     merged = recurrence.matvec(values) + skips.sum(0) * values
     centered = merged - merged.mean(-1, keepdim=True)
     norm = rms_factor(centered, call.parameter(module.out_norm.weight), module.out_norm.eps)

@@ -1,0 +1,261 @@
+"""A module run once more, with its scans and depthwise convolutions cut off.
+
+What a scan or a depthwise convolution returned becomes a leaf of the graph, at unchanged values.
+What is left acts on each token by itself, so that gradients say which token is where.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._graph import Point
+from captum_ssm._nested import tensors_in
+from captum_ssm._rules import is_norm
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.scans import (
+    FunctionCall,
+    Scan,
+    first_tensor,
+    intercepted,
+    not_intercepted,
+    prove,
+)
+
+_CACHES = ("cache", "past_key_value", "inference_params")
+
+
+@dataclass(frozen=True, eq=False)
+class CutScan:
+    """A scan; ``leaf (B, L, D)`` takes the place of its output before its own gate."""
+
+    scan: Scan
+    leaf: Tensor
+    values: Point | None
+
+
+@dataclass(frozen=True, eq=False)
+class CutConv:
+    """A depthwise convolution, channels first; ``leaf`` takes the place of its output."""
+
+    inputs: Tensor
+    point: Point | None
+    leaf: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    padding: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CutLinear:
+    """A linear layer, which is not cut: its input, its output and its weight."""
+
+    inputs: Tensor
+    point: Point
+    output: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class CutNorm:
+    """What a norm was given and what it returned, which is not cut."""
+
+    inputs: Point
+    output: Point
+
+
+@dataclass(eq=False)
+class CutRun:
+    """What a run left, in the order of the calls.
+
+    Args:
+        tokens (Tensor): the leaf that took the place of the module's input.
+        output (Tensor): what the module returned.
+        silent (bool): whether zeros took the place of what was cut off.
+    """
+
+    tokens: Tensor
+    output: Tensor
+    silent: bool
+    scans: list[CutScan] = field(default_factory=list)
+    convs: list[CutConv] = field(default_factory=list)
+    linears: list[CutLinear] = field(default_factory=list)
+    norms: list[CutNorm] = field(default_factory=list)
+
+
+def run_cut(
+    call: MixerCall, functions: Iterable[Callable[..., Any]] | None = None, *, silent: bool = False
+) -> CutRun:
+    """Run the module of ``call`` on its recorded arguments, cut; in float32 at least.
+
+    Args:
+        call (MixerCall): the recorded call.
+        functions (iterable of Callable, optional): those whose calls may be scans; None for all.
+            Default: None
+        silent (bool, optional): scans and convolutions return zeros, and bias terms are zero.
+            Default: False
+
+    Raises:
+        UnsupportedModelError: for a module that does not return one token for each given one.
+    """
+    module, given = call.module, token_argument(call)
+    args, kwargs = call.args, {k: None if _is_cache(k) else v for k, v in call.kwargs.items()}
+    with torch.inference_mode(False), torch.enable_grad():
+        working = torch.promote_types(given.dtype, torch.float32)
+        if silent or working != call.output.dtype:
+            module = copy.deepcopy(module).to(working)
+        if silent:
+            for name, parameter in module.named_parameters():
+                if name.endswith("bias"):
+                    parameter.data.zero_()
+        leaf = given.detach().to(working, copy=True).requires_grad_()
+
+        def put(value: Any) -> Any:
+            if value is given:
+                return leaf.clone()
+            if torch.is_tensor(value):
+                value = value.detach()
+                half = value.is_floating_point() and value.dtype.itemsize == 2
+                return value.to(working) if half else value
+            return value
+
+        run = CutRun(leaf, leaf, silent)
+        with (
+            _norms_noted(module, run),
+            _Layers(run),
+            intercepted(lambda c: _cut(c, run), functions),
+        ):
+            output = module(*tree_map(put, args), **tree_map(put, kwargs))
+    found = first_tensor(output)
+    assert found is not None
+    run.output = found
+    return run
+
+
+def token_argument(call: MixerCall) -> Tensor:
+    """The tokens among a call's arguments: one for each token of the output.
+
+    Raises:
+        UnsupportedModelError: there are none.
+    """
+    output = first_tensor(call.result)
+    shape = None if output is None else tuple(output.shape)
+    for value in tensors_in((call.args, call.kwargs)):
+        fits = shape is not None and tuple(value.shape[:-1]) == shape[:-1]
+        if fits and value.is_floating_point() and value.dim() >= 3:
+            return value
+    given = [tuple(value.shape) for value in tensors_in((call.args, call.kwargs))]
+    raise UnsupportedModelError(
+        f"{call.path} ({type(call.module).__name__}) holds a scan, takes tensors of shapes {given} "
+        f"and returns {shape}; expected tokens (B, L, E) and one token for each of them. Register "
+        "an adapter with captum_ssm.register_mixer(module_type, freeze)."
+    )
+
+
+def _is_cache(name: str) -> bool:
+    return any(part in name for part in _CACHES)
+
+
+def _cut(call: FunctionCall, run: CutRun) -> Any:
+    with torch.no_grad(), not_intercepted():
+        result = call.run()
+    scan = prove(call, result)
+    if scan is None:
+        return call.run()
+    leaf = scan.mixed.detach().clone().requires_grad_()
+    values = Point.of(scan.values) if scan.values.requires_grad else None
+    run.scans.append(CutScan(scan, leaf, values))
+    if run.silent:
+        return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
+    return scan.result(leaf.clone(), result)
+
+
+@contextmanager
+def _norms_noted(module: nn.Module, run: CutRun) -> Iterator[None]:
+    thread = threading.get_ident()
+
+    def note(norm: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        x = args[0] if args else None
+        if threading.get_ident() != thread or not (torch.is_tensor(x) and torch.is_tensor(output)):
+            return
+        if x.requires_grad and output.requires_grad and x.shape == output.shape:
+            run.norms.append(CutNorm(Point.of(x), Point.of(output)))
+
+    with ExitStack() as stack:
+        for part in module.modules():
+            if part is not module and is_norm(part):
+                stack.callback(part.register_forward_hook(note).remove)
+        yield
+
+
+class _Layers(TorchFunctionMode):
+    # Depthwise convolutions and linear layers, whichever module calls them.
+    def __init__(self, run: CutRun) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func is F.linear:
+            return self._linear(func, args, kwargs)
+        if func in (F.conv1d, F.conv2d):
+            return self._convolution(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        y = func(*args, **kwargs)
+        x, weight, bias = _named(("input", "weight", "bias"), args, kwargs)
+        if x.requires_grad:
+            bias = None if bias is None else bias.detach()
+            self.run.linears.append(CutLinear(x.detach(), Point.of(x), y, weight.detach(), bias))
+        return y
+
+    def _convolution(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        x, weight, bias, stride, padding, dilation, groups = _named(names, args, kwargs)
+        axes = weight.dim() - 2
+        size = weight.shape[2:]
+        plain = all(v in (None, 1) or set(v) == {1} for v in (stride, dilation))
+        if groups != weight.shape[0] or x.shape[-axes - 1] != groups or size.numel() == 1:
+            return func(*args, **kwargs)
+        if not plain or x.dim() != axes + 2:
+            return func(*args, **kwargs)
+        with torch.no_grad():
+            y = func(*args, **kwargs)
+        if padding == "same":
+            padding = tuple((k - 1) // 2 for k in size)
+        elif padding in (None, "valid"):
+            padding = 0
+        if not isinstance(padding, (tuple, list)):
+            padding = (padding,) * axes
+        leaf = (0 * y if self.run.silent else y.detach().clone()).requires_grad_()
+        self.run.convs.append(
+            CutConv(
+                x.detach(),
+                Point.of(x, 1) if x.requires_grad else None,
+                leaf,
+                weight.detach()[:, 0],
+                None if bias is None else bias.detach(),
+                tuple(padding),
+            )
+        )
+        return leaf.clone()
+
+
+def _named(names: tuple[str, ...], args: Any, kwargs: Any) -> list[Any]:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return [given.get(name) for name in names]

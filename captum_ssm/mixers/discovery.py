@@ -1,0 +1,229 @@
+"""Which modules of a model are mixers, found by what a run of it calls.
+
+A mixer is the smallest module around a proven scan that takes tokens and returns as many, and that
+holds the depthwise convolution of the scan too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from captum_ssm._errors import ReconstructionError, UnsupportedModelError
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._cut import run_cut, token_argument
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._registry import find_adapter, find_mixers
+from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.scans import FunctionCall, intercepted, not_intercepted, prove
+
+
+@dataclass(frozen=True)
+class MeasuredAdapter:
+    """Freezes the calls of one module by measuring them.
+
+    Args:
+        functions (frozenset of Callable): the scan functions that the module called.
+    """
+
+    functions: frozenset[Callable[..., Any]]
+
+    def __call__(self, call: MixerCall) -> FrozenMixer:
+        """The frozen mixer of a recorded call."""
+        return freeze_measured(call, self.functions)
+
+
+@dataclass
+class _Visit:
+    # A call of a module on the stack of calls.
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any = None
+
+    @property
+    def call(self) -> MixerCall:
+        return MixerCall(self.path, self.module, self.args, self.kwargs, self.result)
+
+
+@dataclass
+class _Found:
+    # The module calls around each proven scan, outermost first, and its function.
+    model: nn.Module
+    scans: list[tuple[list[_Visit], Callable[..., Any]]] = field(default_factory=list)
+    stack: list[_Visit] = field(default_factory=list)
+    known: int = 0  # registered mixers on the stack
+
+    def handle(self, call: FunctionCall) -> Any:
+        if self.known:
+            return call.run()
+        with torch.no_grad():
+            with not_intercepted():
+                result = call.run()
+            scan = prove(call, result)
+        if scan is None:
+            return call.run()
+        self.scans.append((list(self.stack), call.source))
+        return result
+
+    @contextmanager
+    def noting_modules(self) -> Iterator[None]:
+        thread = threading.get_ident()
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                self.known += find_adapter(module) is not None
+                self.stack.append(_Visit(paths[module], module, args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            # A module that raised leaves its children on the stack.
+            if threading.get_ident() == thread:
+                while self.stack.pop().module is not module:
+                    pass
+                self.known -= find_adapter(module) is not None
+
+        def returned(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                self.stack[-1].result = output
+
+        paths = {module: path for path, module in self.model.named_modules()}
+        with ExitStack() as hooks:
+            for module in paths:
+                hooks.callback(
+                    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove
+                )
+                hooks.callback(module.register_forward_hook(returned).remove)
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+
+def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, MeasuredAdapter]:
+    """The mixers among the modules of a model that no adapter is registered for.
+
+    Args:
+        model (nn.Module): the model.
+        run (Callable): runs it once.
+
+    Returns:
+        dict: an adapter for each mixer; empty if no scan was found.
+    """
+    found = _Found(model)
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        found.noting_modules(),
+        intercepted(found.handle),
+    ):
+        run()
+    every = frozenset(function for _, function in found.scans)
+    functions: dict[nn.Module, set[Callable[..., Any]]] = {}
+    chosen: dict[nn.Module, nn.Module] = {}  # by the innermost module
+    for stack, function in found.scans:
+        if not stack:
+            continue
+        inner = stack[-1].module
+        if inner not in chosen:
+            module = _mixer_around(stack, every)
+            if module is None:
+                continue
+            chosen[inner] = module
+        functions.setdefault(chosen[inner], set()).add(function)
+    outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
+    return {
+        module: MeasuredAdapter(
+            frozenset().union(*(f for m, f in functions.items() if m in {module, *_inside(module)}))
+        )
+        for module in functions
+        if module in outer
+    }
+
+
+def _inside(module: nn.Module) -> set[nn.Module]:
+    return {part for part in module.modules() if part is not module}
+
+
+def _mixer_around(
+    stack: list[_Visit], functions: frozenset[Callable[..., Any]]
+) -> nn.Module | None:
+    # The module, or, if none can be measured, the smallest that takes and returns tokens.
+    best: _Visit | None = None
+    convolutions, smallest = 0, None
+    for visit in reversed(stack):
+        try:
+            call = visit.call
+            token_argument(call)
+            smallest = smallest or visit
+            here = len(run_cut(call, functions).convs)
+            if best is not None and here <= convolutions:
+                continue
+            freeze_measured(call, functions)
+        except UnsupportedModelError:
+            if best is not None:
+                break
+            continue
+        best, convolutions = visit, here
+    best = best or smallest
+    return None if best is None else best.module
+
+
+@contextmanager
+def scans_frozen(model: nn.Module) -> Iterator[None]:
+    """Let the scans of measured mixers run with their coefficients held constant.
+
+    They return the very values that they return otherwise, linear in their values (and in their
+    gate) on the graph.
+
+    Raises:
+        ReconstructionError: from the run, for a scan that is none on the tokens of this run.
+    """
+    mixers = [(module, find_adapter(module)) for _, module in find_mixers(model)]
+    measured = {m: a.functions for m, a in mixers if isinstance(a, MeasuredAdapter)}
+    # The rule of PyTorch's softmax attention is attached to the graph.
+    functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
+    frozen, inside, thread = 0, 0, threading.get_ident()
+
+    def freeze(call: FunctionCall) -> Any:
+        nonlocal frozen
+        if not inside:
+            return call.run()
+        with torch.no_grad(), not_intercepted():
+            result = call.run()
+        scan = prove(call, result)
+        if scan is not None:
+            frozen += 1
+            return scan.result(scan.mixed, result)
+        before = frozen
+        result = call.run()
+        if frozen == before:
+            raise ReconstructionError(
+                f"{call.function.__qualname__} was called with the arguments of a scan and does "
+                "not return what the scan returns, as it did when the model was first run; "
+                "expected the same recurrence on all tokens. Register its form with "
+                "captum_ssm.register_scan, or an adapter of the module with "
+                "captum_ssm.register_mixer."
+            )
+        return result
+
+    def enter(module: nn.Module, args: Any) -> None:
+        nonlocal inside
+        inside += threading.get_ident() == thread
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal inside
+        inside -= threading.get_ident() == thread
+
+    with ExitStack() as stack:
+        for module in measured:
+            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        if functions:
+            stack.enter_context(intercepted(freeze, functions))
+        yield

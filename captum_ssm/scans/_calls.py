@@ -1,0 +1,191 @@
+"""Calls of scan functions, intercepted while a model runs.
+
+The body of each function is exchanged for the time of the run, so that it does not matter who
+refers to the function, and how. No hook of the interpreter is needed: a debugger's or a coverage
+tool's stay in place. Calls of other threads go on to the original.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import FunctionType
+from typing import Any
+
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from captum_ssm.scans._form import forms_of
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a function whose arguments play the roles of a scan.
+
+    Args:
+        function (Callable): what was called: the function itself, its body not exchanged.
+        args (tuple): positional arguments.
+        kwargs (dict): keyword arguments.
+        source (Callable): the function as the model knows it.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    source: Callable[..., Any]
+
+    def run(self) -> Any:
+        """What the function returns. Calls inside of it are intercepted too."""
+        return self.function(*self.args, **self.kwargs)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by parameter name, defaults included."""
+        if not isinstance(self.source, FunctionType):
+            return dict(zip(_ATTENTION, self.args, strict=False)) | self.kwargs
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def with_arguments(self, changed: dict[str, Any]) -> FunctionCall:
+        """The same call with some of its arguments changed, by parameter name."""
+        if not isinstance(self.source, FunctionType):
+            return replace(self, args=(), kwargs=self.arguments | changed)
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.arguments.update(changed)
+        return replace(self, args=bound.args, kwargs=bound.kwargs)
+
+
+Handler = Callable[[FunctionCall], Any]
+
+
+class _Thread(threading.local):
+    handler: Handler | None = None
+
+
+_THIS = _Thread()
+_LOCK = threading.Lock()
+_EXCHANGED: dict[FunctionType, _Exchange] = {}
+
+
+@contextmanager
+def intercepted(
+    handler: Handler, functions: Iterable[Callable[..., Any]] | None = None
+) -> Iterator[None]:
+    """Have ``handler(call)`` compute what each call of a scan function in this thread returns.
+
+    Args:
+        handler (Callable): takes a :class:`FunctionCall` and returns the result.
+        functions (iterable of Callable, optional): the functions; None for all of
+            :func:`candidate_functions`. Default: None
+    """
+    known = set(candidate_functions() if functions is None else functions)
+    attention = F.scaled_dot_product_attention in known
+    bodies = [function for function in known if isinstance(function, FunctionType)]
+    before = _THIS.handler
+    _exchange(bodies)
+    _THIS.handler = handler
+    try:
+        with _Attention() if attention else nullcontext():
+            yield
+    finally:
+        _THIS.handler = before
+        _put_back(bodies)
+
+
+@contextmanager
+def not_intercepted() -> Iterator[None]:
+    """Calls run as they are, in this thread."""
+    before, _THIS.handler = _THIS.handler, None
+    try:
+        yield
+    finally:
+        _THIS.handler = before
+
+
+def candidate_functions() -> list[Callable[..., Any]]:
+    """All functions of the process whose parameters have the names of a form's roles.
+
+    PyTorch's softmax attention is one of them.
+    """
+    functions = [value for value in gc.get_objects() if type(value) is FunctionType]
+    with _LOCK:
+        found = [f for f in functions if f in _EXCHANGED or _is_candidate(f)]
+    return [*found, F.scaled_dot_product_attention]
+
+
+def _is_candidate(function: FunctionType) -> bool:
+    code, module = function.__code__, function.__module__ or ""
+    own = module.startswith("captum_ssm.") and not module.startswith("captum_ssm.models.")
+    if own or module == "torch" or module.startswith("torch."):
+        return False
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    # An autograd function's forward does not know the graph.
+    return "ctx" not in names[:1] and any(True for _ in forms_of(names))
+
+
+class _Exchange:
+    # A function whose body is exchanged, by how many runs.
+    def __init__(self, function: FunctionType) -> None:
+        f = self.function = function
+        self.code, self.users = f.__code__, 0
+        self.original = FunctionType(
+            f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__
+        )
+        self.original.__kwdefaults__ = function.__kwdefaults__
+        self.original.__qualname__ = function.__qualname__
+        self.original.__module__ = function.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handler = _THIS.handler
+        if handler is None:
+            return self.original(*args, **kwargs)
+        return handler(FunctionCall(self.original, args, kwargs, self.function))
+
+
+def _stub(*args: Any, **kwargs: Any) -> Any:
+    exchange: Any = "the exchange"  # a constant of the body, which each function gets its own of
+    return exchange(*args, **kwargs)
+
+
+def _exchange(functions: Iterable[FunctionType]) -> None:
+    with _LOCK:
+        for function in functions:
+            exchange = _EXCHANGED.get(function)
+            if exchange is None:
+                exchange = _EXCHANGED[function] = _Exchange(function)
+                consts = tuple(
+                    exchange if const == "the exchange" else const
+                    for const in _stub.__code__.co_consts
+                )
+                function.__code__ = _stub.__code__.replace(
+                    co_consts=consts, co_freevars=exchange.code.co_freevars
+                )
+            exchange.users += 1
+
+
+def _put_back(functions: Iterable[FunctionType]) -> None:
+    with _LOCK:
+        for function in functions:
+            exchange = _EXCHANGED[function]
+            exchange.users -= 1
+            if exchange.users == 0:
+                function.__code__ = exchange.code
+                del _EXCHANGED[function]
+
+
+class _Attention(TorchFunctionMode):
+    # PyTorch's attention is a builtin, which has no body to exchange. PyTorch has a stack of such
+    # modes per thread.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, handler = kwargs or {}, _THIS.handler
+        if handler is None or func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return handler(FunctionCall(func, args, kwargs, func))

@@ -1,0 +1,120 @@
+"""Forms of scans: which arguments of a function play which role, and what it then may compute."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from captum_ssm.scans._candidate import Candidate
+
+Build = Callable[..., Iterable[Candidate]]
+_FORMS: dict[str, ScanForm] = {}
+
+
+@dataclass(frozen=True)
+class ScanForm:
+    # A form with the names of its roles. Roles without a default have to be there, as tensors.
+    build: Build
+    names: Mapping[str, frozenset[str]]
+    needed: tuple[str, ...]
+    enlarge: tuple[str, ...]
+
+    def fits(self, parameters: Iterable[str]) -> bool:
+        """Whether a function with these parameters has all the roles that are needed."""
+        return not any(self.names[role].isdisjoint(parameters) for role in self.needed)
+
+    def roles(self, parameters: Sequence[str]) -> dict[str, str] | None:
+        """Which of a function's parameters play which role; None if one is missing."""
+        found = {}
+        for role, names in self.names.items():
+            name = next((p for p in parameters if p in names), None)
+            if name is not None:
+                found[role] = name
+        return found if all(role in found for role in self.needed) else None
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a call by role; None where this cannot be a call of the form."""
+        roles = self.roles(list(given))
+        if roles is None:
+            return None
+        found = {role: given[name] for role, name in roles.items()}
+        return found if all(torch.is_tensor(found[role]) for role in self.needed) else None
+
+
+def register_scan(
+    build: Build | None = None,
+    *,
+    names: Mapping[str, Sequence[str]] | None = None,
+    enlarge: Sequence[str] = (),
+) -> Any:
+    """Register a form of scans: a function from the arguments of a call to what it may compute.
+
+    A model without a registered mixer is searched for calls of Python functions whose parameters
+    have the names of a form. Such a call is a scan only if an operator of the form, made from the
+    arguments, returns what the function returned. So a form may yield several candidates, and a
+    wrong one explains nothing.
+
+    Args:
+        build (Callable): yields :class:`~captum_ssm.scans.Candidate`. Its parameters are the roles;
+            those without a default have to be there, as tensors. Arguments that the function does
+            not take are not passed. Registering a function of the same name again replaces it.
+        names (dict, optional): for each role the names that a function's parameter may have, in
+            addition to the role's own. Default: None
+        enlarge (sequence of str, optional): roles, tensors, in each of which the recurrence (and
+            not the skip) is linear. Where the recurrence adds so little to the result that rounding
+            hides it, the function is called again with these enlarged. Default: ()
+
+    Returns:
+        The function ``build``.
+
+    Raises:
+        TypeError: for a ``build`` that cannot be called.
+        ValueError: for names of a role that ``build`` does not have.
+
+    Examples::
+
+        >>> @register_scan(names={"x": ["values"], "decay": ["gamma"]})
+        ... def running_sum(x, decay):  # h_t = decay h_(t-1) + x_t, called as f(values, gamma)
+        ...     if x.dim() == 3 and decay.shape == x.shape[-1:]:
+        ...         one = torch.ones_like(x)
+        ...         state = one[..., :1, None]
+        ...         yield Candidate(
+        ...             operator=DiagonalOperator(
+        ...                 one, one, decay.log()[:, None], state, state
+        ...             ),
+        ...             values=x,
+        ...             layouts=("BLD",),
+        ...         )
+    """
+
+    def register(function: Build) -> Build:
+        if not callable(function):
+            raise TypeError(
+                f"build is a {type(function).__name__}; expected a function that takes arguments "
+                "by role and yields candidates."
+            )
+        roles = inspect.signature(function).parameters
+        unknown = [role for role in (*(names or {}), *enlarge) if role not in roles]
+        if unknown:
+            raise ValueError(
+                f"names or enlarge hold {unknown}, but {function.__name__} has the roles "
+                f"{list(roles)}; name its parameters only."
+            )
+        _FORMS[function.__name__] = ScanForm(
+            function,
+            {role: frozenset((role, *(names or {}).get(role, ()))) for role in roles},
+            tuple(role for role, p in roles.items() if p.default is p.empty),
+            tuple(enlarge),
+        )
+        return function
+
+    return register if build is None else register(build)
+
+
+def forms_of(parameters: Sequence[str]) -> Iterator[ScanForm]:
+    """The forms whose roles a function with these parameters has."""
+    return (form for form in _FORMS.values() if form.fits(parameters))

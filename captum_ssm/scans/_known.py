@@ -1,0 +1,302 @@
+"""The forms of scans that the library knows.
+
+S6 (Mamba), SSD (Mamba-2), the trapezoid rule (Mamba-3), linear attention with decay and the delta
+rule, and softmax attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm.operators import (
+    ConvolvedOperator,
+    DiagonalOperator,
+    LinearAttentionOperator,
+    SoftmaxOperator,
+    SumOperator,
+    TokenOperator,
+)
+from captum_ssm.scans._candidate import Candidate
+from captum_ssm.scans._form import register_scan
+
+_SSM: dict[str, tuple[str, ...]] = {
+    "x": ("u", "xs", "v", "X", "hidden_states"),
+    "dt": ("delta", "dts", "DT", "deltas", "time_step", "discrete_time_step"),
+    "A": ("As", "ADT"),
+    "B": ("Bs", "B_proj"),
+    "C": ("Cs", "C_proj"),
+    "D": ("Ds",),
+    "z": ("gate",),
+}
+_STEP: dict[str, tuple[str, ...]] = {
+    "bias": ("delta_bias", "dt_bias"),
+    "softplus": ("delta_softplus", "dt_softplus"),
+}
+
+
+@register_scan(names=_SSM | _STEP, enlarge=("B", "C"))
+def s6(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    softplus: bool | None = None,
+) -> Iterator[Candidate]:
+    """Mamba: x and dt ``(B, L, D)`` or ``(B, D, L)``, A ``(D, N)``."""
+    if A.dim() != 2 or A.is_complex() or x.dim() != 3 or dt.shape != x.shape:
+        return
+    channels, N = A.shape
+    for last in (False, True):
+        v, step = (x.mT, dt.mT) if last else (x, dt)
+        groups = [_grouped(t, v.shape[1], channels, N, last) for t in (B, C)]
+        if v.shape[-1] != channels or groups[0] is None or groups[1] is None:
+            continue
+        if bias is not None:
+            step = step + bias
+        # A function without such an argument may do it all the same.
+        for raised in (softplus,) if softplus is not None else (False, True):
+            working = (F.softplus(step) if raised else step).to(_dtype(x, dt, A, B, C))
+            yield Candidate(
+                operator=DiagonalOperator(
+                    working, working, A.to(working), groups[0].to(working), groups[1].to(working)
+                ),
+                values=v,
+                layouts=("BDL", "BLD") if last else ("BLD", "BDL"),
+                skip=None if D is None else _per_channel(D, channels),
+                gates=_gates(None if z is None else z.mT if last else z),
+            )
+
+
+@register_scan(names=_SSM | _STEP | {"limit": ("dt_limit",)}, enlarge=("B", "C"))
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    softplus: bool | None = None,
+    limit: tuple[float, float] | None = None,
+) -> Iterator[Candidate]:
+    """Mamba-2: x ``(B, L, H, P)``, dt ``(B, L, H)``, A ``(H,)``, B and C ``(B, L, G, N)``."""
+    if x.dim() != 4 or B.dim() != 4 or A.shape != x.shape[2:3] or dt.shape != x.shape[:3]:
+        return
+    H, P = x.shape[2:]
+    if B.shape != C.shape or B.shape[:2] != x.shape[:2] or H % B.shape[2]:
+        return
+    step = dt if bias is None else dt + bias
+    for raised in (softplus,) if softplus is not None else (False, True):
+        working = (F.softplus(step) if raised else step).to(_dtype(x, dt, A, B, C))
+        if limit is not None:
+            working = working.clamp(*limit)
+        key, query = (_per_head(t.to(working), H) for t in (B, C))
+        yield Candidate(
+            operator=LinearAttentionOperator(
+                query=query,
+                key=key * working[..., None],
+                log_decay=(A.to(working) * working)[..., None],
+                width=P,
+            ),
+            values=x.flatten(2),
+            layouts=("BLHP",),
+            skip=None if D is None else _per_channel(D, H * P),
+            gates=_gates(None if z is None else z.flatten(2)),
+        )
+
+
+@register_scan(names=_SSM, enlarge=("B", "C"))
+def trapezoid(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    trap: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+) -> Iterator[Candidate]:
+    """Mamba-3: x ``(B, L, H, P)``, dt, trap and A (the log decay) ``(B, L, H)``.
+
+    ``h_t = exp(A_t) h_(t-1) + dt_t ((1 - s_t / 2) B_t x_t + s_t / 2 B_(t-1) x_(t-1))`` with s the
+    sigmoid of trap.
+    """
+    if x.dim() != 4 or not A.shape == dt.shape == trap.shape == x.shape[:3]:
+        return
+    if B.shape != C.shape or B.shape[:2] != x.shape[:2] or x.shape[2] % B.shape[2]:
+        return
+    H, P = x.shape[2:]
+    dtype = _dtype(x, dt, A, B, C)
+    query, key = (_per_head(t.to(dtype), H) for t in (C, B))
+    half = dt.to(dtype) * torch.sigmoid(trap.to(dtype)) / 2
+    before = F.pad(key, (0, 0, 0, 0, 1, 0))[:, :-1]
+    now, last = (
+        LinearAttentionOperator(query=query, key=k, log_decay=A.to(dtype)[..., None], width=P)
+        for k in (key * (dt.to(dtype) - half)[..., None], before * half[..., None])
+    )
+    one_back = torch.tensor([1.0, 0.0], dtype=dtype, device=x.device).expand(H * P, 2)
+    parts: tuple[TokenOperator, ...] = (
+        now.scaled(None, None),
+        ConvolvedOperator(last.scaled(None, None), one_back),
+    )
+    yield Candidate(
+        operator=SumOperator(parts),
+        values=x.flatten(2),
+        layouts=("BLHP",),
+        skip=None if D is None else _per_channel(D, H * P),
+        gates=_gates(None if z is None else z.flatten(2)),
+    )
+
+
+_ATTENTION: dict[str, tuple[str, ...]] = {
+    "q": ("query", "queries", "r"),
+    "k": ("key", "keys"),
+    "v": ("value", "values"),
+    "scale": ("scaling", "softmax_scale"),
+}
+
+
+@register_scan(
+    names=_ATTENTION
+    | {"decay": ("g", "gk", "log_decay", "w"), "unit": ("use_qk_l2norm_in_kernel",)},
+    enlarge=("q", "k"),
+)
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    unit: bool = False,
+) -> Iterator[Candidate]:
+    """q, k ``(B, L, H, N)`` and v ``(B, L, H, P)``, or heads first; with beta the delta rule.
+
+    The decay, if any, is one per head or per key dimension, given as it is or as its logarithm.
+    """
+    if not (q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:3] == v.shape[:3]):
+        return
+    dtype, steps = _dtype(q, k, v), [t for t in (decay, beta) if torch.is_tensor(t)]
+    for heads_first in (False, True):
+        query, key, value, *rest = (
+            t.transpose(1, 2) if heads_first and t.dim() > 2 else t for t in (q, k, v, *steps)
+        )
+        if any(t.shape[:3] != query.shape[:3] or t.dim() > 4 for t in rest):
+            continue
+        query, key = query.to(dtype), key.to(dtype)
+        if unit:
+            query, key = (F.normalize(t, dim=-1, eps=1e-6) for t in (query, key))
+        write = key
+        if beta is not None:
+            b = rest[-1].to(dtype)
+            write = key * (b[..., None] if b.dim() == 3 else b)
+        erased = {} if beta is None else {"erase": write, "probe": key}
+        scales = (q.shape[-1] ** -0.5, 1.0) if scale is None else (scale,)
+        logs = _logs(rest[0] if torch.is_tensor(decay) else None, query)
+        for factor, log_decay in product(scales, logs):
+            yield Candidate(
+                operator=LinearAttentionOperator(
+                    query=query * factor,
+                    key=write,
+                    log_decay=log_decay,
+                    width=v.shape[-1],
+                    **erased,
+                ),
+                values=value.flatten(2),
+                layouts=("BHLP", "BLHP") if heads_first else ("BLHP", "BHLP"),
+            )
+
+
+@register_scan(
+    names=_ATTENTION | {"mask": ("attn_mask", "attention_mask"), "causal": ("is_causal",)}
+)
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool | None = None,
+    scale: float | None = None,
+) -> Iterator[Candidate]:
+    """q, k and v ``(B, H, L, N)``, as in ``torch.nn.functional.scaled_dot_product_attention``."""
+    if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[2] == k.shape[2] == v.shape[2]):
+        return
+    if q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3]:
+        return
+    query, key = q.to(_dtype(q, k, v)), k.to(_dtype(q, k, v))
+    key, value = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (key, v))
+    bias: Tensor | None = query.new_zeros(1, 1, 1, 1)
+    if mask is not None and mask.dim() <= 4:
+        bias = (
+            query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+            if (mask.dtype == torch.bool)
+            else mask.to(query)
+        )
+        bias = bias.reshape(*[1] * (4 - bias.dim()), *bias.shape)
+    elif causal:
+        bias = None
+    yield Candidate(
+        operator=SoftmaxOperator(
+            query=query,
+            key=key,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            width=v.shape[-1],
+            bias=bias,
+        ),
+        values=value.transpose(1, 2).flatten(2),
+        layouts=("BHLP", "BLHP"),
+    )
+
+
+def _dtype(*tensors: Tensor) -> torch.dtype:
+    wide = any(t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def _grouped(t: Tensor, L: int, channels: int, N: int, last: bool) -> Tensor | None:
+    # B or C as (B, L, G, N); the tokens stand last where those of x do, or where they have to.
+    if t.dim() == 4 and channels % t.shape[1] == 0 and t.shape[2:] == (N, L):
+        return t.permute(0, 3, 1, 2)
+    if t.dim() == 4 and channels % t.shape[2] == 0 and (t.shape[1], t.shape[3]) == (L, N):
+        return t
+    if t.dim() != 3:
+        return None
+    both = (t.mT, t) if last else (t, t.mT)
+    return next((y[:, :, None] for y in both if y.shape[1:] == (L, N)), None)
+
+
+def _per_head(t: Tensor, H: int) -> Tensor:
+    return t.repeat_interleave(H // t.shape[2], 2)
+
+
+def _per_channel(D: Tensor, channels: int) -> Tensor | None:
+    # One per head, or one per channel.
+    D = D.reshape(-1)
+    return None if channels % len(D) else D.repeat_interleave(channels // len(D))
+
+
+def _gates(z: Tensor | None) -> tuple[Tensor, ...]:
+    return () if z is None else (F.silu(z), z)
+
+
+def _logs(decay: Tensor | None, query: Tensor) -> Iterator[Tensor]:
+    if decay is None:
+        yield torch.zeros_like(query[..., :1])
+        return
+    decay = (decay if decay.dim() == 4 else decay[..., None]).to(query.dtype)
+    if decay.shape[-1] not in (1, query.shape[-1]):
+        return
+    if bool((decay <= 0).all()):
+        yield decay
+    if bool(((decay >= 0) & (decay <= 1)).all()):
+        yield decay.log()

@@ -1,0 +1,160 @@
+"""Whether a call is a scan: our operator, of its arguments, returns what the function returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.operators import TokenOperator
+from captum_ssm.scans._calls import FunctionCall, not_intercepted
+from captum_ssm.scans._candidate import Candidate, in_layout
+from captum_ssm.scans._form import ScanForm, forms_of
+
+# The largest error relative to what the recurrence adds, by the coarsest dtype of the arguments.
+# In float32 right operators err by at most 1e-6.
+TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-4,
+    torch.float16: 1.2e-2,
+    torch.bfloat16: 4e-2,
+}
+# Where the recurrence adds less than this, the rounding of the rest may hide it.
+_SMALL = 1e-2
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    r"""A proven call: it returned :math:`g \odot (\alpha v + s \odot v)`.
+
+    Args:
+        operator (TokenOperator): :math:`\alpha`, without a graph.
+        values (Tensor): v, ``(B, L, D)``, with its graph.
+        skip (Tensor, optional): s, broadcasts to ``(B, L, D)``.
+        gate (Tensor, optional): g, ``(B, L, D)``, with its graph.
+        layout (str): that of the result.
+        mixed (Tensor): :math:`\alpha v + s v`, ``(B, L, D)``, linear in v on the graph.
+        name (str): of the function.
+        error (float): relative to what the recurrence adds.
+    """
+
+    operator: TokenOperator
+    values: Tensor
+    skip: Tensor | None
+    gate: Tensor | None
+    layout: str
+    mixed: Tensor
+    name: str
+    error: float
+
+    def result(self, mixed: Tensor, of_call: Any) -> Any:
+        """What the function returns for other ``mixed (B, L, D)``, at the values of ``of_call``.
+
+        Args:
+            mixed (Tensor): takes the place of :attr:`mixed`.
+            of_call (Any): what the function returned.
+        """
+        want = first_tensor(of_call)
+        assert want is not None
+        y = in_layout(mixed if self.gate is None else mixed * self.gate, self.layout, want)
+        assert y is not None
+        y = y.to(want.dtype)
+        y = y + (want - y).detach()
+        if isinstance(of_call, (tuple, list)):
+            return type(of_call)([y, *of_call[1:]])
+        return y
+
+
+def first_tensor(result: Any) -> Tensor | None:
+    """The result of a function, or the first element of a tuple."""
+    value = result[0] if isinstance(result, (tuple, list)) and result else result
+    return value if torch.is_tensor(value) else None
+
+
+def prove(call: FunctionCall, result: Any) -> Scan | None:
+    """The call as a scan, if an operator of some form returns what it returned.
+
+    Args:
+        call (FunctionCall): what was called. Values and gates keep their graph.
+        result (Any): what it returned.
+    """
+    want = first_tensor(result)
+    if want is None or not want.is_floating_point():
+        return None
+    for form in forms_of(list(call.arguments)):
+        scan = _proven(call, form, want, enlarged=False)
+        if scan is not None:
+            return scan
+    return None
+
+
+def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) -> Scan | None:
+    given = form.arguments(call.arguments)
+    if given is None:
+        return None
+    tolerance = max(TOLERANCE.get(given[role].dtype, 1.0) for role in form.needed)
+    tolerance = max(tolerance, TOLERANCE.get(want.dtype, 1.0))
+    if tolerance == 1.0:  # not floating point
+        return None
+    with torch.no_grad():
+        kept = {role: v.detach() if torch.is_tensor(v) else v for role, v in given.items()}
+        coefficients = list(form.build(**kept))
+    # The same candidates with the graph of their values and gates.
+    for plain, candidate in zip(coefficients, form.build(**given), strict=True):
+        operator = plain.operator
+        v = candidate.values.to(operator.dtype)
+        recurrence = operator.matvec(v)
+        for skip, gate, layout in _variants(plain, candidate):
+            mixed = recurrence if skip is None else recurrence + skip.to(v) * v
+            with torch.no_grad():
+                error, share = _error(recurrence, mixed, gate, layout, want)
+            if not error <= tolerance * (max(1.0, _SMALL / share) if share < _SMALL else 1.0):
+                continue
+            scan = Scan(operator, v, skip, gate, layout, mixed, call.function.__qualname__, error)
+            if share >= _SMALL:
+                return scan
+            if not enlarged and _holds_enlarged(call, form, scan, share):
+                return scan
+            if enlarged and error <= tolerance:
+                return scan
+    return None
+
+
+def _variants(
+    plain: Candidate, candidate: Candidate
+) -> Iterator[tuple[Tensor | None, Tensor | None, str]]:
+    skips = (None,) if plain.skip is None else (plain.skip, None)
+    return iter(product(skips, (*candidate.gates, None), candidate.layouts))
+
+
+def _error(
+    recurrence: Tensor, mixed: Tensor, gate: Tensor | None, layout: str, want: Tensor
+) -> tuple[float, float]:
+    # The error relative to what the recurrence adds, and its share of the whole.
+    y, added = (t if gate is None else t * gate for t in (mixed, recurrence))
+    y_like = in_layout(y, layout, want)
+    if y_like is None:
+        return torch.inf, 1.0
+    size, whole = float(added.norm()), float(want.norm())
+    error = float((y_like - want).norm())
+    if size == 0:
+        return torch.inf, 1.0
+    return error / size, size / max(whole, 1e-300)
+
+
+def _holds_enlarged(call: FunctionCall, form: ScanForm, scan: Scan, share: float) -> bool:
+    # The function itself, called again with the recurrence as large as the rest.
+    if not form.enlarge:
+        return False
+    factor = share ** (-1 / len(form.enlarge))
+    roles = form.roles(list(call.arguments)) or {}
+    changed = {roles[role]: call.arguments[roles[role]].detach() * factor for role in form.enlarge}
+    again = call.with_arguments(changed)
+    with torch.no_grad(), not_intercepted():
+        want = first_tensor(again.run())
+        found = None if want is None else _proven(again, form, want, enlarged=True)
+    return found is not None and found.layout == scan.layout

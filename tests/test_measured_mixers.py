@@ -1,0 +1,334 @@
+"""Mixers without an adapter: found by a run, measured, and explained."""
+
+import threading
+
+import pytest
+import torch
+import wild
+from models import randomize
+from torch import nn
+from torch.nn import functional as F
+from transformers import Mamba2Config, MambaConfig
+from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+import captum_ssm.models.vision_mamba
+from captum_ssm import (
+    LaTIM,
+    MambaLRP,
+    MambaRollout,
+    ReconstructionError,
+    UnsupportedModelError,
+    hidden_attention,
+)
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers.discovery import MeasuredAdapter, discover
+from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.mixers.vision import FrozenScans
+from captum_ssm.models import SS2D, BidirectionalMamba
+from captum_ssm.models.ss2d import scan_orders
+
+KINDS = (
+    wild.Mixer,
+    wild.Backward,
+    wild.LooksAhead,
+    wild.BothWays,
+    wild.InBatch,
+    wild.HalfScanned,
+    wild.Normed,
+)
+
+
+def recorded(module, x):
+    with torch.no_grad():
+        return MixerCall("mixer", module, (x,), {}, module(x))
+
+
+def tokens(*shape):
+    return torch.randn(*(shape or (2, 7, 6)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_measured_mixer_returns_what_its_module_returns(kind):
+    call = recorded(kind().eval(), tokens())
+    mixer = freeze_measured(call)
+    torch.testing.assert_close(mixer.output(), call.output, rtol=1e-4, atol=1e-5)
+    assert mixer.operator("unified").matrix("mean").shape == (2, 7, 7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_map_shows_every_token_that_the_output_reads_and_no_other(kind):
+    module, x = kind().eval(), tokens(1, 7, 6).requires_grad_()
+    maps = freeze_measured(recorded(module, x)).operator("unified").matrix("mean")[0]
+    for i, y in enumerate(module(x)[0].sum(-1)):
+        (g,) = torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(maps[i] != 0, (g[0] != 0).any(-1))
+
+
+def with_slow_convolution(monkeypatch):
+    def causal_conv(x, taps):
+        padded = F.pad(x.mT, (taps.shape[1] - 1, 0))
+        return F.conv1d(padded, taps[:, None], groups=len(taps)).mT
+
+    monkeypatch.setattr(captum_ssm.models.vision_mamba, "causal_conv", causal_conv)
+
+
+MAMBA = dict(hidden_size=16, state_size=4, num_hidden_layers=1)
+KNOWN = {
+    "mamba": lambda: MambaMixer(MambaConfig(**MAMBA), 0),
+    "mamba2": lambda: Mamba2Mixer(Mamba2Config(**MAMBA, num_heads=4, head_dim=8, n_groups=2), 0),
+    "vim": lambda: BidirectionalMamba(16, state=4),
+    "vim v1": lambda: BidirectionalMamba(16, state=4, bimamba_type="v1"),
+    "ss2d": lambda: SS2D(16, (3, 4), state=4),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_measured_is_what_an_adapter_reads(name, monkeypatch):
+    with_slow_convolution(monkeypatch)
+    call = recorded(randomize(KNOWN[name]()).eval(), tokens(2, 12, 16))
+    ours, theirs = freeze_measured(call), find_adapter(call.module)(call)
+    torch.testing.assert_close(ours.output(), theirs.output(), rtol=1e-4, atol=1e-5)
+    every = ("conv", "activation", "gate", "norm", "skip")
+    for options in (("hidden",), ("unified",), ("unified", every)):
+        a, b = (mixer.operator(*options).matrix("mean") for mixer in (ours, theirs))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+def test_four_directions_stacked_in_channels_come_apart():
+    mixer = freeze_measured(recorded(wild.FourWays().eval(), tokens(2, 3, 4, 6)))
+    assert isinstance(mixer, FrozenScans)
+    for found, expected in zip(mixer.orders, scan_orders((3, 4)), strict=True):
+        assert torch.equal(found, expected)
+    assert mixer.image_conv.shape == (8, 3, 3)
+    assert mixer.grid == (3, 4)
+
+
+def test_directions_stacked_in_the_batch_come_apart():
+    mixer = freeze_measured(recorded(wild.InBatch().eval(), tokens()))
+    assert [order.tolist() for order in mixer.orders] == [[*range(7)], [*range(6, -1, -1)]]
+
+
+def test_a_convolution_that_looks_ahead_is_part_of_the_hidden_map():
+    module = wild.LooksAhead().eval()
+    maps = freeze_measured(recorded(module, tokens(1, 7, 6))).operator().matrix("mean")[0]
+    read = torch.ones(7, 7).tril(1).bool()
+    assert torch.equal(maps != 0, read)
+
+
+class Residual(wild.Mixer):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Shifted(wild.Mixer):
+    def mixed(self, u):
+        return F.pad(super().mixed(u), (0, 0, 1, 0))[:, :-1]
+
+
+class Rolled(wild.Mixer):
+    def mixed(self, u):
+        return super().mixed(u).roll(1, 1)
+
+
+class Attends(wild.Mixer):
+    def mixed(self, u):
+        return super().mixed(torch.softmax(u @ u.mT, -1) @ u)
+
+
+class AttendsAfter(wild.Mixer):
+    def mixed(self, u):
+        return torch.softmax(u @ u.mT, -1) @ super().mixed(u)
+
+
+class AttendsBeside(wild.HalfScanned):
+    def forward(self, x):
+        u, z = self.in_proj(x).chunk(2, -1)
+        return self.out_proj(torch.cat([self.mixed(u), torch.softmax(z @ z.mT, -1) @ z], -1))
+
+
+class Branch(wild.Mixer):
+    def mixed(self, u):
+        return super().mixed(u) + torch.tanh(u)
+
+
+class Late(wild.Mixer):
+    def scanned(self, v):
+        step, B, C = self.x_proj(v).split([8, 3, 3], -1)
+
+        def late(x, delta, A, B, C, D):
+            return wild.scan(x, delta, A, B, C, D).roll(1, 1)
+
+        return late(v, F.softplus(step), -self.rates.exp(), B, C, self.D)
+
+
+@pytest.mark.parametrize(
+    "kind", [Residual, Shifted, Rolled, Attends, AttendsAfter, AttendsBeside, Branch, Late]
+)
+def test_a_module_that_looks_like_a_mixer_is_refused(kind):
+    with pytest.raises(UnsupportedModelError, match="cannot be measured"):
+        freeze_measured(recorded(kind().eval(), tokens()))
+
+
+class Grouped(wild.Mixer):
+    """A group norm mixes channels in a way that is not measured."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = nn.Linear(8, 8)
+
+    def mixed(self, u):
+        return self.groups(super().mixed(u))
+
+
+def test_where_only_the_scan_can_be_measured_the_others_say_what_is_missing():
+    model = wild.Stack(Grouped()).eval()
+    x = tokens(1, 7, 6)
+    (maps,) = hidden_attention(model, x).values()
+    assert maps.shape == (1, 8, 7, 7)
+    assert MambaRollout(model).attribute(x).shape == x.shape
+    assert MambaLRP(model).attribute(x, target=(3, 1)).shape == x.shape
+    with pytest.raises(UnsupportedModelError, match="mixes channels"):
+        hidden_attention(model, x, formulation="unified")
+    with pytest.raises(UnsupportedModelError, match="mixes channels"):
+        LaTIM(model).interactions(x, 0)
+
+
+class ScanModule(nn.Module):
+    def forward(self, x, delta, A, B, C, D):
+        return wild.scan(x, delta, A, B, C, D)
+
+
+class Parted(wild.Mixer):
+    """The scan is a module of its own, the convolution is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = ScanModule()
+
+    def scanned(self, v):
+        step, B, C = self.x_proj(v).split([8, 3, 3], -1)
+        return self.core(v, F.softplus(step), -self.rates.exp(), B, C, self.D)
+
+
+def found_in(model, x):
+    names = {module: path for path, module in model.named_modules()}
+    return sorted(names[module] for module in discover(model, lambda: model(x)))
+
+
+def test_the_smallest_module_with_the_convolution_is_the_mixer():
+    assert found_in(wild.Stack(Parted(), wild.Backward()).eval(), tokens()) == [
+        "layers.0",
+        "layers.1",
+    ]
+
+
+def test_registered_classes_win_and_are_not_looked_into():
+    mamba = KNOWN["mamba"]()
+    model = wild.Stack(mamba, width=16).eval()
+    assert found_in(model, tokens(1, 5, 16)) == []
+    assert not isinstance(find_adapter(mamba), MeasuredAdapter)
+
+
+def test_methods_find_unknown_mixers_by_themselves():
+    model, x = wild.Stack(*(kind() for kind in KINDS)).eval(), tokens(1, 7, 6)
+    assert not list(find_mixers(model))
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert len(hidden_attention(model, x)) == len(KINDS)
+    assert [type(find_adapter(m)) for _, m in find_mixers(model)] == [MeasuredAdapter] * len(KINDS)
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert MambaRollout(model).attribute(x, position=3).shape == x.shape
+    for layer in range(len(KINDS)):
+        assert LaTIM(model).interactions(x, layer).shape == (1, 7, 7)
+
+
+def without_biases(model):
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_relevance_adds_up_to_the_score_without_biases(kind):
+    model, x = without_biases(wild.Stack(kind(), kind()).eval()), tokens()
+    relevance, delta = MambaLRP(model).attribute(x, target=(3, 1), return_convergence_delta=True)
+    score = model(x)[:, 3, 1].detach()
+    torch.testing.assert_close(relevance.sum((1, 2)), score, rtol=1e-4, atol=1e-5)
+    assert float(delta.abs().max()) < 1e-5 * max(1.0, float(score.abs().max()))
+
+
+def test_relevance_of_known_and_unknown_mixers_in_one_model():
+    model = without_biases(wild.Stack(KNOWN["mamba"](), wild.Mixer(16), width=16).eval())
+    x = tokens(1, 6, 16)
+    score = model(x)[:, 3, 1].detach()
+    relevance = MambaLRP(model).attribute(x, target=(3, 1))
+    assert isinstance(find_adapter(model.layers[1]), MeasuredAdapter)
+    torch.testing.assert_close(relevance.sum((1, 2)), score, rtol=1e-4, atol=1e-5)
+
+
+def test_relevance_is_that_of_the_adapter(monkeypatch):
+    with_slow_convolution(monkeypatch)
+    mixer = randomize(BidirectionalMamba(6, state=3))
+    model, x = wild.Stack(mixer).eval(), tokens(1, 7, 6)
+    theirs = MambaLRP(model).attribute(x, target=(3, 1))
+
+    class Unknown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = [mixer]  # not a submodule: its class is registered
+
+        def forward(self, x):
+            return self.held[0](x)
+
+    model.layers[0] = Unknown()
+    ours = MambaLRP(model).attribute(x, target=(3, 1))
+    assert isinstance(find_adapter(model.layers[0]), MeasuredAdapter)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_scan_that_is_none_any_more_is_found_out():
+    class Changing(wild.Mixer):
+        late = False
+
+        def scanned(self, v):
+            step, B, C = self.x_proj(v).split([8, 3, 3], -1)
+            return changing(v, F.softplus(step), -self.rates.exp(), B, C, self.D, self.late)
+
+    model, x = wild.Stack(Changing()).eval(), tokens(1, 7, 6)
+    MambaLRP(model).attribute(x, target=(3, 1))
+    model.layers[0].late = True
+    code = changing.__code__
+    with pytest.raises(ReconstructionError, match="changing"):
+        MambaLRP(model).attribute(x, target=(3, 1))
+    assert changing.__code__ is code
+    with pytest.raises(UnsupportedModelError):
+        hidden_attention(model, x)
+
+
+def changing(x, delta, A, B, C, D, late):
+    return wild.scan(x, delta, A, B.roll(1, 1) if late else B, C, D)
+
+
+def test_half_precision():
+    call = recorded(wild.Mixer().eval().bfloat16(), tokens().bfloat16())
+    mixer = freeze_measured(call)
+    error = mixer.output() - call.output.float()
+    assert float(error.norm() / call.output.float().norm()) < 4e-2
+
+
+def test_two_threads_explain_two_models():
+    models = [wild.Stack(wild.Mixer(), wild.Backward()).eval() for _ in range(2)]
+    x, found = tokens(1, 7, 6), [None, None]
+
+    def explain(i):
+        found[i] = MambaLRP(models[i]).attribute(x, target=(3, 1))
+
+    threads = [threading.Thread(target=explain, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for model, relevance in zip(models, found, strict=True):
+        torch.testing.assert_close(relevance, MambaLRP(model).attribute(x, target=(3, 1)))

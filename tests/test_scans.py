@@ -1,0 +1,265 @@
+"""Scans recorded by what they are called with, proven, and exchanged."""
+
+import sys
+import threading
+
+import pytest
+import torch
+import wild
+from torch.nn import functional as F
+
+from captum_ssm.operators import DiagonalOperator
+from captum_ssm.scans import (
+    Candidate,
+    FunctionCall,
+    _form,
+    candidate_functions,
+    intercepted,
+    not_intercepted,
+    prove,
+    register_scan,
+)
+
+
+def coefficients(B=2, L=7, D=4, N=3, dtype=torch.float32):
+    x, step = torch.randn(2, B, L, D, dtype=dtype)
+    return dict(
+        x=x,
+        delta=F.softplus(step),
+        A=-torch.rand(D, N, dtype=dtype) - 0.1,
+        B=torch.randn(B, L, N, dtype=dtype),
+        C=torch.randn(B, L, N, dtype=dtype),
+        D=torch.randn(D, dtype=dtype),
+    )
+
+
+def proven(function, **arguments):
+    call = FunctionCall(function, (), arguments, function)
+    return prove(call, function(**arguments))
+
+
+def late_scan(x, delta, A, B, C, D):
+    return wild.scan(x, delta, A, F.pad(B, (0, 0, 1, 0))[:, :-1], C, D)
+
+
+def noisy_scan(x, delta, A, B, C, D):
+    y = wild.scan(x, delta, A, B, C, D)
+    return y + 1e-3 * y.norm() * F.normalize(torch.randn(y.numel()), dim=0).view(y.shape)
+
+
+def reversed_scan(x, delta, A, B, C, D):
+    return wild.scan(*(t.flip(1) for t in (x, delta)), A, B.flip(1), C.flip(1), D).flip(1)
+
+
+def shifted_scan(x, delta, A, B, C, D):
+    return F.pad(wild.scan(x, delta, A, B, C, D), (0, 0, 1, 0))[:, :-1]
+
+
+def residual_scan(x, delta, A, B, C, D):
+    return x + wild.scan(x, delta, A, B, C, D)
+
+
+def attending_scan(x, delta, A, B, C, D):
+    return wild.scan(x, delta, A, B, C, D) + torch.softmax(C @ B.mT, -1) @ x
+
+
+def skipless_scan(x, delta, A, B, C, D):
+    return wild.scan(x, delta, A, B, C, 0 * D)
+
+
+def biased_scan(x, delta, A, B, C, D, delta_bias=None, delta_softplus=False):
+    """The bias of the step is given, and not added."""
+    return wild.scan(x, F.softplus(delta) if delta_softplus else delta, A, B, C, D)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scan_is_proven(dtype):
+    scan = proven(wild.scan, **coefficients(dtype=dtype))
+    assert scan.error < 1e-5 if dtype == torch.float32 else scan.error < 1e-12
+    assert scan.skip is not None
+    assert scan.gate is None
+
+
+def test_a_scan_may_leave_out_its_skip():
+    assert proven(skipless_scan, **coefficients()).skip is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [late_scan, noisy_scan, reversed_scan, shifted_scan, residual_scan, attending_scan],
+)
+def test_a_function_that_looks_like_a_scan_is_none(function):
+    assert proven(function, **coefficients()) is None
+
+
+@pytest.mark.parametrize("small", [1.0, 1e-3])
+def test_what_the_recurrence_adds_is_compared_not_the_whole(small):
+    # With tiny B and C the recurrence is a millionth of the output: its error is the rounding's.
+    given = coefficients() | {"delta_bias": torch.full((4,), 0.5), "delta_softplus": True}
+    given["B"], given["C"] = small * given["B"], small * given["C"]
+    y, right = biased_scan(**given), biased_scan(**given | {"delta": given["delta"] + 0.5})
+    if small < 1:
+        assert float((y - right).norm()) < 1e-5 * float(y.norm())
+    assert proven(biased_scan, **given) is None
+    assert proven(biased_scan, **given | {"delta_bias": torch.zeros(4)}) is not None
+
+
+def test_gates_layouts_and_groups():
+    x, step, z = torch.randn(3, 2, 8, 7)
+    Bs, Cs = torch.randn(2, 2, 2, 3, 7)
+    As, Ds = -torch.rand(8, 3), torch.randn(8)
+
+    def gated(u, dts, As, Bs, Cs, Ds, z):
+        return wild.last_scan(u, dts, As, Bs, Cs, Ds) * F.silu(z)
+
+    found = proven(gated, u=x, dts=F.softplus(step), As=As, Bs=Bs, Cs=Cs, Ds=Ds, z=z)
+    torch.testing.assert_close(found.gate, F.silu(z).mT)
+    torch.testing.assert_close(found.values, x.mT)
+    assert found.layout == "BDL"
+
+
+def linear_attention(q, k, v, decay, beta=None):
+    """Heads first; with beta the delta rule."""
+    S, out = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+    for t in range(q.shape[2]):
+        S = decay[:, :, t].exp()[..., None, None] * S
+        value = v[:, :, t, None]
+        if beta is not None:
+            value = beta[:, :, t, None, None] * (value - k[:, :, t, None] @ S)
+        S = S + k[:, :, t, :, None] * value
+        out.append((q[:, :, t, None] @ S)[:, :, 0])
+    return torch.stack(out, 2)
+
+
+@pytest.mark.parametrize("beta", [False, True])
+def test_linear_attention_and_the_delta_rule(beta):
+    q, k = F.normalize(torch.randn(2, 2, 3, 6, 4), dim=-1)
+    v, decay = torch.randn(2, 3, 6, 5), -torch.rand(2, 3, 6)
+    given = dict(q=q, k=k, v=v, decay=decay)
+    given |= {"beta": torch.rand(2, 3, 6)} if beta else {}
+    assert proven(linear_attention, **given).error < 1e-5
+
+
+def test_softmax_attention_of_torch_is_intercepted():
+    q, k, v = torch.randn(3, 2, 3, 6, 4)
+    found = []
+
+    def handle(call):
+        with not_intercepted():
+            result = call.run()
+        found.append(prove(call, result))
+        return result
+
+    with intercepted(handle):
+        F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert [scan.operator.is_causal for scan in found] == [False, True]
+
+
+def ones(call):
+    return torch.ones(())
+
+
+def test_functions_are_exchanged_wherever_they_are_referred_to():
+    held = wild.scan
+    code, given = held.__code__, coefficients()
+    with intercepted(ones):
+        assert wild.scan(**given) == held(**given) == 1
+        assert held.__code__ is not code
+    assert held.__code__ is code
+    assert held(**given).shape == (2, 7, 4)
+
+
+def test_an_exception_puts_everything_back():
+    code = wild.scan.__code__
+
+    def fail(call):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"), intercepted(fail):
+        wild.scan(**coefficients())
+    assert wild.scan.__code__ is code
+    assert wild.scan(**coefficients()).shape == (2, 7, 4)
+
+
+def test_runs_may_be_nested():
+    with intercepted(ones):
+        with intercepted(lambda call: torch.zeros(())):
+            assert wild.scan(**coefficients()) == 0
+        assert wild.scan(**coefficients()) == 1
+
+
+def test_other_threads_run_as_they_are():
+    results, started, done = [], threading.Event(), threading.Event()
+
+    def other():
+        started.wait()
+        results.append(wild.scan(**coefficients()))
+        with intercepted(lambda call: torch.zeros(())):
+            results.append(wild.scan(**coefficients()))
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with intercepted(ones):
+        started.set()
+        done.wait()
+        assert wild.scan(**coefficients()) == 1
+    thread.join()
+    assert results[0].shape == (2, 7, 4)
+    assert results[1] == 0
+
+
+def test_the_interpreters_hooks_stay():
+    def hook(frame, event, arg):
+        return None
+
+    before = sys.getprofile(), sys.gettrace()
+    sys.setprofile(hook)
+    try:
+        with intercepted(ones):
+            wild.scan(**coefficients())
+            assert sys.getprofile() is hook
+        assert sys.getprofile() is hook
+    finally:
+        sys.setprofile(before[0])
+    assert sys.gettrace() is before[1]
+
+
+def test_only_functions_with_the_roles_are_candidates():
+    found = candidate_functions()
+    assert wild.scan in found
+    assert wild.last_scan in found
+    assert coefficients not in found
+    assert not any((f.__module__ or "").startswith("captum_ssm.kernels") for f in found)
+
+
+def test_a_form_of_a_user(monkeypatch):
+    monkeypatch.setattr(_form, "_FORMS", dict(_form._FORMS))
+
+    def running(values, gamma):
+        h, out = 0, []
+        for token in values.unbind(1):
+            h = gamma * h + token
+            out.append(h)
+        return torch.stack(out, 1)
+
+    given = dict(values=torch.randn(2, 5, 3), gamma=torch.rand(3))
+    assert proven(running, **given) is None
+
+    @register_scan(names={"x": ["values"], "decay": ["gamma"]})
+    def running_sum(x, decay):
+        one = torch.ones_like(x)
+        state = one[..., :1, None]
+        operator = DiagonalOperator(one, one, decay.log()[:, None], state, state)
+        yield Candidate(operator=operator, values=x, layouts=("BLD",))
+
+    assert proven(running, **given).error < 1e-5
+    assert running in candidate_functions()
+
+
+def test_what_cannot_be_registered():
+    with pytest.raises(TypeError, match="expected a function"):
+        register_scan(3)
+    with pytest.raises(ValueError, match="decay"):
+        register_scan(lambda x: [], names={"decay": ["gamma"]})
