@@ -260,7 +260,8 @@ def format_attributions(relevance: Tensor, frozen: FrozenModel) -> Any:
 
     Where the input has feature axes the relevance is spread evenly over them, so that summing
     them gives the token's relevance back. On an image the relevance of patches is interpolated
-    (Ali et al., section 4.2); tokens that are no patch are dropped.
+    (Ali et al., section 4.2); tokens that are no patch are dropped. Where a model does not tell
+    which token is which patch, relevance was carried to the pixels by a measured transport.
     """
     if frozen.mask is not None:
         relevance = relevance * frozen.mask
@@ -270,13 +271,16 @@ def format_attributions(relevance: Tensor, frozen: FrozenModel) -> Any:
         width = tensor.shape[-1]
         relevance = (relevance / width)[..., None].expand(-1, -1, width).contiguous()
     elif tensor.dim() == 4:
-        if frozen.grid is None:
+        _, colors, height, width = tensor.shape
+        if frozen.grid is not None:
+            pixels = frozen.grid.pixels(relevance, (height, width))
+        elif relevance.shape[1] == height * width and frozen.wiring.stages[0].reads:
+            pixels = relevance.unflatten(1, (height, width))
+        else:
             raise ValueError(
                 f"inputs has shape {tuple(tensor.shape)}: which token is which patch is not known "
                 "of this model; give it a method token_grid(height, width) that returns a "
                 "captum_ssm.models.TokenGrid."
             )
-        _, colors, height, width = tensor.shape
-        pixels = frozen.grid.pixels(relevance, (height, width))
         relevance = (pixels / colors)[:, None].expand(-1, colors, -1, -1).contiguous()
     return format_output(frozen.request.packed, (relevance.detach(),))
