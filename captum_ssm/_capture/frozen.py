@@ -172,12 +172,15 @@ class FrozenModel:
 
     def require_chain(self, what: str) -> None:
         """Raise unless all layers work on the same tokens, one after the other."""
-        self.require_wiring()
-        if not self.wiring.is_chain:
+        wiring = self.require_wiring()
+        in_place = all(
+            any(wiring.orders[call] is None for call in stage.calls) for stage in wiring.stages
+        )
+        if not (in_place and wiring.is_chain):
             raise UnsupportedModelError(
                 f"{what} follows one residual stream through all layers, and those of this model "
-                "work on different tokens, or on branches; explain one layer at a time (layer=), "
-                "or use another method."
+                "work on different tokens, in another order than that of the input, or on "
+                "branches; use another method."
             )
 
     def require_score(self) -> Tensor:

@@ -273,7 +273,9 @@ def _record_once(
             if cuts is None:
                 return value, value
             if envoy in inside:
-                return value, _with_first(value, cuts.leave(envoy.path, _first(value)))
+                return value, _with_first(
+                    value, cuts.leave(envoy.path.removeprefix("model."), _first(value))
+                )
             if cuts.start is None and _embeds(args, kwargs, request.inputs):
                 value = cuts.begin(value)
             return value, value

@@ -313,7 +313,6 @@ class _Measurement:
         self.groups = self._groups()
         self.orders: dict[int, Tensor | None] = {}  # by mixer, over the whole batch
         self.links: dict[tuple[int, int], Link] = {}
-        self.blurred: set[tuple[int, int]] = set()  # tokens act on one another, each in its place
         self.exchanged = 0.0
 
     def name(self, i: int) -> str:
@@ -329,6 +328,7 @@ class _Measurement:
         keys = list(self.exits)
         found = dependencies(list(self.entries.values()), list(self.exits.values()))
         reads = {i: {keys[k] for k in one} for i, one in zip(self.entries, found, strict=True)}
+        self.reads = reads
         behind: dict[int, set[int]] = {INPUT: set()}
         for i, one in reads.items():
             behind[i] = one.union(*(behind[j] for j in one))
@@ -471,15 +471,10 @@ class _Measurement:
                 if local is None:
                     raise self._refused(i, j, "across the examples of the batch")
                 return Link(source=local, count=S)
-        self._refuse_mixers(i, j)
-        if S == T:
-            share = self._exchange(root, leaf)
-            if share > _EXCHANGED:
-                raise self._refused(i, j, f"(a share of {share:.0%})")
-            self.exchanged = max(self.exchanged, share)
-            self.blurred.add((i, j))
+        if S == T:  # tokens act on one another, each in its place: see _check_orders
             self.orders.setdefault(i, before)
             return Link()
+        self._refuse_mixers(i, j)
         shares = transport(root, leaf)
         if before is not None:
             undone = torch.empty_like(shares)
@@ -489,16 +484,6 @@ class _Measurement:
         if float((blocks.sum() - shares.sum()).abs()) > 1e-6 * float(shares.sum()):
             raise self._refused(i, j, "across the examples of the batch")
         return Link(shares=blocks)
-
-    def _exchange(self, root: Point, leaf: Point) -> float:
-        # The share of other tokens than its own in what a token reads, by squared norms.
-        generator = torch.Generator().manual_seed(0)
-        chosen = torch.rand(root.tokens, 1, generator=generator).to(root.device) < 0.5
-        (found,) = gradients([root], [root.noise(generator) * chosen], [leaf])
-        assert found is not None
-        energy = found.double().square().sum(-1)
-        # Half of what goes to other tokens goes to tokens that were not chosen.
-        return min(1.0, 2 * float(energy[~chosen[:, 0]].sum() / energy.sum()))
 
     def _place_sibling(self, i: int, lead: int) -> None:
         # The order of a mixer side by side with another, by what both read, or are read by.
@@ -536,20 +521,47 @@ class _Measurement:
         self.orders[i] = None if torch.equal(found, torch.arange(len(found))) else found
 
     def _check_orders(self, per_token: bool) -> None:
-        # Mixers whose tokens are the same, in their orders: from one transport to the next.
+        # Of mixers whose tokens are the same, in their orders: from one transport to the next.
         for space in self._spaces():
-            if self._leak(space, self.orders, per_token) > 0:
-                first, last = self.name(space[0]), self.name(space[-1])
-                raise UnsupportedModelError(
-                    f"between {first} and {last} tokens are mixed by something that is no mixer, "
-                    "or a mixer's result goes elsewhere than its tokens came from. " + _ADVICE
-                )
+            if self._leak(space, self.orders, per_token) == 0:
+                continue
+            for i in [*space, *([len(self.ports)] if per_token else [])]:
+                for j, share in self._exchanges(i, space).items():
+                    self._refuse_mixers(i, j)
+                    if share > _EXCHANGED:
+                        raise self._refused(i, j, f"by something that is no mixer ({share:.0%})")
+                    self.exchanged = max(self.exchanged, share)
+
+    def _exchanges(self, i: int, space: Sequence[int]) -> dict[int, float]:
+        """The share of other tokens in what those of i read of each leaf, where there is any."""
+        root = None if i == INPUT else self.entries[i]
+        leaves = [j for j in space if i != INPUT and j in self.reads[i]]
+        if root is None or not leaves:
+            return {}
+        generator = torch.Generator().manual_seed(0)
+        points = [self.exits[j] for j in leaves]
+        away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
+        for _ in range(8 if root.tokens <= 256 else 2):
+            own = torch.zeros(root.tokens, dtype=torch.bool)
+            own[torch.randperm(root.tokens, generator=generator)[: (root.tokens + 1) // 2]] = True
+            seed = root.noise(generator) * self._in_order(i, own).to(root.device)[:, None]
+            for j, gradient in zip(leaves, gradients([root], [seed], points), strict=True):
+                if gradient is not None:
+                    energy = gradient.double().square().sum(-1).cpu()
+                    whole[j] += float(energy.sum())
+                    away[j] += float(energy[~self._in_order(j, own)].sum())
+        # Half of what goes to other tokens goes to tokens that were not chosen.
+        return {j: min(1.0, 2 * away[j] / whole[j]) for j in leaves if away[j] > 0}
+
+    def _in_order(self, i: int, chosen: Tensor) -> Tensor:
+        # Tokens of the model that were chosen, as those of a mixer.
+        order = self.orders.get(i)
+        return chosen if order is None else chosen[order]
 
     def _spaces(self) -> list[list[int]]:
         space_of: dict[int, int] = {INPUT: INPUT}
         for i in range(len(self.ports)):
-            near = [j for j in self.direct[i] if (i, j) not in self.blurred]
-            linked = [j for j in near if self.links.get((i, j), _FAR).is_identity]
+            linked = [j for j in self.direct[i] if self.links.get((i, j), _FAR).is_identity]
             lead = next(group[0] for group in self.groups if i in group)
             space_of[i] = space_of[linked[0]] if linked else space_of.get(lead, i)
         spaces: dict[int, list[int]] = {}

@@ -1,0 +1,408 @@
+"""What lies between mixers: orders, stages, branches, transports, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+
+import pytest
+import torch
+from families import build
+from methods import METHODS, assert_close, each
+from models import ids, randomize, tiny
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm import (
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    UnifiedImplicitAttention,
+    UnsupportedModelError,
+    hidden_attention,
+)
+from captum_ssm._capture import Request, freeze
+from captum_ssm.mixers import MixerCall, find_adapter
+from captum_ssm.models import BidirectionalMamba
+
+E = 16
+THROUGH_LAYERS = [MambaRollout, MambaAttribution, UnifiedImplicitAttention, RawAttention]
+
+
+def mixer() -> nn.Module:
+    return BidirectionalMamba(E, state=4, bimamba_type="none")
+
+
+def tokens(batch: int = 2, length: int = 7, seed: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, E, generator=generator, dtype=torch.float64)
+
+
+class Stack(nn.Module):
+    """Residual layers; ``update`` says how a layer's mixers are called, and a head follows."""
+
+    def __init__(self, update, layers: int = 2, mixers: int = 2, head: int = 5) -> None:
+        super().__init__()
+        self.update = update
+        self.mixers = nn.ModuleList(
+            nn.ModuleList(mixer() for _ in range(mixers)) for _ in range(layers)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(E) for _ in range(layers))
+        self.norm_f, self.head = nn.LayerNorm(E), nn.Linear(E, head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, own in zip(self.norms, self.mixers, strict=True):
+            x = x + self.update(norm(x), *own)
+        return self.head(self.norm_f(x))
+
+
+def made(module: nn.Module) -> nn.Module:
+    return randomize(module).double().eval()
+
+
+def matrix(module: nn.Module, x: Tensor) -> Tensor:
+    """The channel mean of a mixer's map on tokens ``x``, ``(B, L, L)``, in their order."""
+    call = MixerCall("mixer", module, (x,), {}, module(x))
+    return find_adapter(module)(call).recurrence.matrix("mean")
+
+
+def permuted(values: Tensor, order: Tensor) -> Tensor:
+    """A map over tokens ``x[:, order]`` as one over the tokens x."""
+    back = torch.argsort(order)
+    return values[:, back][:, :, back]
+
+
+def in_order(order: Tensor):
+    return lambda x, one, two: one(x) + two(x[:, order])[:, torch.argsort(order)]
+
+
+FLIP, SHUFFLE = torch.arange(7).flip(0), torch.tensor([3, 0, 6, 1, 5, 2, 4])
+
+
+@torch.no_grad()
+def product_in_order(model: Stack, x: Tensor, order: Tensor) -> Tensor:
+    rho = torch.eye(x.shape[1], dtype=x.dtype)
+    for norm, (one, two) in zip(model.norms, model.mixers, strict=True):
+        seen = norm(x)
+        maps = matrix(one, seen) + permuted(matrix(two, seen[:, order]), order)
+        rho = rho + maps @ rho
+        x = x + model.update(seen, one, two)
+    return rho
+
+
+@pytest.mark.parametrize("order", [FLIP, SHUFFLE], ids=["backwards", "shuffled"])
+def test_orders_are_decoded(order):
+    model, x = made(Stack(in_order(order))), tokens()
+    rho = product_in_order(model, x, order)
+    assert_close(MambaRollout(model).rollout(x), rho, 1e-12)
+    assert_close(MambaRollout(model).attribute(x, position=2).sum(-1), rho[:, 2], 1e-12)
+    frozen = freeze(Request.of(model, None, x))
+    found = [None if layer.order is None else layer.order[0].tolist() for layer in frozen.layers]
+    assert found == [None, order.tolist()] * 2
+    assert [layer.stage for layer in frozen.layers] == [0, 0, 1, 1]
+    # The maps of single mixers come back in the model's order too.
+    maps = hidden_attention(model, x, reduction="mean")
+    with torch.no_grad():
+        truth = permuted(matrix(model.mixers[0][1], model.norms[0](x)[:, order]), order)
+    assert_close(maps["mixers.0.1"], truth, 1e-12)
+
+
+@each(METHODS)
+def test_every_method_reads_what_the_gradient_reads(method):
+    model, x = made(Stack(in_order(FLIP))), tokens()
+    options = {"sign": None} if method in (MambaAttribution, UnifiedImplicitAttention) else {}
+    found = method(model).attribute(x, target=(2, 1), **options).abs().sum(-1)
+    assert bool((found > 1e-12).all())  # the query reads both sides
+
+
+@each([method for method in METHODS if method is not LaTIM])
+def test_a_reversed_model_is_explained_in_the_order_of_its_input(method):
+    # Turned round as a whole, whatever the length: relevance is that of the body, turned round.
+    class Reversed(nn.Module):
+        def __init__(self, body, beyond):
+            super().__init__()
+            self.body, self.beyond = body, beyond
+
+        def forward(self, x):
+            return self.body(x) if x.shape[1] <= self.beyond else self.body(x.flip(1)).flip(1)
+
+    body = made(Stack(lambda x, one: one(x), mixers=1))
+    for length, beyond in ((7, 0), (40, 32)):
+        x = tokens(1, length)
+        truth = method(body).attribute(x, target=1, position=length - 3).flip(1)
+        found = method(Reversed(body, beyond)).attribute(x.flip(1), target=1, position=2)
+        assert_close(found, truth, 1e-9)
+
+
+def test_latim_refuses_a_residual_stream_in_another_order():
+    body = made(Stack(lambda x, one: one(x), mixers=1))
+    with pytest.raises(UnsupportedModelError, match="another order"):
+        LaTIM(lambda x: body(x.flip(1)).flip(1), body).attribute(tokens(), target=1)
+
+
+@each([MambaAttribution, UnifiedImplicitAttention])
+def test_with_gradients_the_whole_length_is_looked_at(method):
+    class Reversed(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body = body
+
+        def forward(self, x):
+            return self.body(x) if x.shape[1] <= 32 else self.body(x.flip(1)).flip(1)
+
+    body, x = made(Stack(lambda x, one: one(x), mixers=1)), tokens(1, 300)
+    truth = method(body).attribute(x, target=(290, 1)).flip(1)
+    assert_close(method(Reversed(body)).attribute(x.flip(1), target=(9, 1)), truth, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_orders_in_half_precision(dtype):
+    model = made(Stack(in_order(SHUFFLE))).to(dtype)
+    frozen = freeze(Request.of(model, None, tokens().to(dtype)), check=False)
+    assert frozen.layers[3].order.tolist() == [SHUFFLE.tolist()]
+
+
+def test_small_updates_one_after_the_other_are_stages():
+    model = made(Stack(lambda x, one: one(x), layers=3, mixers=1))
+    model.norms = nn.ModuleList(nn.Identity() for _ in range(3))
+    x, rho = tokens(), torch.eye(7, dtype=torch.float64)
+    with torch.no_grad():
+        for (one,) in model.mixers:
+            one.out_proj.weight.mul_(1e-9)
+    frozen = freeze(Request.of(model, None, x))
+    assert [layer.stage for layer in frozen.layers] == [0, 1, 2]
+    with torch.no_grad():
+        for (one,) in model.mixers:
+            rho, x = rho + matrix(one, x) @ rho, x + one(x)
+    assert_close(MambaRollout(model).rollout(tokens()), rho, 1e-12)
+
+
+def test_mixers_side_by_side():
+    frozen = freeze(Request.of(build("falcon_h1"), None, ids(2, 9)))
+    assert [layer.stage for layer in frozen.layers] == [0, 0, 1, 1]
+    assert frozen.wiring.is_simple
+
+
+def test_changes_in_place_and_a_module_called_twice():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mixer, self.head = nn.LayerNorm(E), mixer(), nn.Linear(E, 5)
+
+        def forward(self, x):
+            x = x.clone()
+            for _ in range(3):
+                x += self.mixer(self.norm(x))
+                x *= 1.5
+            return self.head(x)
+
+    model, x = made(InPlace()), tokens()
+    rho, h = torch.eye(7, dtype=torch.float64), tokens()
+    with torch.no_grad():
+        for _ in range(3):
+            seen = model.norm(h)
+            rho, h = rho + matrix(model.mixer, seen) @ rho, 1.5 * (h + model.mixer(seen))
+    assert_close(MambaRollout(model).rollout(x), rho, 1e-12)
+    assert [layer.name for layer in freeze(Request.of(model, None, x)).layers] == [
+        "mixer",
+        "mixer:1",
+        "mixer:2",
+    ]
+
+
+def test_towers_do_not_read_one_another():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.there, self.back = (nn.ModuleList(mixer() for _ in range(2)) for _ in range(2))
+            self.head = nn.Linear(2 * E, 5)
+
+        def forward(self, x):
+            a, b = x, x.flip(1)
+            for one, two in zip(self.there, self.back, strict=True):
+                a, b = a + one(a), b + two(b)
+            return self.head(torch.cat([a, b.flip(1)], -1))
+
+    model, x = made(Towers()), tokens()
+    rows = []
+    with torch.no_grad():
+        for tower, order in ((model.there, torch.arange(7)), (model.back, FLIP)):
+            rho, h = torch.eye(7, dtype=torch.float64), x[:, order]
+            for one in tower:
+                rho, h = rho + matrix(one, h) @ rho, h + one(h)
+            rows.append(permuted(rho, order))
+    assert_close(MambaRollout(model).rollout(x), rows[0] + rows[1], 1e-12)
+    row = MambaRollout(model).attribute(x, position=2).sum(-1)
+    assert_close(row, (rows[0] + rows[1])[:, 2], 1e-12)
+
+
+def test_windows_in_the_batch():
+    def windows(x, one):
+        return one(x.unflatten(1, (3, 4)).flatten(0, 1)).unflatten(0, (-1, 3)).flatten(1, 2)
+
+    model, x = made(Stack(windows, mixers=1)), tokens(2, 12)
+    rho, h = torch.eye(12, dtype=torch.float64), x
+    with torch.no_grad():
+        for norm, (one,) in zip(model.norms, model.mixers, strict=True):
+            seen = norm(h)
+            parts = matrix(one, seen.unflatten(1, (3, 4)).flatten(0, 1)).unflatten(0, (2, 3))
+            maps = torch.stack([torch.block_diag(*example) for example in parts])
+            rho, h = rho + maps @ rho, h + windows(seen, one)
+    assert_close(MambaRollout(model).rollout(x), rho, 1e-12)
+    assert_close(MambaRollout(model).attribute(x, position=6).sum(-1), rho[:, 6], 1e-12)
+    # More channels than maps and other reductions go through the windows as well.
+    found = MambaRollout(model).attribute(x, position=6, sign="absolute").sum(-1)
+    assert bool((found[:, 4:7] > 0).all())
+    for method in (MambaAttribution, UnifiedImplicitAttention, MambaLRP):
+        assert method(model).attribute(x, target=(6, 1)).isfinite().all()
+
+
+class Merging(nn.Module):
+    """Two stages of tokens with a strided convolution between them, pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mixer(), mixer()
+        self.merge = nn.Conv1d(E, E, 3, stride=2, padding=1)
+        self.head = nn.Linear(E, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        x = self.merge(x.mT).mT
+        return self.head((x + self.second(x)).mean(1))
+
+
+def test_tokens_that_are_merged_are_carried_by_a_transport():
+    model, x = made(Merging()), tokens(2, 8)
+    frozen = freeze(Request.of(model, None, x))
+    ((stage, link),) = frozen.wiring.stages[1].reads
+    T = link.shares
+    assert stage == 0
+    assert T.shape == (2, 4, 8)
+    assert_close(T.sum(-1), torch.ones(2, 4), 1e-12)
+    # A token reads its three neighbors and no other: the zeros are exact.
+    near = (2 * torch.arange(4)[:, None] - torch.arange(8)).abs() <= 1
+    assert torch.equal(T > 0, near.expand(2, -1, -1))
+    # The shares are those of the kernel's squared norms, up to the sampling.
+    taps = model.merge.weight.detach().square().sum((0, 1))
+    assert_close(T[:, 1, 1:4], (taps / taps.sum()).expand(2, -1), 0.2)
+    with torch.no_grad():
+        h = x + model.first(x)
+        M1, M2 = matrix(model.first, x), matrix(model.second, model.merge(h.mT).mT)
+        eye = torch.eye(8, dtype=x.dtype), torch.eye(4, dtype=x.dtype)
+        rho = (eye[1] + M2) @ T @ (eye[0] + M1)
+    assert_close(MambaRollout(model).rollout(x), rho, 1e-12)
+    assert_close(MambaRollout(model).attribute(x).sum(-1), rho.mean(1), 1e-12)
+    for method in (RawAttention, MambaAttribution, UnifiedImplicitAttention, MambaLRP):
+        assert method(model).attribute(x, target=1).shape == x.shape
+    with pytest.raises(UnsupportedModelError, match="different tokens"):
+        LaTIM(model).attribute(x, target=1)
+
+
+def test_a_token_that_is_dropped_gets_nothing():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer, self.head = mixer(), nn.Linear(E, 5)
+
+        def forward(self, x):
+            return self.head(x[:, 1:] + self.mixer(x[:, 1:]))
+
+    model, x = made(Dropping()), tokens()
+    row = MambaRollout(model).attribute(x, position=4).sum(-1)
+    with torch.no_grad():
+        truth = (torch.eye(6, dtype=x.dtype) + matrix(model.mixer, x[:, 1:]))[:, 4]
+    assert_close(row[:, 1:], truth, 1e-12)
+    assert bool((row[:, 0] == 0).all())
+
+
+def shift(x, one, two):
+    return one(x) + two(x) + 0.3 * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def test_a_little_mixing_by_no_mixer_is_said():
+    model, x = made(Stack(shift)), tokens()
+    for method in THROUGH_LAYERS:
+        with pytest.warns(UserWarning, match="which the maps do not show"):
+            method(model).attribute(x, target=(3, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MambaLRP(model).attribute(x, target=(3, 1))
+        hidden_attention(model, x)
+
+
+def attention(x, one, two):
+    return one(x) + (x @ x.mT).softmax(-1) @ two(x)
+
+
+def recurrence(x, one, two):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for token in one(x).unbind(1):
+        h = 0.5 * h + token
+        out.append(h)
+    return torch.stack(out, 1) + two(x)
+
+
+def elsewhere(x, one, two):
+    return one(x).flip(1) + two(x)
+
+
+@each(THROUGH_LAYERS)
+@pytest.mark.parametrize("update", [attention, recurrence, elsewhere])
+def test_mixing_by_no_mixer_is_refused(method, update):
+    model, x = made(Stack(update)), tokens()
+    with pytest.raises(UnsupportedModelError, match=r"mixers\.\d\.\d.*MambaLRP works"):
+        method(model).attribute(x, target=(3, 1))
+    assert hidden_attention(model, x)  # each mixer's own map is right all the same
+    assert MambaLRP(model).attribute(x, target=(3, 1)).isfinite().all()
+
+
+def test_examples_in_orders_of_their_own_are_refused():
+    def turned(x):
+        return torch.stack([one.flip(0) if b else one for b, one in enumerate(x)])
+
+    def each_way(x, one, two):
+        return one(x) + turned(two(turned(x)))
+
+    model, x = made(Stack(each_way)), tokens()
+    with pytest.raises(UnsupportedModelError, match="one example at a time"):
+        MambaRollout(model).attribute(x)
+    assert MambaRollout(model).attribute(x[:1]).isfinite().all()
+
+
+@each(THROUGH_LAYERS[:1] + THROUGH_LAYERS[3:])
+def test_a_model_that_turns_gradients_off(method):
+    model, x = made(Stack(in_order(FLIP))), tokens()
+    truth = method(model).attribute(x, position=2)
+    quiet = torch.no_grad()(lambda x: model(x))
+    assert_close(method(quiet, model).attribute(x, position=2), truth, 1e-12)
+
+    class Detached(Stack):
+        def forward(self, x):
+            for norm, own in zip(self.norms, self.mixers, strict=True):
+                x = (x + self.update(norm(x), *own)).detach()
+            return self.head(x)
+
+    hidden = made(Detached(in_order(FLIP)))
+    with pytest.raises(UnsupportedModelError, match=r"do not come from the input|hidden"):
+        method(hidden).attribute(x, position=2)
+
+
+def test_ids_that_are_embedded_in_another_order_are_refused():
+    model, given = tiny(), ids(1, 7)
+    backwards = lambda t: model(t.flip(1)).logits.flip(1)  # noqa: E731
+    with pytest.raises(UnsupportedModelError, match="in another order"):
+        MambaRollout(backwards, model).attribute(given)
+
+
+@each(METHODS)
+def test_weights_are_left_as_they_were(method):
+    model, x = made(Stack(attention)), tokens()
+    model.mixers[0][0].requires_grad_(False)
+    flags = [p.requires_grad for p in model.parameters()]
+    for _ in range(2):
+        with suppress(UnsupportedModelError):
+            method(model).attribute(x, target=(3, 1))
+        assert [p.requires_grad for p in model.parameters()] == flags
