@@ -4,6 +4,8 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed.stamp
+# What compiles needs no more than torch, and runs while the rest is installed.
+WITH_TORCH = $(VENV)/.torch.stamp
 # One by one below, so that `make -j` runs them side by side.
 RUN_NOTEBOOKS = $(patsubst tutorials/%.ipynb,run-%,$(wildcard tutorials/*.ipynb))
 
@@ -36,22 +38,25 @@ $(RUN_NOTEBOOKS): run-%: $(STAMP)
 docs: $(STAMP) | $(filter notebooks,$(MAKECMDGOALS))
 	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
 
-check-cuda: $(STAMP)
+check-cuda: $(WITH_TORCH)
 	PYTHON=$(BIN)/python bash csrc/check_cuda.sh
 
-check-aarch64: $(STAMP)
+check-aarch64: $(WITH_TORCH)
 	PYTHON=$(BIN)/python sh csrc/check_aarch64.sh
 
 # torch first: a build that finds no torch would fetch another one, with gigabytes of CUDA.
-$(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+$(WITH_TORCH):
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	touch $@
+
+$(STAMP): $(WITH_TORCH) setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev,docs]"
 	# mamba-ssm's modules without their kernels: its reference code is tested against on a CPU.
 	-MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(BIN)/python -m pip install --quiet \
 	    --no-build-isolation --no-deps mamba-ssm==2.3.2.post1
-	touch $(STAMP)
+	touch $@
 
 clean:
 	rm -rf $(VENV) .venv-fla build dist out docs/_build docs/tutorials captum_ssm/*.so *.egg-info
