@@ -10,7 +10,7 @@ out=build/check_cuda
 mkdir -p "$out"
 
 echo "== kernels on the host"
-"${CXX:-g++}" -std=c++20 -O1 -pthread -o "$out/emulate" csrc/cuda/emulate.cpp
+"${CXX:-g++}" -std=c++20 -O1 -o "$out/emulate" csrc/cuda/emulate.cpp
 "$out/emulate"
 
 nvcc=${NVCC:-nvcc}
