@@ -3,12 +3,18 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
+# Bytecode of what is imported, at the first import: of all that is installed it takes a minute.
+PIP     = $(BIN)/python -m pip install --quiet --no-compile
 STAMP   = $(VENV)/.installed.stamp
+# What compiles needs no more than torch, and runs while the rest is installed.
+WITH_TORCH = $(VENV)/.torch.stamp
 # One by one below, so that `make -j` runs them side by side.
 RUN_NOTEBOOKS = $(patsubst tutorials/%.ipynb,run-%,$(wildcard tutorials/*.ipynb))
 
 # A thread per process: idle threads that wait for a busy core cost more than they give.
 test notebooks: export OMP_NUM_THREADS ?= 1
+
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint types notebooks docs check-cuda check-aarch64 clean $(RUN_NOTEBOOKS)
 
@@ -36,22 +42,25 @@ $(RUN_NOTEBOOKS): run-%: $(STAMP)
 docs: $(STAMP) | $(filter notebooks,$(MAKECMDGOALS))
 	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
 
-check-cuda: $(STAMP)
+check-cuda: $(WITH_TORCH)
 	PYTHON=$(BIN)/python bash csrc/check_cuda.sh
 
-check-aarch64: $(STAMP)
+check-aarch64: $(WITH_TORCH)
 	PYTHON=$(BIN)/python sh csrc/check_aarch64.sh
 
 # torch first: a build that finds no torch would fetch another one, with gigabytes of CUDA.
-$(STAMP): setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+$(WITH_TORCH):
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev,docs]"
+	$(PIP) --upgrade pip "setuptools>=77" wheel ninja
+	$(PIP) "$(TORCH)"
+	touch $@
+
+$(STAMP): $(WITH_TORCH) setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+	$(PIP) --no-build-isolation --editable ".[dev,docs]"
 	# mamba-ssm's modules without their kernels: its reference code is tested against on a CPU.
-	-MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(BIN)/python -m pip install --quiet \
+	-MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(PIP) \
 	    --no-build-isolation --no-deps mamba-ssm==2.3.2.post1
-	touch $(STAMP)
+	touch $@
 
 clean:
 	rm -rf $(VENV) .venv-fla build dist out docs/_build docs/tutorials captum_ssm/*.so *.egg-info

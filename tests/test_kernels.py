@@ -238,10 +238,10 @@ HEADS = [
 KINDS = list(itertools.product((False, True), repeat=3))
 SAMPLES = [(shape, None) for shape in DIAGONAL] + list(itertools.product(HEADS, KINDS))
 SMALL = {
-    "diagonal": ((2, 7, 4, 2, 2, 3, True), None),
-    "diagonal, plain": ((1, 9, 3, 1, 1, 0, False), None),
-    "bonus": ((2, 7, 2, 3, 2), (False, False, True)),
-    "delta": ((2, 7, 2, 3, 2), (True, True, False)),
+    "diagonal": ((2, 4, 4, 2, 2, 3, True), None),
+    "diagonal, plain": ((1, 5, 3, 1, 1, 0, False), None),
+    "bonus": ((2, 4, 2, 3, 2), (False, False, True)),
+    "delta": ((2, 4, 2, 3, 2), (True, True, False)),
 }
 MIDDLE = {
     "diagonal": ((2, 40, 6, 3, 2, 4, True), None),
@@ -380,7 +380,7 @@ def test_entries_are_exact_until_they_underflow(dtype, taps):
     life = torch.tensor([[90.0], [200.0], [350.0]]) * torch.tensor([0.9, 1.0, 0.5, 0.8, 0.3])
     span = 87.0 if dtype == torch.float32 else 708.0
     c = replace(c, A=(-span / life / c.dt.mean().float()).to(dtype))
-    maps = kernels.naive_diagonal_matrix(c)
+    maps = matrix_by_differences(c)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-8
     smallest = 100 * torch.finfo(dtype).tiny / tolerance  # what is lost may be a normal number
     for operation, args in (("rows", (torch.arange(400)[None], c)), ("mean", (c,))):
@@ -517,7 +517,7 @@ def test_gradients(name):
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck)
     )
     leaves = {k: leaf(x) for k, x in vars(s.coefficients).items() if x is not None}
-    for operation, args in s.calls((2, 6)):
+    for operation, args in s.calls((1, 3)):
 
         def of_coefficients(*tensors, operation=operation, args=args):
             c = type(s.coefficients)(**dict(zip(leaves, tensors[-len(leaves) :], strict=True)))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Event
@@ -63,6 +64,14 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().flatten().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.fixture
+def only_new_objects() -> Iterator[None]:
+    """The garbage collector sees only what the test makes: a test run's own objects are many."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def tensors_alive() -> int:
     gc.collect()
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
@@ -92,6 +101,7 @@ def test_after_success(method, family, training):
 
 
 @each_method
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_after_explaining_a_hybrid(method, family):
     model, tokens = build(family), ids(2, 7)
@@ -374,6 +384,7 @@ def test_after_an_interrupt(method, monkeypatch):
 
 
 @each_method
+@pytest.mark.usefixtures("only_new_objects")
 def test_nothing_keeps_the_model_or_the_inputs_alive(method):
     model, tokens = tiny(), ids(2, 7)
     x = embed(model, tokens)
@@ -387,6 +398,7 @@ def test_nothing_keeps_the_model_or_the_inputs_alive(method):
 
 
 @each_method
+@pytest.mark.usefixtures("only_new_objects")
 def test_nothing_keeps_the_model_alive_after_an_exception(method):
     model, tokens = tiny(), ids(2, 7)
     model.lm_head.register_forward_pre_hook(raising)

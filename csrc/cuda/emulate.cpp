@@ -1,17 +1,14 @@
-// Runs the CUDA kernels on the host, block by block with one thread for each of theirs, and
+// Runs the CUDA kernels on the host, block by block, with a stack for each of a block's threads, and
 // compares with the equations in float64. Built and run by csrc/check_cuda.sh; needs no CUDA.
 
 #include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <deque>
 #include <functional>
-#include <mutex>
 #include <random>
 #include <string>
-#include <thread>
+#include <ucontext.h>
 #include <vector>
 
 // ---- as much of CUDA as the kernels use -------------------------------------------------------
@@ -29,12 +26,40 @@ using cudaStream_t = void*;
 using cudaError_t = int;
 static cudaError_t cudaGetLastError() { return 0; }
 
-static thread_local dim3 blockIdx, threadIdx;
-static std::barrier<>* block_barrier;
-static thread_local std::barrier<>* warp_barrier;
+static dim3 blockIdx, threadIdx;
+
+// The threads of a block take turns, each until it waits for others: a core does it without locks.
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 18);
+  bool done = false;
+};
+static std::vector<Thread> block;
+static ucontext_t scheduler;
+
+// Waits until as many threads as take part have come here; those that are done no longer do.
+struct Barrier {
+  unsigned expected = 0, arrived = 0, round = 0;
+
+  void complete() {
+    if (arrived == expected) arrived = 0, ++round;
+  }
+  void wait() {
+    const unsigned mine = round;
+    ++arrived;
+    complete();
+    while (round == mine) swapcontext(&block[threadIdx.x].context, &scheduler);
+  }
+  void drop() {
+    --expected;
+    complete();
+  }
+};
+static Barrier block_barrier;
+static std::vector<Barrier> warp_barriers;
 static double exchanged[1024];
 
-static void __syncthreads() { block_barrier->arrive_and_wait(); }
+static void __syncthreads() { block_barrier.wait(); }
 
 template <class T>
 T __shfl_down_sync(unsigned, T value, int by) {
@@ -50,39 +75,57 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int by) {
   const unsigned t = threadIdx.x;
   exchanged[t] = double(value);
-  warp_barrier->arrive_and_wait();
+  warp_barriers[t / 32].wait();
   const T got = T(exchanged[t ^ by]);
-  warp_barrier->arrive_and_wait();
+  warp_barriers[t / 32].wait();
   return got;
 }
 
 template <class T>
 void atomicAdd(T* to, T value) {
-  static std::mutex one_at_a_time;
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
   *to += value;
+}
+
+static std::function<void()> body;
+
+static void run_thread() {
+  const unsigned t = threadIdx.x;
+  body();
+  warp_barriers[t / 32].drop();
+  block_barrier.drop();  // a thread that is done does not block the others
+  block[t].done = true;
 }
 
 template <class Kernel, class... Arguments>
 void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... arguments) {
+  body = [&] { kernel(arguments...); };
+  block.resize(std::max<size_t>(block.size(), threads));
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) {
-        std::barrier<> barrier(threads);
-        block_barrier = &barrier;
-        std::deque<std::barrier<>> warps;
-        for (unsigned t = 0; t < threads; t += 32) warps.emplace_back(std::min(32u, threads - t));
-        std::vector<std::thread> block;
-        for (unsigned t = 0; t < threads; ++t)
-          block.emplace_back([&, t] {
-            blockIdx = dim3(x, y, z);
+        blockIdx = dim3(x, y, z);
+        block_barrier = {threads};
+        warp_barriers.clear();
+        for (unsigned t = 0; t < threads; t += 32)
+          warp_barriers.push_back({std::min(32u, threads - t)});
+        for (unsigned t = 0; t < threads; ++t) {
+          Thread& thread = block[t];
+          getcontext(&thread.context);
+          thread.context.uc_stack.ss_sp = thread.stack.data();
+          thread.context.uc_stack.ss_size = thread.stack.size();
+          thread.context.uc_link = &scheduler;
+          makecontext(&thread.context, run_thread, 0);
+          thread.done = false;
+        }
+        for (bool all_done = false; !all_done;) {
+          all_done = true;
+          for (unsigned t = 0; t < threads; ++t) {
+            if (block[t].done) continue;
+            all_done = false;
             threadIdx = dim3(t);
-            warp_barrier = &warps[t / 32];
-            kernel(arguments...);
-            warp_barrier->arrive_and_drop();
-            barrier.arrive_and_drop();  // a thread that is done does not block the others
-          });
-        for (std::thread& thread : block) thread.join();
+            swapcontext(&scheduler, &block[t].context);
+          }
+        }
       }
 }
 #define CAPTUM_SSM_LAUNCH(kernel, grid, threads, stream, ...) \
@@ -382,6 +425,7 @@ int main() {
   check(Case<double>(2, 65, 4, 18, 2, 3, true));
   check(Case<double>(1, 300, 2, 2, 1, 40, false));
   check(Case<float>(1, 520, 2, 1, 2, 1, true));
+  check(Case<float>(1, 40, 150, 2, 2, 3, true));  // more channels than a warp and a block have threads
   check_heads<float>(1, 1, 1, 1, 1, false, false, false);
   check_heads<double>(2, 150, 2, 5, 3, true, false, true);
   check_heads<double>(1, 40, 1, 33, 2, true, true, false);
