@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from weakref import WeakSet
 
 from torch import nn
@@ -26,6 +27,8 @@ def find_unknown_mixers(request: Request, *, always: bool = False) -> None:
     known = any(True for _ in find_mixers(model))
     if request.remote or (known and (not always or model in _SEARCHED)):
         return
-    with unchanged(model):
+    with unchanged(model), warnings.catch_warnings():
+        # The run that is explained warns by itself.
+        warnings.simplefilter("ignore")
         remember(discover(model, request.run))
     _SEARCHED.add(model)
