@@ -135,7 +135,7 @@ class Costs:
 
         def total(values: list[float]) -> int:
             fixed, growing = fitted(self.lengths, values, self.length)
-            return int(fixed + self.batch * growing)
+            return round(fixed + self.batch * growing)
 
         result = total([r.result[1] for r in found])
         low = total([r.peak[0] - r.result[0] for r in found])

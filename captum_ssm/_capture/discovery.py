@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from weakref import WeakSet
 
 from torch import nn
@@ -12,24 +13,33 @@ from captum_ssm.mixers import find_mixers
 from captum_ssm.mixers._registry import remember
 from captum_ssm.mixers.discovery import discover
 
+# Models whose unknown mixers, if they have any, were found.
 _SEARCHED: WeakSet[nn.Module] = WeakSet()
 
 
-def find_unknown_mixers(request: Request, *, always: bool = False) -> bool:
+def is_searched(model: nn.Module) -> bool:
+    """Whether all mixers of a model are known."""
+    return model in _SEARCHED
+
+
+def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
 
     Args:
         request (Request): what to run.
-        always (bool, optional): search a model with known mixers too, once. Default: False
+        mixed (bool, optional): whether tokens are mixed between the known mixers, so that a model
+            that has some is searched too, once. Default: False
 
     Returns:
         bool: whether any were found.
     """
     model = request.module
     known = any(True for _ in find_mixers(model))
-    if request.remote or (known and (not always or model in _SEARCHED)):
+    if request.remote or (known and (not mixed or model in _SEARCHED)):
         return False
-    with unchanged(model):
+    with unchanged(model), warnings.catch_warnings():
+        # The run that is explained warns by itself.
+        warnings.simplefilter("ignore")
         found = discover(model, request.run)
     remember(found)
     _SEARCHED.add(model)

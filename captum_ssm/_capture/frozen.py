@@ -366,8 +366,7 @@ def freeze(
         found = sequence(len(recording.calls), recording.shape[1])
     if (by_ids and not wiring) or not found.stages[0].reads:
         _check_tokens(request.inputs, found.stages[0].tokens)
-    mixed = found.refused is not None or found.exchanged > 0
-    if mixed and find_unknown_mixers(request, always=True):
+    if not own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
         return freeze(
             request,
             position=position,

@@ -225,6 +225,11 @@ class Wiring:
         )
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether tokens act on one another between the mixers."""
+        return self.refused is not None or self.exchanged > 0
+
+    @property
     def is_simple(self) -> bool:
         """Whether all mixers work on the input's tokens in their order."""
         reads = [*(stage.reads for stage in self.stages), self.output]

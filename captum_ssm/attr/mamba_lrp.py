@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._captum import TargetType, format_output
-from captum_ssm._capture import Request, Substitution
+from captum_ssm._capture import FrozenModel, Request, Substitution
 from captum_ssm._capture.checking import Rebuilt
-from captum_ssm._capture.discovery import find_unknown_mixers
+from captum_ssm._capture.discovery import find_unknown_mixers, is_searched
 from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.recording import is_norm
@@ -94,22 +94,12 @@ class MambaLRP(TokenAttribution):
             with torch.inference_mode(False):
                 leaf = request.inputs.detach().clone().requires_grad_(True)
             request = replace(request, inputs=leaf)
-        rules = _Rules(request)
-        find_unknown_mixers(request, always=True)
-        with (
-            memory_limit(self.memory_limit),
-            limited_graph(request.module, self.get_name()),
-            scans_frozen(request.module),
-        ):
-            frozen = self._run(
-                request,
-                position,
-                target=target,
-                also=_has_a_rule,
-                substitution=rules,
-                query=False,
-                wiring=False,
-            )
+        find_unknown_mixers(request)
+        is_new = not is_searched(request.module) and not request.remote
+        rules, frozen = self._ruled(request, position, target, wiring=is_new)
+        # Scans that no mixer is known of have to be frozen too.
+        if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
+            rules, frozen = self._ruled(request, position, target, wiring=False)
         score = frozen.require_score()
         relevance = relevance_at(rules.leaf(), score).to(request.inputs.device)
         features = 1 if relevance.dim() == 4 else -1
@@ -123,6 +113,26 @@ class MambaLRP(TokenAttribution):
             relevance = relevance.squeeze(features)
         result = format_output(request.packed, (relevance,))
         return (result, delta(score, result)) if return_convergence_delta else result
+
+    def _ruled(
+        self, request: Request, position: Any, target: Any, *, wiring: bool
+    ) -> tuple[_Rules, FrozenModel]:
+        rules = _Rules(request)
+        with (
+            memory_limit(self.memory_limit),
+            limited_graph(request.module, self.get_name()),
+            scans_frozen(request.module),
+        ):
+            frozen = self._run(
+                request,
+                position,
+                target=target,
+                also=_has_a_rule,
+                substitution=rules,
+                query=False,
+                wiring=wiring,
+            )
+        return rules, frozen
 
 
 def frozen_output(mixer: FrozenMixer) -> Rebuilt:

@@ -212,7 +212,7 @@ class _Layers(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.linear:
             return self._linear(func, args, kwargs)
-        if func in (F.conv1d, F.conv2d):
+        if is_depthwise(func, args, kwargs):
             return self._convolution(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -225,15 +225,8 @@ class _Layers(TorchFunctionMode):
         return y
 
     def _convolution(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        x, weight, bias, stride, padding, dilation, groups = _named(names, args, kwargs)
-        axes = weight.dim() - 2
+        x, weight, bias, padding = _named(("input", "weight", "bias", "padding"), args, kwargs)
         size = weight.shape[2:]
-        plain = all(v in (None, 1) or set(v) == {1} for v in (stride, dilation))
-        if groups != weight.shape[0] or x.shape[-axes - 1] != groups or size.numel() == 1:
-            return func(*args, **kwargs)
-        if not plain or x.dim() != axes + 2:
-            return func(*args, **kwargs)
         with torch.no_grad():
             y = func(*args, **kwargs)
         if padding == "same":
@@ -241,7 +234,7 @@ class _Layers(TorchFunctionMode):
         elif padding in (None, "valid"):
             padding = 0
         if not isinstance(padding, (tuple, list)):
-            padding = (padding,) * axes
+            padding = (padding,) * len(size)
         leaf = (0 * y if self.run.silent else y.detach().clone()).requires_grad_()
         self.run.convs.append(
             CutConv(
@@ -256,6 +249,22 @@ class _Layers(TorchFunctionMode):
         return leaf.clone()
 
 
+def is_depthwise(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call is that of a depthwise convolution, of stride one and without dilation."""
+    if func not in (F.conv1d, F.conv2d):
+        return False
+    x, weight, stride, dilation, groups = _named(
+        ("input", "weight", "stride", "dilation", "groups"), args, kwargs
+    )
+    plain = all(v in (None, 1) or set(v) == {1} for v in (stride, dilation))
+    each = groups == weight.shape[0] and x.dim() == weight.dim() and x.shape[1] == groups
+    return plain and each and weight.shape[2:].numel() > 1
+
+
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
 def _named(names: tuple[str, ...], args: Any, kwargs: Any) -> list[Any]:
-    given = dict(zip(names, args, strict=False)) | kwargs
+    # Arguments of a convolution or of a linear layer, whose order is the same.
+    given = dict(zip(_CONVOLUTION, args, strict=False)) | kwargs
     return [given.get(name) for name in names]

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
 from captum_ssm.mixers._call import MixerCall
-from captum_ssm.mixers._cut import run_cut, token_argument
+from captum_ssm.mixers._cut import is_depthwise, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._registry import find_adapter, find_mixers
 from captum_ssm.mixers.measured import freeze_measured
@@ -48,6 +49,7 @@ class _Visit:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any = None
+    convolutions: int = 0  # depthwise, inside of it
 
     @property
     def call(self) -> MixerCall:
@@ -102,7 +104,21 @@ class _Found:
                 )
                 hooks.callback(module.register_forward_hook(returned).remove)
                 hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            hooks.enter_context(_Convolutions(self.stack))
             yield
+
+
+class _Convolutions(TorchFunctionMode):
+    # Counts depthwise convolutions in the module calls around them.
+    def __init__(self, stack: list[_Visit]) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_depthwise(func, args, kwargs or {}):
+            for visit in self.stack:
+                visit.convolutions += 1
+        return func(*args, **(kwargs or {}))
 
 
 def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, MeasuredAdapter]:
@@ -123,7 +139,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Measur
         intercepted(found.handle),
     ):
         run()
-    every = frozenset(function for _, function in found.scans)
+    trials = _Trials(frozenset(function for _, function in found.scans))
     functions: dict[nn.Module, set[Callable[..., Any]]] = {}
     chosen: dict[nn.Module, nn.Module] = {}  # by the innermost module
     for stack, function in found.scans:
@@ -131,7 +147,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Measur
             continue
         inner = stack[-1].module
         if inner not in chosen:
-            module = _mixer_around(stack, every)
+            module = trials.around(stack)
             if module is None:
                 continue
             chosen[inner] = module
@@ -150,28 +166,43 @@ def _inside(module: nn.Module) -> set[nn.Module]:
     return {part for part in module.modules() if part is not module}
 
 
-def _mixer_around(
-    stack: list[_Visit], functions: frozenset[Callable[..., Any]]
-) -> nn.Module | None:
-    # The module, or, if none can be measured, the smallest that takes and returns tokens.
-    best: _Visit | None = None
-    convolutions, smallest = 0, None
-    for visit in reversed(stack):
-        try:
-            call = visit.call
-            token_argument(call)
-            smallest = smallest or visit
-            here = len(run_cut(call, functions).convs)
-            if best is not None and here <= convolutions:
+class _Trials:
+    # Which module calls can be measured; of modules that look alike, one is tried.
+    def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
+        self.functions = functions
+        self.known: dict[str, bool] = {}
+
+    def around(self, stack: list[_Visit]) -> nn.Module | None:
+        """The mixer; if none can be measured, the smallest module that takes tokens."""
+        best: _Visit | None = None
+        for visit in reversed(stack):
+            if best is not None and visit.convolutions <= best.convolutions:
                 continue
-            freeze_measured(call, functions)
-        except UnsupportedModelError:
-            if best is not None:
+            if self._is_measured(visit):
+                best = visit
+            elif best is not None:
                 break
-            continue
-        best, convolutions = visit, here
-    best = best or smallest
-    return None if best is None else best.module
+        if best is None:
+            best = next((visit for visit in reversed(stack) if _takes_tokens(visit)), None)
+        return None if best is None else best.module
+
+    def _is_measured(self, visit: _Visit) -> bool:
+        look = f"{type(visit.module).__qualname__}: {visit.module}"
+        if look not in self.known:
+            try:
+                freeze_measured(visit.call, self.functions, partly=False)
+                self.known[look] = True
+            except UnsupportedModelError:
+                self.known[look] = False
+        return self.known[look]
+
+
+def _takes_tokens(visit: _Visit) -> bool:
+    try:
+        token_argument(visit.call)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 @contextmanager

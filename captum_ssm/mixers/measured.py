@@ -33,7 +33,10 @@ _ROUNDING = 1e-4
 
 
 def freeze_measured(
-    call: MixerCall, functions: Iterable[Callable[..., Any]] | None = None
+    call: MixerCall,
+    functions: Iterable[Callable[..., Any]] | None = None,
+    *,
+    partly: bool = True,
 ) -> FrozenMixer:
     """The mixer of a recorded call of any module that holds scans.
 
@@ -41,10 +44,11 @@ def freeze_measured(
         call (MixerCall): the recorded call.
         functions (iterable of Callable, optional): those whose calls may be scans; None for all
             of the process. Default: None
+        partly (bool, optional): whether the scans and their orders will do. Default: True
 
     Returns:
-        FrozenMixer: where only the scans and their orders could be measured, one that has
-        ``"hidden"`` maps alone, and says what is missing when it is asked for more.
+        FrozenMixer: with ``partly``, where only the scans and their orders could be measured, one
+        that has ``"hidden"`` maps alone, and says what is missing when it is asked for more.
 
     Raises:
         UnsupportedModelError: saying what could not be measured.
@@ -54,7 +58,7 @@ def freeze_measured(
         try:
             return measurement.mixer()
         except _NotMeasured as error:
-            found = measurement.recurrence(error.why)
+            found = measurement.recurrence(error.why) if partly else None
             if found is None or not _is_silent(run_cut(call, functions, silent=True)):
                 raise UnsupportedModelError(str(error)) from None
             return found
