@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm._capture.model import extract_logits, is_wrapped, unwrap
+from captum_ssm._capture.model import extract_logits, input_embeddings, is_wrapped, unwrap
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.wiring import Cuts, Wiring, measure
 from captum_ssm._errors import InputError, UnsupportedModelError
@@ -248,6 +248,8 @@ def _record_once(
         else:
             mixers, others = find_envoys(root, also)
         inside = set(mixers)
+        table = input_embeddings(request.module)
+        embedded: list[Tensor] = []  # the ids that the table was given
 
         def enter(envoy: Envoy, inputs: Any) -> Any:
             if cuts is None or envoy not in inside:
@@ -276,8 +278,11 @@ def _record_once(
                 return value, _with_first(
                     value, cuts.leave(envoy.path.removeprefix("model."), _first(value))
                 )
-            if cuts.start is None and _embeds(args, kwargs, request.inputs):
-                value = cuts.begin(value)
+            if cuts.start is None and _is_table(envoy._module) and table in (None, envoy._module):
+                given = next(tensors_in((args, kwargs)))
+                if _same_ids(given, request.inputs):
+                    value = cuts.begin(value)
+                embedded.append(given)
             return value, value
 
         inputs = request.inputs
@@ -287,6 +292,8 @@ def _record_once(
         output, visits, root_visits = _trace(root, [*mixers, *others], run, enter, put)
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
+        if by_ids and cuts is not None and cuts.start is None:
+            _check_embedded(embedded, request.inputs)
         calls = [
             MixerCall(names[envoy._module], envoy._module, args, kwargs, result, order=order)
             for order, (envoy, (args, kwargs), result) in enumerate(visits)
@@ -305,20 +312,18 @@ def _record_once(
     return recording if gradients else detached(recording)
 
 
-def _embeds(args: Any, kwargs: Any, inputs: Tensor) -> bool:
-    # Whether an embedding table was given the ids that are explained.
-    given, ids = next(tensors_in((args, kwargs))), inputs.detach()
-    if given.shape != ids.shape or ids.is_floating_point():
-        return False
-    given = given.to(ids.device)
-    is_same = torch.equal(given, ids)
-    if not is_same and torch.equal(given.sort(-1).values, ids.sort(-1).values):
-        raise UnsupportedModelError(
-            "the model embeds the ids of inputs in another order than that of inputs, so its "
-            "tokens are not those that were given; expected a forward_func that passes the ids on "
-            "as they are."
-        )
-    return True
+def _same_ids(given: Tensor, ids: Tensor) -> bool:
+    return given.shape == ids.shape and torch.equal(given.to(ids.device), ids)
+
+
+def _check_embedded(embedded: list[Tensor], ids: Tensor) -> None:
+    for given in embedded:
+        if given.shape == ids.shape and _same_ids(given.sort(-1).values, ids.sort(-1).values):
+            raise UnsupportedModelError(
+                "the model embeds the ids of inputs in another order than that of inputs, so its "
+                "tokens are not those that were given; expected a forward_func that passes the "
+                "ids on as they are."
+            )
 
 
 class _GradientsStayOn(TorchFunctionMode):

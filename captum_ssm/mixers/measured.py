@@ -92,8 +92,14 @@ class FrozenRecurrence(FrozenMixer):
     def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
         raise self.missing
 
-    def output(self, multiply: Product = torch.mul) -> Tensor:
+    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
         """What the module returned: nothing of it is computed again."""
+        return self.recorded
+
+    def recurrence_share(self, gated: Tensor) -> Tensor:
+        return gated.new_ones(gated.shape[0])
+
+    def output(self, multiply: Product = torch.mul) -> Tensor:
         return self.recorded
 
 
