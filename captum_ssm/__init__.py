@@ -11,6 +11,7 @@ from captum_ssm._errors import (
 )
 from captum_ssm._hidden_attention import hidden_attention
 from captum_ssm._memory import MemoryLimitError
+from captum_ssm._supported import MixerSupport, Support, supported
 from captum_ssm.attr import (
     LaTIM,
     MambaAttribution,
@@ -35,9 +36,11 @@ __all__ = [
     "MambaRollout",
     "MemoryLimitError",
     "MixerCall",
+    "MixerSupport",
     "RawAttention",
     "ReconstructionError",
     "SSMLLMAttribution",
+    "Support",
     "TargetError",
     "UnifiedImplicitAttention",
     "UnsupportedModelError",
@@ -45,4 +48,5 @@ __all__ = [
     "hidden_attention",
     "register_mixer",
     "register_scan",
+    "supported",
 ]

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.request import check_inputs
 from captum_ssm._errors import InputError
-from captum_ssm._supported import first_line, report
+from captum_ssm._report import report
+from captum_ssm._supported import first_line
 from captum_ssm._vocabulary import require_known, unknown_in_prompt
 from captum_ssm.attr import Option, methods
 from captum_ssm.generation import continuation_relevance

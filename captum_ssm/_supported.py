@@ -1,284 +1,148 @@
-"""What of a model is supported, how exact each method is on it, and what each costs."""
+"""What of a model can be explained, found out by running it, before anything is explained."""
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from captum_ssm._capture import Request, exact_arithmetic, freeze
-from captum_ssm._capture.checking import reconstruction_error, tolerance_of
+from captum_ssm._capture import FrozenLayer, FrozenModel, Request, exact_arithmetic, freeze
+from captum_ssm._capture.checking import Rebuilt, errors, tolerance_of
 from captum_ssm._capture.model import extract_logits
-from captum_ssm._capture.recording import record
-from captum_ssm._cost import Costs
-from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._hidden_attention import hidden_attention
-from captum_ssm._memory import readable_bytes
-from captum_ssm.attr import LaTIM, MambaLRP, MambaRollout, methods
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
-from captum_ssm.models import VisionMamba
+from captum_ssm.attr import methods
+from captum_ssm.mixers import FrozenMixer, find_adapter
 
-PROBE_LENGTH = 16
 # What an adapter, a method or a model raises where it does not fit the other.
 ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError)
 
 
-def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
-    """Print it all, for a language model or a `VisionMamba`, as it is found out.
+@dataclass(frozen=True)
+class MixerSupport:
+    """One visited mixer.
 
-    Costs are for ``length`` tokens. Without weights the model cannot be run.
+    Args:
+        name (str): the module's path.
+        kind (str): the module's class.
+        known (str): how it is known: ``"registered"``, ``"measured"`` (its scans were recorded
+            and proven) or ``"recognized"`` (by its parameters, and proven).
+        stage (int): its step through the model.
+        tokens (int): L.
+        order (str): in which it reads the model's tokens: ``"forward"``, ``"backward"``, both,
+            ``"its own"``, a number of orders or of windows.
+        maps (int): M, channels or heads with a map of their own.
+        error (float): of its reconstruction, relative to the output. NaN if it failed.
+        recurrence_error (float): the same, relative to what the recurrence adds.
+        problem (str, optional): why it cannot be explained. Default: None
     """
-    mixers = list(find_mixers(model))
-    parameters = count(sum(p.numel() for p in model.parameters()))
-    memory = readable_bytes(sum(p.nbytes for p in model.parameters()))
-    weights = f", {memory} in memory" if with_weights else ""
-    print(f"{type(model).__name__}, {parameters} parameters{weights}")
-    if not mixers:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} holds no token mixer that captum_ssm knows. Supported: "
-            f"{', '.join(registered())}. Register a new one with captum_ssm.register_mixer."
-        )
-    print(f"{len(mixers)} token mixers that captum_ssm knows:")
-    kinds: dict[type[nn.Module], list[str]] = {}
-    for path, module in mixers:
-        kinds.setdefault(type(module), []).append(path)
-    for kind, paths in kinds.items():
-        print(f"  {len(paths):3d} x {kind.__name__}  {shortened(paths)}")
-        print(f"        {_family(model.get_submodule(paths[0]))}")
-    if not with_weights:
-        print(f"outside the maps: {_counted(outside(model))}")
-        print(
-            "\nno weights were loaded, so nothing was run: without --config-only it is also\n"
-            "said how exact the methods are on this model, and what they cost"
-        )
-        return
-    probe = _inputs(model, PROBE_LENGTH)
-    _print_outside(model, probe)
-    _print_exactness(model, probe)
-    _print_costs(model, _inputs(model, length))
+
+    name: str
+    kind: str
+    known: str
+    stage: int
+    tokens: int
+    order: str
+    maps: int
+    error: float
+    recurrence_error: float
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
-class _Row:
-    path: str
-    kind: str
-    maps: int
-    error: float
-    fits: bool
-    missed: tuple[float, float]  # by LaTIM, with SiLU and with its factor frozen
+class Support:
+    """What of a model can be explained at one input. Print it.
+
+    Args:
+        mixers (list of MixerSupport): in forward order.
+        between (str): what lies between them.
+        methods (dict of str to str): by name, why it does not work; None where it does.
+    """
+
+    mixers: list[MixerSupport]
+    between: str
+    methods: dict[str, str | None]
+
+    def __str__(self) -> str:
+        head = ("mixer", "class", "known", "stage", "tokens", "order", "maps", "error")
+        rows = [
+            (m.name, m.kind, m.known, str(m.stage), str(m.tokens), m.order, str(m.maps),
+             m.problem or f"{m.error:.0e} ({m.recurrence_error:.0e} of the recurrence)")
+            for m in self.mixers
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = [
+            "  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *rows)
+        ]
+        lines += ["", f"between the mixers: {self.between}", ""]
+        width = max(map(len, self.methods))
+        lines += [f"{name:{width}}  {why or 'works'}" for name, why in self.methods.items()]
+        return "\n".join(lines)
 
 
-def _print_exactness(model: nn.Module, probe: Tensor) -> None:
-    rows = _rows(model, probe)
-    groups: dict[tuple[str, int, bool], list[_Row]] = {}
-    for row in rows:
-        groups.setdefault((row.kind, row.maps, row.fits), []).append(row)
-    names = [shortened([row.path for row in group]) for group in groups.values()]
-    width = max(24, *map(len, names))
-    on = "an image of noise" if probe.dim() == 4 else f"{probe.shape[1]} random tokens"
-    heads = f"{'maps':>6s} {'maps miss':>10s} {'latim misses':>13s} {'with gate':>10s}"
-    print(f"\nhow exact, on {on}:")
-    print(f"  {'mixer':{width}s} {heads}")
-    for name, group in zip(names, groups.values(), strict=True):
-        error = max(row.error for row in group)
-        missed = [max(row.missed[i] for row in group) for i in (0, 1)]
-        silu, gate = ("nothing" if share < 1e-4 else f"{100 * share:.3g}%" for share in missed)
-        verdict = "" if group[0].fits else "  NOT reproduced: methods raise ReconstructionError"
-        print(
-            f"  {name:{width}s} {group[0].maps:6d} {error:10.0e} {silu:>13s} {gate:>10s}{verdict}"
-        )
-    print(
-        "  maps miss: the frozen mixer, of its output's norm\n"
-        "  latim misses: the sum of a layer's vectors, of its output's norm; with gate: with\n"
-        "  activation='gate' instead of 'silu', the default, which acts on each tap by itself"
-    )
-    print(f"  mamba-lrp: {_conserved(model, probe)}")
+def supported(
+    forward_func: Callable[..., Any],
+    inputs: Any,
+    *,
+    model: Any = None,
+    target: Any = None,
+    additional_forward_args: Any = None,
+) -> Support:
+    """Run a model and say what of it can be explained, and how that is known.
 
+    Long texts are cut to 32 tokens for the trial of the methods.
 
-def _rows(model: nn.Module, probe: Tensor) -> list[_Row]:
-    frozen = freeze(Request.of(model, None, probe), query=False, check=False)
-    latim = LaTIM(model, check=False)
-    missed = [
-        [float(error.max()) for error in latim.layer_errors(probe, activation=activation)]
-        for activation in ("silu", "gate")
-    ]
-    rows = []
-    for i, layer in enumerate(frozen.layers):
-        with exact_arithmetic():
-            mixer = layer.mixer
-            error = float(reconstruction_error(layer.call, mixer.output(), frozen.mask).amax())
-        fits = error <= tolerance_of(layer.call, mixer.rounding)
-        kind = type(layer.call.module).__name__
-        rows.append(
-            _Row(layer.name, kind, mixer.recurrence.maps, error, fits, (missed[0][i], missed[1][i]))
-        )
-    return rows
+    Args:
+        forward_func, inputs, model, additional_forward_args: as for
+            :class:`~captum_ssm.attr.TokenAttribution` and its ``attribute``.
+        target (Any, optional): what the methods are tried on; None for the likeliest output.
+            Default: None
 
+    Returns:
+        Support: its mixers, what lies between them, and which methods work.
 
-def _conserved(model: nn.Module, probe: Tensor) -> str:
-    method = MambaLRP(model, check=False)
-    try:
-        relevance, delta = method.attribute(
-            probe, target=_likeliest(model, probe), return_convergence_delta=True
-        )
-    except ERRORS as error:
-        return f"not on this model ({first_line(error)})"
-    total = float(relevance.sum())
-    return (
-        f"relevance adds up to {total:.4g}, the score is {total + float(delta):.4g}; the "
-        "difference is what\n  bias terms contribute, and what functions without a rule lose"
-    )
+    Raises:
+        UnsupportedModelError: for a model without a mixer that is known or can be measured.
+        ValueError, TypeError: for inputs that the model does not take.
 
+    Examples::
 
-def _likeliest(model: nn.Module, inputs: Tensor) -> int:
-    # The token, or class, that the model predicts.
-    with torch.no_grad():
-        logits = extract_logits(Request.of(model, None, inputs).run())
-    return int((logits[0, -1] if logits.dim() == 3 else logits[0]).argmax())
-
-
-def _print_outside(model: nn.Module, probe: Tensor) -> None:
-    others = list(outside(model))
-    recording = record(Request.of(model, None, probe), also=lambda module: module in others)
-    tokens = recording.shape[1]
-    mixing = {call.module for call in recording.others if _mixes(call, tokens)}
-    print(f"outside the maps: {_counted(m for m in others if m not in mixing)}")
-    if mixing:
-        mixing_kinds = _counted(m for m in others if m in mixing)
-        print(f"  {mixing_kinds}: tokens act on one another there, which no map shows")
-
-
-def outside(model: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules with weights that hold no mixer."""
-    for child in model.children():
-        if find_adapter(child) is not None or not any(True for _ in child.parameters()):
-            continue
-        if isinstance(child, nn.ModuleList) or any(True for _ in find_mixers(child)):
-            yield from outside(child)
-        else:
-            yield child
-
-
-def _mixes(call: MixerCall, tokens: int) -> bool:
-    # Whether another first token changes what the module returns at a later one.
-    first = next((i for i, value in enumerate(call.args) if torch.is_tensor(value)), None)
-    if tokens < 2 or first is None or call.args[first].shape[1:2] != (tokens,):
-        return False
-    args = list(call.args)
-    args[first] = args[first].clone()
-    args[first][:, 0] = call.args[first][:, -1]
-    with torch.no_grad():
-        found = replace(call, result=call.module(*args, **call.kwargs)).output
-        again = replace(call, result=call.module(*call.args, **call.kwargs)).output
-    return found.shape[1:2] == (tokens,) and not torch.equal(found[:, 1:], again[:, 1:])
-
-
-def _counted(modules: Iterable[nn.Module]) -> str:
-    found = Counter(type(module).__name__ for module in modules)
-    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in found.items()) or "nothing"
-
-
-def _calls(model: nn.Module, target: int) -> dict[str, Callable[..., Any]]:
-    # What is estimated: every method as it is by default, and what takes more than a default row.
-    found: dict[str, Callable[..., Any]] = {}
+        >>> found = captum_ssm.supported(model, input_ids)
+        >>> [mixer.known for mixer in found.mixers]
+        ['registered', 'registered']
+        >>> found.methods["mamba-lrp"] is None  # it works
+        True
+    """
+    owner = forward_func if model is None else model
+    request = Request.of(forward_func, owner, inputs, additional_forward_args)
+    short = request.shortened(32) or request
+    frozen = freeze(short, query=False, check=False)
+    tried: dict[str, str | None] = {}
+    if target is None:
+        target = likeliest(short)
+    given = (short.inputs,) if short.packed else short.inputs
     for name, method in methods().items():
-        given = {"target": target} if method.needs_target() else {}
-        found[name] = partial(method(model).attribute, **given)
-    rollout = MambaRollout(model)
-    return found | {
-        "rollout, sign='clamp'": partial(rollout.attribute, sign="clamp"),
-        "rollout of every token": rollout.rollout,
-        "hidden_attention, one mean per layer": partial(hidden_attention, model, reduction="mean"),
-        "hidden_attention, all maps": partial(hidden_attention, model),
-    }
-
-
-def _print_costs(model: nn.Module, inputs: Tensor) -> None:
-    costs = Costs(Request.of(model, None, inputs))
-    forward = costs.of_forward()
-    tokens = inputs.shape[1]
-    what = f"one text of {tokens:,} token{'s' if tokens > 1 else ''}"
-    if inputs.dim() == 4:
-        tokens = record(costs.request).shape[1]
-        what = f"one image of {inputs.shape[2]} x {inputs.shape[3]} pixels, {tokens:,} tokens"
-    is_measured = costs.lengths == [costs.length]
-    how = "measured" if is_measured else "extrapolated from calls on fewer"
-    free = _free_bytes(inputs.device)
-    print(f"\nfor {what}, {how}:")
-    calls = _calls(model, _likeliest(model, inputs[:, :PROBE_LENGTH]))
-    width = max(map(len, calls))
-    print(f"  {'':{width}s} {'memory':>11s} {'forward passes':>15s}")
-    took = f"1 ({_readable_time(forward.seconds)})"
-    print(f"  {'a forward pass':{width}s} {readable_bytes(forward.total_bytes):>11s} {took:>15s}")
-    for name, call in calls.items():
         try:
-            found = costs.of(call)
+            method(forward_func, owner).attribute(
+                given,
+                target=target if method.needs_target() else None,
+                additional_forward_args=short.named or short.positional or None,
+            )
+            tried[name] = None
         except ERRORS as error:
-            print(f"  {name:{width}s} not on this model: {first_line(error)}")
-            continue
-        fits = "" if free is None or found.total_bytes < free else "  more than is free"
-        times = f"{found.forwards:,.1f}" if found.forwards < 10 else f"{found.forwards:,.0f}"
-        memory = readable_bytes(found.total_bytes)
-        print(f"  {name:{width}s} {memory:>11s} {times:>15s}{fits}", flush=True)
-    available = "" if free is None else f"; free on {inputs.device}: {readable_bytes(free)}"
-    print(f"  memory: the most at a time, in addition to the weights{available}")
+            tried[name] = first_line(error)
+    return Support([_mixer(layer) for layer in frozen.layers], _between(frozen), tried)
 
 
-def _free_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found and device.type == "cpu" else None
-
-
-def _inputs(model: nn.Module, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    if isinstance(model, VisionMamba):
-        weight = model.patch_embed.proj.weight
-        shape = (1, weight.shape[1], *model.image_size)
-        return torch.randn(shape, generator=generator).to(weight)
-    embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    ids = torch.randint(embeddings.num_embeddings, (1, length), generator=generator)
-    return ids.to(embeddings.weight.device)
-
-
-def shortened(paths: Sequence[str]) -> str:
-    """Module paths that differ in one number as one: ``layers.{0-2, 4}.mixer``."""
-    if len(paths) == 1:
-        return paths[0]
-    parts = [path.split(".") for path in paths]
-    varying = [i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
-    same_length = len({len(p) for p in parts}) == 1
-    if not same_length or len(varying) != 1 or not all(p[varying[0]].isdigit() for p in parts):
-        return f"{paths[0]} .. {paths[-1]}"
-    at = varying[0]
-    numbers = [int(p[at]) for p in parts]
-    splits = np.flatnonzero(np.diff(numbers) != 1) + 1
-    ends = [(run[0], run[-1]) for run in np.split(numbers, splits)]
-    runs = [str(first) if first == last else f"{first}-{last}" for first, last in ends]
-    shown = [*runs[:2], "..", runs[-1]] if len(runs) > 4 else runs
-    return ".".join([*parts[0][:at], "{" + ", ".join(shown) + "}", *parts[0][at + 1 :]])
-
-
-def count(value: float) -> str:
-    """A number with its unit: ``1.3 G``."""
-    for unit in ("", " k", " M", " G"):
-        if value < 999.5:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:,.3g} T" if value < 999.5 else f"{value:,.0f} T"
+def likeliest(request: Request) -> Any:
+    """A target: the token, or class, that the model predicts for the first example."""
+    with torch.no_grad():
+        logits = extract_logits(request.run())
+    if logits.dim() == 3:
+        return int(logits[0, -1].argmax())
+    return None if logits.dim() < 2 else int(logits[0].flatten().argmax())
 
 
 def first_line(value: object) -> str:
@@ -287,14 +151,74 @@ def first_line(value: object) -> str:
     return text.splitlines()[0] if text else type(value).__name__
 
 
-def _readable_time(seconds: float) -> str:
-    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{1000 * seconds:.0f} ms"
+def _mixer(layer: FrozenLayer) -> MixerSupport:
+    module = layer.source.module
+    found = MixerSupport(
+        layer.name,
+        type(module).__name__,
+        getattr(find_adapter(module), "known", "registered"),
+        layer.stage,
+        layer.shape[1],
+        _order(layer.order),
+        0,
+        float("nan"),
+        float("nan"),
+    )
+    try:
+        with exact_arithmetic():
+            mixer = layer.mixer
+            error, of_recurrence = errors(layer.call, Rebuilt.of(mixer), layer.mask)
+    except ERRORS as problem:
+        return replace(found, problem=first_line(problem))
+    found = replace(
+        found,
+        order=_orders(layer, mixer),
+        maps=mixer.recurrence.maps,
+        error=error,
+        recurrence_error=of_recurrence,
+    )
+    fits = error <= tolerance_of(layer.source, mixer.rounding)
+    return found if fits else replace(found, problem=f"not reproduced: relative error {error:.0e}")
 
 
-def _family(module: nn.Module) -> str:
-    adapter: Callable[..., object] | None = find_adapter(module)
-    home = sys.modules.get(getattr(adapter, "__module__", ""))
-    return first_line(home.__doc__ or "") if home is not None else ""
+def _orders(layer: FrozenLayer, mixer: FrozenMixer) -> str:
+    # Of the mixer itself, or of the scans in it.
+    if layer.order is not None and layer.order.shape[0] > 1:
+        return f"{layer.order.shape[0]} windows"
+    try:
+        found = {_order(order) for _, order, _ in mixer.scans_in_order()}
+        count = len(mixer.scans_in_order())
+    except ERRORS:
+        return _order(layer.order)
+    return f"{count} orders" if "its own" in found and count > 1 else " + ".join(sorted(found))
+
+
+def _order(order: Tensor | None) -> str:
+    if order is None:
+        return "forward"
+    flat = order.flatten().cpu()
+    forward = torch.arange(len(flat))
+    if torch.equal(flat, forward):
+        return "forward"
+    return "backward" if torch.equal(flat, forward.flip(0)) else "its own"
+
+
+def _between(frozen: FrozenModel) -> str:
+    wiring = frozen.wiring
+    if wiring.refused is not None:
+        return wiring.refused
+    notes = []
+    for stage in wiring.stages:
+        for _, link in stage.reads:
+            if link.shares is not None:
+                T, S = link.shares.shape[1:]
+                notes.append(f"{T} tokens made of {S}, by a measured transport")
+            elif link.source is not None:
+                notes.append(f"{stage.tokens} tokens chosen of {link.count}")
+    if wiring.exchanged:
+        notes.append(
+            f"tokens read up to {wiring.exchanged:.1%} from one another, which no map shows"
+        )
+    if not wiring.stages[0].reads and frozen.request.inputs.dim() < 4:
+        notes.append("the way from the input to the first mixer was not measured")
+    return "; ".join(notes) or "each token by itself, in its place"

@@ -25,7 +25,7 @@ from captum_ssm import (
 )
 from captum_ssm._cli import DEFAULT_METHOD, main
 from captum_ssm._memory import readable_bytes
-from captum_ssm._supported import count, shortened
+from captum_ssm._report import count, shortened
 from captum_ssm.attr import methods
 
 ROOT = Path(__file__).parents[1]

@@ -36,7 +36,7 @@ NAMES = (
     *("UnifiedImplicitAttention", "SSMLLMAttribution", "hidden_attention"),
     *("Estimate", "estimate", "FrozenMixer", "MixerCall", "register_mixer", "register_scan"),
     *("InputError", "MemoryLimitError", "ReconstructionError", "TargetError"),
-    "UnsupportedModelError",
+    *("UnsupportedModelError", "supported", "Support", "MixerSupport"),
 )
 
 

@@ -97,7 +97,7 @@ def check_reconstruction(
         rebuilt (Rebuilt): by the frozen mixer.
         mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
     """
-    error, of_recurrence = _errors(call, rebuilt, mask)
+    error, of_recurrence = errors(call, rebuilt, mask)
     tolerance = tolerance_of(call, rebuilt.rounding)
     if error <= tolerance and of_recurrence > RECURRENCE * tolerance:
         of_recurrence = _error_on_larger_tokens(call)
@@ -113,8 +113,8 @@ def check_reconstruction(
         )
 
 
-def _errors(call: MixerCall, rebuilt: Rebuilt, mask: Tensor | None) -> tuple[float, float]:
-    # The largest of the examples' errors: of the output, and of what the recurrence adds to it.
+def errors(call: MixerCall, rebuilt: Rebuilt, mask: Tensor | None) -> tuple[float, float]:
+    """The largest errors of all examples: of the output, and of what the recurrence adds."""
     error = reconstruction_error(call, rebuilt.output, mask)
     share = rebuilt.share.to(error)
     # A recurrence that adds nothing (a token that decays at once) has nothing to be wrong.
@@ -131,7 +131,7 @@ def _error_on_larger_tokens(call: MixerCall) -> float:
     assert adapter is not None
     with torch.no_grad():
         again = replace(call, args=args, kwargs=kwargs, result=call.module(*args, **kwargs))
-        return _errors(again, Rebuilt.of(adapter(again)), None)[1]
+        return errors(again, Rebuilt.of(adapter(again)), None)[1]
 
 
 def warn_if_padding_is_read(

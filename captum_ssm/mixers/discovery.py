@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ class MeasuredAdapter:
     """
 
     functions: frozenset[Callable[..., Any]]
+    known: ClassVar[str] = "measured"
 
     def __call__(self, call: MixerCall) -> FrozenMixer:
         """The frozen mixer of a recorded call."""

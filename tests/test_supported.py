@@ -1,0 +1,59 @@
+"""What ``supported`` says of a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build
+from models import ids, tiny
+from test_wiring import FLIP, Merging, Stack, attention, in_order, made, shift, tokens
+
+from captum_ssm import UnsupportedModelError, supported
+from captum_ssm.models import VisionMamba
+
+
+def test_a_registered_model():
+    found = supported(tiny(), ids(2, 300))
+    assert [mixer.known for mixer in found.mixers] == ["registered"] * 2
+    assert all(mixer.error < 1e-6 for mixer in found.mixers)
+    assert all(mixer.tokens == 32 for mixer in found.mixers)  # a trial is enough
+    assert found.between == "each token by itself, in its place"
+    assert not any(found.methods.values())
+    assert "rollout" in str(found)
+
+
+def test_orders_and_stages():
+    found = supported(made(Stack(in_order(FLIP))), tokens())
+    assert [mixer.order for mixer in found.mixers] == ["forward", "backward"] * 2
+    assert [mixer.stage for mixer in found.mixers] == [0, 0, 1, 1]
+    vim = supported(VisionMamba(image_size=32, patch_size=8, classes=5, width=16, depth=2).eval(),
+                    torch.randn(1, 3, 32, 32))  # fmt: skip
+    assert {mixer.order for mixer in vim.mixers} == {"backward + forward"}
+
+
+def test_what_lies_between_is_said():
+    merging = supported(made(Merging()), tokens(2, 8))
+    assert merging.between == "4 tokens made of 8, by a measured transport"
+    assert "different tokens" in merging.methods["latim"]
+    assert merging.methods["rollout"] is None
+    mixed = supported(made(Stack(shift)), tokens())
+    assert "from one another, which no map shows" in mixed.between
+    refused = supported(made(Stack(attention)), tokens())
+    assert "Softmax" in refused.between
+    assert refused.methods["rollout"] == refused.between
+    assert refused.methods["mamba-lrp"] is None
+
+
+def test_a_mixer_that_is_not_reproduced_is_named():
+    model = build("mamba")
+    mixer = model.backbone.layers[1].mixer
+    mixer.forward = lambda hidden_states, **_: 1.1 * type(mixer).forward(mixer, hidden_states)
+    found = supported(model, ids(1, 9))
+    assert found.mixers[0].problem is None
+    assert found.mixers[1].problem.startswith("not reproduced: relative error 9e-02")
+    assert "does not reproduce" in found.methods["rollout"]
+
+
+def test_a_model_without_mixers():
+    with pytest.raises(UnsupportedModelError):
+        supported(torch.nn.Linear(4, 4), torch.randn(1, 3, 4))
