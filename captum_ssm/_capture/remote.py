@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,6 +28,7 @@ from captum_ssm._capture.recording import (
     split_calls,
 )
 from captum_ssm._capture.request import Remote, Request
+from captum_ssm._capture.wiring import Wiring, of_reads, sequence
 from captum_ssm.mixers import MixerCall
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def record_remotely(
         with ONE_RUN, instrumented(model), torch.inference_mode(False):
             return _ask(model, request.remote, envoys, args, kwargs, **options)
 
-    visits, weights, (output,) = ask(absent=absent, whole=gradients)
+    visits, weights, (output, between) = ask(mixers=len(mixers), absent=absent, whole=gradients)
     for i in absent:
         modules[i] = _with_weights(modules[i], weights[i])
     calls = [
@@ -96,8 +97,24 @@ def record_remotely(
 
     if gradients:
         output.requires_grad_(True)
-    split = split_calls(model, calls)
-    return RemoteRecording(request.inputs, output, *split, kwargs, gradients_of=gradients_of)
+    mixing, other = split_calls(model, calls)
+    wiring = _wiring(mixing, between)
+    return RemoteRecording(
+        request.inputs, output, mixing, other, kwargs, wiring, gradients_of=gradients_of
+    )
+
+
+def _wiring(calls: list[MixerCall], between: tuple[list[list[int]], float]) -> Wiring:
+    # What was measured where the model ran. Orders are decoded here only.
+    reads, leak = between
+    count, shape = len(calls), calls[0].output.shape
+    if leak == 0:
+        return of_reads({i: set(one) for i, one in enumerate(reads)}, shape[1])
+    return replace(
+        sequence(count, shape[1]),
+        refused="between the mixers of this model tokens are mixed or reordered, which is decoded "
+        "only where the model runs here: leave remote at False.",
+    )
 
 
 def _ask(
@@ -107,12 +124,14 @@ def _ask(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    mixers: int = 0,
     absent: Sequence[int] = (),
     whole: bool = False,
     at_logits: tuple[Places, Tensor] | None = None,
 ) -> tuple[list[Any], dict[int, dict[str, Tensor]], list[Any]]:
-    # Without at_logits the visits, the weights of absent modules and the logits (whole, or their
-    # shape); with it the gradients at the visits' outputs, in place of the logits.
+    # Without at_logits the visits, the weights of absent modules, the logits (whole, or their
+    # shape) and what lies between the first envoys, the mixers: what each and the logits depend
+    # on, and how much goes from one token to another. With it the gradients at the visits' outputs.
     # The block names nothing but torch and nnsight: this package is not installed where it runs,
     # and a server may refuse other modules, Python's own among them. And it is one block for both,
     # as a server keeps the text of the first that it got from a file.
@@ -124,22 +143,42 @@ def _ask(
     found: list[Any] = []
     with root.trace(remote=remote) as tracer:
         visits, weights, found, outputs = save([]), save({}), save([]), []
+        entries, exits = [], []
         for number, envoy in enumerate(envoys):
             with tracer.invoke():
                 steps = tracer.iter[:]  # a block may not begin with try
                 try:
                     for _ in steps:
-                        visit = (number, envoy.inputs, envoy.output)
+                        inputs = envoy.inputs
+                        if number < mixers:
+                            tokens = inputs[1].get("hidden_states")
+                            for value in [*inputs[0], *inputs[1].values()]:
+                                if not torch.is_tensor(tokens) and torch.is_tensor(value):
+                                    tokens = value
+                            entries.append(tokens)
+                            given, keywords = [], {}
+                            for value in inputs[0]:
+                                given.append(value.detach() if torch.is_tensor(value) else value)
+                            for name, value in inputs[1].items():
+                                keywords[name] = value.detach() if torch.is_tensor(value) else value
+                            inputs = (tuple(given), keywords)
+                            envoy.inputs = inputs
+                        value = envoy.output
+                        packed = isinstance(value, (tuple, list))
+                        first = value[0] if packed else value
                         if at_logits is None:
                             visits.append(
                                 tree_map(
-                                    lambda x: x.detach().cpu() if torch.is_tensor(x) else x, visit
+                                    lambda x: x.detach().cpu() if torch.is_tensor(x) else x,
+                                    (number, inputs, value),
                                 )
                             )
+                            if number < mixers:
+                                first = first.detach().requires_grad_(True)
+                                exits.append(first)
+                                first = first.clone()
+                                envoy.output = type(value)([first, *value[1:]]) if packed else first
                             continue
-                        value = visit[2]
-                        packed = isinstance(value, (tuple, list))
-                        first = value[0] if packed else value
                         if not first.requires_grad:
                             # A frozen model fed with ids has no graph: it starts here.
                             first = first.detach().clone().requires_grad_(True)
@@ -155,6 +194,38 @@ def _ask(
                 logits = next(value for value in values if torch.is_tensor(value))
             if at_logits is None:
                 found.append(logits.detach().cpu() if whole else logits.detach().to("meta"))
+                reads, roots, seeds, leak = [], [], [], 0.0
+                shape = exits[0].shape[:2]
+                chosen = torch.randperm(shape[0] * shape[1]).view(shape) % 2
+                for root in [*entries, logits]:
+                    seen, stack, reached = set(), [], []
+                    if root.requires_grad:
+                        stack.append(root.grad_fn)
+                        if root.dim() == 3 and root.shape[:2] == shape:
+                            roots.append(root)
+                            seed = torch.randn(root.shape[-1]) * chosen[..., None]
+                            seeds.append(seed.to(root))
+                    while stack:
+                        node = stack.pop()
+                        if node is None or node in seen:
+                            continue
+                        seen.add(node)
+                        leaf = getattr(node, "variable", None)
+                        for i, output in enumerate(exits):
+                            if output is leaf:
+                                reached.append(i)
+                        for step in node.next_functions:
+                            stack.append(step[0])
+                    reads.append(reached)
+                for output in exits:
+                    if output.shape[:2] != shape:
+                        leak = 1.0
+                if roots and leak == 0:
+                    for g in torch.autograd.grad(roots, exits, seeds, allow_unused=True):
+                        if g is not None:
+                            other = (1 - chosen)[..., None].to(g)
+                            leak = max(leak, float((g * other).abs().max()))
+                found.append((reads, leak))
             else:
                 places, factors = at_logits
                 score = (logits[places] * factors.to(logits)).sum()

@@ -302,6 +302,52 @@ def measure(cuts: Cuts, output: Tensor | None, batch: int) -> Wiring:
         cuts.measuring = False
 
 
+def of_reads(reads: dict[int, set[int]], tokens: int) -> Wiring:
+    """The wiring of mixers between which each token is handled by itself.
+
+    Args:
+        reads (dict of int to set of int): by mixer, and for the output (the last key), the
+            mixers that it depends on without another one between.
+        tokens (int): L.
+    """
+    direct = nearest(reads)
+    groups = side_by_side(direct)
+    stage_of = {i: s for s, group in enumerate(groups) for i in group}
+    links = {
+        i: tuple((s, Link()) for s in sorted({stage_of[j] for j in one}))
+        for i, one in direct.items()
+    }
+    stages = [Stage(tuple(group), links[group[0]], tokens) for group in groups]
+    output = links[max(links)]
+    count = sum(map(len, groups))
+    return Wiring(stages, output, [None] * count, [None] * len(output))
+
+
+def nearest(reads: dict[int, set[int]]) -> dict[int, frozenset[int]]:
+    """Of what each mixer reads, that which it does not read by way of another one.
+
+    The last key is the output; without a graph it comes from the mixers that nothing else reads.
+    """
+    before: dict[int, set[int]] = {INPUT: set()}
+    for i, one in reads.items():
+        before[i] = one.union(*(before[j] for j in one))
+    direct = {i: frozenset(one.difference(*(before[j] for j in one))) for i, one in reads.items()}
+    end = max(reads)
+    if not direct[end]:
+        read = frozenset().union(*direct.values())
+        direct[end] = frozenset(i for i in range(end) if i not in read)
+    return direct
+
+
+def side_by_side(direct: dict[int, frozenset[int]]) -> list[list[int]]:
+    """The stages: mixers that read the same, and are read by the same."""
+    groups: dict[Any, list[int]] = {}
+    for i in range(max(direct)):
+        read_by = frozenset(j for j, one in direct.items() if i in one)
+        groups.setdefault((direct[i], read_by), []).append(i)
+    return sorted(groups.values())
+
+
 class _Measurement:
     # Mixers are numbered from 0 in forward order; the start of the graph is INPUT.
     def __init__(self, cuts: Cuts, output: Tensor | None, batch: int) -> None:
@@ -315,7 +361,7 @@ class _Measurement:
         self.entries = {i: port.entry for i, port in enumerate(cuts.ports)}
         self.entries[len(cuts.ports)] = self.output
         self.direct = self._direct()
-        self.groups = self._groups()
+        self.groups = side_by_side(self.direct)
         self.orders: dict[int, Tensor | None] = {}  # by mixer, over the whole batch
         self.links: dict[tuple[int, int], Link] = {}
         self.exchanged = 0.0
@@ -334,13 +380,7 @@ class _Measurement:
         found = dependencies(list(self.entries.values()), list(self.exits.values()))
         reads = {i: {keys[k] for k in one} for i, one in zip(self.entries, found, strict=True)}
         self.reads = reads
-        behind: dict[int, set[int]] = {INPUT: set()}
-        for i, one in reads.items():
-            behind[i] = one.union(*(behind[j] for j in one))
-        direct = {
-            i: frozenset(one.difference(*(behind[j] for j in one))) for i, one in reads.items()
-        }
-        end = len(self.ports)
+        direct, end = nearest(reads), len(self.ports)
         lost = [i for i in range(end) if not direct[i]]
         if INPUT in self.exits and any(INPUT in one for one in direct.values()) and lost:
             raise UnsupportedModelError(
@@ -349,19 +389,7 @@ class _Measurement:
                 f"{self._count(0)}; expected a forward_func that runs the model once (not "
                 "generate()), differentiably."
             )
-        if not direct[end]:
-            # An output without a graph comes from the mixers that nothing else reads.
-            read = frozenset().union(*direct.values())
-            direct[end] = frozenset(i for i in range(end) if i not in read)
         return direct
-
-    def _groups(self) -> list[list[int]]:
-        # Mixers side by side read the same, and are read by the same.
-        groups: dict[Any, list[int]] = {}
-        for i in range(len(self.ports)):
-            read_by = frozenset(j for j, one in self.direct.items() if i in one)
-            groups.setdefault((self.direct[i], read_by), []).append(i)
-        return sorted(groups.values())
 
     def wiring(self) -> Wiring:
         end, stage_of = len(self.ports), {INPUT: INPUT}
