@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -240,7 +240,6 @@ def _record_once(
         torch.inference_mode(False),
         grad_mode(),
         instrumented(request.model) as root,
-        nullcontext() if gradients or cuts is None else _constant_weights(request.module),
     ):
         by_ids = not request.inputs.is_floating_point()
         if cuts is not None and by_ids:
@@ -248,6 +247,10 @@ def _record_once(
         else:
             mixers, others = find_envoys(root, also)
         inside = set(mixers)
+        if cuts is not None and not gradients:
+            _differentiable(request.module)
+            for envoy in mixers:
+                _without_graph(envoy._module)
         table = input_embeddings(request.module)
         embedded: list[Tensor] = []  # the ids that the table was given
 
@@ -334,22 +337,24 @@ class _GradientsStayOn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _constant_weights(model: nn.Module) -> Iterator[None]:
-    # No gradient is taken of them, so no graph is recorded inside the mixers.
-    wanted = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
+def _without_graph(module: nn.Module) -> None:
+    # What is inside a mixer is recomputed later; only what is outside needs its graph.
+    forward = module.forward
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return forward(*args, **kwargs)
+
+    module.__dict__["forward"] = without
+
+
+def _differentiable(model: nn.Module) -> None:
+    # Autograd does not save tensors that were made under inference mode: copies stand for them.
     for module in model.modules():
         for values in (module._parameters, module._buffers):
             for name, value in values.items():
                 if value is not None and value.is_inference():
                     values[name] = value.clone().detach()  # type: ignore[assignment]
-    try:
-        for p in wanted:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for p in wanted:
-            p.requires_grad_(True)
 
 
 def _is_table(module: nn.Module) -> bool:
@@ -446,9 +451,10 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
             # A checkpointed block has no graph, or one that is not of what was recorded.
             if module.__dict__.get("gradient_checkpointing"):
                 module.__dict__["gradient_checkpointing"] = False
-        root = model if is_wrapped(model) else _wrap(unwrap(model))
-        for module in modules:
-            _make_other_threads_wait(module)
+        with _one_thread():
+            root = model if is_wrapped(model) else _wrap(unwrap(model))
+            for module in modules:
+                _make_other_threads_wait(module)
         yield root
 
 
@@ -503,6 +509,17 @@ class _State:
         for value, content in self.contents:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # Python does not turn to another thread, which would meet a model that is half wrapped.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _make_other_threads_wait(module: nn.Module) -> None:
