@@ -9,10 +9,10 @@ class UnsupportedModelError(ValueError):
     Examples::
 
         >>> try:
-        ...     RawAttention(nn.Linear(2, 2)).attribute(input_ids)
+        ...     RawAttention(nn.Embedding(50, 2)).attribute(input_ids)
         ... except UnsupportedModelError as error:
         ...     print(str(error).split(".")[0])
-        Linear holds no token mixer that captum_ssm knows
+        Embedding holds no token mixer that captum_ssm knows
     """
 
 
@@ -33,7 +33,7 @@ class ReconstructionError(ValueError):
         ...     RawAttention(model).attribute(input_ids)
         ... except ReconstructionError as error:
         ...     print(str(error).split(" does")[0])
-        the frozen operator of backbone.layers.0.mixer (MambaMixer)
+        the frozen operator of backbone.layers.1.mixer (MambaMixer)
     """
 
 

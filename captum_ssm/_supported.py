@@ -36,6 +36,12 @@ class MixerSupport:
         error (float): of its reconstruction, relative to the output. NaN if it failed.
         recurrence_error (float): the same, relative to what the recurrence adds.
         problem (str, optional): why it cannot be explained. Default: None
+
+    Examples::
+
+        >>> first = captum_ssm.supported(model, input_ids).mixers[0]
+        >>> first.name, first.kind, first.order, first.maps
+        ('backbone.layers.0.mixer', 'MambaMixer', 'forward', 32)
     """
 
     name: str
@@ -58,6 +64,11 @@ class Support:
         mixers (list of MixerSupport): in forward order.
         between (str): what lies between them.
         methods (dict of str to str): by name, why it does not work; None where it does.
+
+    Examples::
+
+        >>> captum_ssm.supported(model, input_ids).between
+        'each token by itself, in its place'
     """
 
     mixers: list[MixerSupport]

@@ -370,15 +370,16 @@ def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
     assert "probability" in said.out
 
 
-def test_supported_says_no(tmp_path, capsys):
+def test_supported_measures_what_it_does_not_know(tmp_path, capsys):
     config = dict(SHARED, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
-    assert main(["supported", str(tmp_path)]) == 1
-    assert "LlamaForCausalLM holds no token mixer" in capsys.readouterr().err
+    assert main(["supported", str(tmp_path), "--length", "9"]) == 0
+    assert "1 x LlamaAttention" in capsys.readouterr().out
     assert main(["supported", str(tmp_path), "--length", "0"]) == 1
     tokens = ",".join(map(str, ids(1, 4)[0].tolist()))
-    assert explain("--ids", tokens, model=str(tmp_path)) == 1
-    assert "Supported: " in capsys.readouterr().err
+    assert explain("--ids", tokens, model=str(tmp_path)) == 0
+    assert main(["supported", str(tmp_path), "--config-only"]) == 1
+    assert "LlamaForCausalLM holds no token mixer" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass, replace
 
@@ -123,14 +124,29 @@ def errors(call: MixerCall, rebuilt: Rebuilt, mask: Tensor | None) -> tuple[floa
 
 
 def _error_on_larger_tokens(call: MixerCall) -> float:
-    tokens = call.given_tokens()
+    """The error of what the recurrence adds, on tokens on which it adds more.
+
+    In half precision, where these would overflow, a copy of the mixer in float32 is run.
+    """
+    module, tokens = call.module, call.given_tokens()
+    args, kwargs, dtype = call.args, call.kwargs, tokens.dtype
+    if dtype.itemsize == 2:
+        module, dtype = copy.deepcopy(module).float(), torch.float32
     # An S6 recurrence grows with the cube of its tokens.
-    larger = (tokens * (30 / tokens.float().std().clamp(min=1e-12))).to(tokens)
-    args, kwargs = map_tensors(lambda x: larger if x is tokens else x, (call.args, call.kwargs))
+    larger = tokens.to(dtype) * (30 / tokens.float().std().clamp(min=1e-12)).to(dtype)
+
+    def moved(x: Tensor) -> Tensor:
+        if x is tokens:
+            return larger
+        return x.to(dtype) if x.dtype == tokens.dtype else x
+
+    args, kwargs = map_tensors(moved, (args, kwargs))
     adapter = find_adapter(call.module)
     assert adapter is not None
     with torch.no_grad():
-        again = replace(call, args=args, kwargs=kwargs, result=call.module(*args, **kwargs))
+        again = replace(
+            call, module=module, args=args, kwargs=kwargs, result=module(*args, **kwargs)
+        )
         return errors(again, Rebuilt.of(adapter(again)), None)[1]
 
 
