@@ -1,7 +1,8 @@
 """Which modules of a model are mixers, found by what a run of it calls.
 
 A mixer is the smallest module around a proven scan that takes tokens and returns as many, and that
-holds the depthwise convolution of the scan too.
+holds the depthwise convolution of the scan too. Where no scan is called, it is a module that is
+recognized by its parts.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
+from captum_ssm._nested import map_tensors
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import run_cut, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._registry import find_adapter, find_mixers
+from captum_ssm.mixers._named import form_of, note_miss
+from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
 from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.mixers.recognized import recognize_all
 from captum_ssm.scans import FunctionCall, intercepted, not_intercepted, prove
 
 
@@ -61,6 +65,9 @@ class _Found:
     scans: list[tuple[list[_Visit], Callable[..., Any]]] = field(default_factory=list)
     stack: list[_Visit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
+    # The first calls of modules that have the parts of a form; calls of functions that are no scan.
+    named: dict[nn.Module, MixerCall] = field(default_factory=dict)
+    unproven: dict[nn.Module, str] = field(default_factory=dict)
 
     def handle(self, call: FunctionCall) -> Any:
         if self.known:
@@ -70,6 +77,8 @@ class _Found:
                 result = call.run()
             scan = prove(call, result)
         if scan is None:
+            if self.stack:
+                self.unproven.setdefault(self.stack[-1].module, call.function.__qualname__)
             return call.run()
         self.scans.append((list(self.stack), call.source))
         return result
@@ -92,7 +101,11 @@ class _Found:
 
         def returned(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() == thread:
-                self.stack[-1].result = output
+                visit = self.stack[-1]
+                visit.result = output
+                if not self.known and module not in self.named and form_of(module) is not None:
+                    # Clones, as the model may go on to change them in place.
+                    self.named[module] = map_tensors(torch.clone, visit.call)
 
         paths = {module: path for path, module in self.model.named_modules()}
         with ExitStack() as hooks:
@@ -105,7 +118,7 @@ class _Found:
             yield
 
 
-def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, MeasuredAdapter]:
+def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze]:
     """The mixers among the modules of a model that no adapter is registered for.
 
     Args:
@@ -113,7 +126,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Measur
         run (Callable): runs it once.
 
     Returns:
-        dict: an adapter for each mixer; empty if no scan was found.
+        dict: an adapter for each mixer; empty if none was found.
     """
     found = _Found(model)
     with (
@@ -137,13 +150,18 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Measur
             chosen[inner] = module
         functions.setdefault(chosen[inner], set()).add(function)
     outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
-    return {
+    adapters: dict[nn.Module, Freeze] = {
         module: MeasuredAdapter(
             frozenset().union(*(f for m, f in functions.items() if m in {module, *_inside(module)}))
         )
         for module in functions
         if module in outer
     }
+    measured = set(adapters).union(*map(_inside, adapters))
+    named = (c for m, c in found.named.items() if measured.isdisjoint(m.modules()))
+    for module, name in found.unproven.items():
+        note_miss(module, f"calls {name}, which does not return what a scan of its arguments does")
+    return adapters | recognize_all(named)
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:

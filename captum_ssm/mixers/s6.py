@@ -21,7 +21,13 @@ from torch.nn import functional as F
 
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._parts import ShortConv, activation_factor, masked_tokens, short_conv
+from captum_ssm.mixers._parts import (
+    SCALING_GATES,
+    ShortConv,
+    activation_factor,
+    masked_tokens,
+    short_conv,
+)
 from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import DiagonalOperator
 
@@ -80,8 +86,6 @@ class S6Scan:
     ) -> FrozenMixer:
         """The frozen scan of what ``conv`` returns, gated by ``z (B, L, D)``."""
         activation, values = _values(self.act, conv, mask)
-        # Half of the relevance goes to a gate that is its argument times a factor.
-        has_factor = self.gate in (F.silu, identity)
         return FrozenMixer(
             recurrence=self.operator(call, values, mask),
             inputs=conv.inputs,
@@ -92,13 +96,8 @@ class S6Scan:
             conv_bias=conv.bias,
             activation=activation,
             gate=None if z is None else self.gate(z),
-            gate_argument=z if has_factor else None,
+            gate_argument=z if self.gate in SCALING_GATES else None,
         ).with_values(values)
-
-
-def identity(x: Tensor) -> Tensor:
-    """The gate that is z itself."""
-    return x
 
 
 @adapts("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
