@@ -139,15 +139,18 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
     every = frozenset(function for _, function in found.scans)
     functions: dict[nn.Module, set[Callable[..., Any]]] = {}
     chosen: dict[nn.Module, nn.Module] = {}  # by the innermost module
+    refused: set[nn.Module] = set()  # those that cannot be measured
     for stack, function in found.scans:
         if not stack:
             continue
         inner = stack[-1].module
         if inner not in chosen:
-            module = _mixer_around(stack, every)
+            module, is_measured = _mixer_around(stack, every)
             if module is None:
                 continue
             chosen[inner] = module
+            if not is_measured:
+                refused.add(module)
         functions.setdefault(chosen[inner], set()).add(function)
     outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
     adapters: dict[nn.Module, Freeze] = {
@@ -157,11 +160,14 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
         for module in functions
         if module in outer
     }
-    measured = set(adapters).union(*map(_inside, adapters))
-    named = (c for m, c in found.named.items() if measured.isdisjoint(m.modules()))
+    measured = adapters.keys() - refused
+    measured = measured.union(*map(_inside, measured))
+    named = [c for m, c in found.named.items() if measured.isdisjoint(m.modules())]
     for module, name in found.unproven.items():
         note_miss(module, f"calls {name}, which does not return what a scan of its arguments does")
-    return adapters | recognize_all(named)
+    recognized = recognize_all(named)
+    inside = {part for module in recognized for part in module.modules()}
+    return {m: adapter for m, adapter in adapters.items() if m not in inside} | recognized
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:
@@ -170,8 +176,9 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 
 def _mixer_around(
     stack: list[_Visit], functions: frozenset[Callable[..., Any]]
-) -> nn.Module | None:
-    # The module, or, if none can be measured, the smallest that takes and returns tokens.
+) -> tuple[nn.Module | None, bool]:
+    # The module, or, if none can be measured, the smallest that takes and returns tokens; and
+    # whether it can be measured.
     best: _Visit | None = None
     convolutions, smallest = 0, None
     for visit in reversed(stack):
@@ -188,8 +195,8 @@ def _mixer_around(
                 break
             continue
         best, convolutions = visit, here
-    best = best or smallest
-    return None if best is None else best.module
+    found = best or smallest
+    return None if found is None else found.module, best is not None
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture.checking import Rebuilt, reconstruction_error
-from captum_ssm._nested import map_tensors
+from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._named import form_of, names_of, note_miss
 from captum_ssm.mixers._variants import Trial, Variant, trials
@@ -102,8 +102,7 @@ class _Search:
 
     def _closest(self, weight: Tensor, bias: Tensor) -> Iterator[Variant]:
         # Those that agree on a few large tokens.
-        output = self.short.output
-        want = output.reshape(1, -1, output.shape[-1])[..., :_OUTPUTS]
+        want = self.short.output.flatten(1, -2)[..., :_OUTPUTS]
         for trial in self._trials():
             error = _error(trial, weight, bias, want)
             if error <= TOLERANCE:
@@ -184,10 +183,9 @@ def _again(call: MixerCall, size: float, length: int | None = None) -> MixerCall
     # The module on its tokens made larger: on the first ones, where they are all that it takes.
     tokens = call.given_tokens()
     larger = (tokens * (size / tokens.float().std().clamp(min=1e-12))).to(tokens)
-    others: list[Tensor] = []
-    map_tensors(lambda x: others.append(x), (call.args, call.kwargs))
-    if length is not None and len(others) == 1 and tokens.dim() == 3:
-        larger = larger[:1, :length]
+    given = list(tensors_in((call.args, call.kwargs)))
+    if length is not None and len(given) == 1:
+        larger = larger[:1, :length] if tokens.dim() == 3 else larger[:1]
     args, kwargs = map_tensors(lambda x: larger if x is tokens else x, (call.args, call.kwargs))
     return _run(call, args, kwargs)
 
