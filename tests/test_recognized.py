@@ -1,5 +1,6 @@
 """Mixers recognized by the names of their parts: the scan is written out, or runs in a kernel."""
 
+import re
 import time
 
 import pytest
@@ -16,7 +17,7 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, recognized
 from captum_ssm.mixers._variants import S6Variant, SS2DVariant, SSDVariant
 from captum_ssm.mixers.recognized import recognize
 from captum_ssm.mixers.vision import FrozenScans
@@ -482,3 +483,94 @@ def test_a_recognized_mixer_is_explained_like_a_registered_one():
     ours += [m(model).attribute(x, target=(3, 1)) for m in METHODS[1:]]
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class InPlace(Model):
+    def forward(self, x):
+        x = x.clone()
+        for layer in self.layers:
+            x += layer(x)
+        return self.head(self.norm(x))
+
+
+def test_tokens_that_are_changed_in_place():
+    model, x = InPlace(Block(), Block()).eval(), tokens(1, 9, 6)
+    assert MambaRollout(model).attribute(x).shape == x.shape
+    assert [find_adapter(m) for m in model.layers] == [S6Variant()] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype):
+    call = recorded(Block().to(dtype), tokens().to(dtype))
+    assert recognize(call) == S6Variant()
+    assert recognize(recorded(Noisy().to(dtype), tokens().to(dtype))) is None
+
+
+def test_the_layers_of_an_image():
+    model, x = Model(FourWays(), FourWays()).eval(), tokens(1, 3, 4, 6)
+    maps = hidden_attention(model, x.requires_grad_())
+    assert [m.shape for m in maps.values()] == [(1, 12, 12, 12)] * 2
+    assert [find_adapter(m) for m in model.layers] == [SS2DVariant()] * 2
+
+
+def test_the_next_layer_of_a_class_is_tried_with_what_the_first_one_was(monkeypatch):
+    def trials(call):
+        raise AssertionError("searched once more")
+
+    assert recognize(recorded(BothWays(), tokens())) is not None
+    monkeypatch.setattr(recognized, "trials", trials)
+    assert recognize(recorded(BothWays(), tokens())) is not None
+
+
+@pytest.mark.parametrize("kind", [Block, ByTanh])
+def test_recognizing_takes_at_most_a_second(kind):
+    call = recorded(kind(768, 1536, 16, 48), tokens(1, 200, 768))
+    recognized._ACCEPTED.clear()
+    start = time.perf_counter()
+    recognize(call)
+    # Twice what is asked for: other processes run too.
+    assert time.perf_counter() - start < 2
+
+
+def refusal(model, x):
+    with pytest.raises(UnsupportedModelError) as error:
+        MambaRollout(model.eval()).attribute(x)
+    return str(error.value)
+
+
+def test_the_error_names_the_nearest_variant():
+    said = refusal(Model(Residual(), Residual()), tokens())
+    names = "A_log, D, conv1d, dt_proj, in_proj, out_proj, x_proj"
+    assert f"layers.0 (Residual) has the parts of S6 ({names})" in said
+    assert re.search(r"nearest to S6, .*: off by \d\.\de[-+]\d\d of what its recurrence adds", said)
+    assert "docs/add_a_family.md" in said
+
+
+class Unnamed(Block):
+    def __init__(self):
+        super().__init__()
+        self.to_step = self.dt_proj
+        del self.dt_proj
+
+    def step(self, low):
+        return F.softplus(self.to_step(low))
+
+
+def test_the_error_names_the_part_that_is_missing():
+    said = refusal(Model(Unnamed()), tokens())
+    assert "layers.0 (Unnamed) has A_log, D, conv1d" in said
+    assert "for S6 lacks dt_proj" in said
+
+
+class CallsNoScan(nn.Module):
+    def forward(self, x):
+        return running(x, x, -torch.ones(6, 3), x[..., :3], x[..., 3:])
+
+
+def running(x, dt, A, B, C):
+    return x.cumsum(1).sin()
+
+
+def test_the_error_names_a_function_that_is_no_scan():
+    said = refusal(Model(CallsNoScan()), tokens())
+    assert "layers.0 (CallsNoScan) calls running, which does not return" in said
