@@ -375,7 +375,7 @@ def test_the_page_on_adding_a_family_runs(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     page = (Path(__file__).parents[1] / "docs" / "add_a_family.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 8
     space: dict[str, object] = {"__name__": "add_a_family"}
     for block in blocks:
         exec(block, space)

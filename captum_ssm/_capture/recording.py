@@ -30,6 +30,7 @@ from captum_ssm._nested import detached, tensors_in
 from captum_ssm._rules import is_norm as is_norm
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 from captum_ssm.mixers._call import bound_arguments
+from captum_ssm.mixers._named import nearest_misses
 
 if TYPE_CHECKING:
     from nnsight import Envoy
@@ -557,10 +558,13 @@ def _outermost(root: Envoy) -> Iterator[Envoy]:
 def _unsupported(model: nn.Module) -> UnsupportedModelError:
     kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
     shown = ", ".join(kinds[:30]) + (", ..." if len(kinds) > 30 else "")
+    near = nearest_misses(model)
     return UnsupportedModelError(
         f"{type(model).__name__} holds no token mixer that captum_ssm knows. Found: "
-        f"{shown or 'no submodules'}. Supported: {', '.join(registered())}. A new mixer is "
-        "registered with captum_ssm.register_mixer(module_type, freeze)."
+        f"{shown or 'no submodules'}. "
+        + (f"Nearest to a mixer: {near}. " if near else "")
+        + f"Supported: {', '.join(registered())}. A new mixer is registered with "
+        "captum_ssm.register_mixer(module_type, freeze); docs/add_a_family.md shows how."
     )
 
 

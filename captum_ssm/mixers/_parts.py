@@ -47,6 +47,15 @@ def previous(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
+def identity(x: Tensor) -> Tensor:
+    """``x`` itself, for a gate or an activation that is none."""
+    return x
+
+
+# Gates that are their argument times a factor: half of the relevance is theirs.
+SCALING_GATES = (F.silu, identity)
+
+
 def one_state(dt: Tensor, right: Tensor, left: Tensor | None = None) -> DiagonalOperator:
     """The recurrence ``h_t = exp(-dt_t) h_{t-1} + right_t v_t``, one state per channel."""
     ones = torch.ones(*dt.shape[:2], 1, 1, dtype=dt.dtype, device=dt.device)

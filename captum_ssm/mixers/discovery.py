@@ -1,7 +1,8 @@
 """Which modules of a model are mixers, found by what a run of it calls.
 
 A mixer is the smallest module around a proven scan that takes tokens and returns as many, and that
-holds the depthwise convolution of the scan too.
+holds the depthwise convolution of the scan too. Where no scan is called, it is a module that is
+recognized by its parts.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
+from captum_ssm._nested import map_tensors
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import is_depthwise, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._registry import find_adapter, find_mixers
+from captum_ssm.mixers._named import form_of, note_miss
+from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
 from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.mixers.recognized import recognize_all
 from captum_ssm.scans import FunctionCall, intercepted, not_intercepted, prove
 
 
@@ -64,6 +68,9 @@ class _Found:
     scans: list[tuple[list[_Visit], Callable[..., Any]]] = field(default_factory=list)
     stack: list[_Visit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
+    # The first calls of modules that have the parts of a form; calls of functions that are no scan.
+    named: dict[nn.Module, MixerCall] = field(default_factory=dict)
+    unproven: dict[nn.Module, str] = field(default_factory=dict)
 
     def handle(self, call: FunctionCall) -> Any:
         if self.known:
@@ -73,6 +80,8 @@ class _Found:
                 result = call.run()
             scan = prove(call, result)
         if scan is None:
+            if self.stack:
+                self.unproven.setdefault(self.stack[-1].module, call.function.__qualname__)
             return call.run()
         self.scans.append((list(self.stack), call.source))
         return result
@@ -95,7 +104,11 @@ class _Found:
 
         def returned(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() == thread:
-                self.stack[-1].result = output
+                visit = self.stack[-1]
+                visit.result = output
+                if not self.known and module not in self.named and form_of(module) is not None:
+                    # Clones, as the model may go on to change them in place.
+                    self.named[module] = map_tensors(torch.clone, visit.call)
 
         paths = {module: path for path, module in self.model.named_modules()}
         with ExitStack() as hooks:
@@ -122,7 +135,7 @@ class _Convolutions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, MeasuredAdapter]:
+def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze]:
     """The mixers among the modules of a model that no adapter is registered for.
 
     Args:
@@ -130,7 +143,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Measur
         run (Callable): runs it once.
 
     Returns:
-        dict: an adapter for each mixer; empty if no scan was found.
+        dict: an adapter for each mixer; empty if none was found.
     """
     found = _Found(model)
     with (
@@ -143,24 +156,35 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Measur
     trials = _Trials(frozenset(function for _, function in found.scans))
     functions: dict[nn.Module, set[Callable[..., Any]]] = {}
     chosen: dict[nn.Module, nn.Module] = {}  # by the innermost module
+    refused: set[nn.Module] = set()  # those that cannot be measured
     for stack, function in found.scans:
         if not stack:
             continue
         inner = stack[-1].module
         if inner not in chosen:
-            module = trials.around(stack)
+            module, is_measured = trials.around(stack)
             if module is None:
                 continue
             chosen[inner] = module
+            if not is_measured:
+                refused.add(module)
         functions.setdefault(chosen[inner], set()).add(function)
     outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
-    return {
+    adapters: dict[nn.Module, Freeze] = {
         module: MeasuredAdapter(
             frozenset().union(*(f for m, f in functions.items() if m in {module, *_inside(module)}))
         )
         for module in functions
         if module in outer
     }
+    measured = adapters.keys() - refused
+    measured = measured.union(*map(_inside, measured))
+    named = [c for m, c in found.named.items() if measured.isdisjoint(m.modules())]
+    for module, name in found.unproven.items():
+        note_miss(module, f"calls {name}, which does not return what a scan of its arguments does")
+    recognized = recognize_all(named)
+    inside = {part for module in recognized for part in module.modules()}
+    return {m: adapter for m, adapter in adapters.items() if m not in inside} | recognized
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:
@@ -173,8 +197,8 @@ class _Trials:
         self.functions = functions
         self.known: dict[str, bool] = {}
 
-    def around(self, stack: list[_Visit]) -> nn.Module | None:
-        """The mixer; if none can be measured, the smallest module that takes tokens."""
+    def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, bool]:
+        """The mixer, or else the smallest module that takes tokens; and whether it is measured."""
         best: _Visit | None = None
         for visit in reversed(stack):
             if best is not None and visit.convolutions <= best.convolutions:
@@ -183,9 +207,10 @@ class _Trials:
                 best = visit
             elif best is not None:
                 break
-        if best is None:
-            best = next((visit for visit in reversed(stack) if _takes_tokens(visit)), None)
-        return None if best is None else best.module
+        if best is not None:
+            return best.module, True
+        smallest = next((visit for visit in reversed(stack) if _takes_tokens(visit)), None)
+        return None if smallest is None else smallest.module, False
 
     def _is_measured(self, visit: _Visit) -> bool:
         look = f"{type(visit.module).__qualname__}: {visit.module}"

@@ -11,6 +11,7 @@ One decay per head, B and C shared by the heads of a group:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,13 @@ from torch.nn import functional as F
 
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._parts import activation_factor, masked_tokens, rms_factor, short_conv
+from captum_ssm.mixers._parts import (
+    SCALING_GATES,
+    activation_factor,
+    masked_tokens,
+    rms_factor,
+    short_conv,
+)
 from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
@@ -35,9 +42,15 @@ def freeze_scan(
     out_weight: Tensor,
     mask: Tensor | None = None,
     act: Callable[[Tensor], Tensor] | None = None,
+    parts: Any = None,
+    gate_function: Callable[[Tensor], Tensor] = F.silu,
 ) -> FrozenMixer:
-    """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None: no norm."""
-    module = call.module
+    """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None: no norm.
+
+    ``parts`` has the attributes conv1d, act, dt_bias, A_log, D and norm of the module, if it does
+    not have them itself.
+    """
+    module = call.module if parts is None else parts
     z, mixed, step = projected
     H = step.shape[-1]
     D = H * width
@@ -56,13 +69,16 @@ def freeze_scan(
     recurrence = LinearAttentionOperator(
         query=_per_head(C, groups, H), key=key, log_decay=(A * dt)[..., None], width=width
     )
-    skip = call.parameter(module.D)
-    skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
+    skip = None
+    if module.D is not None:
+        skip = call.parameter(module.D)
+        skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
 
-    gate = F.silu(z)
+    gate = gate_function(z)
     scale = None
     if norm_before_gate is not None:
-        y = recurrence.matvec(values) + skip * values
+        y = recurrence.matvec(values)
+        y = y if skip is None else y + skip * values
         norm = module.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         # One group if the norm has no groups (transformers 4, whatever the mixer's groups).
@@ -81,7 +97,7 @@ def freeze_scan(
         conv_bias=conv.bias,
         activation=activation,
         gate=gate,
-        gate_argument=z,
+        gate_argument=z if gate_function in SCALING_GATES else None,
         norm=scale,
     )
 

@@ -7,19 +7,19 @@ tokens in its own order. Their outputs are added up in the image's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Self
 
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._parts import activation_factor, rms_factor, short_conv
+from captum_ssm.mixers._parts import ShortConv, activation_factor, rms_factor, short_conv
 from captum_ssm.mixers._registry import adapts
-from captum_ssm.mixers.s6 import freeze_s6
+from captum_ssm.mixers.s6 import S6Scan, freeze_s6
 from captum_ssm.models.ss2d import scan_orders
 from captum_ssm.operators import DiagonalOperator, PermutedOperator, SumOperator, TokenOperator
 from captum_ssm.operators.conv import depthwise_conv
@@ -99,15 +99,7 @@ def _diagonal(
     found = F.linear(values, call.parameter(x_proj))
     step, B, C = found.split([rank, state, state], -1)
     dt = F.softplus(F.linear(step, call.parameter(dt_proj), call.parameter(dt_bias)))
-    A = -torch.exp(A_log.detach().to(torch.promote_types(A_log.dtype, torch.float32)))
-    return DiagonalOperator(dt, dt, A.to(call.dtype), B[:, :, None], C[:, :, None])
-
-
-def _direction(call: MixerCall, values: Tensor, suffix: str, rates: str) -> DiagonalOperator:
-    module = call.module
-    x_proj, dt_proj = getattr(module, f"x_proj{suffix}"), getattr(module, f"dt_proj{suffix}")
-    weights = call.weight(x_proj), call.weight(dt_proj), dt_proj.bias
-    return _diagonal(call, values, *weights, getattr(module, rates))
+    return DiagonalOperator(dt, dt, _rates(call, A_log), B[:, :, None], C[:, :, None])
 
 
 def _projection(call: MixerCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -143,48 +135,104 @@ def freeze_published(call: MixerCall) -> FrozenMixer:
 def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
     module = call.module
     u, z = call.linear(module.in_proj, call.tokens()).chunk(2, -1)
-    gate = F.silu(z)
-    out_proj, out_weight = _projection(call)
-
-    def scan(suffix: str, rates: str, back: bool) -> FrozenMixer:
-        conv = short_conv(call, getattr(module, f"conv1d{suffix}"), u.flip(1) if back else u)
-        activation = activation_factor(module.act, conv.output)
-        return FrozenMixer(
-            recurrence=_direction(call, activation * conv.output, suffix, rates),
-            inputs=conv.inputs,
-            out_proj=out_proj,
-            out_weight=out_weight,
-            skip=call.parameter(getattr(module, f"D{suffix}")),
-            conv=conv.taps,
-            conv_bias=conv.bias,
-            activation=activation,
-            gate=gate.flip(1) if back else gate,
-            gate_argument=z.flip(1) if back else z,
-        )
-
-    forward = scan("", "A_log", False)
+    projection = _projection(call)
+    there = _scan(call, "", "A_log")
+    if kind == "v2":
+        halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
+        scans, convs = (there, _scan(call, "_b", "A_b_log")), (module.conv1d, module.conv1d_b)
+        return freeze_directions(call, u, z, scans, convs, projection, halved=halved)
+    forward = freeze_directions(call, u, z, (there,), (module.conv1d,), projection)
     if kind == "none":
         return forward
-    positions = torch.arange(u.shape[1], device=u.device)
-    if kind == "v2":
-        scans = (forward, scan("_b", "A_b_log", True))
-        orders = (positions, positions.flip(0))
-        halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
-        return FrozenScans(
-            recurrence=in_image_order([s.recurrence for s in scans], orders),
-            inputs=u,
-            out_proj=out_proj,
-            out_weight=out_weight,
-            scans=scans,
-            orders=orders,
-            scale=0.5 if halved else 1.0,
-        )
     # v1 scans the same values twice, with the same coefficients except the decay.
-    back = _direction(call, forward.values, "", "A_b_log")
+    rates = replace(there, A=_rates(call, module.A_b_log))
+    back = rates.operator(call, forward.values, None)
     dt, B, C = (t.flip(1) for t in (back.dt, back.B, back.C))
     back = DiagonalOperator(dt, dt, back.A, B, C)
+    positions = torch.arange(u.shape[1], device=u.device)
     both = SumOperator((forward.recurrence, PermutedOperator(back, positions.flip(0))))
     return replace(forward, recurrence=both, skip=2 * call.parameter(module.D))
+
+
+def freeze_directions(
+    call: MixerCall,
+    u: Tensor,
+    z: Tensor | None,
+    scans: Sequence[S6Scan],
+    convs: Sequence[nn.Conv1d | None],
+    projection: tuple[Callable[[Tensor], Tensor], Tensor],
+    *,
+    halved: bool = False,
+    ahead: int | None = None,
+) -> FrozenMixer:
+    """S6 over the tokens in their order, and over the reversed tokens if there are two scans.
+
+    Args:
+        call (MixerCall): the recorded call.
+        u (Tensor): what is convolved, ``(B, L, D)``.
+        z (Tensor, optional): what the gate is a function of, ``(B, L, D)``.
+        scans (sequence of S6Scan): one or two.
+        convs (sequence of nn.Conv1d): the convolution of each scan, causal in the scan's order;
+            None for no convolution.
+        projection (tuple): the output projection and its weight.
+        halved (bool, optional): whether the mean of two scans is taken, not the sum.
+            Default: False
+        ahead (int, optional): the first convolution comes before all scans, in the order of the
+            tokens, and reads so many later ones. Default: None
+    """
+    L = u.shape[1]
+    positions = torch.arange(L, device=u.device)
+    orders = (positions, positions.flip(0))[: len(scans)]
+    taps, psi = None, u
+    if ahead is not None:
+        conv = convs[0]
+        assert conv is not None
+        taps = _centered(call.parameter(conv.weight)[:, 0], ahead)
+        psi = depthwise_conv(u, taps, (1, L))
+        psi = psi if conv.bias is None else psi + call.parameter(conv.bias)
+    frozen = []
+    for scan, conv, order in zip(scans, convs, orders, strict=True):
+        backward = order is not positions
+        own, gate = (t if t is None or not backward else t.flip(1) for t in (psi, z))
+        assert own is not None
+        before = ShortConv(own) if conv is None or taps is not None else short_conv(call, conv, own)
+        frozen.append(scan.freeze(call, before, gate, *projection))
+    if len(frozen) == 1 and taps is None:
+        return frozen[0]
+    recurrence = in_image_order([scan.recurrence for scan in frozen], orders)
+    if taps is not None and recurrence.is_causal:
+        # The map alone would not show what is read from later tokens.
+        recurrence = recurrence.scaled(None, None).convolved(taps, (1, L))
+    return FrozenScans(
+        recurrence=recurrence,
+        inputs=u,
+        out_proj=projection[0],
+        out_weight=projection[1],
+        scans=tuple(frozen),
+        orders=orders,
+        scale=0.5 if halved else 1.0,
+        image_conv=taps,
+        grid=None if taps is None else (1, L),
+    )
+
+
+def _centered(taps: Tensor, ahead: int) -> Tensor:
+    # (D, K) taps that read `ahead` later tokens, as those of an image of one row, (D, 1, odd K).
+    before = taps.shape[-1] - 1 - ahead
+    side = max(before, ahead)
+    return F.pad(taps, (side - before, side - ahead))[:, None]
+
+
+def _scan(call: MixerCall, suffix: str, rates: str) -> S6Scan:
+    module = call.module
+    x_proj, dt_proj, D = (getattr(module, f"{name}{suffix}") for name in ("x_proj", "dt_proj", "D"))
+    A = _rates(call, getattr(module, rates))
+    return S6Scan(x_proj=x_proj, dt_proj=dt_proj, A=A, D=D, act=module.act)
+
+
+def _rates(call: MixerCall, A_log: Tensor) -> Tensor:
+    wide = torch.promote_types(A_log.dtype, torch.float32)
+    return -torch.exp(A_log.detach().to(wide)).to(call.dtype)
 
 
 @adapts("captum_ssm.models.ss2d.SS2D")
@@ -192,17 +240,27 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
     """VMamba's four-direction scan, with a layer norm of the scans' sum."""
     module = call.module
     u = call.linear(module.in_proj, call.tokens())
-    gate = z = None
-    if module.gated:
-        u, z = u.chunk(2, -1)
-        gate = F.silu(z)
+    u, z = u.chunk(2, -1) if module.gated else (u, None)
+    return freeze_four_directions(call, u, z, module.grid, module.act)
+
+
+def freeze_four_directions(
+    call: MixerCall,
+    u: Tensor,
+    z: Tensor | None,
+    grid: tuple[int, int],
+    act: Callable[[Tensor], Tensor],
+) -> FrozenMixer:
+    """SS2D of ``u (B, L, D)``, tokens of an image of ``grid`` (H, W), gated by SiLU of ``z``."""
+    module = call.module
+    gate = None if z is None else F.silu(z)
     taps = call.parameter(module.conv2d.weight)[:, 0]
-    psi = depthwise_conv(u, taps, module.grid)
+    psi = depthwise_conv(u, taps, grid)
     if module.conv2d.bias is not None:
         psi = psi + call.parameter(module.conv2d.bias)
-    activation = activation_factor(module.act, psi)
+    activation = activation_factor(act, psi)
     values, D = activation * psi, u.shape[-1]
-    orders = tuple(scan_orders(module.grid, u.device))
+    orders = tuple(scan_orders(grid, u.device))
     recurrences = [
         _diagonal(
             call,
@@ -245,5 +303,5 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
         scans=scans,
         orders=orders,
         image_conv=taps,
-        grid=module.grid,
+        grid=grid,
     )
