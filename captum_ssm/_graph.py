@@ -9,6 +9,7 @@ windows that lie in the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,14 +24,14 @@ class Point:
 
     Args:
         edge (GradientEdge): where the tensor came from.
-        shape (torch.Size): of the tensor.
+        shape (tuple of int): of the tensor.
         dtype (torch.dtype): of the tensor.
         device (torch.device): of the tensor.
         channels (int, optional): the axis of the channels. Default: -1
     """
 
     edge: GradientEdge
-    shape: torch.Size
+    shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     channels: int = -1
@@ -43,7 +44,7 @@ class Point:
     @property
     def tokens(self) -> int:
         """T, the number of tokens in the whole batch."""
-        return self.shape.numel() // self.width
+        return math.prod(self.shape) // self.width
 
     @property
     def width(self) -> int:
@@ -187,30 +188,88 @@ def readers_by_bits(
     return found
 
 
-def transport(root: Point, leaf: Point, probes: int = 8, seed: int = 0) -> Tensor:
-    r"""How strongly each token of ``root`` reads each token of ``leaf``: ``(T_root, T_leaf)``.
+@dataclass(frozen=True, eq=False)
+class Transport:
+    r"""How strongly each token of ``root`` reads each token of ``leaf``: T, ``(T_root, T_leaf)``.
 
-    The squared Frobenius norm of each block of the Jacobian, rows adding up to one (zero where
-    nothing is read). It is this library's choice for what no mixer's map describes, such as the
-    merging of patches. The norms are estimated from random vectors; zeros are exact.
+    :math:`T_{ts} \propto \|J_{ts}\|_F^2`, the squared Frobenius norm of the block of the Jacobian,
+    rows adding up to one (zero where nothing is read). It is this library's choice for what no
+    mixer's map describes, such as the merging of patches. The norms are estimated from random
+    vectors; zeros are exact. Examples of a batch get the same vectors, and do not read one another.
 
     Args:
         root (Point): the reading tokens.
         leaf (Point): the tokens that are read.
-        probes (int, optional): backward passes per root token. Default: 8
-        seed (int, optional): of the random vectors. Default: 0
+        batch (int): B, the examples that both hold.
     """
-    generator = torch.Generator().manual_seed(seed)
-    T, chunk = root.tokens, 32
-    total = torch.zeros(T, leaf.tokens, dtype=torch.float64, device=leaf.device)
-    for _ in range(probes):
-        r = root.noise(generator)
-        for first in range(0, T, chunk):
-            at = torch.arange(first, min(T, first + chunk), device=root.device)
-            seeds = r.new_zeros(len(at), T, root.width)
-            seeds[torch.arange(len(at)), at] = r[at]
-            total[at] += _pulled(root, seeds, leaf)
-    return total / total.sum(-1, keepdim=True).clamp(min=1e-300)
+
+    root: Point
+    leaf: Point
+    batch: int
+
+    def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
+        r"""w^T T for ``w (B, T)``: ``(B, S)``, without T, in ``probes`` backward passes.
+
+        With independent r_t, the squared gradient of :math:`\sum_t \sqrt{w_t} r_t x_t` has the
+        expectation :math:`\sum_t w_t \|J_{ts}\|^2`.
+        """
+        # A norm is estimated from as many squares as there are channels.
+        probes = min(64, max(32, 1024 // self.leaf.width)) if probes is None else probes
+        with torch.enable_grad():
+            sizes = self._sizes()
+            positive, negative = w.clamp(min=0), (-w).clamp(min=0)
+            total = self._carried(positive, sizes, probes)
+            if bool((negative > 0).any()):
+                total = total - self._carried(negative, sizes, probes)
+        return total.to(w)
+
+    def matrix(self, probes: int | None = None) -> Tensor:
+        """T, ``(B, T, S)``, in ``probes`` passes for each token of one example."""
+        T, S, chunk = self.root.tokens // self.batch, self.leaf.tokens // self.batch, 32
+        probes = min(64, max(8, 512 // self.leaf.width)) if probes is None else probes
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros(self.batch, T, S, dtype=torch.float64, device=self.leaf.device)
+        for _ in range(probes):
+            r = self._noise(self.root, generator).unflatten(0, (self.batch, T))
+            for first in range(0, T, chunk):
+                at = torch.arange(first, min(T, first + chunk), device=self.root.device)
+                seeds = r.new_zeros(len(at), *r.shape)
+                seeds[torch.arange(len(at)), :, at] = r[:, at].transpose(0, 1)
+                found = _pulled(self.root, seeds.flatten(1, 2), self.leaf)  # (n, B S)
+                total[:, at] += found.unflatten(1, (self.batch, S)).transpose(0, 1)
+        return total / total.sum(-1, keepdim=True).clamp(min=1e-300)
+
+    def _noise(self, point: Point, generator: torch.Generator) -> Tensor:
+        r = torch.randn(point.tokens // self.batch, point.width, generator=generator)
+        return r.repeat(self.batch, 1).to(point.device, point.dtype)
+
+    def _sizes(self, probes: int = 8) -> Tensor:
+        # The squared norms of J's rows, (B T,), from as many passes forward.
+        generator = torch.Generator().manual_seed(1)
+        dual = torch.zeros(self.root.shape, dtype=self.root.dtype, device=self.root.device)
+        dual.requires_grad_()
+        (back,) = torch.autograd.grad(self.root.edge, self.leaf.edge, dual, create_graph=True)
+        total = torch.zeros(self.root.tokens, dtype=torch.float64, device=self.root.device)
+        for _ in range(probes):
+            r = self.leaf.unflat(self._noise(self.leaf, generator))
+            (ahead,) = torch.autograd.grad(back, dual, r, retain_graph=True)
+            total += self.root.flat(ahead).double().square().sum(-1) / probes
+        return total
+
+    def _carried(self, w: Tensor, sizes: Tensor, probes: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weights = w.flatten().double().to(sizes) / sizes.clamp(min=1e-300)
+        scale = torch.where(sizes > 0, weights, 0).sqrt().to(self.root.dtype)[:, None]
+        total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
+        for _ in range(probes):
+            seed = self._noise(self.root, generator) * scale
+            (found,) = gradients([self.root], [seed], [self.leaf])
+            if found is not None:
+                total += found.double().square().sum(-1) / probes
+        total = total.view(self.batch, -1)
+        # The sums are known: each token hands on all of its weight.
+        given = torch.where(sizes.view(self.batch, -1) > 0, w.double().to(total.device), 0).sum(1)
+        return total * (given / total.sum(1).clamp(min=1e-300))[:, None]
 
 
 def _pulled(root: Point, seeds: Tensor, leaf: Point) -> Tensor:

@@ -25,6 +25,7 @@ from captum_ssm._memory import readable_bytes
 from captum_ssm._supported import ERRORS, first_line, likeliest
 from captum_ssm.attr import LaTIM, MambaLRP, MambaRollout, methods
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
+from captum_ssm.mixers._named import nearest_misses
 from captum_ssm.models import VisionMamba
 
 PROBE_LENGTH = 16
@@ -45,7 +46,8 @@ def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
     if not mixers:
         raise UnsupportedModelError(
             f"{type(model).__name__} holds no token mixer that captum_ssm knows. Supported: "
-            f"{', '.join(registered())}. Register a new one with captum_ssm.register_mixer."
+            f"{', '.join(registered())}. Register a new one with captum_ssm.register_mixer. "
+            f"{nearest_misses(model)}"
         )
     print(f"{len(mixers)} token mixers that captum_ssm knows:")
     kinds: dict[type[nn.Module], list[str]] = {}

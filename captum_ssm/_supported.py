@@ -13,7 +13,8 @@ from captum_ssm._capture import FrozenLayer, FrozenModel, Request, exact_arithme
 from captum_ssm._capture.checking import Rebuilt, errors, tolerance_of
 from captum_ssm._capture.model import extract_logits
 from captum_ssm.attr import methods
-from captum_ssm.mixers import FrozenMixer, find_adapter
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers._registry import how_known
 
 # What an adapter, a method or a model raises where it does not fit the other.
 ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError)
@@ -167,7 +168,7 @@ def _mixer(layer: FrozenLayer) -> MixerSupport:
     found = MixerSupport(
         layer.name,
         type(module).__name__,
-        getattr(find_adapter(module), "known", "registered"),
+        how_known(module),
         layer.stage,
         layer.shape[1],
         _order(layer.order),
@@ -221,8 +222,8 @@ def _between(frozen: FrozenModel) -> str:
     notes = []
     for stage in wiring.stages:
         for _, link in stage.reads:
-            if link.shares is not None:
-                T, S = link.shares.shape[1:]
+            if link.transport is not None:
+                T, S = stage.tokens, link.count
                 notes.append(f"{T} tokens made of {S}, by a measured transport")
             elif link.source is not None:
                 notes.append(f"{stage.tokens} tokens chosen of {link.count}")

@@ -278,7 +278,7 @@ def test_tokens_that_are_merged_are_carried_by_a_transport():
     model, x = made(Merging()), tokens(2, 8)
     frozen = freeze(Request.of(model, None, x))
     ((stage, link),) = frozen.wiring.stages[1].reads
-    T = link.shares
+    T = link.transport.matrix()
     assert stage == 0
     assert T.shape == (2, 4, 8)
     assert_close(T.sum(-1), torch.ones(2, 4), 1e-12)
@@ -294,7 +294,15 @@ def test_tokens_that_are_merged_are_carried_by_a_transport():
         eye = torch.eye(8, dtype=x.dtype), torch.eye(4, dtype=x.dtype)
         rho = (eye[1] + M2) @ T @ (eye[0] + M1)
     assert_close(MambaRollout(model).rollout(x), rho, 1e-12)
-    assert_close(MambaRollout(model).attribute(x).sum(-1), rho.mean(1), 1e-12)
+    # A row is carried without the matrix: the same shares, sampled anew. Nothing is lost.
+    row = MambaRollout(model).attribute(x).sum(-1)
+    assert_close(row, rho.mean(1), 0.15)
+    assert_close(row.sum(1), rho.mean(1).sum(1), 1e-9)
+    w = torch.tensor([[0.5, -1.0, 0.0, 2.0], [1.0, 0.0, 0.0, 0.0]], dtype=x.dtype)
+    exact = link.transport.matrix(probes=2000)
+    assert_close(link.transport.rmatvec(w, probes=2000), torch.einsum("bt,bts->bs", w, exact), 0.02)
+    # An example of a batch gets what it gets by itself.
+    assert_close(MambaRollout(model).attribute(x[1:]).sum(-1), row[1:], 1e-9)
     for method in (RawAttention, MambaAttribution, UnifiedImplicitAttention, MambaLRP):
         assert method(model).attribute(x, target=1).shape == x.shape
     with pytest.raises(UnsupportedModelError, match="different tokens"):

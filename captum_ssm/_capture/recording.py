@@ -112,7 +112,12 @@ class Recording:
         require_graph(target)
         outputs = {call.order: call.output for call in (*self.calls, *self.others)}
         wanted = {order: output for order, output in outputs.items() if output.requires_grad}
-        found = torch.autograd.grad(target.sum(), list(wanted.values()), allow_unused=True)
+        found = torch.autograd.grad(
+            target.sum(),
+            list(wanted.values()),
+            allow_unused=True,
+            retain_graph=self.wiring is not None and self.wiring.needs_graph,
+        )
         return self.carrying(dict(zip(wanted, found, strict=True)))
 
     def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:

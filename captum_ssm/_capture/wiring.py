@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, dependencies, gradients, readers, transport
+from captum_ssm._graph import Point, Transport, dependencies, gradients, readers
 from captum_ssm._progress import progress
 
 # The start of the graph, among the stages that a stage reads.
@@ -127,29 +127,29 @@ class Link:
 
     Args:
         source (Tensor, optional): ``(T,)``: the one earlier token, -1 for none. Default: None
-        shares (Tensor, optional): ``(B, T, S)``: the share of each of S. Default: None
-        count (int, optional): S, needed with ``source``. Default: 0
+        transport (Transport, optional): in which shares. Default: None
+        order (Tensor, optional): ``(S,)``: where the transport's earlier tokens are. Default: None
+        count (int, optional): S, the number of earlier tokens, where it is not T. Default: 0
     """
 
     source: Tensor | None = None
-    shares: Tensor | None = None
+    transport: Transport | None = None
+    order: Tensor | None = None
     count: int = 0
 
     @property
     def is_identity(self) -> bool:
         """Whether each token is the one in its place."""
-        return self.source is None and self.shares is None
+        return self.source is None and self.transport is None
 
     def earlier(self, tokens: int) -> int:
         """S, the number of earlier tokens, of ``tokens`` ones that read them."""
-        if self.shares is not None:
-            return self.shares.shape[-1]
-        return tokens if self.source is None else self.count
+        return tokens if self.is_identity else self.count
 
     def rmatvec(self, w: Tensor) -> Tensor:
         """Weights ``(B, T)`` as weights of the earlier tokens, ``(B, S)``."""
-        if self.shares is not None:
-            return torch.einsum("bt,bts->bs", w, self.shares.to(w))
+        if self.transport is not None:
+            return self._placed(self.transport.rmatvec(w))
         if self.source is None:
             return w
         kept = self.source >= 0
@@ -158,12 +158,17 @@ class Link:
 
     def matmul(self, matrix: Tensor) -> Tensor:
         """``(B, S, ...)``, one row per earlier token, as ``(B, T, ...)``."""
-        if self.shares is not None:
-            return self.shares.to(matrix) @ matrix
+        if self.transport is not None:
+            return self._placed(self.transport.matrix()).to(matrix) @ matrix
         if self.source is None:
             return matrix
         source = self.source.to(matrix.device)
         return matrix[:, source.clamp(min=0)] * (source >= 0).to(matrix)[:, None]
+
+    def _placed(self, found: Tensor) -> Tensor:
+        if self.order is None:
+            return found
+        return found[..., torch.argsort(self.order).to(found.device)]
 
 
 _FAR = Link(source=torch.empty(0))
@@ -223,6 +228,12 @@ class Wiring:
             len(read) <= 1 and all(link.is_identity and s == i - 1 for s, link in read)
             for i, read in enumerate(reads)
         )
+
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a transport is still to be measured on the graph of the run."""
+        reads = [*(stage.reads for stage in self.stages), self.output]
+        return any(link.transport is not None for read in reads for _, link in read)
 
     @property
     def is_mixed(self) -> bool:
@@ -508,15 +519,16 @@ class _Measurement:
             self.orders.setdefault(i, before)
             return Link()
         self._refuse_mixers(i, j)
-        shares = transport(root, leaf)
-        if before is not None:
-            undone = torch.empty_like(shares)
-            undone[:, before] = shares.cpu().to(undone)
-            shares = undone
-        blocks = torch.stack([shares[b * T : (b + 1) * T, b * S : (b + 1) * S] for b in range(B)])
-        if float((blocks.sum() - shares.sum()).abs()) > 1e-6 * float(shares.sum()):
+        order = None if before is None else self._local(before, S, S)
+        if not self._examples_are_apart(root, leaf) or (before is not None and order is None):
             raise self._refused(i, j, "across the examples of the batch")
-        return Link(shares=blocks)
+        return Link(transport=Transport(root, leaf, B), order=order, count=S)
+
+    def _examples_are_apart(self, root: Point, leaf: Point) -> bool:
+        seed = root.noise(torch.Generator().manual_seed(0))
+        seed[root.tokens // self.batch :] = 0
+        (found,) = gradients([root], [seed], [leaf])
+        return found is None or not bool(found[leaf.tokens // self.batch :].any())
 
     def _place_sibling(self, i: int, lead: int) -> None:
         # The order of a mixer side by side with another, by what both read, or are read by.

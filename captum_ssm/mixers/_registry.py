@@ -110,6 +110,13 @@ def find_adapter(module: nn.Module) -> Freeze | None:
     return _MEASURED.get(module)
 
 
+def how_known(module: nn.Module) -> str:
+    """``"registered"``, ``"measured"`` or ``"recognized"``, of a module that has an adapter."""
+    adapter = _MEASURED.get(module)
+    by_class = adapter is None or find_adapter(module) is not adapter
+    return "registered" if by_class else getattr(adapter, "known", "recognized")
+
+
 def remember(found: Mapping[nn.Module, Freeze]) -> None:
     """Let :func:`find_adapter` find these adapters of single modules."""
     _MEASURED.update(found)

@@ -503,7 +503,7 @@ class _Measurement:
         whole = direction.factor[:, torch.argsort(direction.order)]
         leaf = Point.of(direction.cut.leaf)
         for norm in reversed(self.run.norms):
-            if norm.output.shape.numel() != self.T * len(channels):
+            if norm.output.tokens * norm.output.width != self.T * len(channels):
                 continue
             with ruled([norm.inputs.edge.node], [leaf.edge.node]) as carries:
                 if not carries[norm.inputs.edge.node]:
