@@ -33,7 +33,7 @@ run-Why_Is_This_Character_JavaScript: NEEDS = typeseg==0.2.7
 
 $(RUN_NOTEBOOKS): run-%: $(STAMP)
 	mkdir -p out/notebooks
-	if [ -z "$(NEEDS)" ] || $(BIN)/python -m pip install --quiet --no-deps $(NEEDS); then \
+	@if [ -z "$(NEEDS)" ] || $(BIN)/python -m pip install --quiet --no-deps $(NEEDS); then \
 	    $(BIN)/jupyter nbconvert --to notebook --execute --ExecutePreprocessor.timeout=600 \
 	        --output-dir out/notebooks tutorials/$*.ipynb; \
 	else echo "$* was SKIPPED: $(NEEDS) could not be installed"; fi

@@ -417,7 +417,7 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
     """The three tables, as Markdown."""
     inside, outside = (results[kind]["methods"] for kind in ("inside", "outside"))
     yield (
-        "| method | most relevant first ↓ | least relevant first ↑ | between ↑ | between, spaces ↑ |\n"
+        "| method | most relevant first ↓ | least relevant first ↑ | between ↑ | by spaces ↑ |\n"
         "|---|---|---|---|---|"
     )
     for name, row in inside.items():
