@@ -84,8 +84,16 @@ ORDER = (
     *("_errors", "_integers", "_nested", "_progress", "_memory", "_devices", "_captum"),
     *("_vocabulary", "_graph", "_rules", "kernels", "operators", "_grid", "models", "scans"),
     "mixers",
-    *(f"_capture.{name}" for name in ("model", "request", "wiring", "recording", "remote")),
-    *("_capture.target", "_capture.discovery", "_capture.checking", "_capture.frozen", "_capture"),
+    *(f"_capture.{name}" for name in ("model", "request", "wiring", "measure")),
+    *(
+        "_capture.recording",
+        "_capture.remote",
+        "_capture.target",
+        "_capture.discovery",
+        "_capture.checking",
+        "_capture.frozen",
+        "_capture",
+    ),
     *("attr", "_hidden_attention", "generation", "metrics", "visualization"),
 )
 

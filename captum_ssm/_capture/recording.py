@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._capture.measure import Cuts, measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, is_wrapped, unwrap
 from captum_ssm._capture.request import Request
-from captum_ssm._capture.wiring import Cuts, Wiring, measure
+from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import find_token_grid
 from captum_ssm._nested import detached, tensors_in

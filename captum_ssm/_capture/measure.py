@@ -1,0 +1,482 @@
+"""What lies between the mixers of a model, measured on the graph of one run.
+
+While the model runs its mixers are cut off: what a mixer returns starts a new graph. The graph that
+is left is everything else: embeddings, norms, MLPs, heads, permutations, the merging of patches. A
+backward pass through it shows whether each token is handled by itself and in its place. Where it is
+not, the order of the tokens that a mixer is given is decoded. Where there is no order, as between
+stages of different numbers of tokens, it is measured how strongly each token reads each earlier
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm._capture.wiring import (
+    INPUT,
+    Link,
+    Read,
+    Stage,
+    Wiring,
+    nearest,
+    sequence,
+    side_by_side,
+)
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._graph import Point, Transport, dependencies, gradients, readers
+
+# Operations in which tokens act on one another, and which no measured transport may hide.
+_MIXERS = (
+    "Softmax",
+    "ScaledDotProduct",
+    "CumSum",
+    "Cumsum",
+    "Rnn",
+    "Lstm",
+    "Gru",
+    "Stack",
+    "Unbind",
+)
+# The largest share of what a token reads from others without a mixer.
+_EXCHANGED = 0.5
+
+
+class _Exit(torch.autograd.Function):
+    # The identity. While the wiring is measured no gradient goes from here into the mixer.
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, cuts: Cuts) -> Tensor:
+        ctx.cuts = cuts
+        ctx.set_materialize_grads(False)
+        return y.clone()  # a model may write into it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None if ctx.cuts.measuring else gradient, None
+
+
+@dataclass(frozen=True)
+class Port:
+    """One call of a mixer in the graph.
+
+    Args:
+        name (str): the module's path.
+        entry (Point, optional): its tokens as they were given; None where they depend on nothing
+            that was recorded.
+        exit (Point): its tokens as they were returned.
+    """
+
+    name: str
+    entry: Point | None
+    exit: Point
+
+
+@dataclass
+class Cuts:
+    """Where a run of a model is cut, and what it left there.
+
+    Args:
+        whole (bool): keep the graph whole for other gradients, and cut it only to measure.
+    """
+
+    whole: bool
+    start: Point | None = None
+    ports: list[Port] = field(default_factory=list)
+    measuring: bool = False
+    _entries: list[Point | None] = field(default_factory=list)
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        """The tokens that a mixer is to be given in place of ``tokens``."""
+        self._entries.append(Point.of(tokens) if tokens.requires_grad else None)
+        # A copy: the model may go on to change its own in place.
+        return tokens.clone() if self.whole else tokens.detach().clone()
+
+    def leave(self, name: str, output: Tensor) -> Tensor:
+        """The tokens that the model goes on with in place of a mixer's ``output``."""
+        found = self._started(output)
+        self.ports.append(Port(name, self._entries.pop(), Point.of(found)))
+        return found
+
+    def begin(self, tokens: Tensor, channels: int = -1) -> Tensor:
+        """The model's own input, or its embeddings, as the model is to go on with them."""
+        found = self._started(tokens)
+        self.start = Point.of(found, channels)
+        return found
+
+    def forget(self) -> None:
+        """Let go of the graph, which refers to this object too."""
+        self.start = None
+        self.ports.clear()
+        self._entries.clear()
+
+    def is_connected(self, output: Tensor) -> bool:
+        """Whether autograd saw what lies between the mixers."""
+        if len(self.ports) == 1:
+            return output.requires_grad
+        return any(port.entry is not None for port in self.ports)
+
+    def _started(self, output: Tensor) -> Tensor:
+        # The output where the graph after it begins.
+        if not (self.whole and output.requires_grad):
+            output = output.detach().requires_grad_()
+        with torch.enable_grad():
+            return _Exit.apply(output, self)
+
+
+def measure(cuts: Cuts, output: Tensor | None, batch: int) -> Wiring:
+    """The wiring of the run that ``cuts`` was made for.
+
+    Args:
+        cuts (Cuts): with at least one port.
+        output (Tensor, optional): what the model returned, if it depends on the mixers.
+        batch (int): B.
+    """
+    cuts.measuring = True
+    try:
+        return _Measurement(cuts, output, batch).wiring()
+    except UnsupportedModelError as error:
+        count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
+        return replace(sequence(count, tokens), refused=str(error))
+    finally:
+        cuts.measuring = False
+
+
+class _Measurement:
+    # Mixers are numbered from 0 in forward order; the start of the graph is INPUT.
+    def __init__(self, cuts: Cuts, output: Tensor | None, batch: int) -> None:
+        self.ports, self.batch = cuts.ports, batch
+        self.exits = {i: port.exit for i, port in enumerate(cuts.ports)}
+        if cuts.start is not None:
+            self.exits[INPUT] = cuts.start
+        self.output = None
+        if output is not None and output.requires_grad and output.is_floating_point():
+            self.output = Point.of(output)
+        self.entries = {i: port.entry for i, port in enumerate(cuts.ports)}
+        self.entries[len(cuts.ports)] = self.output
+        self.direct = self._direct()
+        self.groups = side_by_side(self.direct)
+        self.orders: dict[int, Tensor | None] = {}  # by mixer, over the whole batch
+        self.links: dict[tuple[int, int], Link] = {}
+        self.exchanged = 0.0
+
+    def name(self, i: int) -> str:
+        if i == INPUT:
+            return "the input"
+        return self.ports[i].name if i < len(self.ports) else "the output"
+
+    def _count(self, i: int) -> str:
+        return str((self.batch, self.exits[i].tokens // self.batch))
+
+    def _direct(self) -> dict[int, frozenset[int]]:
+        # What each mixer's tokens, and the output, are made of without another mixer between.
+        keys = list(self.exits)
+        found = dependencies(list(self.entries.values()), list(self.exits.values()))
+        reads = {i: {keys[k] for k in one} for i, one in zip(self.entries, found, strict=True)}
+        self.reads = reads
+        direct, end = nearest(reads), len(self.ports)
+        lost = [i for i in range(end) if not direct[i]]
+        if INPUT in self.exits and any(INPUT in one for one in direct.values()) and lost:
+            raise UnsupportedModelError(
+                f"{self.name(lost[0])} is given tokens that do not come from the input, "
+                f"(batch, tokens) = {self._count(lost[0])}, and {self.name(0)} is given "
+                f"{self._count(0)}; expected a forward_func that runs the model once (not "
+                "generate()), differentiably."
+            )
+        return direct
+
+    def wiring(self) -> Wiring:
+        end, stage_of = len(self.ports), {INPUT: INPUT}
+        for s, group in enumerate(self.groups):
+            stage_of |= dict.fromkeys(group, s)
+        per_token = self._is_per_token()
+        simple = self._counts_agree() and self._leak(list(self.exits), {}, per_token) == 0
+        stages = []
+        for group in self.groups:
+            reads = self._reads(group[0], stage_of, simple)
+            for sibling in group[1:]:
+                if not simple:
+                    self._place_sibling(sibling, group[0])
+            if simple:
+                self.orders |= dict.fromkeys(group)
+            tokens = self.exits[group[0]].tokens // self.batch
+            stages.append(Stage(tuple(group), reads, tokens))
+        if per_token:
+            output = self._reads(end, stage_of, simple)
+        else:
+            sources = sorted({stage_of[i]: i for i in reversed(sorted(self.direct[end]))}.values())
+            output = tuple((stage_of[i], Link()) for i in sources)
+        if not simple:
+            self._check_orders(per_token)
+        readout = [None if per_token else self._readout(stages[s].calls[0]) for s, _ in output]
+        orders = [self._windows(i) for i in range(end)]
+        return Wiring(stages, output, orders, readout, self.exchanged)
+
+    def _is_per_token(self) -> bool:
+        point = self.output
+        if point is None:
+            return True
+        last = [self.exits[i].tokens for i in self.direct[len(self.ports)]]
+        shape = point.shape
+        return len(shape) == 3 and shape[0] == self.batch and point.tokens in last
+
+    def _counts_agree(self) -> bool:
+        points = [*self.exits.values(), *(e for e in self.entries.values() if e is not None)]
+        if not self._is_per_token() and self.output is not None:
+            points.remove(self.output)
+        alike = {point.tokens for point in points}
+        return len(alike) == 1 and all(p.shape[0] == self.batch for p in points)
+
+    def _leak(
+        self, leaves: Sequence[int], orders: dict[int, Tensor | None], per_token: bool
+    ) -> float:
+        """The gradient outside of a random half of the tokens, relative to that in it.
+
+        Exactly zero where everything between acts on each token by itself, in these orders.
+        """
+        end = len(self.ports)
+        roots = [i for i in leaves if i != INPUT and self.entries[i] is not None]
+        if per_token and self.output is not None and self.direct[end] <= set(leaves):
+            roots.append(end)
+        count = self.exits[leaves[0]].tokens
+        generator = torch.Generator().manual_seed(0)
+        points = [(i, p) for i in roots if (p := self.entries[i]) is not None]
+        worst = 0.0
+        for _ in range(2 if count <= 256 else 1):
+            chosen = torch.zeros(count, dtype=torch.bool)
+            chosen[torch.randperm(count, generator=generator)[: (count + 1) // 2]] = True
+
+            def at(i: int, point: Point, chosen: Tensor = chosen) -> Tensor:
+                order = orders.get(i)
+                return (chosen if order is None else chosen[order.cpu()]).to(point.device)[:, None]
+
+            seeds = [p.outer(generator) * at(i, p) for i, p in points]
+            inside = outside = 0.0
+            found = gradients([p for _, p in points], seeds, [self.exits[i] for i in leaves])
+            for i, gradient in zip(leaves, found, strict=True):
+                if gradient is not None:
+                    here = at(i, self.exits[i])
+                    inside = max(inside, float((gradient * here).abs().max()))
+                    outside = max(outside, float((gradient * ~here).abs().max()))
+            worst = max(worst, outside / max(inside, 1e-30))
+        return worst
+
+    def _reads(self, i: int, stage_of: dict[int, int], simple: bool) -> tuple[Read, ...]:
+        # One read per stage, by way of its first mixer.
+        leads = sorted({stage_of[j]: j for j in sorted(self.direct[i], reverse=True)}.values())
+        reads = []
+        for j in leads:
+            self.links[i, j] = Link() if simple else self._link(i, j)
+            reads.append((stage_of[j], self.links[i, j]))
+        self.orders.setdefault(i, None)
+        return tuple(reads)
+
+    def _link(self, i: int, j: int) -> Link:
+        """How the tokens given to i read those of j; decodes the order of i on the way."""
+        root, leaf = self.entries[i], self.exits[j]
+        if root is None:  # an output without a graph
+            return Link()
+        B = self.batch
+        T, S = root.tokens // B, leaf.tokens // B
+        place = readers(root, leaf)
+        before = self.orders.get(j)
+        if place is not None:
+            place = place.cpu()
+            kept = (place >= 0).nonzero()[:, 0]
+            if len(place[kept].unique()) == len(kept):  # else tokens are pooled
+                source = torch.full((root.tokens,), -1)
+                source[place[kept]] = kept if before is None else before[kept]
+                is_order = len(kept) == root.tokens == leaf.tokens
+                if is_order:
+                    here = torch.arange(root.tokens)
+                    known = self.orders.get(i, source)
+                    if not torch.equal(here if known is None else known, source):
+                        raise self._refused(i, j, "in two orders")
+                    self.orders[i] = None if torch.equal(source, here) else source
+                    if self.orders[i] is None or i < len(self.ports):
+                        return Link()
+                local = self._local(source, T, S)
+                if local is None:
+                    raise self._refused(i, j, "across the examples of the batch")
+                return Link(source=local, count=S)
+        if S == T:  # tokens act on one another, each in its place: see _check_orders
+            self.orders.setdefault(i, before)
+            return Link()
+        self._refuse_mixers(i, j)
+        order = None if before is None else self._local(before, S, S)
+        if not self._examples_are_apart(root, leaf) or (before is not None and order is None):
+            raise self._refused(i, j, "across the examples of the batch")
+        return Link(transport=Transport(root, leaf, B), order=order, count=S)
+
+    def _examples_are_apart(self, root: Point, leaf: Point) -> bool:
+        seed = root.noise(torch.Generator().manual_seed(0))
+        seed[root.tokens // self.batch :] = 0
+        (found,) = gradients([root], [seed], [leaf])
+        return found is None or not bool(found[leaf.tokens // self.batch :].any())
+
+    def _place_sibling(self, i: int, lead: int) -> None:
+        # The order of a mixer side by side with another, by what both read, or are read by.
+        j = min(self.direct[i], default=None)
+        T = self.exits[i].tokens
+        if j is not None:
+            entries = self.entries[i], self.entries[lead]
+            places = [readers(e, self.exits[j]) for e in entries if e is not None]
+            found = [p.cpu() for p in places if p is not None]
+            if (
+                all(torch.equal(p.sort().values, torch.arange(T)) for p in found)
+                and len(found) == 2
+            ):
+                mine, theirs = (torch.argsort(p) for p in found)
+                place = torch.empty_like(theirs)
+                place[theirs] = torch.arange(T)
+                self._put(i, lead, place[mine])
+                return
+        consumer = next(k for k, one in self.direct.items() if i in one)
+        root = self.entries[consumer]
+        if root is not None and self.exits[lead].tokens == T:
+            if root.tokens == T:  # as the lead's, unless _check_orders knows better
+                self.orders[i] = self.orders.get(lead)
+            places = [readers(root, self.exits[k]) for k in (i, lead)]
+            found = [p.cpu() for p in places if p is not None]
+            if len(found) == 2:
+                place = torch.full((root.tokens,), -1)
+                place[found[1]] = torch.arange(T)
+                self._put(i, lead, place[found[0]])
+            if len(found) == 2 or root.tokens == T:
+                return
+        raise self._refused(i, lead, "side by side, in orders that could not be told apart")
+
+    def _put(self, i: int, lead: int, same: Tensor) -> None:
+        # Token t of mixer i is the lead's token same[t].
+        order = self.orders.get(lead)
+        found = same if order is None else order[same]
+        self.orders[i] = None if torch.equal(found, torch.arange(len(found))) else found
+
+    def _check_orders(self, per_token: bool) -> None:
+        # Of mixers whose tokens are the same, in their orders: from one transport to the next.
+        for space in self._spaces():
+            if self._leak(space, self.orders, per_token) == 0:
+                continue
+            for i in [*space, *([len(self.ports)] if per_token else [])]:
+                for j, share in self._exchanges(i, space).items():
+                    self._refuse_mixers(i, j)
+                    if share > _EXCHANGED:
+                        raise self._refused(i, j, f"by something that is no mixer ({share:.0%})")
+                    self.exchanged = max(self.exchanged, share)
+
+    def _exchanges(self, i: int, space: Sequence[int]) -> dict[int, float]:
+        """The share of other tokens in what those of i read of each leaf, where there is any."""
+        root = None if i == INPUT else self.entries[i]
+        leaves = [j for j in space if i != INPUT and j in self.reads[i]]
+        if root is None or not leaves:
+            return {}
+        generator = torch.Generator().manual_seed(0)
+        points = [self.exits[j] for j in leaves]
+        away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
+        for _ in range(8 if root.tokens <= 256 else 2):
+            own = torch.zeros(root.tokens, dtype=torch.bool)
+            own[torch.randperm(root.tokens, generator=generator)[: (root.tokens + 1) // 2]] = True
+            seed = root.noise(generator) * self._in_order(i, own).to(root.device)[:, None]
+            for j, gradient in zip(leaves, gradients([root], [seed], points), strict=True):
+                if gradient is not None:
+                    energy = gradient.double().square().sum(-1).cpu()
+                    whole[j] += float(energy.sum())
+                    away[j] += float(energy[~self._in_order(j, own)].sum())
+        # Half of what goes to other tokens goes to tokens that were not chosen.
+        return {j: min(1.0, 2 * away[j] / whole[j]) for j in leaves if away[j] > 0}
+
+    def _in_order(self, i: int, chosen: Tensor) -> Tensor:
+        # Tokens of the model that were chosen, as those of a mixer.
+        order = self.orders.get(i)
+        return chosen if order is None else chosen[order]
+
+    def _spaces(self) -> list[list[int]]:
+        space_of: dict[int, int] = {INPUT: INPUT}
+        for i in range(len(self.ports)):
+            linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).is_identity]
+            lead = next(group[0] for group in self.groups if i in group)
+            space_of[i] = space_of[linked[0]] if linked else space_of.get(lead, i)
+        spaces: dict[int, list[int]] = {}
+        for i, space in space_of.items():
+            if i in self.exits:
+                spaces.setdefault(space, []).append(i)
+        return [space for space in spaces.values() if len(space) > 1]
+
+    def _readout(self, i: int) -> Tensor | None:
+        """The tokens after mixer i that a pooled output reads, in equal shares ``(B, T)``."""
+        if self.output is None:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        (gradient,) = gradients([self.output], [self.output.noise(generator)], [self.exits[i]])
+        if gradient is None:
+            return None
+        energy = gradient.float().norm(dim=-1).view(self.batch, -1)
+        order = self.orders.get(i)
+        if order is not None:
+            flat = torch.empty_like(energy.flatten())
+            flat[order.to(flat.device)] = energy.flatten()
+            energy = flat.view(self.batch, -1)
+        most = energy.amax(1, keepdim=True)
+        if not bool((most > 0).all()):
+            return None
+        support = (energy > 1e-6 * most).to(energy.dtype)
+        return support / support.sum(1, keepdim=True)
+
+    def _windows(self, i: int) -> Tensor | None:
+        # The order of one example, (W, l).
+        point, order = self.exits[i], self.orders.get(i)
+        T = point.tokens // self.batch
+        windows = point.shape[0] // self.batch if len(point.shape) == 3 else 1
+        if order is None:
+            return None if windows == 1 else torch.arange(T).view(windows, -1)
+        local = self._local(order, T, T)
+        if local is None:
+            raise UnsupportedModelError(
+                f"{self.name(i)} is given the tokens of each example in an order of its own; "
+                "explain one example at a time."
+            )
+        return local.view(windows, -1)
+
+    def _local(self, source: Tensor, T: int, S: int) -> Tensor | None:
+        # Indices into the whole batch as those of one example, if all examples agree.
+        parts = source.view(self.batch, T)
+        parts = torch.where(parts >= 0, parts - S * torch.arange(self.batch)[:, None], -1)
+        inside = (parts >= -1) & (parts < S) & (parts == parts[:1])
+        return parts[0] if bool(inside.all()) else None
+
+    def _refuse_mixers(self, i: int, j: int) -> None:
+        root, leaf = self.entries[i], self.exits[j]
+        assert root is not None
+        for kind in _kinds_between(root, leaf, list(self.exits.values())):
+            if kind.startswith(_MIXERS):
+                raise self._refused(i, j, f"by an operation that is no known mixer ({kind})")
+
+    def _refused(self, i: int, j: int, how: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"between {self.name(j)} and {self.name(i)} tokens are mixed {how}. {_ADVICE}"
+        )
+
+
+_UNKNOWN = Link(source=torch.empty(0))
+_ADVICE = (
+    "A map through the layers would be wrong. MambaLRP works all the same, and so do the maps of "
+    "single layers (captum_ssm.hidden_attention); or register the module that mixes the tokens "
+    "with captum_ssm.register_mixer."
+)
+
+
+def _kinds_between(root: Point, leaf: Point, leaves: Sequence[Point]) -> set[str]:
+    # The operations from the root back to the leaf, other leaves not passed.
+    ends = {point.edge.node for point in leaves}
+    seen, stack, kinds = set(), [root.edge.node], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node in ends:
+            continue
+        seen.add(node)
+        kinds.add(node.name().partition("Backward")[0])
+        stack.extend(n for n, _ in node.next_functions if n is not None)
+    return kinds
