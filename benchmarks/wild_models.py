@@ -148,15 +148,23 @@ def gate_looped_attention(folder: Path) -> Built:
     return model, torch.randint(30, (1, 12))
 
 
+class Itself(nn.Module):
+    """A mixer of queries, keys and values, all of the same tokens."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mixer(x, x, x)
+
+
 def retnet(folder: Path) -> Built:
     """Language: retention, with its decay built inside."""
-    from yet_another_retnet.retnet import RetNet
+    from yet_another_retnet.retention import MultiScaleRetention
 
-    class Parallel(RetNet):
-        forward = RetNet.forward_parallel  # without a loss
-
-    model = Parallel(30, d_model=16, nhead=2, num_layers=2, dim_feedforward=32, dropout=0)
-    return model, torch.randint(30, (1, 12))
+    model = Residual(16, lambda: Itself(MultiScaleRetention(16, 2)))
+    return model, torch.randn(1, 12, 16)
 
 
 def gated_delta(folder: Path) -> Built:
@@ -325,8 +333,14 @@ def explained(model: nn.Module, x: Tensor) -> str | None:
     for side in (slice(0, query), slice(query + 1, None)):
         if bool(read[:, side].any()) and not bool((row[:, side] > 0).any()):
             return "no relevance on a side that the output reads"
-    found = MambaLRP(model).attribute(x, target=(query, 0)).shape
-    return None if found == x.shape else f"MambaLRP has the shape {tuple(found)}"
+    found = MambaLRP(model).attribute(x, target=(query, 0)).abs()
+    if found.shape != x.shape:
+        return f"MambaLRP has the shape {tuple(found.shape)}"
+    found = found.sum(-1) if found.dim() == 3 else found
+    for side in (slice(0, query), slice(query + 1, None)):
+        if bool(read[:, side].any()) and not bool((found[:, side] > 0).any()):
+            return "no relevance of MambaLRP on a side that the output reads"
+    return None
 
 
 def conserved(model: nn.Module, x: Tensor) -> float:

@@ -217,6 +217,8 @@ def softmax_attention(
     key, value = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (key, v))
     bias: Tensor | None = query.new_zeros(1, 1, 1, 1)
     if mask is not None and mask.dim() <= 4:
+        if not _broadcasts(mask, (*q.shape[:3], k.shape[2])):
+            return
         bias = (
             query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
             if (mask.dtype == torch.bool)
@@ -412,6 +414,11 @@ def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[Toke
     found = everywhere.matvec(flat).view_as(v)
     scale = dot(found, y) / dot(found, found)
     yield everywhere.scaled(scale.repeat_interleave(width).expand(*v.shape[:2], -1), None)
+
+
+def _broadcasts(t: Tensor, shape: tuple[int, ...]) -> bool:
+    sizes = zip(reversed(t.shape), reversed(shape), strict=False)
+    return all(size in (1, full) for size, full in sizes)
 
 
 def _dtype(*tensors: Tensor) -> torch.dtype:
