@@ -1,16 +1,16 @@
 """Public models that the library was not written for: what does it make of them as they are?
 
-Each package is installed, without its dependencies, into a temporary folder (or into `--folder`, which is kept), and
-a tiny model is built as its README says, with moved weights, so that no special value fits by accident. A model is
-"explained" if
+Each package is installed, without its dependencies, into a temporary folder (or into `--folder`,
+which is kept), and a tiny model is built as its README says, with moved weights, so that no special
+value fits by accident. A model is "explained" if
 
 - `MambaRollout` and `MambaLRP` run, and their relevance has the shape of the input;
-- the rollout's row is zero where the gradient of the output is zero, and nonzero on each side of
-  the token where the gradient is;
-- with bias terms at zero, `MambaLRP` conserves the score where the model has no softmax and no
-  other bias: the sum is printed, not judged.
+- the rollout's row is zero where the gradient of the output is zero, and both rows are nonzero on
+  each side of the token where the gradient is.
 
-Anything else is "refused", with the error, or "WRONG".
+Anything else is "refused", with the error, or "WRONG". What `MambaLRP` adds up to, with bias terms
+at zero, is printed and not judged: activations like softplus, which are not zero at zero, are not
+conserved.
 
     python benchmarks/wild_models.py
     python benchmarks/wild_models.py minGRU --support
@@ -48,6 +48,7 @@ PACKAGES = {
     "rwkv7-hf": "0.9.0",
     "s5-pytorch": "0.2.1",
     "samovar-var": "0.1.0",
+    "sykra": "0.3.6",
     "trim-transformer": "0.1.3",
     "vision-mamba": "0.1.0",
     "xlstm": "2.0.6",
@@ -110,7 +111,8 @@ def vision_mamba(folder: Path) -> Built:
     from vision_mamba.model import Vim
 
     model = Vim(
-        dim=16, dt_rank=4, dim_inner=16, d_state=4, num_classes=5, image_size=16, patch_size=4, depth=2
+        dim=16, dt_rank=4, dim_inner=16, d_state=4, num_classes=5, image_size=16, patch_size=4,
+        depth=2,
     )  # fmt: skip
     return model, torch.randn(1, 3, 16, 16)
 
@@ -244,6 +246,19 @@ def trim(folder: Path) -> Built:
     return nn.Sequential(build(), build()), torch.randn(1, 12, 16)
 
 
+def sykra(folder: Path) -> Built:
+    """Language: three gated delta layers for one of attention."""
+    hollow(folder, "sykra")
+    from sykra.configuration_sykra import SykraConfig
+    from sykra.modeling_sykra import SykraForCausalLM
+
+    config = SykraConfig(
+        vocab_size=30, hidden_size=32, intermediate_size=32, num_hidden_layers=4, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, chunk_size=4, use_cache=False,
+    )  # fmt: skip
+    return SykraForCausalLM(config), torch.randint(30, (1, 12))
+
+
 CASES: dict[str, Callable[[Path], Built]] = {
     "mambax": mambax,
     "vision-mamba": vision_mamba,
@@ -260,6 +275,7 @@ CASES: dict[str, Callable[[Path], Built]] = {
     "laminarnet": laminarnet,
     "s5-pytorch": s5,
     "trim-transformer": trim,
+    "sykra": sykra,
 }
 
 

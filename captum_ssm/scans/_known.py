@@ -19,7 +19,6 @@ from captum_ssm.operators import (
     DiagonalOperator,
     LinearAttentionOperator,
     PermutedOperator,
-    SkipOperator,
     SoftmaxOperator,
     SumOperator,
     TokenOperator,
@@ -401,19 +400,22 @@ def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[Toke
         log_decay = (log_decay + (aa * rb - ab * ra) / determinant).clamp(-9.0, 0.0)
     if bool(scale.isfinite().all() & log_decay.isfinite().all()):
         yield attention(scale, log_decay)
-    # All tokens: those before, those after, and the token itself once.
-    one, none = torch.ones_like(scale), torch.zeros_like(scale)
+    # All tokens: up to this one, and those after it.
     backward = torch.arange(v.shape[1], device=v.device).flip(0)
-    flipped = LinearAttentionOperator(
-        query.flip(1), key.flip(1), none[:, None].expand(*query.shape[:3], 1), width=width
-    )
-    itself = (query * key).sum(-1).repeat_interleave(width, -1)
-    everywhere = SumOperator(
-        (attention(one, none), PermutedOperator(flipped, backward), SkipOperator(-itself))
-    )
-    found = everywhere.matvec(flat).view_as(v)
-    scale = dot(found, y) / dot(found, found)
-    yield everywhere.scaled(scale.repeat_interleave(width).expand(*v.shape[:2], -1), None)
+
+    def everywhere(scale: Tensor) -> SumOperator:
+        flipped = LinearAttentionOperator(
+            query=(query * scale[:, None]).flip(1),
+            key=key.flip(1),
+            log_decay=query.new_zeros(*query.shape[:3], 1),
+            bonus=query.new_zeros(query.shape[:3]),  # of the token itself
+            width=width,
+        )
+        one = attention(scale, torch.zeros_like(scale))
+        return SumOperator((one, PermutedOperator(flipped, backward)))
+
+    found = everywhere(torch.ones_like(scale)).matvec(flat).view_as(v)
+    yield everywhere(dot(found, y) / dot(found, found))
 
 
 def _broadcasts(t: Tensor, shape: tuple[int, ...]) -> bool:
