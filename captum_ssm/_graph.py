@@ -121,6 +121,7 @@ def readers(
     seed: int = 0,
     *,
     tokens: Tensor | None = None,
+    labels: Tensor | None = None,
 ) -> Tensor | None:
     """The token of ``root`` that reads each token of ``leaf``, ``(T,)`` int64; -1 for none.
 
@@ -136,11 +137,14 @@ def readers(
         channels (Tensor, optional): the channels of the root to look at. Default: None
         seed (int, optional): of the random vectors. Default: 0
         tokens (Tensor, optional): the tokens of the root to look at. Default: None
+        labels (Tensor, optional): a number below T for each token of the root, returned in its
+            place; tokens with the same number count as one. Default: None
     """
     if min(torch.finfo(p.dtype).bits for p in (root, leaf)) < 32:
-        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens)
+        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens, labels=labels)
     T = root.tokens
-    codes = (1 + torch.arange(T, device=root.device) / T).to(root.dtype)[:, None]
+    place = torch.arange(T, device=root.device) if labels is None else labels
+    codes = (1 + place / T).to(root.dtype)[:, None]
     r = _noise_in(root, channels, tokens, seed)
     ((first,), (second,)) = (gradients([root], [s], [leaf]) for s in (r, r * codes))
     if first is None or second is None:
@@ -164,13 +168,14 @@ def readers_by_bits(
     by_channel: bool = False,
     seed: int = 0,
     tokens: Tensor | None = None,
+    labels: Tensor | None = None,
 ) -> Tensor | None:
     """:func:`readers` from exact zeros alone, in 2 log2(T) passes: for half precision.
 
     With ``by_channel`` each channel of the leaf is looked at by itself, ``(T, E)``.
     """
     r = _noise_in(root, channels, tokens, seed)
-    place = torch.arange(root.tokens, device=root.device)
+    place = torch.arange(root.tokens, device=root.device) if labels is None else labels
     found: Tensor | None = None
     for bit in range(max(1, (root.tokens - 1).bit_length())):
         hits = []

@@ -91,6 +91,11 @@ def _find_rules(
     return rules, carries
 
 
+def is_constant(x: Tensor) -> bool:
+    """Whether no relevance goes on from a tensor, because what computed it counts as constant."""
+    return x.grad_fn is not None and not _followed(x.grad_fn)
+
+
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm, by its class or its class's name."""
     return isinstance(module, nn.LayerNorm) or "norm" in type(module).__name__.lower()
@@ -167,6 +172,8 @@ def _rule(node: Node, carrying: set[int], centered: bool = True) -> Rule | None:
         return _signal_of_glu(node._saved_dim)
     if kind == "NativeLayerNorm":
         return _norm(node, node._saved_result2, centered=centered)
+    if kind == "NativeGroupNorm":
+        return _group_norm(node, centered)
     if kind == "FusedRmsNorm":
         return _norm(node, node._saved_result1, centered=False)
     if kind == "LayerNormFn":
@@ -243,6 +250,20 @@ def _norm(node: Node, scale: Tensor, centered: bool) -> Rule:
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         return (_through_norm(outer[0], scale, dims, centered), *inner[1:])
+
+    return rule
+
+
+def _group_norm(node: Node, centered: bool) -> Rule:
+    scale, weight, groups = node._saved_result2.detach(), node._saved_weight, node._saved_group
+
+    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
+        given = outer[0].flatten(2) if outer[0].dim() > 2 else outer[0].unsqueeze(-1)  # (B, C, -1)
+        if weight is not None:
+            given = given * weight.detach()[:, None]
+        parts = given.unflatten(1, (groups, -1))
+        pulled = _through_norm(parts, scale[:, :, None, None], (2, 3), centered)
+        return (pulled.reshape(outer[0].shape), *inner[1:])
 
     return rule
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import wild
 from models import randomize
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Mamba2Config, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
@@ -192,6 +192,76 @@ def test_where_only_the_scan_can_be_measured_the_others_say_what_is_missing():
         hidden_attention(model, x, formulation="unified")
     with pytest.raises(UnsupportedModelError, match="mixes channels"):
         LaTIM(model).interactions(x, 0)
+
+
+def channel_scan(kv: Tensor, a: Tensor) -> Tensor:
+    """A gated sum, (B, L, D)."""
+    h, out = torch.zeros_like(kv[:, 0]), []
+    for t in range(kv.shape[1]):
+        h = a[:, t] * h + kv[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def log_scan(log_values: Tensor, log_coeffs: Tensor) -> Tensor:
+    return channel_scan(log_values.exp(), log_coeffs.exp())
+
+
+class ChannelsInBatch(nn.Module):
+    """A gated sum of one channel after another, all of them in the batch; then a group norm."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.into = nn.Linear(width, 3 * width)
+        self.norm = nn.GroupNorm(2, width)
+        self.out = nn.Linear(width, width)
+
+    def scanned(self, v: Tensor, a: Tensor) -> Tensor:
+        B, L, D = v.shape
+        v, a = (t.mT.reshape(B * D, L, 1) for t in (v, a))
+        return channel_scan(v, a).view(B, D, L).mT
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v, a = self.into(x).chunk(3, -1)
+        return self.out(q * self.scanned(v, a.sigmoid()))
+
+
+class GroupNormed(ChannelsInBatch):
+    def forward(self, x: Tensor) -> Tensor:
+        q, v, a = self.into(x).chunk(3, -1)
+        y = self.scanned(v, a.sigmoid())
+        return self.out(q * self.norm(y.flatten(0, 1)).view_as(y))
+
+
+class LogSpace(ChannelsInBatch):
+    def scanned(self, v: Tensor, a: Tensor) -> Tensor:
+        return log_scan(v, a.log())
+
+
+def test_channels_in_the_batch_of_a_scan():
+    module, x = ChannelsInBatch(), tokens(2, 7, 6)
+    mixer = freeze_measured(recorded(module, x))
+    torch.testing.assert_close(mixer.output(), module(x))
+    decay = module.into(x).chunk(3, -1)[2].sigmoid()
+    matrix = mixer.operator("hidden").matrix()
+    torch.testing.assert_close(matrix[..., 5, 3], decay[:, 4] * decay[:, 5])
+
+
+def test_relevance_goes_through_a_group_norm():
+    model, x = nn.Sequential(GroupNormed(), GroupNormed()), tokens(1, 7, 6)
+    for name, p in model.named_parameters():
+        p.data.mul_(0 if "bias" in name else 1)
+    found = MambaLRP(model).attribute(x, target=(5, 1)).sum()
+    torch.testing.assert_close(found, model(x)[0, 5, 1], rtol=1e-3, atol=1e-6)
+
+
+def test_logarithms_of_values_have_maps_and_no_relevance():
+    model, x = nn.Sequential(LogSpace(), LogSpace()), tokens(1, 7, 6)
+    row = MambaRollout(model).attribute(x, position=4).abs()
+    assert bool((row[:, :5] > 0).any(-1).all())
+    assert not bool((row[:, 5:] > 0).any())
+    with pytest.raises(UnsupportedModelError, match="logarithms of its values"):
+        MambaLRP(model).attribute(x, target=(4, 0))
 
 
 class ScanModule(nn.Module):

@@ -21,6 +21,7 @@ from captum_ssm.operators import (
     SumOperator,
     TokenOperator,
 )
+from captum_ssm.operators.part import examples, part_of
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 100)
 B, D, H, N = 2, 6, 3, 4
@@ -361,3 +362,21 @@ def test_unknown_reductions_are_refused(kind):
         op.rmatvec(normal(B, 3), "median")
     with pytest.raises(ValueError, match="median"):
         op.matrix("median")
+
+
+@pytest.mark.parametrize("make", [make_diagonal, make_linear])
+def test_examples_of_an_operator_side_by_side(make):
+    operator, rows = make(9), torch.tensor([[1, 0]])
+    whole = operator.matrix()
+    found = part_of(SumOperator((operator, operator)), rows, 0, operator.channels).matrix()
+    torch.testing.assert_close(found[0], 2 * whole[[1, 0]].flatten(0, 1))
+    v = normal(B, 9, D)
+    part = part_of(operator, rows, 0, operator.channels)
+    torch.testing.assert_close(part.matvec(examples(v, rows)), examples(operator.matvec(v), rows))
+
+
+def test_a_part_of_directions_and_skips():
+    order = torch.arange(9).flip(0)
+    parts = (PermutedOperator(make_diagonal(9), order), SkipOperator(normal(B, 9, D)))
+    found = part_of(SumOperator(parts), torch.tensor([1]), 2, 4)
+    torch.testing.assert_close(found.matrix(), SumOperator(parts).matrix()[1:, 2:4])

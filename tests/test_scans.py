@@ -263,3 +263,113 @@ def test_what_cannot_be_registered():
         register_scan(3)
     with pytest.raises(ValueError, match="decay"):
         register_scan(lambda x: [], names={"decay": ["gamma"]})
+
+
+def gated_sum(x, a):
+    """Token by token, (B, L, D)."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def transposed_gated_sum(x, a):
+    return gated_sum(x.mT, a.mT).mT
+
+
+def gated_sum_of_logs(log_values, log_coeffs):
+    return gated_sum(log_values.exp(), log_coeffs.exp())
+
+
+def read_gated_sum(q, kv, a):
+    return q * gated_sum(kv, a), (a[:, -1], kv[:, -1])
+
+
+def test_gated_sums():
+    x, q, a = torch.randn(2, 9, 3), torch.randn(2, 9, 3), torch.rand(2, 9, 3)
+    matrix = proven(gated_sum, x=x, a=a).operator.matrix()
+    torch.testing.assert_close(matrix[:, :, 4, 3], a[:, 4])
+    assert proven(transposed_gated_sum, x=x.mT, a=a.mT).layout == "BDL"
+    torch.testing.assert_close(proven(read_gated_sum, q=q, kv=x, a=a).gate, q)
+    found = proven(gated_sum_of_logs, log_values=x, log_coeffs=a.log())
+    torch.testing.assert_close(found.operator.matrix(), matrix)
+    torch.testing.assert_close(found.values, x.exp())
+    assert proven(lambda x, a: gated_sum(x * a, a), x=x, a=a) is None
+
+
+def heads_of(state, q, k, v):
+    """Linear attention, heads last, whose state is ``state(S, t)`` plus what a token writes."""
+    S, out = v.new_zeros(*q[:, 0].shape, v.shape[-1]), []
+    for t in range(q.shape[1]):
+        S = state(S, t) + k[:, t, ..., None] * v[:, t, :, None]
+        out.append((q[:, t, ..., None] * S).sum(-2))
+    return torch.stack(out, 1)
+
+
+def retention(query, key, value):
+    """Heads first, with a scale and a decay per head that no argument says."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    decay = 1 - 2.0 ** -torch.arange(3, 3 + q.shape[2]).to(q)
+    return 0.3 * heads_of(lambda S, t: decay[:, None, None] * S, q, k, v).transpose(1, 2)
+
+
+def attends_everywhere(query, key, value):
+    return query @ (key.mT @ value) / query.shape[2]
+
+
+@pytest.mark.parametrize("length", [5, 400])
+def test_a_decay_that_no_argument_says_is_fitted(length):
+    q, k, v = torch.randn(3, 2, 3, length, 4).unbind()
+    found = proven(retention, query=q, key=k, value=v)
+    scores = torch.einsum("bhin,bhjn->bhij", q, k)
+    steps = torch.arange(length)[:, None] - torch.arange(length)
+    decay = (1 - 2.0 ** -torch.arange(3, 6.0))[:, None, None]
+    expected = 0.3 * (scores * decay**steps).tril()
+    torch.testing.assert_close(found.operator.matrix(), expected, rtol=1e-3, atol=1e-4)
+    for wrong in (
+        lambda query, key, value: retention(query, key, value) + value,
+        lambda query, key, value: retention(query, key.roll(1, 2), value),
+        lambda query, key, value: retention(query, key, value).tanh(),
+    ):
+        assert proven(wrong, query=q, key=k, value=v) is None
+
+
+def test_linear_attention_to_all_tokens():
+    q, k, v = torch.randn(3, 2, 3, 6, 4).unbind()
+    operator = proven(attends_everywhere, query=q, key=k, value=v).operator
+    torch.testing.assert_close(operator.matrix(), q @ k.mT / 6)
+    assert not operator.is_causal
+
+
+def test_a_state_transition_that_reads_and_writes():
+    def rwkv(receptance, w, key, value, a, b):
+        def state(S, t):
+            read = (a[:, t, ..., None] * S).sum(-2, keepdim=True)
+            return w[:, t, ..., None] * S + b[:, t, ..., None] * read
+
+        return heads_of(state, receptance, key, value)
+
+    r, k, v, a, b = torch.randn(5, 2, 7, 3, 4).unbind()
+    a = F.normalize(a, dim=-1)
+    given = dict(receptance=r, w=0.5 + 0.5 * torch.rand(2, 7, 3, 4), key=k, value=v, a=-a)
+    assert proven(rwkv, **given, b=a * torch.rand(2, 7, 3, 1)).error < 1e-5
+    assert proven(lambda receptance, w, key, value, a, b: value, **given, b=b) is None
+
+
+def test_an_mlstm():
+    def mlstm(queries, keys, values, igate_preact, fgate_preact):
+        forget = F.logsigmoid(fgate_preact[..., 0]).cumsum(-1)
+        weights = (forget[..., None] - forget[..., None, :] + igate_preact.mT).exp().tril()
+        scores = weights * (queries @ keys.mT) * queries.shape[-1] ** -0.5
+        return scores @ values / scores.sum(-1, keepdim=True).abs().clamp(min=1)
+
+    q, k, v = torch.randn(3, 2, 3, 7, 4).unbind()
+    i, f = torch.randn(2, 2, 3, 7, 1).unbind()
+    given = dict(queries=q, keys=k, values=v, igate_preact=i, fgate_preact=f)
+    assert proven(mlstm, **given).error < 1e-4
+
+    def clipped(queries, keys, values, igate_preact, fgate_preact):
+        return mlstm(queries, keys, values, igate_preact, fgate_preact).clamp(-0.1, 0.1)
+
+    assert proven(clipped, **given) is None

@@ -361,10 +361,29 @@ def elsewhere(x, one, two):
 @pytest.mark.parametrize("update", [attention, recurrence, elsewhere])
 def test_mixing_by_no_mixer_is_refused(method, update):
     model, x = made(Stack(update)), tokens()
-    with pytest.raises(UnsupportedModelError, match=r"mixers\.\d\.\d.*MambaLRP works"):
+    with pytest.raises(UnsupportedModelError, match=r"mixers\.\d\.\d.*MambaLRP goes through"):
         method(model).attribute(x, target=(3, 1))
     assert hidden_attention(model, x)  # each mixer's own map is right all the same
-    assert MambaLRP(model).attribute(x, target=(3, 1)).isfinite().all()
+
+
+@pytest.mark.parametrize("update", [attention, recurrence])
+def test_mamba_lrp_warns_of_what_it_cannot_hold_constant(update):
+    model, x = made(Stack(update)), tokens()
+    for _ in range(2):
+        if update is attention:
+            MambaLRP(model).attribute(x, target=(3, 1))
+            continue
+        with pytest.warns(UserWarning, match="may not add up to the score"):
+            MambaLRP(model).attribute(x, target=(3, 1))
+
+
+def test_a_token_shift_is_no_reason_to_refuse():
+    def shifted(x, one):
+        return one(x) + 5 * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    model, x = made(Stack(shifted, mixers=1)), tokens()
+    with pytest.warns(UserWarning, match=r"read up to ([5-9]\d|100)\.\d%"):
+        MambaRollout(model).attribute(x)
 
 
 def test_examples_in_orders_of_their_own_are_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -13,13 +13,32 @@ from captum_ssm.mixers import find_mixers
 from captum_ssm.mixers._registry import remember
 from captum_ssm.mixers.discovery import discover
 
-# Models whose unknown mixers, if they have any, were found.
+# Models whose unknown mixers, if they have any, were found; and what is still not known of some.
 _SEARCHED: WeakSet[nn.Module] = WeakSet()
+_UNKNOWN: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def is_searched(model: nn.Module) -> bool:
     """Whether all mixers of a model are known."""
     return model in _SEARCHED
+
+
+def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
+    """Warn of what mixes tokens in a model and is no mixer, as once measured.
+
+    Attention is no matter: its probabilities are constants wherever they are computed.
+    """
+    if refused is not None:
+        _UNKNOWN[model] = refused
+    found = _UNKNOWN.get(model)
+    if found is not None and "Softmax" not in found and "ScaledDotProduct" not in found:
+        why = found.partition(". ")[0]
+        warnings.warn(
+            f"{why}: its coefficients are not held constant, so relevance may not add up to the "
+            "score. The convergence delta says by how much.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
@@ -43,4 +62,5 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
         found = discover(model, request.run)
     remember(found)
     _SEARCHED.add(model)
+    _UNKNOWN.pop(model, None)
     return bool(found)

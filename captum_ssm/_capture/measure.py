@@ -363,7 +363,7 @@ class _Measurement:
             for i in [*space, *([len(self.ports)] if per_token else [])]:
                 for j, share in self._exchanges(i, space).items():
                     self._refuse_mixers(i, j)
-                    if share > _EXCHANGED:
+                    if share > _EXCHANGED and not self._is_local(i, j):
                         raise self._refused(i, j, f"by something that is no mixer ({share:.0%})")
                     self.exchanged = max(self.exchanged, share)
 
@@ -387,6 +387,27 @@ class _Measurement:
                     away[j] += float(energy[~self._in_order(j, own)].sum())
         # Half of what goes to other tokens goes to tokens that were not chosen.
         return {j: min(1.0, 2 * away[j] / whole[j]) for j in leaves if away[j] > 0}
+
+    def _is_local(self, i: int, j: int) -> bool:
+        # Whether a token of i reads its neighbors in j only, as by a token shift or a convolution.
+        root, leaf = self.entries[i], self.exits[j]
+        assert root is not None
+        count = root.tokens
+        t = count // self.batch // 4
+        here = torch.zeros(count, dtype=torch.bool)
+        here[t] = True
+        seed = (
+            root.noise(torch.Generator().manual_seed(0))
+            * self._in_order(i, here).to(root.device)[:, None]
+        )
+        (found,) = gradients([root], [seed], [leaf])
+        near = torch.zeros(count, dtype=torch.bool)
+        reach = max(1, min(4, t))
+        near[max(0, t - reach) : t + reach + 1] = True
+        if found is None:
+            return True
+        energy = found.double().square().sum(-1).cpu()
+        return float(energy[self._in_order(j, near)].sum()) >= 0.99 * float(energy.sum())
 
     def _in_order(self, i: int, chosen: Tensor) -> Tensor:
         # Tokens of the model that were chosen, as those of a mixer.
@@ -462,9 +483,10 @@ class _Measurement:
 
 _UNKNOWN = Link(source=torch.empty(0))
 _ADVICE = (
-    "A map through the layers would be wrong. MambaLRP works all the same, and so do the maps of "
-    "single layers (captum_ssm.hidden_attention); or register the module that mixes the tokens "
-    "with captum_ssm.register_mixer."
+    "A map through the layers would be wrong. The maps of single layers are right all the same "
+    "(captum_ssm.hidden_attention), and MambaLRP goes through the model's own graph: look at its "
+    "convergence delta. Or register the module that mixes the tokens with "
+    "captum_ssm.register_mixer."
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from captum_ssm._captum import TargetType, format_output
 from captum_ssm._capture import FrozenModel, Request, Substitution
 from captum_ssm._capture.checking import Rebuilt
-from captum_ssm._capture.discovery import find_unknown_mixers, is_searched
+from captum_ssm._capture.discovery import find_unknown_mixers, is_searched, warn_of_unknown
 from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.recording import is_norm
@@ -99,7 +99,8 @@ class MambaLRP(TokenAttribution):
         rules, frozen = self._ruled(request, position, target, wiring=is_new)
         # Scans that no mixer is known of have to be frozen too.
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
-            rules, frozen = self._ruled(request, position, target, wiring=False)
+            rules, frozen = self._ruled(request, position, target, wiring=True)
+        warn_of_unknown(request.module, frozen.wiring.refused)
         score = frozen.require_score()
         relevance = relevance_at(rules.leaf(), score).to(request.inputs.device)
         features = 1 if relevance.dim() == 4 else -1

@@ -20,12 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
 from captum_ssm._nested import map_tensors
+from captum_ssm._rules import is_constant
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import is_depthwise, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._named import form_of, note_miss
 from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
-from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
 from captum_ssm.mixers.recognized import recognize_all
 from captum_ssm.scans import FunctionCall, intercepted, not_intercepted, prove
 
@@ -195,31 +196,41 @@ class _Trials:
     # Which module calls can be measured; of modules that look alike, one is tried.
     def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
         self.functions = functions
-        self.known: dict[str, bool] = {}
+        self.known: dict[str, str | None] = {}
 
     def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, bool]:
-        """The mixer, or else the smallest module that takes tokens; and whether it is measured."""
+        """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
+
+        And whether it is measured as a whole.
+        """
         best: _Visit | None = None
+        partly: _Visit | None = None
         for visit in reversed(stack):
             if best is not None and visit.convolutions <= best.convolutions:
                 continue
-            if self._is_measured(visit):
+            found = self._measured(visit)
+            if found == "partly":
+                partly = partly or visit
+            if found == "whole":
                 best = visit
             elif best is not None:
                 break
         if best is not None:
             return best.module, True
-        smallest = next((visit for visit in reversed(stack) if _takes_tokens(visit)), None)
-        return None if smallest is None else smallest.module, False
+        takes = (visit for visit in reversed(stack) if _takes_tokens(visit))
+        other = partly or next(takes, None)
+        return None if other is None else other.module, False
 
-    def _is_measured(self, visit: _Visit) -> bool:
+    def _measured(self, visit: _Visit) -> str | None:
+        # "whole", "partly" (its scans and their orders), or None.
         look = f"{type(visit.module).__qualname__}: {visit.module}"
         if look not in self.known:
             try:
-                freeze_measured(visit.call, self.functions, partly=False)
-                self.known[look] = True
+                found = freeze_measured(visit.call, self.functions)
+                is_part = isinstance(found, FrozenRecurrence)
+                self.known[look] = "partly" if is_part else "whole"
             except UnsupportedModelError:
-                self.known[look] = False
+                self.known[look] = None
         return self.known[look]
 
 
@@ -256,6 +267,12 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
         scan = prove(call, result)
         if scan is not None:
             frozen += 1
+            if is_constant(scan.values):
+                raise UnsupportedModelError(
+                    f"{scan.name} is given the logarithms of its values; expected values, as an "
+                    "exponential counts as a constant and no relevance would go through. Use "
+                    "MambaRollout, or register an adapter with captum_ssm.register_mixer."
+                )
             return scan.result(scan.mixed, result)
         before = frozen
         result = call.run()

@@ -26,7 +26,7 @@ from captum_ssm.mixers._cut import CutConv, CutLinear, CutRun, CutScan, run_cut
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
 from captum_ssm.mixers.vision import FrozenScans, in_image_order
 from captum_ssm.operators import TokenOperator
-from captum_ssm.operators.part import part_of
+from captum_ssm.operators.part import examples, part_of
 
 # Rounding of float32, of values that are compared with what they should be.
 _ROUNDING = 1e-4
@@ -127,7 +127,7 @@ class _Direction:
     # Channels start .. stop - 1 of some examples (rows) of a scan, which run over the module's
     # tokens in one order. The other tensors are in the scan's order.
     cut: CutScan
-    rows: Tensor
+    rows: Tensor  # (B,), or (B, k) where a scan has heads or channels in its batch
     start: int
     stop: int
     order: Tensor  # (L,)
@@ -136,7 +136,7 @@ class _Direction:
 
     def of(self, x: Tensor) -> Tensor:
         """The direction's part of ``x (B', L, D')``."""
-        return x[self.rows][..., self.start : self.stop]
+        return examples(x, self.rows, slice(self.start, self.stop))
 
     @property
     def values(self) -> Tensor:
@@ -158,7 +158,7 @@ class _Direction:
         return (
             self.of(skip.expand_as(self.cut.leaf))
             if skip.dim() > 1
-            else skip[self.start : self.stop].to(self.cut.leaf.dtype)
+            else skip[self.start : self.stop].to(self.cut.leaf.dtype).repeat(self.rows[0].numel())
         )
 
     def where(self) -> Tensor:
@@ -287,17 +287,20 @@ class _Measurement:
             start, stop = int(channels[0]), int(channels[-1]) + 1
             if len(channels) != stop - start:
                 raise self.refused(f"the directions of {cut.scan.name} lie between each other")
-            for at, order in self._orders(kinds[:, n].reshape(rows, length)):
-                to = exits.channel.reshape(rows, length, width)[at][..., start:stop]
+            goes = exits.channel.reshape(rows, length, width)
+            first = goes[:, 0, start]
+            for at, order in self._orders(kinds[:, n].reshape(rows, length), first):
+                to = examples(goes, at, slice(start, stop))
                 if bool((to != to[:1, :1]).any()):
                     raise self.refused(f"{cut.scan.name} does not keep its channels")
-                factor = exits.factor.reshape(rows, length, width)[at][..., start:stop]
-                factor = factor.to(cut.leaf.dtype)
+                factor = exits.factor.reshape(rows, length, width)
+                factor = examples(factor, at, slice(start, stop)).to(cut.leaf.dtype)
                 found.append(_Direction(cut, at, start, stop, order, to[0, 0], factor))
         return sorted(found, key=lambda direction: direction.start)
 
-    def _orders(self, lands: Tensor) -> list[tuple[Tensor, Tensor]]:
-        # The rows of a scan's batch that run in one order, with that order; lands (B', L).
+    def _orders(self, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, Tensor]]:
+        # The rows of a scan's batch that run in one order, with that order; lands (B', L). Rows of
+        # one example are told apart by the channel (B',) that they go to.
         example, token = lands // self.L, lands % self.L
         if bool((example != example[:, :1]).any()) or lands.shape[1] != self.L:
             raise self.refused("a scan does not run over all tokens of one example")
@@ -306,13 +309,20 @@ class _Measurement:
         found = []
         for n in range(len(kinds)):
             rows = (group == n).nonzero()[:, 0]
-            rows = rows[torch.argsort(example[rows, 0])]
-            if not torch.equal(example[rows, 0], every.new_tensor(range(self.B))):
+            rows = rows[torch.argsort(channel[rows], stable=True)]
+            rows = rows[torch.argsort(example[rows, 0], stable=True)]
+            several = max(1, len(rows) // self.B)
+            owners = torch.arange(self.B, device=rows.device).repeat_interleave(several)
+            if not torch.equal(example[rows, 0], owners):
                 raise self.refused("examples of the batch are scanned in different orders")
+            if several > 1:
+                rows = rows.view(self.B, several)
+                if bool((channel[rows].diff(dim=1) <= 0).any()):
+                    raise self.refused("several scans in one order go to the same channels")
             if not torch.equal(torch.sort(kinds[n]).values, every):
                 raise self.refused("a scan's tokens are not the module's")
             found.append((rows, kinds[n]))
-        return sorted(found, key=lambda one: int(one[0][0]))
+        return sorted(found, key=lambda one: int(one[0].flatten()[0]))
 
     def _entry(self, direction: _Direction) -> _Entry | None:
         values = direction.cut.values
@@ -336,9 +346,15 @@ class _Measurement:
     def _read_by(self, values: Point, direction: _Direction) -> Tensor | None:
         # The module's token that each token of the scan is made of, (B, L).
         length = self.L
-        at = (direction.rows[:, None] * length + torch.arange(length)).flatten()
+        rows = direction.rows.view(self.B, -1, 1)
+        steps = torch.arange(length, device=rows.device)
+        at = (rows * length + steps).flatten()
+        # Rows of one example count as one.
+        example = torch.arange(self.B, device=rows.device)[:, None, None]
+        labels = torch.zeros(values.tokens, dtype=torch.long, device=rows.device)
+        labels[at] = (example * length + steps).expand(-1, rows.shape[1], -1).flatten()
         channels = torch.arange(direction.start, direction.stop)
-        found = readers(values, self.tokens, channels, tokens=at)
+        found = readers(values, self.tokens, channels, tokens=at, labels=labels)
         if found is None:
             raise self.refused(
                 f"before {direction.cut.scan.name} it mixes tokens by something that is neither a "
@@ -346,7 +362,6 @@ class _Measurement:
             )
         if bool((found < 0).any()):
             return None
-        lands = torch.empty_like(found)
         position = found.reshape(self.B, length) % length
         lands = torch.argsort(position, dim=1)
         return lands

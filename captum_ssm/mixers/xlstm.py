@@ -1,29 +1,20 @@
 r"""The mLSTM cell of xLSTM (Beck et al., 2024).
 
-In transformers: xLSTM. Linear attention with a forget gate, an exponential input gate kept in
-range by a running maximum m, and a normalizer:
-
-.. math::
-    C_t = f_t C_{t-1} + i_t k_t v_t^\top, \quad n_t = f_t n_{t-1} + i_t k_t, \quad
-    y_t = C_t^\top q_t / \max(|n_t^\top q_t|, e^{-m_t})
-
-followed by a layer norm per head and a sigmoid gate. The layer norm subtracts each head's mean
+In transformers: xLSTM. The cell (:mod:`captum_ssm.operators.mlstm`) is followed by a layer norm per
+head and a sigmoid gate. The layer norm subtracts each head's mean
 over channels. All channels of a head share one map, so the map can act on the centered values.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import rms_factor
 from captum_ssm.mixers._registry import adapts
-from captum_ssm.operators import LinearAttentionOperator
+from captum_ssm.operators import mlstm_operator
 
 
 @adapts("xLSTMLayer")
@@ -46,21 +37,7 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
             for layer in (module.igate_preact, module.fgate_preact)
         )
     q, k = (t.unflatten(-1, (H, -1)) for t in (q, k))  # (B, L, H, N)
-    log_f = F.logsigmoid(f)
-    # m_t = max(log f_t + m_{t-1}, i_t) from m = 0.
-    total_f = log_f.double().cumsum(1)
-    peak = ((i - total_f).cummax(1).values.clamp(min=0) + total_f).to(call.dtype)
-    before = F.pad(peak, (0, 0, 1, 0))[:, :-1]
-    cell = LinearAttentionOperator(
-        query=q * q.shape[-1] ** -0.5,
-        key=k * torch.exp(i - peak)[..., None],
-        log_decay=(log_f + before - peak)[..., None],
-        width=v.shape[-1] // H,
-    )
-    ones = torch.ones(x.shape[0], H, x.shape[1], 1, dtype=call.dtype, device=x.device)
-    found = cell.matvec_heads(ones)[..., 0].transpose(1, 2)  # q^T n, (B, L, H)
-    total = torch.maximum(found.abs(), torch.exp(-peak)) + config.eps
-    recurrence = replace(cell, query=cell.query / total[..., None])
+    recurrence = mlstm_operator(q, k, i, f, width=v.shape[-1] // H, eps=config.eps)
     norm = module.multihead_norm
     heads = v.unflatten(-1, (H, -1))
     values = (heads - heads.mean(-1, keepdim=True)).flatten(2)

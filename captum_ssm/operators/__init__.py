@@ -10,6 +10,7 @@ from captum_ssm.operators.composed import (
 from captum_ssm.operators.diagonal import DiagonalOperator
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
+from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.windowed import WindowedOperator

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from captum_ssm.operators._base import TokenOperator
-from captum_ssm.operators.composed import ConvolvedOperator, ScaledOperator, SumOperator
+from captum_ssm.operators.composed import (
+    ConvolvedOperator,
+    ScaledOperator,
+    SkipOperator,
+    SumOperator,
+)
 from captum_ssm.operators.diagonal import DiagonalOperator
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
+from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 
 
@@ -21,7 +27,8 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
 
     Args:
         operator (TokenOperator): of any kind made by a form.
-        rows (Tensor): ``(B,)`` int64, examples of the operator's batch.
+        rows (Tensor): ``(B,)`` int64, examples of the operator's batch; or ``(B, k)``, whose k
+            examples' channels or heads are laid next to each other.
         start (int): the first channel; of an operator with heads, a head's first.
         stop (int): the channel after the last one.
 
@@ -35,20 +42,30 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
         >>> part_of(operator, torch.tensor([1]), 0, 2).matrix().shape
         torch.Size([1, 2, 5, 5])
     """
-    whole = torch.equal(rows, torch.arange(operator.batch, device=rows.device))
+    whole = rows.dim() == 1 and torch.equal(rows, torch.arange(len(rows), device=rows.device))
+    whole = whole and len(rows) == operator.batch
+    several = rows.shape[1] if rows.dim() == 2 else 1
     if whole and (start, stop) == (0, operator.channels):
         return operator
     if isinstance(operator, DiagonalOperator):
         found = operator.narrow(start, stop)
-        return DiagonalOperator(**_at(found, rows, ("dt", "right", "B", "C", "left")))
+        coefficients = _at(found, rows, ("dt", "right", "B", "C", "left"))
+        return DiagonalOperator(**coefficients | {"A": found.A.repeat(several, 1)})
     if isinstance(operator, SumOperator):
         return SumOperator(tuple(part_of(part, rows, start, stop) for part in operator.parts))
     if isinstance(operator, ConvolvedOperator):
         inner = part_of(operator.inner, rows, start, stop)
-        return ConvolvedOperator(inner, operator.taps[start:stop], operator.grid)
+        taps = operator.taps[start:stop]
+        taps = taps.repeat(several, *[1] * (taps.dim() - 1))
+        return ConvolvedOperator(inner, taps, operator.grid)
+    if isinstance(operator, PermutedOperator):
+        return PermutedOperator(part_of(operator.inner, rows, start, stop), operator.order)
+    if isinstance(operator, SkipOperator):
+        return SkipOperator(examples(operator.diagonal, rows, slice(start, stop)))
     if isinstance(operator, ScaledOperator):
         factors = [
-            None if x is None else x[rows][..., start:stop] for x in (operator.left, operator.right)
+            None if x is None else examples(x, rows, slice(start, stop))
+            for x in (operator.left, operator.right)
         ]
         return ScaledOperator(part_of(operator.inner, rows, start, stop), *factors)
     if not isinstance(operator, HeadOperator) or start % operator.width or stop % operator.width:
@@ -62,22 +79,41 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
         names = tuple(field.name for field in fields(some))
         return LinearAttentionOperator(**_at(some, rows, names), width=operator.width)
     assert isinstance(operator, SoftmaxOperator)
-    bias = operator.bias
-    if bias is not None:
-        bias = bias[rows] if bias.shape[0] > 1 else bias
-        bias = bias[:, heads] if bias.shape[1] > 1 else bias
+
+    def of_heads(x: Tensor) -> Tensor:  # (B', H, ...)
+        x = x[:, heads] if x.shape[1] > 1 else x.expand(-1, heads.stop - heads.start, -1, -1)
+        found = x[rows] if x.shape[0] > 1 else x.expand(len(rows), *x.shape[1:])
+        return found.flatten(1, 2) if rows.dim() == 2 and x.shape[0] > 1 else found
+
     return replace(
         operator,
-        query=operator.query[rows][:, heads],
-        key=operator.key[rows][:, heads],
-        bias=bias,
-        sinks=None if operator.sinks is None else operator.sinks[heads],
+        query=of_heads(operator.query),
+        key=of_heads(operator.key),
+        bias=None if operator.bias is None else of_heads(operator.bias),
+        sinks=None if operator.sinks is None else operator.sinks[heads].repeat(several),
     )
+
+
+def examples(x: Tensor, rows: Tensor, channels: slice = slice(None)) -> Tensor:
+    """The examples ``rows`` of ``x (B', L, D, ...)``, laid side by side if ``rows`` is ``(B, k)``.
+
+    Args:
+        x (Tensor): ``(B', L, D, ...)``.
+        rows (Tensor): ``(B,)`` or ``(B, k)`` int64.
+        channels (slice, optional): of each example. Default: all
+
+    Examples::
+
+        >>> examples(torch.randn(6, 5, 4), torch.arange(6).view(2, 3), slice(1, 3)).shape
+        torch.Size([2, 5, 6])
+    """
+    found = x[:, :, channels][rows]
+    return found.transpose(1, 2).flatten(2, 3) if rows.dim() == 2 else found
 
 
 def _at(coefficients: Any, rows: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
     found = {field.name: getattr(coefficients, field.name) for field in fields(coefficients)}
     return {
-        name: value[rows] if name in names and value is not None else value
+        name: examples(value, rows) if name in names and value is not None else value
         for name, value in found.items()
     }

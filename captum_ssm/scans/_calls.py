@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch.nn import functional as F
@@ -128,7 +128,21 @@ def _is_candidate(function: FunctionType) -> bool:
         return False
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     # An autograd function's forward does not know the graph.
-    return "ctx" not in names[:1] and any(True for _ in forms_of(names))
+    fits = "ctx" not in names[:1] and any(True for _ in forms_of(names))
+    return fits and _knows_torch(function)
+
+
+def _knows_torch(function: FunctionType) -> bool:
+    # Functions of numbers or arrays have such parameters too: SciPy's distributions take x and a.
+    for value in list(function.__globals__.values()):
+        name = None
+        if isinstance(value, ModuleType):
+            name = vars(value).get("__name__")
+        elif isinstance(value, type):
+            name = value.__module__
+        if isinstance(name, str) and name.partition(".")[0] == "torch":
+            return True
+    return False
 
 
 class _Exchange:

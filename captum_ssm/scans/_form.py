@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from captum_ssm.scans._candidate import Candidate
 
@@ -36,12 +37,14 @@ class ScanForm:
                 found[role] = name
         return found if all(role in found for role in self.needed) else None
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    def arguments(self, given: Mapping[str, Any], returned: Tensor) -> dict[str, Any] | None:
         """The arguments of a call by role; None where this cannot be a call of the form."""
         roles = self.roles(list(given))
         if roles is None:
             return None
         found = {role: given[name] for role, name in roles.items()}
+        if "returned" in self.names:
+            found["returned"] = returned
         return found if all(torch.is_tensor(found[role]) for role in self.needed) else None
 
 
@@ -61,7 +64,9 @@ def register_scan(
     Args:
         build (Callable): yields :class:`~captum_ssm.scans.Candidate`. Its parameters are the roles;
             those without a default have to be there, as tensors. Arguments that the function does
-            not take are not passed. Registering a function of the same name again replaces it.
+            not take are not passed. A parameter ``returned`` gets what the function returned, to
+            measure what no argument says. Registering a function of the same name again replaces
+            it.
         names (dict, optional): for each role the names that a function's parameter may have, in
             addition to the role's own. Default: None
         enlarge (sequence of str, optional): roles, tensors, in each of which the recurrence (and

@@ -93,7 +93,7 @@ def prove(call: FunctionCall, result: Any) -> Scan | None:
 
 
 def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) -> Scan | None:
-    given = form.arguments(call.arguments)
+    given = form.arguments(call.arguments, want.detach())
     if given is None:
         return None
     tolerance = max(TOLERANCE.get(given[role].dtype, 1.0) for role in form.needed)
