@@ -237,17 +237,17 @@ def test_only_functions_with_the_roles_are_candidates():
 def test_a_form_of_a_user(monkeypatch):
     monkeypatch.setattr(_form, "_FORMS", dict(_form._FORMS))
 
-    def running(values, gamma):
+    def running(signal, keep):
         h, out = 0, []
-        for token in values.unbind(1):
-            h = gamma * h + token
+        for token in signal.unbind(1):
+            h = keep * h + token
             out.append(h)
         return torch.stack(out, 1)
 
-    given = dict(values=torch.randn(2, 5, 3), gamma=torch.rand(3))
+    given = dict(signal=torch.randn(2, 5, 3), keep=torch.rand(3))
     assert proven(running, **given) is None
 
-    @register_scan(names={"x": ["values"], "decay": ["gamma"]})
+    @register_scan(names={"x": ["signal"], "decay": ["keep"]})
     def running_sum(x, decay):
         one = torch.ones_like(x)
         state = one[..., :1, None]

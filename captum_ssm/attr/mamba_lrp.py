@@ -100,9 +100,9 @@ class MambaLRP(TokenAttribution):
         # Scans that no mixer is known of have to be frozen too.
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = self._ruled(request, position, target, wiring=True)
-        warn_of_unknown(request.module, frozen.wiring.refused)
         score = frozen.require_score()
         relevance = relevance_at(rules.leaf(), score).to(request.inputs.device)
+        warn_of_unknown(request.module, frozen.wiring.refused)
         features = 1 if relevance.dim() == 4 else -1
         relevance = relevance.sum(features, keepdim=True)
         if frozen.mask is not None and relevance.dim() == 3:
