@@ -162,6 +162,7 @@ class _Measurement:
         self.orders: dict[int, Tensor | None] = {}  # by mixer, over the whole batch
         self.links: dict[tuple[int, int], Link] = {}
         self.exchanged = 0.0
+        self.is_far = False
 
     def name(self, i: int) -> str:
         if i == INPUT:
@@ -213,7 +214,7 @@ class _Measurement:
             self._check_orders(per_token)
         readout = [None if per_token else self._readout(stages[s].calls[0]) for s, _ in output]
         orders = [self._windows(i) for i in range(end)]
-        return Wiring(stages, output, orders, readout, self.exchanged)
+        return Wiring(stages, output, orders, readout, self.exchanged, self.is_far)
 
     def _is_per_token(self) -> bool:
         point = self.output
@@ -363,14 +364,19 @@ class _Measurement:
             for i in [*space, *([len(self.ports)] if per_token else [])]:
                 for j, share in self._exchanges(i, space).items():
                     self._refuse_mixers(i, j)
-                    if share > _EXCHANGED and not self._is_local(i, j):
+                    is_local = self._is_local(i, j)
+                    self.is_far |= not is_local
+                    if share > _EXCHANGED and not is_local:
                         raise self._refused(i, j, f"by something that is no mixer ({share:.0%})")
                     self.exchanged = max(self.exchanged, share)
 
     def _exchanges(self, i: int, space: Sequence[int]) -> dict[int, float]:
         """The share of other tokens in what those of i read of each leaf, where there is any."""
         root = None if i == INPUT else self.entries[i]
-        leaves = [j for j in space if i != INPUT and j in self.reads[i]]
+        # What happens between two stages shows in what the later one reads of the one before both.
+        near = self.direct.get(i, frozenset())
+        near = near.union(*(self.direct[k] for k in near if k != INPUT))
+        leaves = [j for j in space if j in near and j in self.reads[i]]
         if root is None or not leaves:
             return {}
         generator = torch.Generator().manual_seed(0)
@@ -393,7 +399,8 @@ class _Measurement:
         root, leaf = self.entries[i], self.exits[j]
         assert root is not None
         count = root.tokens
-        t = count // self.batch // 4
+        length = count // self.batch
+        t = length - 1 - length // 4  # late enough that a causal recurrence would show
         here = torch.zeros(count, dtype=torch.bool)
         here[t] = True
         seed = (
@@ -402,7 +409,7 @@ class _Measurement:
         )
         (found,) = gradients([root], [seed], [leaf])
         near = torch.zeros(count, dtype=torch.bool)
-        reach = max(1, min(4, t))
+        reach = max(1, min(4, length // 4))
         near[max(0, t - reach) : t + reach + 1] = True
         if found is None:
             return True

@@ -99,6 +99,7 @@ class Wiring:
             output reads the tokens, or None.
         exchanged (float, optional): the largest share that tokens read from one another between
             two mixers. Default: 0.0
+        is_far (bool, optional): whether they read others than their neighbors so. Default: False
         refused (str, optional): why no map through the layers can be made. Default: None
     """
 
@@ -107,6 +108,7 @@ class Wiring:
     orders: list[Tensor | None]
     readout: list[Tensor | None]
     exchanged: float = 0.0
+    is_far: bool = False
     refused: str | None = None
 
     @cached_property
@@ -131,8 +133,8 @@ class Wiring:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether tokens act on one another between the mixers."""
-        return self.refused is not None or self.exchanged > 0
+        """Whether a mixer that is not known may lie between the others."""
+        return self.refused is not None or self.is_far
 
     @property
     def is_simple(self) -> bool:
