@@ -194,7 +194,7 @@ class _Measurement:
         for s, group in enumerate(self.groups):
             stage_of |= dict.fromkeys(group, s)
         per_token = self._is_per_token()
-        simple = self._counts_agree() and self._leak(list(self.exits), {}, per_token) == 0
+        simple = self._counts_agree() and self._leak(list(self.exits), per_token) == 0
         stages = []
         for group in self.groups:
             reads = self._reads(group[0], stage_of, simple)
@@ -231,12 +231,10 @@ class _Measurement:
         alike = {point.tokens for point in points}
         return len(alike) == 1 and all(p.shape[0] == self.batch for p in points)
 
-    def _leak(
-        self, leaves: Sequence[int], orders: dict[int, Tensor | None], per_token: bool
-    ) -> float:
+    def _leak(self, leaves: Sequence[int], per_token: bool) -> float:
         """The gradient outside of a random half of the tokens, relative to that in it.
 
-        Exactly zero where everything between acts on each token by itself, in these orders.
+        Exactly zero where everything between acts on each token by itself, in its order.
         """
         end = len(self.ports)
         roots = [i for i in leaves if i != INPUT and self.entries[i] is not None]
@@ -250,16 +248,15 @@ class _Measurement:
             chosen = torch.zeros(count, dtype=torch.bool)
             chosen[torch.randperm(count, generator=generator)[: (count + 1) // 2]] = True
 
-            def at(i: int, point: Point, chosen: Tensor = chosen) -> Tensor:
-                order = orders.get(i)
-                return (chosen if order is None else chosen[order.cpu()]).to(point.device)[:, None]
-
-            seeds = [p.outer(generator) * at(i, p) for i, p in points]
+            seeds = [
+                p.outer(generator) * self._in_order(i, chosen).to(p.device)[:, None]
+                for i, p in points
+            ]
             inside = outside = 0.0
             found = gradients([p for _, p in points], seeds, [self.exits[i] for i in leaves])
             for i, gradient in zip(leaves, found, strict=True):
                 if gradient is not None:
-                    here = at(i, self.exits[i])
+                    here = self._in_order(i, chosen).to(gradient.device)[:, None]
                     inside = max(inside, float((gradient * here).abs().max()))
                     outside = max(outside, float((gradient * ~here).abs().max()))
             worst = max(worst, outside / max(inside, 1e-30))
@@ -359,7 +356,7 @@ class _Measurement:
     def _check_orders(self, per_token: bool) -> None:
         # Of mixers whose tokens are the same, in their orders: from one transport to the next.
         for space in self._spaces():
-            if self._leak(space, self.orders, per_token) == 0:
+            if self._leak(space, per_token) == 0:
                 continue
             for i in [*space, *([len(self.ports)] if per_token else [])]:
                 for j, share in self._exchanges(i, space).items():
