@@ -105,8 +105,10 @@ class Costs:
     """The resource usage of calls on one request."""
 
     def __init__(self, request: Request) -> None:
-        self.request, shape = request, request.inputs.shape
-        self.batch, self.length = shape[0], shape[1] if len(shape) < 4 else 1  # images stay whole
+        self.request, self.batch = request, request.batch
+        # Only texts are cut: a model of series or images may take one size only.
+        is_text = len(request.inputs) == 1 and (request.by_ids or request.is_embedded(0))
+        self.length = request.inputs[0].shape[1] if is_text else 1
         self.lengths: list[int] = []  # of the calls that were made last
         self._run = cache(lambda tokens: self._measured(_forward, tokens).seconds)
         chunks = (getattr(module, "chunk_size", None) for module in request.module.modules())
@@ -118,7 +120,8 @@ class Costs:
         def made(sample: Request, tokens: int) -> Any:
             given = {name: self._cut_option(tokens, name, v) for name, v in options.items()}
             extra = sample.named or sample.positional or None
-            return call(inputs=sample.inputs, additional_forward_args=extra, **given)
+            given_inputs = sample.inputs if sample.packed else sample.inputs[0]
+            return call(inputs=given_inputs, additional_forward_args=extra, **given)
 
         return self._extrapolated(made)
 
@@ -159,7 +162,7 @@ class Costs:
     def _measured(self, call: Callable[[Request, int], Any], tokens: int) -> Reading:
         sample = map_tensors(partial(self._cut, tokens), self.request)
         module = sample.module
-        owned = [*module.parameters(), *module.buffers(), sample.inputs]
+        owned = [*module.parameters(), *module.buffers(), *sample.inputs]
         return measured(lambda: call(sample, tokens), owned, tokens, self.length / tokens)
 
     def _cut(self, tokens: int, value: Tensor) -> Tensor:
@@ -176,7 +179,7 @@ class Costs:
             return [self._cut_option(tokens, name, item) for item in value[:1]]
         if name == "target" and isinstance(value, tuple) and len(value) == 2:
             return self._cut_option(tokens, "position", value[0]), value[1]
-        device = self.request.inputs.device
+        device = self.request.inputs[0].device
         index = as_integers(value, device) if name in ("position", "rows") else None
         if index is not None:
             value = index % self.length * tokens // self.length

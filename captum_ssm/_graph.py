@@ -27,17 +27,18 @@ class Point:
         shape (tuple of int): of the tensor.
         dtype (torch.dtype): of the tensor.
         device (torch.device): of the tensor.
-        channels (int, optional): the axis of the channels. Default: -1
+        channels (int, optional): the axis of the channels; None where each entry is a token of
+            its own. Default: -1
     """
 
     edge: GradientEdge
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    channels: int = -1
+    channels: int | None = -1
 
     @classmethod
-    def of(cls, x: Tensor, channels: int = -1) -> Point:
+    def of(cls, x: Tensor, channels: int | None = -1) -> Point:
         """The point of a tensor that requires a gradient."""
         return cls(get_gradient_edge(x), x.shape, x.dtype, x.device, channels)
 
@@ -49,14 +50,18 @@ class Point:
     @property
     def width(self) -> int:
         """E, the number of channels."""
-        return self.shape[self.channels]
+        return 1 if self.channels is None else self.shape[self.channels]
 
     def flat(self, x: Tensor) -> Tensor:
         """A tensor of this shape as ``(T, E)``."""
+        if self.channels is None:
+            return x.reshape(-1, 1)
         return x.movedim(self.channels, -1).reshape(-1, self.width)
 
     def unflat(self, x: Tensor) -> Tensor:
         """``x (T, E)`` in this point's shape."""
+        if self.channels is None:
+            return x.reshape(self.shape)
         moved = list(self.shape)
         moved.append(moved.pop(self.channels))
         return x.reshape(moved).movedim(-1, self.channels)
@@ -87,6 +92,34 @@ def gradients(
         allow_unused=True,
     )
     return [None if g is None else leaf.flat(g) for leaf, g in zip(leaves, found, strict=True)]
+
+
+def pushed(root: Point, leaf: Point, *directions: Tensor) -> list[Tensor]:
+    """The derivatives of ``root`` along ``directions`` of the leaf's shape, ``(T, E)`` each."""
+    with torch.enable_grad():
+        dual = torch.zeros(root.shape, dtype=root.dtype, device=root.device, requires_grad=True)
+        (back,) = torch.autograd.grad(root.edge, leaf.edge, dual, create_graph=True)
+        return [
+            root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
+            for one in directions
+        ]
+
+
+def orthogonal(point: Point, count: int, generator: torch.Generator) -> list[Tensor]:
+    """Seeds ``(T, E)`` for the squared norms of a point's Jacobian: exact where ``count`` is E.
+
+    Token t of seed k holds a row of a random orthogonal matrix, with a sign of its own, such that
+    the squares of what they pull back add up to the squared norm. Tokens that read the same are
+    told apart by their signs, in expectation.
+    """
+    E = point.width
+    basis = torch.linalg.qr(torch.randn(E, E, generator=generator, dtype=torch.float64))[0]
+    seeds = []
+    for k in range(count):
+        row = basis[k] * max(1.0, E / count) ** 0.5 if k < E else torch.zeros(E)
+        signs = torch.randint(0, 2, (point.tokens, 1), generator=generator) * 2 - 1
+        seeds.append((signs * row).to(point.device, point.dtype))
+    return seeds
 
 
 def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:
@@ -251,15 +284,9 @@ class Transport:
     def _sizes(self, probes: int = 8) -> Tensor:
         # The squared norms of J's rows, (B T,), from as many passes forward.
         generator = torch.Generator().manual_seed(1)
-        dual = torch.zeros(self.root.shape, dtype=self.root.dtype, device=self.root.device)
-        dual.requires_grad_()
-        (back,) = torch.autograd.grad(self.root.edge, self.leaf.edge, dual, create_graph=True)
-        total = torch.zeros(self.root.tokens, dtype=torch.float64, device=self.root.device)
-        for _ in range(probes):
-            r = self.leaf.unflat(self._noise(self.leaf, generator))
-            (ahead,) = torch.autograd.grad(back, dual, r, retain_graph=True)
-            total += self.root.flat(ahead).double().square().sum(-1) / probes
-        return total
+        noise = [self.leaf.unflat(self._noise(self.leaf, generator)) for _ in range(probes)]
+        found = pushed(self.root, self.leaf, *noise)
+        return torch.stack([one.double().square().sum(-1) for one in found]).mean(0)
 
     def _carried(self, w: Tensor, sizes: Tensor, probes: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)

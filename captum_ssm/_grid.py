@@ -1,31 +1,38 @@
-"""From tokens to pixels: which token is which patch of an image."""
+"""From tokens to pixels: which token is which patch of a series, an image, a video or a volume."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 INTERPOLATIONS = ("bilinear", "nearest", "bicubic")
+# What torch calls linear along each of so many axes.
+_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """Which token of a sequence is which patch of an image.
+    """Which token of a sequence is which patch of an image, of a series, or of a volume.
 
     A vision model provides one by a method ``token_grid(height, width)``, for images of that
-    size. Tokens that are not patches (CLS, registers) do not appear in it.
+    size; a model of videos or volumes by ``token_grid(depth, height, width)``, one of series by
+    ``token_grid(length)``. Tokens that are not patches (CLS, registers) do not appear in it.
 
     Args:
-        index (Tensor): ``(H, W)`` int64, the token of each patch, top row first.
+        index (Tensor): ``(H, W)`` int64, the token of each patch, top row first; or ``(L,)``, or
+            ``(D, H, W)``.
         mode (str, optional): how relevance of patches is interpolated to pixels,
-            ``"bilinear"``, ``"nearest"`` or ``"bicubic"``. Default: ``"bilinear"``
+            ``"bilinear"`` (linear along every axis), ``"nearest"`` or, for images, ``"bicubic"``.
+            Default: ``"bilinear"``
 
     Raises:
-        ValueError: for an index that is not ``(H, W)`` of integers, or an unknown ``mode``.
+        ValueError: for an index that is not of integers along one to three axes, or an unknown
+            ``mode``.
 
     Examples::
 
@@ -48,61 +55,66 @@ class TokenGrid:
     mode: str = "bilinear"
 
     def __post_init__(self) -> None:
-        if self.index.dim() != 2 or self.index.is_floating_point():
+        if self.index.dim() not in _LINEAR or self.index.is_floating_point():
             raise ValueError(
                 f"index has shape {tuple(self.index.shape)} and dtype {self.index.dtype}; "
-                "expected (H, W), int64: the token of each patch."
+                "expected (H, W), (L,) or (D, H, W), int64: the token of each patch."
             )
         if self.mode not in INTERPOLATIONS:
             raise ValueError(f"mode is {self.mode!r}; expected one of {INTERPOLATIONS}.")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(H, W): rows and columns of patches."""
-        return self.index.shape[0], self.index.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """Patches along each axis, such as (H, W)."""
+        return tuple(self.index.shape)
 
     def patches(self, relevance: Tensor) -> Tensor:
         """The relevance of patches ``(..., H, W)``, from that of tokens ``(..., L)``."""
         return relevance[..., self.index.to(relevance.device)]
 
-    def pixels(self, relevance: Tensor, size: tuple[int, int]) -> Tensor:
+    def pixels(self, relevance: Tensor, size: tuple[int, ...]) -> Tensor:
         """Token relevance ``(B, L)`` interpolated to an image of ``size``: ``(B, *size)``."""
         patches = self.patches(relevance)[:, None]
-        aligned = {} if self.mode == "nearest" else {"align_corners": False}
-        return nn.functional.interpolate(patches, size=size, mode=self.mode, **aligned)[:, 0]
+        mode = self.mode
+        if mode == "bilinear" or (mode == "bicubic" and len(size) != 2):
+            mode = _LINEAR[len(size)]
+        aligned = {} if mode == "nearest" else {"align_corners": False}
+        return nn.functional.interpolate(patches, size=size, mode=mode, **aligned)[:, 0]
 
 
 def find_token_grid(
     model: nn.Module, arguments: Mapping[str, Any], images: Tensor, tokens: int
 ) -> TokenGrid | None:
-    """The grid of a model's tokens, or None for inputs that are not images, or if unknown.
+    """The grid of a model's tokens, or None for inputs that have none, or if it is unknown.
 
     It is found by a method ``token_grid(height, width)`` of the model or of a module in it; else
     by an attribute ``patch_embed`` as in timm and in the published Vision Mamba, with its
     ``grid_size`` or its convolution ``proj``, and the published flags for the CLS token.
 
-    ``images`` are the explained inputs; those among the ``arguments`` of the model's ``forward``
-    may have another size. ``tokens`` is L, the length of its mixers' sequence.
+    ``images`` are the explained inputs, ``(B, C, *size)``; those among the ``arguments`` of the
+    model's ``forward`` may have another size. ``tokens`` is L, the length of its mixers' sequence.
     """
-    if images.dim() != 4:
+    axes = images.dim() - 2
+    if axes not in _LINEAR or not images.is_floating_point():
         return None
-    seen = next((a for a in arguments.values() if torch.is_tensor(a) and a.dim() == 4), images)
-    height, width = int(seen.shape[-2]), int(seen.shape[-1])
+    given = (a for a in arguments.values() if torch.is_tensor(a) and a.dim() == images.dim())
+    seen = next(given, images)
+    size = tuple(map(int, seen.shape[2:]))
     for module in model.modules():
         method = getattr(module, "token_grid", None)
-        if callable(method):
-            grid: TokenGrid = method(height, width)
+        if callable(method) and len(signature(method).parameters) == axes:
+            grid: TokenGrid = method(*size)
             last = int(grid.index.max())
             if last >= tokens:
                 raise ValueError(
                     f"token_grid of {type(module).__name__} names token {last} for images of "
-                    f"{height} x {width}; expected tokens 0 .. {tokens - 1}, as in its mixers' "
-                    "sequence."
+                    f"{' x '.join(map(str, size))}; expected tokens 0 .. {tokens - 1}, as in its "
+                    "mixers' sequence."
                 )
             return grid
     for module in model.modules():
         embed = getattr(module, "patch_embed", None)
-        if isinstance(embed, nn.Module):
+        if isinstance(embed, nn.Module) and axes == 2:
             return _published_grid(module, embed, seen, tokens)
     return None
 

@@ -134,7 +134,7 @@ def supported(
     tried: dict[str, str | None] = {}
     if target is None:
         target = likeliest(short)
-    given = (short.inputs,) if short.packed else short.inputs
+    given = short.inputs if short.packed else short.inputs[0]
     for name, method in methods().items():
         try:
             method(forward_func, owner).attribute(
@@ -152,9 +152,13 @@ def likeliest(request: Request) -> Any:
     """A target: the token, or class, that the model predicts for the first example."""
     with torch.no_grad():
         logits = extract_logits(request.run())
-    if logits.dim() == 3:
+    if logits.dim() < 2:
+        return None
+    if logits.dim() == 3 and request.speaks(logits):
         return int(logits[0, -1].argmax())
-    return None if logits.dim() < 2 else int(logits[0].flatten().argmax())
+    found = torch.unravel_index(logits[0].argmax(), logits.shape[1:])
+    index = tuple(int(one) for one in found)
+    return index[0] if len(index) == 1 else index
 
 
 def first_line(value: object) -> str:
@@ -231,6 +235,6 @@ def _between(frozen: FrozenModel) -> str:
         notes.append(
             f"tokens read up to {wiring.exchanged:.1%} from one another, which no map shows"
         )
-    if not wiring.stages[0].reads and frozen.request.inputs.dim() < 4:
+    if not wiring.stages[0].reads and frozen.grid is None:
         notes.append("the way from the input to the first mixer was not measured")
     return "; ".join(notes) or "each token by itself, in its place"

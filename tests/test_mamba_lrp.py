@@ -291,14 +291,14 @@ def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
     torch.testing.assert_close(same, score)
     direction = torch.randn_like(score)
     (gradient,) = torch.autograd.grad((same * direction).sum(), x)
-    found = relevance_at(x, (score * direction).sum(-1))
+    (found,) = relevance_at([x], (score * direction).sum(-1))
     torch.testing.assert_close(found, x.detach() * gradient, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 8.66), (torch.bfloat16, 3.12)])
 def test_a_saturated_tanh_carries_relevance(dtype: torch.dtype, limit: float) -> None:
     x = torch.tensor([-20.0, -limit, 0.0, 1.0, limit, 10.0, 40.0]).to(dtype).requires_grad_()
-    found = relevance_at(x, torch.tanh(x))
+    (found,) = relevance_at([x], torch.tanh(x))
     # Its argument is known up to where tanh is rounded to one.
     expected = x.double() * (x.double().tanh() / x.double()).nan_to_num(1.0).clamp(min=1 / limit)
     torch.testing.assert_close(found.double(), expected.detach(), rtol=0.02, atol=1e-6)

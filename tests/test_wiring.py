@@ -139,7 +139,7 @@ def test_a_reversed_model_is_explained_in_the_order_of_its_input(method):
 def test_latim_refuses_a_residual_stream_in_another_order():
     body = made(Stack(lambda x, one: one(x), mixers=1))
     with pytest.raises(UnsupportedModelError, match="another order"):
-        LaTIM(lambda x: body(x.flip(1)).flip(1), body).attribute(tokens(), target=1)
+        LaTIM(lambda x: body(x.flip(1)).flip(1), body).attribute(tokens(), target=(-1, 1))
 
 
 @each([MambaAttribution, UnifiedImplicitAttention])

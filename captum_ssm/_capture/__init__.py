@@ -15,7 +15,7 @@ from captum_ssm._capture.frozen import (
     freeze,
 )
 from captum_ssm._capture.model import check_forward, check_model, is_model, resolve_model, unwrap
-from captum_ssm._capture.request import Request, check_remote, single_input
+from captum_ssm._capture.request import Request, check_remote
 
 __all__ = [
     "FrozenLayer",
@@ -29,6 +29,5 @@ __all__ = [
     "freeze",
     "is_model",
     "resolve_model",
-    "single_input",
     "unwrap",
 ]

@@ -20,11 +20,11 @@ from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.recording import Recording, check_finite, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
-from captum_ssm._capture.target import asked_position, one_query, query_weights, read_score
+from captum_ssm._capture.target import one_query, query_weights, read_score
 from captum_ssm._capture.wiring import Wiring, sequence
 from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, UnsupportedModelError
-from captum_ssm._grid import TokenGrid, find_token_grid
+from captum_ssm._grid import TokenGrid
 from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -357,15 +357,19 @@ def freeze(
     own_graph = substitution is not None
     if substitution is None and gradients:
         substitution = Substitution()
-    recording = _recorded(request, gradients or own_graph, also, substitution, wiring)
+
+    def score_of(recording: Recording) -> Tensor:
+        return read_score(recording, target, position)
+
+    asks = score_of if gradients or own_graph else None
+    recording = _recorded(request, asks, also, substitution, wiring)
     mask = recording.mask
     recording.check_finite()
     found = recording.wiring
-    by_ids = not request.inputs.is_floating_point()
     if found is None:
         found = sequence(len(recording.calls), recording.shape[1])
-    if (by_ids and not wiring) or not found.stages[0].reads:
-        _check_tokens(request.inputs, found.stages[0].tokens)
+    if request.by_ids and not (wiring and found.stages[0].reads):
+        _check_tokens(request.inputs[0], found.stages[0].tokens)
     if not own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
         return freeze(
             request,
@@ -378,9 +382,8 @@ def freeze(
         )
 
     weights: list[Tensor] | None = None
-    score = None
-    if gradients or own_graph:
-        score = read_score(recording, target, position)
+    score = recording.score
+    if score is not None:
         if not own_graph:
             with torch.inference_mode(False), torch.enable_grad():
                 recording = recording.with_gradients(score)
@@ -389,8 +392,8 @@ def freeze(
     if query:
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)
-        asked = asked_position(recording, target, position) if score is not None else position
-        weights = query_weights(recording, found, asked)
+        asked = None if score is None else target
+        weights = query_weights(recording, found, position, asked)
     device, dtype = recording.device, recording.calls[0].dtype
     made = substitution.made if substitution is not None and not request.remote else []
     return FrozenModel(
@@ -402,7 +405,7 @@ def freeze(
         None if weights is None else [w.to(device, dtype) for w in weights],
         score,
         [_brought(call, device) for call in recording.others],
-        find_token_grid(request.module, recording.arguments, request.inputs, recording.shape[1]),
+        recording.grid(request.module),
     )
 
 
@@ -424,15 +427,15 @@ def _without_autocast() -> Iterator[None]:
 
 def _recorded(
     request: Request,
-    gradients: bool,
+    score: Callable[[Recording], Tensor] | None,
     also: Callable[[nn.Module], bool] | None,
     substitution: Substitution | None,
     wiring: bool,
 ) -> Recording:
     if request.remote:
-        return record_remotely(request, gradients=gradients, also=also)
-    options: dict[str, Any] = {"gradients": gradients, "also": also, "substitute": substitution}
-    short = None if gradients or not wiring else request.shortened(SHORT)
+        return record_remotely(request, score=score, also=also)
+    options: dict[str, Any] = {"score": score, "also": also, "substitute": substitution}
+    short = None if score is not None or not wiring else request.shortened(SHORT)
     if short is None:
         return record(request, **options, wiring=wiring)
     recording = record(request, **options)
@@ -447,7 +450,7 @@ def _recorded(
 
 def _check_tokens(inputs: Tensor, tokens: int) -> None:
     # Where nothing was measured between the input and the first mixer.
-    if inputs.dim() < 4 and inputs.shape[1] != tokens:
+    if inputs.shape[1] != tokens:
         raise InputError(
             f"inputs has shape {tuple(inputs.shape)}, but the mixers saw (batch, tokens) = "
             f"{(inputs.shape[0], tokens)}; forward_func has to pass each input token to the model "
@@ -479,7 +482,7 @@ def _frozen_layers(
         )
         if known is not None and check:
             check_reconstruction(name, call, known.rebuilt, own)
-        here = _brought(in_order(call, order, recording.inputs.shape[0]), recording.device)
+        here = _brought(in_order(call, order, recording.shape[0]), recording.device)
         stage = wiring.stage_of[i]
         layers.append(FrozenLayer(name, here, stage, call, known, own, check, order))
     return layers

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from captum_ssm._capture.ways import Way, feature_axis, portions
 from captum_ssm._capture.wiring import (
     INPUT,
     Link,
@@ -75,6 +76,21 @@ class Port:
     exit: Point
 
 
+@dataclass(frozen=True)
+class Start:
+    """One of the model's inputs in the graph.
+
+    Args:
+        point (Point): the input, or the embeddings of its ids.
+        values (Tensor): its values.
+        embedded (bool): whether its last axis is an embedding's.
+    """
+
+    point: Point
+    values: Tensor
+    embedded: bool
+
+
 @dataclass
 class Cuts:
     """Where a run of a model is cut, and what it left there.
@@ -84,7 +100,7 @@ class Cuts:
     """
 
     whole: bool
-    start: Point | None = None
+    starts: dict[int, Start] = field(default_factory=dict)
     ports: list[Port] = field(default_factory=list)
     measuring: bool = False
     _entries: list[Point | None] = field(default_factory=list)
@@ -101,15 +117,16 @@ class Cuts:
         self.ports.append(Port(name, self._entries.pop(), Point.of(found)))
         return found
 
-    def begin(self, tokens: Tensor, channels: int = -1) -> Tensor:
-        """The model's own input, or its embeddings, as the model is to go on with them."""
-        found = self._started(tokens)
-        self.start = Point.of(found, channels)
+    def begin(self, index: int, values: Tensor, *, embedded: bool) -> Tensor:
+        """One of the model's inputs, or its embeddings, as the model is to go on with them."""
+        found = self._started(values)
+        channels = None if values.dim() == 2 else -1
+        self.starts[index] = Start(Point.of(found, channels), values.detach(), embedded)
         return found
 
     def forget(self) -> None:
         """Let go of the graph, which refers to this object too."""
-        self.start = None
+        self.starts.clear()
         self.ports.clear()
         self._entries.clear()
 
@@ -127,17 +144,28 @@ class Cuts:
             return _Exit.apply(output, self)
 
 
-def measure(cuts: Cuts, output: Tensor | None, batch: int) -> Wiring:
+def measure(
+    cuts: Cuts,
+    output: Tensor | None,
+    batch: int,
+    *,
+    score: Tensor | None = None,
+    in_grid: bool = False,
+) -> Wiring:
     """The wiring of the run that ``cuts`` was made for.
 
     Args:
         cuts (Cuts): with at least one port.
         output (Tensor, optional): what the model returned, if it depends on the mixers.
         batch (int): B.
+        score (Tensor, optional): ``(B,)``, an entry of the output, where the tokens that it is
+            read from are asked for, not those of the whole output. Default: None
+        in_grid (bool, optional): whether it is known which token is which patch, so that the way
+            from the input does not have to be measured. Default: False
     """
     cuts.measuring = True
     try:
-        return _Measurement(cuts, output, batch).wiring()
+        return _Measurement(cuts, output, batch, score, in_grid).wiring()
     except UnsupportedModelError as error:
         count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
         return replace(sequence(count, tokens), refused=str(error))
@@ -147,16 +175,25 @@ def measure(cuts: Cuts, output: Tensor | None, batch: int) -> Wiring:
 
 class _Measurement:
     # Mixers are numbered from 0 in forward order; the start of the graph is INPUT.
-    def __init__(self, cuts: Cuts, output: Tensor | None, batch: int) -> None:
+    def __init__(
+        self,
+        cuts: Cuts,
+        output: Tensor | None,
+        batch: int,
+        score: Tensor | None,
+        in_grid: bool,
+    ) -> None:
         self.ports, self.batch = cuts.ports, batch
         self.exits = {i: port.exit for i, port in enumerate(cuts.ports)}
-        if cuts.start is not None:
-            self.exits[INPUT] = cuts.start
+        self.score = None if score is None or not score.requires_grad else Point.of(score, None)
         self.output = None
         if output is not None and output.requires_grad and output.is_floating_point():
             self.output = Point.of(output)
         self.entries = {i: port.entry for i, port in enumerate(cuts.ports)}
         self.entries[len(cuts.ports)] = self.output
+        self.ways = self._ways(cuts.starts)
+        if not in_grid:
+            self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
         self.direct = self._direct()
         self.groups = side_by_side(self.direct)
         self.orders: dict[int, Tensor | None] = {}  # by mixer, over the whole batch
@@ -164,9 +201,31 @@ class _Measurement:
         self.exchanged = 0.0
         self.is_far = False
 
+    def _ways(self, starts: dict[int, Start]) -> tuple[Way, ...]:
+        if not starts or sorted(starts) != list(range(len(starts))):
+            return ()
+        leaves = [starts[k].point for k in range(len(starts))]
+        ports = list(self.exits.values())
+        roots = [entry for entry in self.entries.values() if entry is not None]
+        found = dependencies(roots, [*leaves, *ports])
+        ways = []
+        for k, leaf in enumerate(leaves):
+            # Tokens that are made of it without another mixer between.
+            mine = [
+                root
+                for root, one in zip(roots, found, strict=True)
+                if k in one and max(one) < len(leaves)
+            ]
+            if starts[k].embedded:
+                mine = []
+            elif mine and leaf.channels is not None:
+                leaf = replace(leaf, channels=feature_axis(mine[0], leaf, self.batch))
+            ways.append(Way(leaf, starts[k].values, tuple(mine), self.batch))
+        return tuple(ways)
+
     def name(self, i: int) -> str:
-        if i == INPUT:
-            return "the input"
+        if i < 0:
+            return "the input" if len(self.ways) == 1 else f"input {INPUT - i}"
         return self.ports[i].name if i < len(self.ports) else "the output"
 
     def _count(self, i: int) -> str:
@@ -180,7 +239,7 @@ class _Measurement:
         self.reads = reads
         direct, end = nearest(reads), len(self.ports)
         lost = [i for i in range(end) if not direct[i]]
-        if INPUT in self.exits and any(INPUT in one for one in direct.values()) and lost:
+        if lost and any(i < 0 for one in direct.values() for i in one):
             raise UnsupportedModelError(
                 f"{self.name(lost[0])} is given tokens that do not come from the input, "
                 f"(batch, tokens) = {self._count(lost[0])}, and {self.name(0)} is given "
@@ -190,7 +249,7 @@ class _Measurement:
         return direct
 
     def wiring(self) -> Wiring:
-        end, stage_of = len(self.ports), {INPUT: INPUT}
+        end, stage_of = len(self.ports), {i: i for i in self.exits if i < 0}
         for s, group in enumerate(self.groups):
             stage_of |= dict.fromkeys(group, s)
         per_token = self._is_per_token()
@@ -212,9 +271,12 @@ class _Measurement:
             output = tuple((stage_of[i], Link()) for i in sources)
         if not simple:
             self._check_orders(per_token)
-        readout = [None if per_token else self._readout(stages[s].calls[0]) for s, _ in output]
+        whole = per_token and self.score is None
+        readout = [None if whole else self._readout(stages[s].calls[0]) for s, _ in output]
         orders = [self._windows(i) for i in range(end)]
-        return Wiring(stages, output, orders, readout, self.exchanged, self.is_far)
+        return Wiring(
+            stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
+        )
 
     def _is_per_token(self) -> bool:
         point = self.output
@@ -237,7 +299,7 @@ class _Measurement:
         Exactly zero where everything between acts on each token by itself, in its order.
         """
         end = len(self.ports)
-        roots = [i for i in leaves if i != INPUT and self.entries[i] is not None]
+        roots = [i for i in leaves if i >= 0 and self.entries[i] is not None]
         if per_token and self.output is not None and self.direct[end] <= set(leaves):
             roots.append(end)
         count = self.exits[leaves[0]].tokens
@@ -265,10 +327,14 @@ class _Measurement:
     def _reads(self, i: int, stage_of: dict[int, int], simple: bool) -> tuple[Read, ...]:
         # One read per stage, by way of its first mixer.
         leads = sorted({stage_of[j]: j for j in sorted(self.direct[i], reverse=True)}.values())
-        reads = []
+        root, inputs = self.entries[i], [j for j in leads if j < 0]
         for j in leads:
             self.links[i, j] = Link() if simple else self._link(i, j)
-            reads.append((stage_of[j], self.links[i, j]))
+        if len(inputs) > 1 and root is not None:
+            sizes = [self.ways[INPUT - j].added(root) for j in inputs]
+            for j, share in zip(inputs, portions(sizes), strict=True):
+                self.links[i, j] = replace(self.links[i, j], share=share)
+        reads = [(stage_of[j], self.links[i, j]) for j in leads]
         self.orders.setdefault(i, None)
         return tuple(reads)
 
@@ -419,7 +485,7 @@ class _Measurement:
         return chosen if order is None else chosen[order]
 
     def _spaces(self) -> list[list[int]]:
-        space_of: dict[int, int] = {INPUT: INPUT}
+        space_of: dict[int, int] = {i: i for i in self.exits if i < 0}
         for i in range(len(self.ports)):
             linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).is_identity]
             lead = next(group[0] for group in self.groups if i in group)
@@ -431,11 +497,15 @@ class _Measurement:
         return [space for space in spaces.values() if len(space) > 1]
 
     def _readout(self, i: int) -> Tensor | None:
-        """The tokens after mixer i that a pooled output reads, in equal shares ``(B, T)``."""
-        if self.output is None:
+        """The tokens after mixer i that the output, or the score, is read from: ``(B, T)``.
+
+        A pooled output reads them in equal shares, an entry of a dense one as by a transport.
+        """
+        point = self.output if self.score is None else self.score
+        if point is None:
             return None
-        generator = torch.Generator().manual_seed(0)
-        (gradient,) = gradients([self.output], [self.output.noise(generator)], [self.exits[i]])
+        seed = point.noise(torch.Generator().manual_seed(0))
+        (gradient,) = gradients([point], [seed if self.score is None else seed**0], [self.exits[i]])
         if gradient is None:
             return None
         energy = gradient.float().norm(dim=-1).view(self.batch, -1)
@@ -447,6 +517,9 @@ class _Measurement:
         most = energy.amax(1, keepdim=True)
         if not bool((most > 0).all()):
             return None
+        if self.score is not None:  # as by a transport
+            energy = energy.square()
+            return energy / energy.sum(1, keepdim=True)
         support = (energy > 1e-6 * most).to(energy.dtype)
         return support / support.sum(1, keepdim=True)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ from captum_ssm._capture.model import extract_logits, input_embeddings, is_wrapp
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, UnsupportedModelError
-from captum_ssm._grid import find_token_grid
+from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm._rules import is_norm as is_norm
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
@@ -46,7 +46,7 @@ class Recording:
     """What one run of a model left.
 
     Args:
-        inputs (Tensor): what was run.
+        request (Request): what was run.
         output (Any): what ``forward_func`` returned.
         calls (list of MixerCall): the mixers' calls, in forward order.
         others (list of MixerCall): calls of further modules outside the mixers, in forward
@@ -55,19 +55,22 @@ class Recording:
             (empty where ``forward_func`` runs only a part of the model).
         wiring (Wiring, optional): what lies between the mixers, where it was measured.
             Default: None
+        score (Tensor, optional): ``(B,)``, what is explained, where it was asked for.
+            Default: None
     """
 
-    inputs: Tensor
+    request: Request
     output: Any
     calls: list[MixerCall]
     others: list[MixerCall]
     arguments: dict[str, Any]
     wiring: Wiring | None = None
+    score: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(B, L), the tokens that the last mixer works on."""
-        B = self.inputs.shape[0]
+        B = self.request.batch
         return B, self.calls[-1].output.shape[:-1].numel() // B
 
     @cached_property
@@ -77,7 +80,8 @@ class Recording:
         Raises:
             InputError: for a mask of other values than 0 and 1, or an example of padding only.
         """
-        B, L = self.inputs.shape[:2] if self.inputs.dim() < 4 else self.shape
+        inputs = self.request.inputs[0]
+        B, L = inputs.shape[:2] if inputs.dim() < 4 else self.shape
         mask = self.arguments.get("attention_mask")
         if not torch.is_tensor(mask):
             masks = (call.token_mask() for call in self.calls)
@@ -98,10 +102,30 @@ class Recording:
             )
         return (mask != 0).to(self.device)
 
+    @cached_property
+    def is_language(self) -> bool:
+        """Whether the output is logits of tokens."""
+        return self.request.speaks(extract_logits(self.output))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the output has many entries for each example, each read from tokens of its own.
+
+        Logits of a language model's tokens are asked for by a position instead.
+        """
+        return not self.is_language and extract_logits(self.output).dim() > 2
+
     @property
     def device(self) -> torch.device:
         """That of the first mixer. A model may be spread over devices; results are on this one."""
         return self.calls[0].output.device
+
+    def grid(self, model: nn.Module) -> TokenGrid | None:
+        """Which token of the last mixer is which patch of the input, where the model tells."""
+        inputs = self.request.inputs
+        if len(inputs) > 1:
+            return None
+        return find_token_grid(model, self.arguments, inputs[0], self.shape[1])
 
     def check_finite(self) -> None:
         """Raise `InputError` where a mixer returned NaN or Inf."""
@@ -151,14 +175,14 @@ def require_graph(score: Tensor) -> None:
         raise _no_graph()
 
 
-def gradient_at(leaf: Tensor, score: Tensor) -> Tensor:
-    """The gradient of ``score`` (summed over the batch) at ``leaf``."""
+def gradients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | None]:
+    """The gradients of ``score`` (summed over the batch) at ``leaves``, not None for all."""
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
-        (gradient,) = torch.autograd.grad(score.sum(), leaf, allow_unused=True)
-    if gradient is None:
+        found = torch.autograd.grad(score.sum(), list(leaves), allow_unused=True)
+    if all(gradient is None for gradient in found):
         raise _no_graph()
-    return gradient
+    return list(found)
 
 
 def _no_graph() -> ValueError:
@@ -172,7 +196,7 @@ def _no_graph() -> ValueError:
 def record(
     request: Request,
     *,
-    gradients: bool = False,
+    score: Callable[[Recording], Tensor] | None = None,
     also: Callable[[nn.Module], bool] | None = None,
     substitute: Callable[[MixerCall], Any] | None = None,
     wiring: bool = False,
@@ -181,8 +205,9 @@ def record(
 
     Args:
         request (Request): what to run.
-        gradients (bool, optional): keep the autograd graph, so that
-            :meth:`Recording.with_gradients` can be asked. Default: False
+        score (Callable, optional): reads what is explained off the recording, ``(B,)``. The
+            autograd graph is then kept, so that :meth:`Recording.with_gradients` can be asked.
+            Default: None
         also (Callable, optional): says which modules outside the mixers to record too, such as
             the norms at which the residual stream can be read. Default: None
         substitute (Callable, optional): takes each recorded call, its tensors alive in the graph,
@@ -194,6 +219,7 @@ def record(
         UnsupportedModelError: the model holds no mixer that the registry knows, the run reached
             none, or tokens are mixed between the mixers.
     """
+    gradients = score is not None
     if gradients and any(p.is_inference() for p in request.module.parameters()):
         raise ValueError(
             f"the parameters of model={type(request.module).__name__} were made under "
@@ -202,11 +228,11 @@ def record(
         )
 
     if not wiring:
-        return _record_once(request, gradients, also, substitute, None)
+        return _record_once(request, score, also, substitute, None)
 
     def once(cuts: Cuts) -> Recording:
         try:
-            return _record_once(request, gradients, also, substitute, cuts)
+            return _record_once(request, score, also, substitute, cuts)
         finally:
             cuts.forget()
 
@@ -235,11 +261,12 @@ def record(
 
 def _record_once(
     request: Request,
-    gradients: bool,
+    score: Callable[[Recording], Tensor] | None,
     also: Callable[[nn.Module], bool] | None,
     substitute: Callable[[MixerCall], Any] | None,
     cuts: Cuts | None,
 ) -> Recording:
+    gradients = score is not None
     grad_mode = torch.no_grad if cuts is None and not gradients else torch.enable_grad
     with (
         ONE_RUN,
@@ -248,8 +275,8 @@ def _record_once(
         grad_mode(),
         instrumented(request.model) as root,
     ):
-        by_ids = not request.inputs.is_floating_point()
-        if cuts is not None and by_ids:
+        ids = {k: one for k, one in enumerate(request.inputs) if not one.is_floating_point()}
+        if cuts is not None and ids:
             mixers, others = find_envoys(root, lambda m: _is_table(m) or bool(also and also(m)))
         else:
             mixers, others = find_envoys(root, also)
@@ -288,22 +315,25 @@ def _record_once(
                 return value, _with_first(
                     value, cuts.leave(envoy.path.removeprefix("model."), _first(value))
                 )
-            if cuts.start is None and _is_table(envoy._module) and table in (None, envoy._module):
+            if _is_table(envoy._module) and table in (None, envoy._module):
                 given = next(tensors_in((args, kwargs)))
-                if _same_ids(given, request.inputs):
-                    value = cuts.begin(value)
+                same = [k for k in ids if k not in cuts.starts and _same_ids(given, ids[k])]
+                if same:
+                    value = cuts.begin(same[0], value, embedded=True)
                 embedded.append(given)
             return value, value
 
-        inputs = request.inputs
-        if cuts is not None and not by_ids:
-            inputs = cuts.begin(inputs, channels=1 if inputs.dim() == 4 else -1)
-        run = partial(request.run, inputs)
+        inputs = list(request.inputs)
+        for k, one in enumerate(inputs):
+            if cuts is not None and k not in ids:
+                inputs[k] = cuts.begin(k, one, embedded=request.is_embedded(k))
+        run = partial(request.run, tuple(inputs))
         output, visits, root_visits = _trace(root, [*mixers, *others], run, enter, put)
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
-        if by_ids and cuts is not None and cuts.start is None:
-            _check_embedded(embedded, request.inputs)
+        if cuts is not None:
+            for k in set(ids) - set(cuts.starts):
+                _check_embedded(embedded, ids[k])
         calls = [
             MixerCall(names[envoy._module], envoy._module, args, kwargs, result, order=order)
             for order, (envoy, (args, kwargs), result) in enumerate(visits)
@@ -311,13 +341,19 @@ def _record_once(
         arguments = bound_arguments(root._module, *root_visits[0]) if root_visits else {}
         found, other = split_calls(request.model, calls)
         other = [call for call in other if also is not None and also(call.module)]
-        recording = Recording(request.inputs, output, found, other, arguments)
+        recording = Recording(request, output, found, other, arguments)
+        if score is not None:
+            recording = replace(recording, score=score(recording))
         if cuts is not None:
-            if find_token_grid(root._module, arguments, request.inputs, recording.shape[1]):
-                cuts.start = None  # it is known which token is which patch
             logits = extract_logits(output)
             if cuts.is_connected(logits):
-                wiring = measure(cuts, logits, request.inputs.shape[0])
+                wiring = measure(
+                    cuts,
+                    logits,
+                    request.batch,
+                    score=recording.score if recording.is_dense else None,
+                    in_grid=recording.grid(root._module) is not None,
+                )
                 recording = replace(recording, wiring=wiring)
     return recording if gradients else detached(recording)
 

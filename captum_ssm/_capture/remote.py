@@ -23,7 +23,7 @@ from captum_ssm._capture.recording import (
     ONE_RUN,
     Recording,
     find_envoys,
-    gradient_at,
+    gradients_at,
     instrumented,
     split_calls,
 )
@@ -49,7 +49,8 @@ class RemoteRecording(Recording):
     gradients_of: Callable[[Places, Tensor], dict[int, Tensor | None]] = field(kw_only=True)
 
     def with_gradients(self, target: Tensor) -> Recording:
-        at_logits = gradient_at(self.output, target)
+        (at_logits,) = gradients_at([self.output], target)
+        assert at_logits is not None
         places = at_logits.nonzero(as_tuple=True)
         return self.carrying(self.gradients_of(places, at_logits[places]))
 
@@ -57,12 +58,12 @@ class RemoteRecording(Recording):
 def record_remotely(
     request: Request,
     *,
-    gradients: bool = False,
+    score: Callable[[Recording], Tensor] | None = None,
     also: Callable[[nn.Module], bool] | None = None,
 ) -> Recording:
     """As :func:`~captum_ssm._capture.recording.record`, of a run on a server.
 
-    The model's weights need not be loaded. With ``gradients`` the logits come back too, so that
+    The model's weights need not be loaded. With a ``score`` the logits come back too, so that
     :meth:`RemoteRecording.with_gradients` can be asked.
 
     Raises:
@@ -83,7 +84,9 @@ def record_remotely(
         with ONE_RUN, instrumented(model), torch.inference_mode(False):
             return _ask(model, request.remote, envoys, args, kwargs, **options)
 
-    visits, weights, (output, between) = ask(mixers=len(mixers), absent=absent, whole=gradients)
+    visits, weights, (output, between) = ask(
+        mixers=len(mixers), absent=absent, whole=score is not None
+    )
     for i in absent:
         modules[i] = _with_weights(modules[i], weights[i])
     calls = [
@@ -95,13 +98,19 @@ def record_remotely(
         _, _, found = ask(at_logits=(places, values))
         return dict(enumerate(found))
 
-    if gradients:
+    if score is not None:
         output.requires_grad_(True)
     mixing, other = split_calls(model, calls)
-    wiring = _wiring(mixing, between)
-    return RemoteRecording(
-        request.inputs, output, mixing, other, kwargs, wiring, gradients_of=gradients_of
+    recording = RemoteRecording(
+        request,
+        output,
+        mixing,
+        other,
+        kwargs,
+        _wiring(mixing, between),
+        gradients_of=gradients_of,
     )
+    return recording if score is None else replace(recording, score=score(recording))
 
 
 def _wiring(calls: list[MixerCall], between: tuple[list[list[int]], float]) -> Wiring:

@@ -23,6 +23,10 @@ from captum_ssm._errors import InputError
 from captum_ssm._nested import same_values
 
 _EXPECTED = (
+    "expected token ids (B, L) of an integer dtype, or values (B, ...) of a floating dtype "
+    "(embeddings, series, images, volumes)"
+)
+_OF_LANGUAGE = (
     "expected token ids (B, L) of an integer dtype, embeddings (B, L, E) or images (B, C, H, W) "
     "of a floating dtype"
 )
@@ -39,7 +43,7 @@ class Request:
     Args:
         forward_func (Callable): what is explained.
         model (nn.Module or nnsight model): the model it runs.
-        inputs (Tensor): ids ``(B, L)``, embeddings ``(B, L, E)`` or images ``(B, C, H, W)``.
+        inputs (tuple of Tensor): what is explained, ids ``(B, L)`` or floats ``(B, ...)`` each.
         positional (tuple): further arguments of ``forward_func``.
         named (dict): further arguments by keyword.
         remote (bool or str, optional): where an nnsight model runs. Default: False
@@ -49,7 +53,7 @@ class Request:
 
     forward_func: Callable[..., Any]
     model: Any
-    inputs: Tensor
+    inputs: tuple[Tensor, ...]
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = field(default_factory=dict)
     remote: Remote = False
@@ -73,13 +77,18 @@ class Request:
         """
         model = resolve_model(forward_func, model)
         check_remote(remote, forward_func, model)
-        given, extra = _split_encoding(single_input(inputs), additional_forward_args)
-        tensor = usable(check_inputs(given, model))
-        positional, named = _extra_arguments(forward_func, tensor, extra)
+        extra = additional_forward_args
+        given = inputs if is_tuple(inputs) else (inputs,)
+        if len(given) == 1:
+            one, extra = _split_encoding(given[0], extra)
+            given = (one,)
+        tensors = tuple(usable(check_inputs(one, model)) for one in given)
+        _check_together(tensors, model)
+        positional, named = _extra_arguments(forward_func, tensors, extra)
         return cls(
             forward_func,
             model,
-            tensor,
+            tensors,
             tuple(map(usable, positional)),
             {name: usable(value) for name, value in named.items()},
             remote,
@@ -91,11 +100,39 @@ class Request:
         """The torch module of ``model``."""
         return unwrap(self.model)
 
-    def run(self, inputs: Tensor | None = None) -> Any:
+    @property
+    def batch(self) -> int:
+        """B, the number of examples."""
+        return self.inputs[0].shape[0]
+
+    @property
+    def by_ids(self) -> bool:
+        """Whether the (first) input is token ids."""
+        return not self.inputs[0].is_floating_point()
+
+    def speaks(self, output: Tensor) -> bool:
+        """Whether an output is logits of tokens: ids came in, or a table has as many as it has."""
+        tables = (m for m in self.module.modules() if isinstance(m, nn.Embedding))
+        known = getattr(input_embeddings(self.module), "num_embeddings", None)
+        sizes = {known, *(table.num_embeddings for table in tables)}
+        return self.by_ids or (output.dim() > 0 and output.shape[-1] in sizes)
+
+    def is_embedded(self, index: int) -> bool:
+        """Whether an input is token embeddings, whose features mean nothing by themselves."""
+        tensor = self.inputs[index]
+        if tensor.dim() != 3 or not tensor.is_floating_point():
+            return False
+        model = unwrap(self.forward_func) if is_model(self.forward_func) else None
+        if model is not None and _takes_embeddings(parameter_names(model), self.inputs):
+            return True
+        width = getattr(input_embeddings(self.module), "embedding_dim", None)
+        return width == tensor.shape[-1]
+
+    def run(self, inputs: tuple[Tensor, ...] | None = None) -> Any:
         """What ``forward_func`` returns on the inputs, or on others in their place."""
         inputs = self.inputs if inputs is None else inputs
         if not is_model(self.forward_func):
-            return self.forward_func(inputs, *self.positional, **self.named)
+            return self.forward_func(*inputs, *self.positional, **self.named)
         module = unwrap(self.forward_func)
         args, kwargs = self._module_arguments(module, inputs)
         return module(*args, **kwargs)
@@ -109,7 +146,8 @@ class Request:
         module = self.module
         taken = inspect.signature(type(module).forward).parameters
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        plain = [n for n in parameter_names(module) if taken[n].kind is kind][1:]
+        plain = [n for n in parameter_names(module) if taken[n].kind is kind]
+        plain = plain[len(self.inputs) :]
         names = plain[: len(self.positional)]
         if len(self.positional) > len(plain) or set(names) & set(self.named):
             raise TypeError(
@@ -118,16 +156,21 @@ class Request:
                 "dict, by name."
             )
         args, kwargs = self._module_arguments(module, self.inputs)
-        positional = args[1:] if args else ()
-        return args[:1], {**dict(zip(names, positional, strict=False)), **kwargs}
+        count = len(self.inputs) if args else 0
+        positional = args[count:]
+        return args[:count], {**dict(zip(names, positional, strict=False)), **kwargs}
 
     def shortened(self, tokens: int) -> Request | None:
         """A request for 32 tokens of the first example, for inputs of more than ``tokens`` ones.
 
-        None for fewer, and for images. Arguments are cut where they have an axis of tokens.
+        None for fewer, and for what is no sequence. Arguments are cut where they have an axis of
+        tokens.
         """
-        B, L = self.inputs.shape[:2]
-        if self.inputs.dim() == 4 or tokens >= B * L or L <= 32:
+        first_input = self.inputs[0]
+        if len(self.inputs) > 1 or first_input.dim() not in (2, 3):
+            return None
+        B, L = first_input.shape[:2]
+        if tokens >= B * L or L <= 32:
             return None
         mask = self.named.get("attention_mask")
         first = 0
@@ -141,7 +184,7 @@ class Request:
 
         named = {name: cut(value) for name, value in self.named.items()}
         positional = tuple(map(cut, self.positional))
-        return replace(self, inputs=cut(self.inputs), positional=positional, named=named)
+        return replace(self, inputs=(cut(first_input),), positional=positional, named=named)
 
     def same_as(self, other: Request) -> bool:
         """Whether another request runs the same function on equal inputs and arguments."""
@@ -151,18 +194,18 @@ class Request:
         return self.forward_func is other.forward_func and same_values(mine, theirs)
 
     def _module_arguments(
-        self, module: nn.Module, inputs: Tensor
+        self, module: nn.Module, inputs: tuple[Tensor, ...]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         named, names = dict(self.named), parameter_names(module)
-        if "use_cache" in names[len(self.positional) + 1 :]:
+        if "use_cache" in names[len(self.positional) + len(inputs) :]:
             # Nothing is generated here, and RWKV writes its cache in place, which no gradient
             # survives.
             named.setdefault("use_cache", False)
         if not _takes_embeddings(names, inputs):
-            return (inputs, *self.positional), named
+            return (*inputs, *self.positional), named
         # Embeddings go where a language model takes them, not where it takes ids.
         by_name = dict(zip(names[1:], self.positional, strict=False))
-        return (), {"inputs_embeds": inputs, **by_name, **named}
+        return (), {"inputs_embeds": inputs[0], **by_name, **named}
 
 
 def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
@@ -188,18 +231,6 @@ def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
             "runs on a server is an nnsight model that has a name there, such as "
             "nnsight.LanguageModel: pass it as forward_func, and no other model."
         )
-
-
-def single_input(inputs: Any) -> Any:
-    """The one tensor of ``inputs``, a tensor or a 1-tuple."""
-    if is_tuple(inputs):
-        if len(inputs) != 1:
-            raise ValueError(
-                f"inputs is a tuple of {len(inputs)}; expected one tensor or a tuple of one. "
-                "Other arguments of the model go into additional_forward_args."
-            )
-        return inputs[0]
-    return inputs
 
 
 def _split_encoding(inputs: Any, extra: Any) -> tuple[Any, Any]:
@@ -237,15 +268,10 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
             "inputs.to_dense()."
         )
     shape = tuple(inputs.shape)
-    if inputs.dim() not in (2, 3, 4):
-        raise InputError(f"inputs has shape {shape}; {_EXPECTED}.")
-    odd = inputs.is_complex() or inputs.dtype == torch.bool
-    if odd or inputs.is_floating_point() != (inputs.dim() > 2):
-        kind = "ids" if inputs.dim() == 2 else "embeddings or images"
-        raise TypeError(
-            f"inputs has shape {shape}, so it holds {kind}, but its dtype is {inputs.dtype}; "
-            f"{_EXPECTED}."
-        )
+    if inputs.dim() < 2:
+        raise InputError(f"inputs has shape {shape}; {_EXPECTED}: the first axis is the examples.")
+    if inputs.is_complex() or inputs.dtype == torch.bool:
+        raise TypeError(f"inputs has shape {shape} and dtype {inputs.dtype}; {_EXPECTED}.")
     if inputs.numel() == 0:
         raise InputError(f"inputs is empty, of shape {shape}; give at least one token.")
     if inputs.is_meta:
@@ -253,7 +279,39 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
             "inputs is on the device meta, where tensors have no values; create it on the "
             "model's device."
         )
-    return as_ids("inputs", inputs, model) if inputs.dim() == 2 else inputs
+    if getattr(input_embeddings(unwrap(model)), "num_embeddings", None) is not None:
+        _check_language(inputs)
+    return inputs if inputs.is_floating_point() else as_ids("inputs", inputs, model)
+
+
+def _check_language(inputs: Tensor) -> None:
+    # What a model with a vocabulary takes: nothing else is ids, or embeddings.
+    shape = tuple(inputs.shape)
+    if inputs.dim() not in (2, 3, 4):
+        raise InputError(f"inputs has shape {shape}; {_OF_LANGUAGE}.")
+    if inputs.is_floating_point() != (inputs.dim() > 2):
+        kind = "ids" if inputs.dim() == 2 else "embeddings or images"
+        raise TypeError(
+            f"inputs has shape {shape}, so it holds {kind}, but its dtype is {inputs.dtype}; "
+            f"{_OF_LANGUAGE}."
+        )
+
+
+def _check_together(inputs: Sequence[Tensor], model: Any) -> None:
+    # Several inputs: those that fit each other, and none that only looks like one.
+    ids = [one for one in inputs if not one.is_floating_point()]
+    if len(ids) > 1 and input_embeddings(unwrap(model)) is not None:
+        raise ValueError(
+            f"inputs is a tuple of {len(inputs)}, of which {len(ids)} hold integers; expected one "
+            "tensor of ids. Other arguments of the model go into additional_forward_args."
+        )
+    sizes = [one.shape[0] for one in inputs]
+    if len(set(sizes)) != 1:
+        shapes = [tuple(one.shape) for one in inputs]
+        raise InputError(
+            f"inputs holds tensors of shapes {shapes}; expected at least one, and the same number "
+            "of examples in each (their first axis)."
+        )
 
 
 def as_ids(name: str, ids: Tensor, model: Any) -> Tensor:
@@ -263,7 +321,7 @@ def as_ids(name: str, ids: Tensor, model: Any) -> Tensor:
     if ids.dtype not in (torch.int32, torch.int64):
         ids = ids.long()
     size = getattr(input_embeddings(unwrap(model)), "num_embeddings", None)
-    if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+    if size is not None and ids.dim() == 2 and not (int(ids.min()) >= 0 and int(ids.max()) < size):
         raise InputError(
             f"{name} holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
             f"has ids 0 .. {size - 1}."
@@ -271,8 +329,9 @@ def as_ids(name: str, ids: Tensor, model: Any) -> Tensor:
     return ids
 
 
-def _takes_embeddings(names: Sequence[str], inputs: Tensor) -> bool:
-    return inputs.dim() == 3 and "inputs_embeds" in names and names[0] != "inputs_embeds"
+def _takes_embeddings(names: Sequence[str], inputs: tuple[Tensor, ...]) -> bool:
+    floats = [one.dim() == 3 and one.is_floating_point() for one in inputs]
+    return floats == [True] and "inputs_embeds" in names and names[0] != "inputs_embeds"
 
 
 def usable(value: Any) -> Any:
@@ -284,10 +343,11 @@ def usable(value: Any) -> Any:
 
 
 def _extra_arguments(
-    forward_func: Callable[..., Any], inputs: Tensor, extra: Any
+    forward_func: Callable[..., Any], tensors: tuple[Tensor, ...], extra: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # Captum's additional_forward_args, positional and by name. What a function of the user's own
     # takes is its own affair; what goes to a model is checked.
+    inputs = tensors[0]
     if isinstance(extra, tuple) and len(extra) == 1 and isinstance(extra[0], dict):
         extra = extra[0]  # as Captum's wrappers pass a dict on
     positional: tuple[Any, ...] = ()
@@ -307,8 +367,9 @@ def _extra_arguments(
     if is_model(forward_func):
         model = unwrap(forward_func)
         names = parameter_names(model)
-        _check_mask({**dict(zip(names[1:], positional, strict=False)), **named}, inputs)
-        if _takes_embeddings(names, inputs):
+        by_name = dict(zip(names[len(tensors) :], positional, strict=False))
+        _check_mask({**by_name, **named}, inputs)
+        if _takes_embeddings(names, tensors):
             _check_width(model, inputs)
     else:
         _check_mask_length(named.get("attention_mask"), inputs)
@@ -333,7 +394,9 @@ def _check_mask(named: dict[str, Any], inputs: Tensor) -> None:
 
 
 def _check_mask_length(mask: Any, inputs: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or inputs.dim() == 4:
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return
+    if inputs.is_floating_point() and inputs.dim() != 3:
         return
     if mask.shape[1] != inputs.shape[1]:
         raise InputError(

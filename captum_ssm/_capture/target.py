@@ -24,9 +24,9 @@ def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
         target, position (Any): as for ``attribute``.
     """
     logits = extract_logits(recording.output)
-    target, position = _split_target(target, position, logits, recording.shape[1])
+    target, position = _split_target(recording, target, position)
     with torch.inference_mode(False), torch.enable_grad():
-        score = _score(logits, usable(target), _asked(recording, position))
+        score = _score(recording, logits, usable(target), position)
     if not bool(torch.isfinite(score).all()):
         raise InputError(
             f"the explained score is {score.tolist()}: look for NaN or Inf in the weights after "
@@ -35,23 +35,22 @@ def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
     return score
 
 
-def asked_position(recording: Recording, target: Any, position: Any) -> Any:
-    """The position that is asked for, by itself or as part of the target."""
-    logits = extract_logits(recording.output)
-    return _split_target(target, position, logits, recording.shape[1])[1]
-
-
-def query_weights(recording: Recording, wiring: Wiring, position: Any) -> list[Tensor]:
+def query_weights(
+    recording: Recording, wiring: Wiring, position: Any, target: Any = None
+) -> list[Tensor]:
     """Weights ``(B, L)`` of the tokens whose rows are explained, for each stage the output reads.
 
-    One token, or those that a pooled output is read from, in equal shares.
+    One token, or those that a pooled output, or an entry of a dense one, is read from.
     """
-    _, L = recording.shape
-    if position is not None or _is_per_token(extract_logits(recording.output), L):
+    if target is not None:
+        position = _split_target(recording, target, position)[1]
+    found = [weights for weights in wiring.readout if weights is not None]
+    is_measured = len(found) == len(wiring.readout)
+    per_token = _is_tokens(recording)
+    if position is not None or (per_token and not is_measured):
         query = _asked(recording, position).to(recording.calls[0].dtype)
         return [link.rmatvec(query) for _, link in wiring.output]
-    found = [weights for weights in wiring.readout if weights is not None]
-    if len(found) < len(wiring.readout):
+    if not is_measured:
         raise ValueError(
             "the token that the model reads its output from could not be found; pass position="
         )
@@ -65,9 +64,12 @@ def _asked(recording: Recording, position: Any) -> Tensor:
     return one_query(position, recording.shape, mask, recording.device)
 
 
-def _is_per_token(logits: Tensor, tokens: int) -> bool:
-    # A model may return the logits of its last tokens only, but not of more than there are.
-    return logits.dim() == 3 and logits.shape[1] <= tokens
+def _is_tokens(recording: Recording) -> bool:
+    # A language model may return the logits of its last tokens only, but of no more than there are.
+    logits, tokens = extract_logits(recording.output), recording.shape[1]
+    if logits.dim() != 3:
+        return False
+    return logits.shape[1] == tokens or (recording.is_language and logits.shape[1] < tokens)
 
 
 def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
@@ -107,10 +109,12 @@ def one_query(
     return nn.functional.one_hot(index, L)
 
 
-def _split_target(target: Any, position: Any, logits: Tensor, L: int) -> tuple[Any, Any]:
-    # For logits (B, L, V) a tuple (position, token) sets both; per example, in a list.
-    if not _is_per_token(logits, L):
+def _split_target(recording: Recording, target: Any, position: Any) -> tuple[Any, Any]:
+    # For a language model's logits (B, L, V) a tuple (position, token) sets both; per example, in
+    # a list.
+    if not (recording.is_language and _is_tokens(recording)):
         return target, position
+    logits = extract_logits(recording.output)
     pairs = None
     if isinstance(target, tuple) and len(target) == 2:
         pairs = [target] * logits.shape[0]
@@ -139,16 +143,18 @@ def _check_count(given: int, batch: int) -> None:
         raise TargetError(f"target has {given} entries for a batch of {batch}.")
 
 
-def _score(logits: Tensor, target: Any, query: Tensor) -> Tensor:
+def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> Tensor:
     """The explained score of each example, ``(B,)``."""
-    B, L = query.shape
-    if not _is_per_token(logits, L):
+    B, L = recording.shape
+    is_row = recording.is_language or (position is not None and as_index(target) is not None)
+    if not (is_row and _is_tokens(recording)):
         return _captum_score(logits, target, B)
     if target is None:
         raise TargetError(
             f"the model returns logits of shape {tuple(logits.shape)} and no target was given; "
             "pass a token id, one id per example, or (position, token)."
         )
+    query = _asked(recording, position)
     token = token_ids(_as_tokens(target, logits), logits.shape[-1])
     row = query.argmax(1).to(logits.device) - (L - logits.shape[1])
     if bool((row < 0).any()):
@@ -189,16 +195,26 @@ def _as_tokens(target: Any, logits: Tensor) -> Tensor:
 
 def _captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
     index = as_index(target)  # Captum knows Python's integers only
+    shape = tuple(logits.shape)
     try:
         score = select_targets(logits, target if index is None else index)
     except (AssertionError, IndexError, RuntimeError) as error:
         raise TargetError(
             f"target is {target!r}, which does not select one value per example of the output "
-            f"of shape {tuple(logits.shape)}: {error}"
+            f"of shape {shape}: {error}"
         ) from error
     if score.numel() not in (1, B):
+        axes = ", ".join(f"n{i}" for i in range(1, logits.dim()))
+        other = ""
+        if logits.dim() == 3:
+            other = (
+                " If its second axis is the tokens, position= names the token, and target the "
+                "entry of its row."
+            )
         raise TargetError(
-            f"the output has shape {tuple(logits.shape)} and target is {target!r}, which leaves "
-            f"{tuple(score.shape)}; a target has to select one value per example."
+            f"the output has shape {shape} and target is {target!r}, which leaves "
+            f"{tuple(score.shape)}; a target has to select one value per example: expected a tuple "
+            f"({axes}), one index per axis after the first, as in Captum, or one tuple per example "
+            f"in a list.{other} For a sum over several entries let forward_func return it."
         )
     return score.reshape(-1)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from captum_ssm._capture.ways import Way
 from captum_ssm._graph import Transport
 from captum_ssm._progress import progress
 
-# The start of the graph, among the stages that a stage reads.
+# The first of the model's inputs, among the stages that a stage reads; the next ones are below it.
 INPUT = -1
 
 
@@ -26,24 +27,29 @@ class Link:
         transport (Transport, optional): in which shares. Default: None
         order (Tensor, optional): ``(S,)``: where the transport's earlier tokens are. Default: None
         count (int, optional): S, the number of earlier tokens, where it is not T. Default: 0
+        share (Tensor, optional): ``(B, T)``: the part of each token that is made of these earlier
+            ones, where it is made of several inputs. Default: None, all of it
     """
 
     source: Tensor | None = None
     transport: Transport | None = None
     order: Tensor | None = None
     count: int = 0
+    share: Tensor | None = None
 
     @property
     def is_identity(self) -> bool:
-        """Whether each token is the one in its place."""
-        return self.source is None and self.transport is None
+        """Whether each token is the one in its place, and nothing else."""
+        return self.source is None and self.transport is None and self.share is None
 
     def earlier(self, tokens: int) -> int:
         """S, the number of earlier tokens, of ``tokens`` ones that read them."""
-        return tokens if self.is_identity else self.count
+        return self.count or tokens
 
     def rmatvec(self, w: Tensor) -> Tensor:
         """Weights ``(B, T)`` as weights of the earlier tokens, ``(B, S)``."""
+        if self.share is not None:
+            w = w * self.share.to(w)
         if self.transport is not None:
             return self._placed(self.transport.rmatvec(w))
         if self.source is None:
@@ -54,6 +60,7 @@ class Link:
 
     def matmul(self, matrix: Tensor) -> Tensor:
         """``(B, S, ...)``, one row per earlier token, as ``(B, T, ...)``."""
+        assert self.share is None
         if self.transport is not None:
             return self._placed(self.transport.matrix()).to(matrix) @ matrix
         if self.source is None:
@@ -101,6 +108,8 @@ class Wiring:
             two mixers. Default: 0.0
         is_far (bool, optional): whether they read others than their neighbors so. Default: False
         refused (str, optional): why no map through the layers can be made. Default: None
+        inputs (tuple of Way, optional): by input of the model, how its entries make up tokens.
+            Default: (), where that was not measured
     """
 
     stages: list[Stage]
@@ -110,6 +119,7 @@ class Wiring:
     exchanged: float = 0.0
     is_far: bool = False
     refused: str | None = None
+    inputs: tuple[Way, ...] = ()
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
@@ -118,18 +128,19 @@ class Wiring:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each stage reads the one before it, token by token."""
+        """Whether each stage after the first reads the one before it, token by token."""
         reads = [*(stage.reads for stage in self.stages), self.output]
         return all(
-            len(read) <= 1 and all(link.is_identity and s == i - 1 for s, link in read)
-            for i, read in enumerate(reads)
+            len(read) <= 1 and all(link.is_identity and s == i for s, link in read)
+            for i, read in enumerate(reads[1:])
         )
 
     @property
     def needs_graph(self) -> bool:
-        """Whether a transport is still to be measured on the graph of the run."""
+        """Whether something is still to be measured on the graph of the run."""
         reads = [*(stage.reads for stage in self.stages), self.output]
-        return any(link.transport is not None for read in reads for _, link in read)
+        measured = any(link.transport is not None for read in reads for _, link in read)
+        return measured or any(way.roots for way in self.inputs)
 
     @property
     def is_mixed(self) -> bool:
@@ -151,8 +162,10 @@ class Wiring:
             readout=[None] * len(self.readout),
         )
 
-    def back(self, at_output: Sequence[Tensor], step: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Carry weights of tokens from the output back to the input.
+    def back(
+        self, at_output: Sequence[Tensor], step: Callable[[int, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Carry weights of tokens from the output back to the inputs.
 
         Args:
             at_output (sequence of Tensor): ``(B, T)`` for each read of the output.
@@ -160,7 +173,7 @@ class Wiring:
                 before it.
 
         Returns:
-            Tensor: ``(B, L)``, of the input's tokens.
+            list of Tensor: ``(B, L)`` for each input, of its tokens.
         """
         at: dict[int, list[Tensor]] = {}
         for (stage, _), w in zip(self.output, at_output, strict=True):
@@ -170,7 +183,19 @@ class Wiring:
                 w = step(i, reduce(torch.add, at.pop(i)))
                 for earlier, link in self.stages[i].reads or ((INPUT, Link()),):
                     at.setdefault(earlier, []).append(link.rmatvec(w))
-        return reduce(torch.add, at[INPUT])
+        return self._at_inputs(at)
+
+    def from_first(self, w: Tensor) -> list[Tensor]:
+        """Weights ``(B, T)`` of the first stage's tokens as those of each input's."""
+        reads = self.stages[0].reads or ((INPUT, Link()),)
+        return self._at_inputs({i: [link.rmatvec(w)] for i, link in reads})
+
+    def _at_inputs(self, at: dict[int, list[Tensor]]) -> list[Tensor]:
+        if INPUT in at and len(at) == 1 and len(self.inputs) < 2:
+            return [reduce(torch.add, at[INPUT])]
+        (like, *_), *_ = at.values()
+        none = [like.new_zeros(way.batch, way.leaf.tokens // way.batch) for way in self.inputs]
+        return [reduce(torch.add, at.get(INPUT - k, []), zero) for k, zero in enumerate(none)]
 
     def forth(self, start: Tensor, step: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Carry a matrix from the input, ``(B, L, ...)``, to the output.
@@ -217,7 +242,7 @@ def nearest(reads: dict[int, set[int]]) -> dict[int, frozenset[int]]:
 
     The last key is the output; without a graph it comes from the mixers that nothing else reads.
     """
-    before: dict[int, set[int]] = {INPUT: set()}
+    before: dict[int, set[int]] = {j: set() for one in reads.values() for j in one if j < 0}
     for i, one in reads.items():
         before[i] = one.union(*(before[j] for j in one))
     direct = {i: frozenset(one.difference(*(before[j] for j in one))) for i, one in reads.items()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from captum_ssm._captum import Attribution, format_output
+from captum_ssm._captum import Attribution, is_tuple
 from captum_ssm._capture import (
     FrozenModel,
     Request,
@@ -22,15 +22,15 @@ from captum_ssm._capture import (
     freeze,
     is_model,
     resolve_model,
-    single_input,
 )
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._memory import memory_limit
+from captum_ssm.attr._inputs import FEATURE_SHARES, of_inputs
 from captum_ssm.attr._options import Option, described, no_delta, options_of
 
 
 class TokenAttribution(Attribution):
-    """Base of the methods of this library: an attribution of one output to the input's tokens.
+    r"""Base of the methods of this library: an attribution of one output to the input's tokens.
 
     A method is a subclass with an ``attribute`` of its own. It describes itself: everything that
     lists methods (the command line, the language model wrapper, ``supported``, ``estimate``)
@@ -45,6 +45,12 @@ class TokenAttribution(Attribution):
         interpolate_mode (str, optional): how relevance of patches is put on an image's pixels,
             ``"bilinear"``, ``"nearest"`` or ``"bicubic"``; None leaves it to the model's
             ``token_grid``, bilinear unless it says otherwise. Default: None
+        feature_share (str, optional): how a token's relevance is shared among its features, such
+            as the variables of a series or an image's colors. ``"linear"``: by what each adds to
+            the model's tokens, the size of :math:`(\partial h / \partial x_e)\, x_e`, with the sign
+            of the token's relevance; ``"even"``: in equal parts, as it always is over the axes of
+            an embedding. A method whose relevance is per feature (MambaLRP) does not use it.
+            Default: ``"linear"``
         memory_limit (int, optional): bytes the method may work in, in addition to the model and
             the result; picks the size of tiles. Default: None
         remote (bool or str, optional): where an nnsight model runs, as in its ``trace``: False is
@@ -63,8 +69,8 @@ class TokenAttribution(Attribution):
     Raises:
         TypeError: for a ``forward_func`` or ``model`` that is no model, such as a class or a
             configuration, and with ``remote`` for what has no name on a server.
-        ValueError: for a plain callable without ``model``, an unknown ``interpolate_mode``, or
-            ``remote`` with a method that cannot do it.
+        ValueError: for a plain callable without ``model``, an unknown ``interpolate_mode`` or
+            ``feature_share``, or ``remote`` with a method that cannot do it.
 
     Examples::
 
@@ -90,6 +96,7 @@ class TokenAttribution(Attribution):
         *,
         check: bool = True,
         interpolate_mode: str | None = None,
+        feature_share: str = "linear",
         memory_limit: int | None = None,
         remote: bool | str = False,
     ) -> None:
@@ -108,9 +115,14 @@ class TokenAttribution(Attribution):
                 f"interpolate_mode is {interpolate_mode!r}; expected one of {INTERPOLATIONS}, or "
                 "None."
             )
+        if feature_share not in FEATURE_SHARES:
+            raise ValueError(
+                f"feature_share is {feature_share!r}; expected one of {FEATURE_SHARES}."
+            )
         self.model = model
         self.check = check
         self.interpolate_mode = interpolate_mode
+        self.feature_share = feature_share
         self.memory_limit = memory_limit
         self.remote = remote
         self._constructed_with = forward_func
@@ -216,7 +228,7 @@ class TokenAttribution(Attribution):
                     "call freeze_once with these, or attribute of the method it was called on."
                 )
             return self._frozen.at(position)
-        frozen = freeze(
+        return freeze(
             request,
             position=position,
             gradients=gradients,
@@ -224,9 +236,9 @@ class TokenAttribution(Attribution):
             check=self.check,
             **options,
         )
-        if frozen.grid is None or self.interpolate_mode is None:
-            return frozen
-        return replace(frozen, grid=replace(frozen.grid, mode=self.interpolate_mode))
+
+    def _formatted(self, relevance: list[Tensor], frozen: FrozenModel) -> Any:
+        return of_inputs(relevance, frozen, self.feature_share, self.interpolate_mode)
 
 
 def methods() -> dict[str, type[TokenAttribution]]:
@@ -251,36 +263,6 @@ def methods() -> dict[str, type[TokenAttribution]]:
 
 def delta(claimed: Tensor, attributions: Any) -> Tensor:
     """What attributions should add up to, ``(B,)``, less what they do."""
-    total = single_input(attributions).flatten(1).double().sum(1)
+    given = attributions if is_tuple(attributions) else (attributions,)
+    total = torch.stack([one.flatten(1).double().sum(1) for one in given]).sum(0)
     return (claimed.detach().to(total) - total).to(claimed.dtype)
-
-
-def format_attributions(relevance: Tensor, frozen: FrozenModel) -> Any:
-    """Token relevance ``(B, L)`` in the shape of the input, zero on padding.
-
-    Where the input has feature axes the relevance is spread evenly over them, so that summing
-    them gives the token's relevance back. On an image the relevance of patches is interpolated
-    (Ali et al., section 4.2); tokens that are no patch are dropped. Where a model does not tell
-    which token is which patch, relevance was carried to the pixels by a measured transport.
-    """
-    if frozen.mask is not None:
-        relevance = relevance * frozen.mask
-    tensor = frozen.request.inputs
-    relevance = relevance.to(tensor.device)
-    if tensor.dim() == 3:
-        width = tensor.shape[-1]
-        relevance = (relevance / width)[..., None].expand(-1, -1, width).contiguous()
-    elif tensor.dim() == 4:
-        _, colors, height, width = tensor.shape
-        if frozen.grid is not None:
-            pixels = frozen.grid.pixels(relevance, (height, width))
-        elif relevance.shape[1] == height * width and frozen.wiring.stages[0].reads:
-            pixels = relevance.unflatten(1, (height, width))
-        else:
-            raise ValueError(
-                f"inputs has shape {tuple(tensor.shape)}: which token is which patch is not known "
-                "of this model; give it a method token_grid(height, width) that returns a "
-                "captum_ssm.models.TokenGrid."
-            )
-        relevance = (pixels / colors)[:, None].expand(-1, colors, -1, -1).contiguous()
-    return format_output(frozen.request.packed, (relevance.detach(),))

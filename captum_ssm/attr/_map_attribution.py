@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from captum_ssm.attr._base import TokenAttribution, format_attributions
+from captum_ssm.attr._base import TokenAttribution
 from captum_ssm.attr._maps import MapChoices, MapOptions, StageMaps, rollout_matrix
 
 
@@ -41,9 +41,9 @@ class MapAttribution(TokenAttribution):
         chosen = frozen.from_layer(start_layer) if layers is None else frozen.select(layers)
         return StageMaps(frozen, chosen, options, gradients=gradients)
 
-    def _relevance(self, maps: StageMaps, read: Callable[[StageMaps], Tensor]) -> Any:
+    def _relevance(self, maps: StageMaps, read: Callable[[StageMaps], list[Tensor]]) -> Any:
         with self._computing():
-            return format_attributions(read(maps), maps.frozen)
+            return self._formatted(read(maps), maps.frozen)
 
     def _rollout(self, maps: StageMaps) -> Tensor:
         with self._computing():

@@ -239,8 +239,8 @@ class StageMaps:
         return MixerMap(operator, self.options, scale, self.frozen.mask_of(layer))
 
 
-def raw_row(maps: StageMaps) -> Tensor:
-    """The query's row, averaged over stages: ``(B, L)``."""
+def raw_row(maps: StageMaps) -> list[Tensor]:
+    """The query's row, averaged over stages: ``(B, L)`` for each input."""
     query, wiring = maps.frozen.require_query(), maps.wiring
     asked: dict[int, Tensor] = {}
 
@@ -255,11 +255,15 @@ def raw_row(maps: StageMaps) -> Tensor:
         return row + m.rmatvec(_over(w, m.row_sums()) if m.options.normalize_rows else w)
 
     wiring.back(query, ask)
-    return wiring.back([torch.zeros_like(w) for w in query], add) / len(maps.stages)
+    found = wiring.back([torch.zeros_like(w) for w in query], add)
+    return [row / len(maps.stages) for row in found]
 
 
-def rollout_row(maps: StageMaps) -> Tensor:
-    r"""The query's row of :math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L)``."""
+def rollout_row(maps: StageMaps) -> list[Tensor]:
+    r"""The query's row of :math:`\prod_\lambda (I + M_\lambda)`, latest leftmost.
+
+    ``(B, L)`` for each input.
+    """
 
     def step(stage: int, w: Tensor) -> Tensor:
         m = maps.at(stage)
@@ -274,6 +278,12 @@ def rollout_row(maps: StageMaps) -> Tensor:
 
 def rollout_matrix(maps: StageMaps) -> Tensor:
     r""":math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L, L)``."""
+    count = len(maps.frozen.request.inputs)
+    if count > 1:
+        raise ValueError(
+            f"inputs is a tuple of {count}; a whole rollout has one axis of input tokens: expected "
+            "one tensor. attribute() takes several."
+        )
     B, L = maps.frozen.input_shape
     call = maps.frozen.layers[0].call
     size = B * L**2 * call.dtype.itemsize

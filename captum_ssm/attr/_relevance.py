@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from captum_ssm._capture.recording import gradient_at, require_graph
+from captum_ssm._capture.recording import gradients_at, require_graph
 from captum_ssm._rules import ruled
 
 
-def relevance_at(leaf: Tensor, score: Tensor) -> Tensor:
-    """Relevance of the entries of ``leaf`` for ``score`` (summed over the batch), in its shape.
+def relevance_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor]:
+    """Relevance of the entries of each leaf for ``score`` (summed over the batch), in its shape.
 
-    The graph can be used once.
+    Zero at a leaf that the score does not depend on. The graph can be used once.
 
     Raises:
-        ValueError: if no relevance can be propagated to ``leaf``.
+        ValueError: if no relevance can be propagated to any of the leaves.
     """
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
-        start = torch.autograd.graph.get_gradient_edge(leaf).node
-        with ruled([score.grad_fn], [start]) as carries:
+        starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+        with ruled([score.grad_fn], starts) as carries:
             connected = carries[score.grad_fn]
             if connected:
-                gradient = gradient_at(leaf, score)
+                found = gradients_at(leaves, score)
         if not connected:
-            gradient_at(leaf, score)  # raises if there is no gradient either
+            gradients_at(leaves, score)  # raises if there is no gradient either
             raise ValueError(
                 "the score depends on the tokens only through a sigmoid, a softmax or an "
                 "exponential, which are constants in MambaLRP; expected logits. Let forward_func "
                 "return the logits rather than probabilities."
             )
-    working = torch.promote_types(leaf.dtype, torch.float32)
-    return leaf.detach().to(working) * gradient.to(working)
+    return [_product(leaf.detach(), one) for leaf, one in zip(leaves, found, strict=True)]
+
+
+def _product(x: Tensor, gradient: Tensor | None) -> Tensor:
+    working = torch.promote_types(x.dtype, torch.float32)
+    x = x.to(working)
+    return torch.zeros_like(x) if gradient is None else x * gradient.to(working)

@@ -16,7 +16,7 @@ from captum_ssm._capture.target import token_ids
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
 from captum_ssm._progress import progress
-from captum_ssm.attr._base import TokenAttribution, delta, format_attributions
+from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._residual import ResidualStream, Stage, norms_and_head
 from captum_ssm.operators.composed import sum_of
@@ -116,7 +116,7 @@ class LaTIM(TokenAttribution):
             frozen = self._run(request, position)
             with self._computing():
                 row = _query_row(frozen, [frozen.select_one(layer)], activation, aggregation)
-                return format_attributions(row, frozen)
+                return self._formatted(frozen.wiring.from_first(row), frozen)
         frozen = self._run_score(request, target, position)
         with self._computing():
             frozen.require_chain("LaTIM")
@@ -126,7 +126,7 @@ class LaTIM(TokenAttribution):
             else:
                 parts = _contributions(frozen, [frozen.select_one(layer)], activation)
                 row, bias = parts.dot_row(stream.direction), _bias(stream, parts)
-            relevance = format_attributions(row, frozen)
+            relevance = self._formatted(frozen.wiring.from_first(row), frozen)
             if not return_convergence_delta:
                 return relevance
             return relevance, delta(_decomposed(frozen, stream, layer) - bias, relevance)
@@ -267,8 +267,11 @@ class LaTIM(TokenAttribution):
                 "aggregation, or leave remote at False."
             )
 
-        def summed(inputs: Tensor, *_: Any, **__: Any) -> Tensor:
-            return _chosen_logits(extract_logits(request.run(inputs)), target).sum(1)
+        count = len(request.inputs)
+
+        def summed(*given: Any, **_: Any) -> Tensor:
+            logits = extract_logits(request.run(given[:count]))
+            return _chosen_logits(logits, target).sum(1)
 
         return self._run_score(replace(request, forward_func=summed), None, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ class MambaLRP(TokenAttribution):
 
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`. ``memory_limit`` here
     limits the bytes that the graph of the run may keep, in addition to the model; a run that needs
-    more raises :class:`~captum_ssm.MemoryLimitError`. ``interpolate_mode`` is not used (an image's
-    pixels have relevance of their own), and ``remote`` must be False.
+    more raises :class:`~captum_ssm.MemoryLimitError`. Every entry of a floating input has relevance
+    of its own, so ``interpolate_mode`` and ``feature_share`` are not used; ids have that of their
+    embedding. ``remote`` must be False.
 
     Examples::
 
@@ -84,16 +86,12 @@ class MambaLRP(TokenAttribution):
         position: Any = None,
         return_convergence_delta: bool = False,
     ) -> Any:
-        """Relevance of each input token for the target.
+        """Relevance of each entry of the inputs, or of each token, for the target.
 
         The delta is the score less the sum of relevance: what the bias terms contribute, and what
         parts of the model that could not be frozen fail to conserve.
         """
-        request = self._request(inputs, additional_forward_args)
-        if request.inputs.is_floating_point():
-            with torch.inference_mode(False):
-                leaf = request.inputs.detach().clone().requires_grad_(True)
-            request = replace(request, inputs=leaf)
+        request = _with_leaves(self._request(inputs, additional_forward_args))
         find_unknown_mixers(request)
         is_new = not is_searched(request.module) and not request.remote
         rules, frozen = self._ruled(request, position, target, wiring=is_new)
@@ -101,18 +99,12 @@ class MambaLRP(TokenAttribution):
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = self._ruled(request, position, target, wiring=True)
         score = frozen.require_score()
-        relevance = relevance_at(rules.leaf(), score).to(request.inputs.device)
+        found = relevance_at(rules.leaves(), score)
         warn_of_unknown(request.module, frozen.wiring.refused)
-        features = 1 if relevance.dim() == 4 else -1
-        relevance = relevance.sum(features, keepdim=True)
-        if frozen.mask is not None and relevance.dim() == 3:
-            relevance = relevance * frozen.mask[..., None].to(relevance)
-        if request.inputs.is_floating_point():
-            width = request.inputs.shape[features]
-            relevance = (relevance / width).expand_as(request.inputs).contiguous()
-        else:
-            relevance = relevance.squeeze(features)
-        result = format_output(request.packed, (relevance,))
+        result = format_output(
+            request.packed,
+            tuple(map(partial(_of_input, frozen), request.inputs, found)),
+        )
         return (result, delta(score, result)) if return_convergence_delta else result
 
     def _ruled(
@@ -180,37 +172,63 @@ class _Rules(Substitution):
             return None if norm is None else norm(first_input(call))
         return _activation(call)
 
-    def leaf(self) -> Tensor:
-        """The embeddings of the ids, or the inputs themselves."""
-        if self.inputs.is_floating_point():
-            return self.inputs
-        if not self.embedded:
+    def leaves(self) -> list[Tensor]:
+        """Where relevance is read, for each input: the embeddings of ids, or the input itself."""
+        return [one if one.is_floating_point() else self._leaf(one) for one in self.inputs]
+
+    def _leaf(self, ids: Tensor) -> Tensor:
+        embedded = [found for found in self.embedded if _is_of(found[1], ids)]
+        if not embedded:
             raise ValueError(
-                "the model embeds its ids by something other than a torch.nn.Embedding, so the "
-                "start of the propagation is not known; explain the embeddings instead."
+                f"the model embeds its ids, of shape {tuple(ids.shape)}, by something other than a "
+                "torch.nn.Embedding that is given all of them, so the start of the propagation is "
+                "not known; explain the embeddings instead, or pass what is no ids in "
+                "additional_forward_args."
             )
-        memory = _memory(self.inputs)
-        of_table = [leaf for module, _, leaf in self.embedded if module is self.table]
-        of_ids = [leaf for _, given, leaf in self.embedded if _memory(given) == memory]
+        memory = _memory(ids)
+        of_table = [leaf for module, _, leaf in embedded if module is self.table]
+        of_ids = [leaf for _, given, leaf in embedded if _memory(given) == memory]
         for leaves in (of_table, of_ids):
             if leaves:
                 return leaves[0]
-        if len({id(module) for module, _, _ in self.embedded}) > 1:
+        if len({id(module) for module, _, _ in embedded}) > 1:
             raise ValueError(
                 "several embedding tables were given ids equal to the inputs (positions, perhaps), "
                 "so the one that embeds the tokens is not known; give the model a "
                 "get_input_embeddings() that returns it, or explain the embeddings instead."
             )
-        return self.embedded[0][2]
+        return embedded[0][2]
 
     def _embedding(self, call: MixerCall) -> Tensor | None:
         # Asked for the ids themselves. So may be a table of positions: it is told apart later.
         given = next(tensors_in((call.args, call.kwargs)))
-        if not torch.equal(given.to(self.inputs.device), self.inputs):
+        if not any(_is_of(given, ids) for ids in self.inputs if not ids.is_floating_point()):
             return None
         leaf = call.output.detach().clone().requires_grad_(True)
         self.embedded.append((call.module, given, leaf))
         return leaf
+
+
+def _with_leaves(request: Request) -> Request:
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
+
+    with torch.inference_mode(False):
+        return replace(request, inputs=tuple(map(leaf, request.inputs)))
+
+
+def _of_input(frozen: FrozenModel, tensor: Tensor, relevance: Tensor) -> Tensor:
+    # Floats have relevance for each entry, ids that of their embedding. Padding has none.
+    if not tensor.is_floating_point():
+        relevance = relevance.sum(-1)
+    mask = frozen.mask
+    if mask is not None and relevance.shape[:2] == mask.shape and relevance.dim() <= 3:
+        relevance = relevance * mask.reshape(*mask.shape, *[1] * (relevance.dim() - 2))
+    return relevance.to(tensor.device)
+
+
+def _is_of(given: Tensor, ids: Tensor) -> bool:
+    return given.shape == ids.shape and torch.equal(given.to(ids.device), ids)
 
 
 def _memory(tensor: Tensor) -> int:
