@@ -261,6 +261,21 @@ class Transport:
                 total = total - self._carried(negative, sizes, probes)
         return total.to(w)
 
+    def matvec(self, values: Tensor, probes: int = 8) -> Tensor:
+        """T values for ``values (B, S, k)`` in [0, 1]: ``(B, T, k)``, from passes forward."""
+        generator = torch.Generator().manual_seed(1)
+        parts = [torch.ones_like(values[..., 0]), *values.unbind(-1)]
+        scales = [
+            part.flatten()[:, None].sqrt().to(self.leaf.device, self.leaf.dtype) for part in parts
+        ]
+        totals = torch.zeros(len(parts), self.root.tokens, dtype=torch.float64)
+        for _ in range(probes):
+            r = self._noise(self.leaf, generator)
+            found = pushed(self.root, self.leaf, *[self.leaf.unflat(r * scale) for scale in scales])
+            totals += torch.stack([one.double().square().sum(-1) for one in found]).to(totals)
+        means = (totals[1:] / totals[0].clamp(min=1e-300)).T
+        return means.unflatten(0, (self.batch, -1)).to(values)
+
     def matrix(self, probes: int | None = None) -> Tensor:
         """T, ``(B, T, S)``, in ``probes`` passes for each token of one example."""
         T, S, chunk = self.root.tokens // self.batch, self.leaf.tokens // self.batch, 32

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from captum_ssm._capture.checking import (
     warn_if_padding_is_read,
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
+from captum_ssm._capture.grids import stage_grids
 from captum_ssm._capture.recording import Recording, check_finite, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -142,6 +144,50 @@ class FrozenModel:
         for _, link in self.wiring.stages[0].reads:
             tokens = link.earlier(tokens)
         return B, tokens
+
+    @cached_property
+    def grids(self) -> list[TokenGrid | None]:
+        """The grid of each stage's tokens; None where they form none."""
+        return stage_grids(self.wiring, self.grid)
+
+    def from_patches(self, mode: str) -> FrozenModel:
+        """The same, with relevance interpolated from the first stage's own grid.
+
+        Itself where the model declares a grid, or forms none.
+        """
+        shape = self.request.inputs[0].shape
+        if self.grid is not None or len(shape) < 4 or len(self.wiring.inputs) != 1:
+            return self
+        return self if self.grids[0] is None else self.from_level(0, mode)
+
+    def from_level(self, level: int, mode: str = "bilinear") -> FrozenModel:
+        """The same without what is before a level of stages, whose grid is then the input's.
+
+        Raises:
+            ValueError: for a level that the model does not have, or whose tokens form no grid.
+        """
+        levels, index = self.wiring.levels, as_index(level)
+        if index is None or not -len(levels) <= index < len(levels):
+            raise ValueError(
+                f"stage is {level!r}; the layers of this model work on {len(levels)} grids of "
+                f"tokens, one after the other: expected 0 .. {len(levels) - 1} (or "
+                f"-{len(levels)} .. -1 from the end)."
+            )
+        first = levels[index][0]
+        grid = self.grids[first]
+        if grid is None:
+            raise ValueError(
+                f"stage is {level!r}, whose {self.wiring.stages[first].tokens} tokens form no grid "
+                "over the input; leave stage at None."
+            )
+        wiring = self.wiring.starting_at(first)
+        kept = [
+            read
+            for read, _ in enumerate(self.wiring.output)
+            if self.wiring.output[read][0] >= first
+        ]
+        query = None if self.query is None else [self.query[k] for k in kept]
+        return replace(self, wiring=wiring, grid=replace(grid, mode=mode), query=query)
 
     def mask_of(self, layer: FrozenLayer) -> Tensor | None:
         """The padding mask of a layer's tokens, if they are the input's."""

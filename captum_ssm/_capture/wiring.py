@@ -68,6 +68,17 @@ class Link:
         source = self.source.to(matrix.device)
         return matrix[:, source.clamp(min=0)] * (source >= 0).to(matrix)[:, None]
 
+    def matvec(self, values: Tensor) -> Tensor:
+        """Means ``(B, T, k)`` of ``values (B, S, k)`` in [0, 1] of the earlier tokens.
+
+        They are weighted as by the transport; zero for tokens that read none.
+        """
+        if self.transport is not None:
+            return self.transport.matvec(values if self.order is None else values[:, self.order])
+        return (
+            self.matmul(values) if self.share is None else replace(self, share=None).matmul(values)
+        )
+
     def _placed(self, found: Tensor) -> Tensor:
         if self.order is None:
             return found
@@ -153,6 +164,27 @@ class Wiring:
         reads = [*(stage.reads for stage in self.stages), self.output]
         same = all(link.is_identity for read in reads for _, link in read)
         return same and all(order is None for order in self.orders)
+
+    @property
+    def levels(self) -> list[list[int]]:
+        """The stages that work on the same tokens, one after the other."""
+        found: list[list[int]] = []
+        for i, stage in enumerate(self.stages):
+            same = any(s == i - 1 and not link.count for s, link in stage.reads)
+            if found and same and stage.tokens == self.stages[i - 1].tokens:
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return found
+
+    def starting_at(self, stage: int) -> Wiring:
+        """The same without what is before a stage, whose tokens are then the input's."""
+
+        def kept(reads: tuple[Read, ...]) -> tuple[Read, ...]:
+            return tuple(read for read in reads if read[0] >= stage)
+
+        stages = [replace(one, reads=kept(one.reads)) for one in self.stages]
+        return replace(self, stages=stages, output=kept(self.output))
 
     def lengthened(self, tokens: int) -> Wiring:
         """A simple wiring, of inputs of another length."""

@@ -1,0 +1,95 @@
+"""Where in the input the tokens of each stage lie, measured, and the grids that they form."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from captum_ssm._capture.ways import Way
+from captum_ssm._capture.wiring import INPUT, Link, Wiring
+from captum_ssm._grid import TokenGrid
+
+
+def stage_grids(wiring: Wiring, declared: TokenGrid | None) -> list[TokenGrid | None]:
+    """The grid of each stage's tokens; None where they form none.
+
+    A token lies at the mean of the places it is made of, weighted as by a transport. Tokens that
+    are made of no place (CLS, registers) are left out.
+
+    Args:
+        wiring (Wiring): of a run with one input.
+        declared (TokenGrid, optional): that of the first stage, where the model tells.
+    """
+    if len(wiring.inputs) != 1 or wiring.inputs[0].leaf.channels is None:
+        return [None] * len(wiring.stages)
+    way = wiring.inputs[0]
+    size = _axes(way)
+    start = _points(size)
+    if declared is not None:
+        start = _of_tokens(declared, wiring.stages[0].tokens)
+    return [_grid(found[0], size) for found in _places(wiring, start)]
+
+
+def _axes(way: Way) -> tuple[int, ...]:
+    # The axes of the input that are places.
+    shape = way.leaf.shape
+    channels = None if way.leaf.channels is None else way.leaf.channels % len(shape)
+    return tuple(n for axis, n in enumerate(shape) if axis not in (0, channels))
+
+
+def _points(size: tuple[int, ...]) -> Tensor:
+    # Coordinates in (0, 1) of every place, and a one: (S, axes + 1).
+    axes = [(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in size]
+    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, -2)
+    return torch.cat([points, torch.ones(len(points), 1, dtype=torch.float64)], 1)
+
+
+def _of_tokens(grid: TokenGrid, tokens: int) -> Tensor:
+    found = torch.zeros(tokens, len(grid.shape) + 1, dtype=torch.float64)
+    found[grid.index.flatten()] = _points(grid.shape)
+    return found
+
+
+def _places(wiring: Wiring, start: Tensor) -> list[Tensor]:
+    # The coordinates of each stage's tokens, (B, T, axes + 1); zero for those that have none.
+    after: dict[int, Tensor] = {INPUT: start.expand(wiring.inputs[0].batch, -1, -1)}
+    for i, stage in enumerate(wiring.stages):
+        reads = stage.reads or ((INPUT, Link()),)
+        rows = reduce(torch.add, [link.matvec(after[earlier]) for earlier, link in reads])
+        after[i] = rows / rows[..., -1:].clamp(min=1e-12)
+    return [after[i] for i in range(len(wiring.stages))]
+
+
+def _grid(places: Tensor, size: tuple[int, ...]) -> TokenGrid | None:
+    kept = (places[:, -1] > 0.5).nonzero()[:, 0]
+    points = places[kept, :-1]
+    best: tuple[float, TokenGrid] | None = None
+    for shape in _shapes(len(kept), len(size)):
+        cells = (points * torch.tensor(shape)).long().clamp(min=0)
+        cells = torch.minimum(cells, torch.tensor(shape) - 1)
+        flat = torch.zeros(len(kept), dtype=torch.long)
+        for axis, n in enumerate(shape):
+            flat = flat * n + cells[:, axis]
+        if len(flat.unique()) == len(kept):
+            index = torch.empty_like(kept)
+            index[flat] = kept
+            ratios = [math.log(n / m) for n, m in zip(shape, size, strict=True)]
+            uneven = max(ratios) - min(ratios)
+            if best is None or uneven < best[0]:
+                best = uneven, TokenGrid(index.view(shape))
+    return None if best is None else best[1]
+
+
+def _shapes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+    if count == 0:
+        return
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    for first in itertools.product(divisors, repeat=axes - 1):
+        rest, left = divmod(count, math.prod(first))
+        if left == 0:
+            yield (*first, rest)
