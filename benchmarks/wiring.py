@@ -5,23 +5,37 @@ tokens: the model's own forward (transformers' CPU path), and what a rollout and
 gradients add to measure the wiring. A rollout runs 32 tokens once more. A method with gradients
 takes one backward pass through everything except the mixers, on the whole length.
 
+With --recording: what it costs to record the calls of scan functions while a model runs, on the
+model of mixers alone, which is registered, and on one whose scan is a Python function.
+
+Runs take turns, one of each; numbers are medians, with 95% intervals of the median ratio.
+
     python benchmarks/wiring.py --layers 4 --length 1024
+    python benchmarks/wiring.py --recording --cpu-time --repeats 25
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from _record import RESULTS, save
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from captum_ssm._capture import Request
 from captum_ssm._capture import recording as recording_module
 from captum_ssm._capture.recording import record
+from captum_ssm.metrics import bootstrap
+from captum_ssm.mixers.discovery import scans_frozen
+from captum_ssm.scans import FunctionCall, candidate_functions, intercepted
 
 SHAPE = {"vocab_size": 1000, "hidden_size": 768}
 
@@ -48,42 +62,146 @@ def models(layers: int) -> dict[str, torch.nn.Module]:
     }
 
 
-def seconds(run: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
-    """The best of some runs."""
-    found = []
-    for _ in range(repeats):
-        start = clock()
-        run()
-        found.append(clock() - start)
-    return min(found)
+class Written(nn.Module):
+    """A mixer as people write them: the scan of mamba-130m is a function of five tensors."""
+
+    def __init__(self, width: int, state: int = 16, rank: int = 48) -> None:
+        super().__init__()
+        inner = 2 * width
+        self.sizes = [rank, state, state]
+        self.in_proj = nn.Linear(width, 2 * inner)
+        self.conv = nn.Conv1d(inner, inner, 4, padding=3, groups=inner)
+        self.x_proj = nn.Linear(inner, sum(self.sizes))
+        self.dt_proj = nn.Linear(rank, inner)
+        self.A_log = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(inner, 1))
+        self.out_proj = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, gate = self.in_proj(x).chunk(2, -1)
+        u = F.silu(self.conv(u.mT)[..., : x.shape[1]].mT)
+        dt, B, C = self.x_proj(u).split(self.sizes, -1)
+        y = written_scan(u, F.softplus(self.dt_proj(dt)), -self.A_log.exp(), B, C)
+        return self.out_proj(y * F.silu(gate))
 
 
-def measure(model: torch.nn.Module, length: int, repeats: int, clock: Any) -> dict[str, float]:
-    """Seconds of a forward, and of both measurements."""
+def written_scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """The scan of Mamba, one token at a time."""
+    decay = (delta[..., None] * A).exp()
+    added = (delta * u)[..., None] * B[:, :, None]
+    h, out = torch.zeros_like(added[:, 0]), []
+    for t in range(u.shape[1]):
+        h = decay[:, t] * h + added[:, t]
+        out.append((h * C[:, t, None]).sum(-1))
+    return torch.stack(out, 1)
+
+
+class Residual(nn.Module):
+    """Mixers one after the other."""
+
+    def __init__(self, mixers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(mixers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixer in self.mixers:
+            x = x + mixer(x)
+        return x
+
+
+def alternated(
+    runs: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of each run, by turns in alternating order, after one to warm up."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(-1, repeats):
+        for name in list(runs) if i % 2 else reversed(list(runs)):
+            start = clock()
+            runs[name]()
+            if i >= 0:
+                found[name].append(clock() - start)
+    return found
+
+
+def measure(model: nn.Module, length: int, repeats: int, clock: Any) -> dict[str, Any]:
+    """Seconds of a forward, and of both measurements relative to it."""
     ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
     request = Request.of(model, None, ids)
     short = request.shortened(256)
     assert short is not None
-    with torch.no_grad():
-        forward = seconds(lambda: request.run(), repeats, clock)
-    check = seconds(lambda: record(short, wiring=True), repeats, clock)
     # The whole length: the time of the measurement itself, within a run that has its graph anyway.
     spent, real = [], recording_module.measure
 
-    def timed(*args: Any) -> Any:
+    def timed(cuts: Any, output: Any, batch: int) -> Any:
         start = clock()
-        found = real(*args)
+        found = real(cuts, output, batch)
         spent.append(clock() - start)
         assert found.is_simple
         return found
 
-    recording_module.measure = timed
-    try:
-        for _ in range(repeats):
+    def whole() -> None:
+        recording_module.measure = timed
+        try:
             record(request, wiring=True)
-    finally:
-        recording_module.measure = real
-    return {"forward_s": forward, "short_s": check, "whole_s": min(spent)}
+        finally:
+            recording_module.measure = real
+
+    runs = {
+        "forward": torch.no_grad()(request.run),
+        "short": lambda: record(short, wiring=True),
+        "whole": whole,
+    }
+    seconds = alternated(runs, repeats, clock) | {"whole": spent[1:]}
+    return summary(seconds)
+
+
+def record_scans(layers: int, length: int, repeats: int, clock: Any) -> list[dict[str, Any]]:
+    """Seconds of a forward, of one whose scans are recorded, and of finding the functions."""
+    calls: list[FunctionCall] = []
+
+    def keep(call: FunctionCall) -> Any:
+        calls.append(call)
+        return call.run()
+
+    width = SHAPE["hidden_size"]
+    registered = models(layers)["mixers"]
+    unregistered = Residual([Written(width) for _ in range(layers)])
+    ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
+    cases = {
+        "registered": (registered, ids, partial(scans_frozen, registered)),
+        "unregistered": (
+            unregistered,
+            torch.randn(1, length, width),
+            partial(intercepted, keep, [written_scan]),
+        ),
+    }
+    rows = []
+    for name, (model, inputs, recording) in cases.items():
+
+        def forward(around: Any = nullcontext, model: Any = model, given: Tensor = inputs) -> None:
+            with torch.no_grad(), around():
+                model(given)
+            calls.clear()
+
+        runs = {
+            "forward": forward,
+            "recorded": partial(forward, recording),
+            "search": candidate_functions,
+        }
+        found = summary(alternated(runs, repeats, clock))
+        rows.append({"model": name, "layers": layers, "length": length, **found})
+    return rows
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """The median of each, and those relative to the forward with intervals."""
+    found: dict[str, Any] = {f"{name}_s": float(np.median(s)) for name, s in seconds.items()}
+    forward = torch.tensor(seconds["forward"])
+    for name in [name for name in seconds if name != "forward"]:
+        share = bootstrap(
+            torch.tensor(seconds[name]) / forward, statistic=partial(torch.quantile, q=0.5)
+        )
+        found |= {name: share.value, f"{name}_interval": [share.low, share.high]}
+    return found
 
 
 def main() -> None:
@@ -93,7 +211,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument(
@@ -101,20 +219,29 @@ def main() -> None:
         action="store_true",
         help="one thread, by the processor time it took: for a machine that is busy otherwise",
     )
+    parser.add_argument(
+        "--recording", action="store_true", help="what it costs to record the calls of scans"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1 if args.cpu_time else args.threads)
     clock = time.process_time if args.cpu_time else time.perf_counter
-    rows = []
-    for name, model in models(args.layers).items():
-        found = measure(model, args.length, args.repeats, clock)
-        rows.append({"model": name, "layers": args.layers, "length": args.length, **found})
-        short, whole = (found[key] / found["forward_s"] for key in ("short_s", "whole_s"))
-        print(
-            f"{name:16} forward {found['forward_s']:.2f} s; 32 tokens {short:.3f}, the whole "
-            f"length {whole:.3f} of a forward"
-        )
+    if args.recording:
+        rows = record_scans(args.layers, args.length, args.repeats, clock)
+    else:
+        rows = [
+            {"model": name, "layers": args.layers, "length": args.length}
+            | measure(model, args.length, args.repeats, clock)
+            for name, model in models(args.layers).items()
+        ]
+    for row in rows:
+        print(f"{row['model']:16} forward {row['forward_s']:.2f} s; of that:")
+        for key in [key for key in row if f"{key}_interval" in row]:
+            low, high = row[f"{key}_interval"]
+            print(f"    {key:10} {row[key]:.3f} [{low:.3f}, {high:.3f}]")
     if not args.no_save:
-        save(RESULTS / "wiring.json", "wiring", rows, cpu_time=args.cpu_time)
+        name = "recording" if args.recording else "wiring"
+        details = {"cpu_time": args.cpu_time, "repeats": args.repeats}
+        save(RESULTS / f"{name}.json", name, rows, **details)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +122,33 @@ def orthogonal(point: Point, count: int, generator: torch.Generator) -> list[Ten
         signs = torch.randint(0, 2, (point.tokens, 1), generator=generator) * 2 - 1
         seeds.append((signs * row).to(point.device, point.dtype))
     return seeds
+
+
+class RankOneProducts(TorchDispatchMode):
+    r"""Every matrix product :math:`A B` is :math:`(A a) (b^\top B)` with random vectors a and b.
+
+    For a backward pass of which only the zeros matter: through MLPs it is little else than matrix
+    products. No zero is new, with probability one: gradients are linear in each matrix
+    :math:`a b^\top` between two factors, and what is zero for all matrices of rank one is zero for
+    the identity, which is a sum of such. Zeros are lost where a product picks some of the rows that
+    it sums over.
+    """
+
+    # Such as attention that PyTorch compiles.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Values that checkpointing computes once more have to be right.
+        is_backward = func is torch.ops.aten.mm.default and not torch.is_grad_enabled()
+        if not is_backward or any(type(x) is not Tensor for x in args):
+            return func(*args, **(kwargs or {}))
+        first, second = args
+        a, b = torch.randn(2, len(second), generator=self.generator).to(first)
+        return torch.outer(first @ (a / len(second) ** 0.5), b @ second)
 
 
 def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:

@@ -24,6 +24,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._capture import Request, freeze
+from captum_ssm._graph import Point, RankOneProducts, gradients
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 
@@ -384,6 +385,38 @@ def test_a_token_shift_is_no_reason_to_refuse():
     model, x = made(Stack(shifted, mixers=1)), tokens()
     with pytest.warns(UserWarning, match=r"read up to ([5-9]\d|100)\.\d%"):
         MambaRollout(model).attribute(x)
+
+
+@pytest.mark.parametrize("strength", [0.0, 1e-9])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_a_product_over_the_tokens(strength, tokens_first):
+    # Each token reads the one before by a matrix product, or none does.
+    over = torch.eye(7).double() + strength * torch.diag(torch.ones(6), -1)
+
+    def update(x, one):
+        y = one(x)
+        return (over @ y[0])[None] if tokens_first else (y.mT @ over.mT).mT
+
+    model = made(Stack(update, mixers=1))
+    with torch.no_grad():
+        wiring = freeze(Request.of(model, None, tokens(1))).wiring
+    assert (wiring.exchanged > 0) == (strength > 0)
+    assert wiring.is_simple
+
+
+def test_products_of_rank_one_keep_the_zeros():
+    mlp = nn.Sequential(nn.Linear(E, 4 * E), nn.SiLU(), nn.Linear(4 * E, E)).double()
+    x = tokens().requires_grad_()
+    root, leaf = Point.of(mlp(x) - mlp(x.flip(1)).flip(1)), Point.of(x)
+    seed = torch.zeros(14, E, dtype=x.dtype)
+    seed[3, 0] = 1
+    (true,) = gradients([root], [seed], [leaf])
+    with RankOneProducts():
+        (found,) = gradients([root], [seed], [leaf])
+    # What two equal branches cancel is found all the same.
+    assert_close(true, torch.zeros_like(true), 1e-12)
+    assert torch.equal((found != 0).all(1), torch.arange(14) == 3)
+    assert not bool(found[torch.arange(14) != 3].any())
 
 
 def test_examples_in_orders_of_their_own_are_refused():

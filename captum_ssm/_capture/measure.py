@@ -29,7 +29,14 @@ from captum_ssm._capture.wiring import (
     side_by_side,
 )
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, Transport, dependencies, gradients, readers
+from captum_ssm._graph import (
+    Point,
+    RankOneProducts,
+    Transport,
+    dependencies,
+    gradients,
+    readers,
+)
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 _MIXERS = (
@@ -253,7 +260,7 @@ class _Measurement:
         for s, group in enumerate(self.groups):
             stage_of |= dict.fromkeys(group, s)
         per_token = self._is_per_token()
-        simple = self._counts_agree() and self._leak(list(self.exits), per_token) == 0
+        simple = self._counts_agree() and not self._leaks(list(self.exits), per_token)
         stages = []
         for group in self.groups:
             reads = self._reads(group[0], stage_of, simple)
@@ -293,11 +300,14 @@ class _Measurement:
         alike = {point.tokens for point in points}
         return len(alike) == 1 and all(p.shape[0] == self.batch for p in points)
 
-    def _leak(self, leaves: Sequence[int], per_token: bool) -> float:
-        """The gradient outside of a random half of the tokens, relative to that in it.
+    def _leaks(self, leaves: Sequence[int], per_token: bool) -> bool:
+        """Whether not everything between acts on each token by itself, in its order."""
+        with RankOneProducts():
+            suspected = self._leak(leaves, per_token) != 0
+        return suspected and self._leak(leaves, per_token) != 0
 
-        Exactly zero where everything between acts on each token by itself, in its order.
-        """
+    def _leak(self, leaves: Sequence[int], per_token: bool) -> float:
+        # The gradient outside of a random half of the tokens, relative to that in it.
         end = len(self.ports)
         roots = [i for i in leaves if i >= 0 and self.entries[i] is not None]
         if per_token and self.output is not None and self.direct[end] <= set(leaves):
@@ -422,7 +432,7 @@ class _Measurement:
     def _check_orders(self, per_token: bool) -> None:
         # Of mixers whose tokens are the same, in their orders: from one transport to the next.
         for space in self._spaces():
-            if self._leak(space, per_token) == 0:
+            if not self._leaks(space, per_token):
                 continue
             for i in [*space, *([len(self.ports)] if per_token else [])]:
                 for j, share in self._exchanges(i, space).items():

@@ -20,7 +20,7 @@ from typing import Any
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.scans._form import forms_of
+from captum_ssm.scans._form import forms_of, telling_names
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -115,9 +115,11 @@ def candidate_functions() -> list[Callable[..., Any]]:
 
     PyTorch's softmax attention is one of them.
     """
+    telling = telling_names()  # a quick test: a process has tens of thousands of functions
     functions = [value for value in gc.get_objects() if type(value) is FunctionType]
+    functions = [f for f in functions if not telling.isdisjoint(f.__code__.co_varnames)]
     with _LOCK:
-        found = [f for f in functions if f in _EXCHANGED or _is_candidate(f)]
+        found = [*_EXCHANGED, *(f for f in functions if _is_candidate(f))]
     return [*found, F.scaled_dot_product_attention]
 
 

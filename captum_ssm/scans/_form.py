@@ -120,6 +120,13 @@ def register_scan(
     return register if build is None else register(build)
 
 
+def telling_names() -> frozenset[str]:
+    """Names of which a function that fits a form has one at least."""
+    return frozenset(
+        name for form in _FORMS.values() for role in form.needed[-1:] for name in form.names[role]
+    )
+
+
 def forms_of(parameters: Sequence[str]) -> Iterator[ScanForm]:
     """The forms whose roles a function with these parameters has."""
     return (form for form in _FORMS.values() if form.fits(parameters))

@@ -1,0 +1,209 @@
+"""The depthwise convolution before a scan: its taps, and which of them is the token itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm._graph import Entries, Point, entries, readers
+from captum_ssm._rules import ruled
+from captum_ssm.mixers._cut import CutConv
+from captum_ssm.mixers.measured._directions import Direction
+from captum_ssm.mixers.measured._rerun import Rerun, is_small
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """How a direction's values come from a convolution, ``values = factor psi``.
+
+    Args:
+        conv (CutConv): the call.
+        psi (Tensor): ``(B, L, D)``, its output and what is added to it, in the scan's order.
+        factor (Tensor): ``(B, L, D)``, the activation's, in the scan's order.
+        bias (Tensor): ``(D,)``, of the convolution, and added after it.
+        position (Tensor): ``(B, L)``, where the scan's tokens are in its output.
+        channels (Tensor): ``(D,)``, of the convolution.
+        inputs (Tensor): ``(B, L, D)``, its input, in the module's order.
+        taps (Tensor): ``(D, K)`` or ``(D, Kh, Kw)``.
+        center (tuple of int): the tap of the token itself.
+        order (Tensor): ``(L,)``, of the module's tokens in the convolution.
+        grid (tuple of int, optional): (height, width) of an image.
+    """
+
+    conv: CutConv
+    psi: Tensor
+    factor: Tensor
+    bias: Tensor
+    position: Tensor
+    channels: Tensor
+    inputs: Tensor
+    taps: Tensor
+    center: tuple[int, ...]
+    order: Tensor
+    grid: tuple[int, int] | None
+
+    def is_inside(self, direction: Direction) -> bool:
+        """Whether it runs in the scan's own order and looks back only."""
+        causal = self.grid is None and self.center[0] >= self.taps.shape[1] - 1
+        return causal and torch.equal(self.order, direction.order)
+
+    @property
+    def causal_taps(self) -> Tensor:
+        """``(D, K)``, the last one that of the token itself."""
+        return F.pad(self.taps, (0, self.center[0] - self.taps.shape[1] + 1))
+
+
+def shared_taps(
+    found: Sequence[Convolution | None], length: int
+) -> tuple[Tensor, tuple[int, int]] | None:
+    """Centered taps ``(D, Kh, Kw)`` of one convolution before all scans, and the image's size.
+
+    In the module's order: a text is an image of one row. None where there is no such convolution.
+    """
+    first = found[0]
+    if first is None or not bool((first.order.diff() == 1).all()):
+        return None
+    for one in found:
+        if one is None or one.conv is not first.conv:
+            return None
+        if not torch.equal(one.channels, first.channels):
+            return None
+    if first.grid is not None:
+        return first.taps, first.grid
+    before = first.center[0]
+    after = first.taps.shape[1] - 1 - before
+    side = max(before, after)
+    return F.pad(first.taps, (side - before, side - after))[:, None], (1, length)
+
+
+def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
+    """The convolution that a direction's values come from, if any.
+
+    Raises:
+        NotMeasured: they come from it by something else than an activation, or without one from
+            another token than their own.
+    """
+    name, values = direction.cut.scan.name, direction.cut.values
+    if values is None:
+        raise rerun.refused(f"the values of {name} have no graph")
+    for conv in reversed(rerun.run.convs):
+        psi = Point.of(conv.leaf, 1)
+        with ruled([values.edge.node], [psi.edge.node]) as carries:
+            if not carries[values.edge.node]:
+                continue
+            link = entries(values, psi, where=direction.where())
+        if link is None:
+            raise rerun.refused(f"what it does before {name} mixes channels")
+        if bool((link.token >= 0).any()):
+            return _through(rerun, direction, conv, link)
+    lands = _made_of(rerun, values, direction)
+    if lands is not None and not torch.equal(lands, direction.order.expand_as(lands)):
+        raise rerun.refused("a scan's result lands on another token than its values come from")
+    return None
+
+
+def _made_of(rerun: Rerun, values: Point, direction: Direction) -> Tensor | None:
+    # The module's token that each token of the scan is made of, (B, L).
+    B, L = rerun.B, rerun.L
+    rows = direction.rows.view(B, -1, 1)
+    steps = torch.arange(L, device=rows.device)
+    at = (rows * L + steps).flatten()
+    # Rows of one example count as one.
+    example = torch.arange(B, device=rows.device)[:, None, None]
+    labels = torch.zeros(values.tokens, dtype=torch.long, device=rows.device)
+    labels[at] = (example * L + steps).expand(-1, rows.shape[1], -1).flatten()
+    channels = torch.arange(direction.start, direction.stop)
+    found = readers(values, rerun.tokens, channels, tokens=at, labels=labels)
+    if found is None:
+        raise rerun.refused(
+            f"before {direction.cut.scan.name} it mixes tokens by something that is neither a "
+            "scan nor a depthwise convolution"
+        )
+    if bool((found < 0).any()):
+        return None
+    return torch.argsort(found.reshape(B, L) % L, dim=1)
+
+
+def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -> Convolution:
+    shape, scan = conv.leaf.shape, direction.cut  # (B'', C, ...)
+    place, channel = (link.token >= 0).nonzero().unbind(1)
+    token, to = link.token[place, channel], link.channel[place, channel]
+    # In the scan's order: the position and channel in the convolution of each entry.
+    index = torch.full(scan.leaf.shape, -1, device=place.device).flatten(0, 1)
+    index[token, to] = place * shape[1] + channel
+    index = direction.of(index.reshape(scan.leaf.shape))
+    position, channels = index // shape[1], index % shape[1]
+    if bool((index < 0).any() | (channels != channels[:1, :1]).any()) or bool(
+        (position != position[..., :1]).any()
+    ):
+        raise rerun.refused(f"a convolution reaches a part of {scan.scan.name} only")
+    position, channels = position[..., 0], channels[0, 0]
+    psi = Point.of(conv.leaf, 1).flat(conv.leaf.detach())[position][..., channels]
+    factor = link.factor.to(psi)[position][..., channels]
+    # A bias may be added after the convolution.
+    added = direction.values - factor * psi
+    bias = (added * factor).sum((0, 1)) / factor.square().sum((0, 1)).clamp(min=1e-300)
+    if not is_small(added - bias * factor, direction.values):
+        raise rerun.refused(
+            f"what it does between a convolution and {scan.scan.name} is not an activation"
+        )
+    if is_small(added, direction.values):
+        bias = torch.zeros_like(bias)
+    psi = psi + bias
+    if conv.bias is not None:
+        bias = bias + conv.bias[channels]
+    if conv.point is None:
+        raise rerun.refused("a convolution's input has no graph")
+    # By the module's tokens, (B, L).
+    leaves = position[:, torch.argsort(direction.order)]
+    enters = _input(rerun, conv.point, leaves // shape[2:].numel())
+    inputs = conv.point.flat(conv.inputs)[enters][..., channels]
+    order, center, grid = _geometry(rerun, conv, enters, leaves)
+    taps = conv.weight[channels]
+    return Convolution(
+        conv, psi, factor, bias, position, channels, inputs, taps, center, order, grid
+    )
+
+
+def _input(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
+    # The position in the convolution's input that reads each of the module's tokens, (B, L).
+    size = point.tokens // point.shape[0]
+    rows = example[:, 0]
+    if bool((example != rows[:, None]).any()):
+        raise rerun.refused("a convolution does not run over all tokens of one example")
+    at = (rows[:, None] * size + torch.arange(size, device=rows.device)).flatten()
+    found = readers(point, rerun.tokens, tokens=at)
+    if found is None or bool((found < 0).any()):
+        raise rerun.refused(
+            "before a convolution it mixes tokens by something that is neither a scan nor a "
+            "depthwise convolution"
+        )
+    found = found.reshape(rerun.B, rerun.L)
+    if bool((found // size != rows[:, None]).any()):
+        raise rerun.refused("a convolution reads other examples of the batch")
+    return found
+
+
+def _geometry(
+    rerun: Rerun, conv: CutConv, enters: Tensor, leaves: Tensor
+) -> tuple[Tensor, tuple[int, ...], tuple[int, int] | None]:
+    # The order, center and grid, of positions in its input and its output of one token each.
+    here, there, kernel = conv.inputs.shape[2:], conv.leaf.shape[2:], conv.weight.shape[1:]
+    order = torch.argsort(enters[0])
+    steps = enters.gather(1, order.expand_as(enters)).diff(dim=1)
+    if bool((steps != 1).any()):
+        raise rerun.refused("a convolution does not run over neighboring tokens")
+    if len(here) == 1:
+        offset = enters % here[0] + conv.padding[0] - leaves % there[0]
+        if bool((offset != offset[0, 0]).any()):
+            raise rerun.refused("a convolution's tokens are shifted against the scan's")
+        return order, (int(offset[0, 0]),), None
+    odd = all(k % 2 and pad == k // 2 for k, pad in zip(kernel, conv.padding, strict=True))
+    same = torch.equal(enters, leaves) and here == there and here.numel() == rerun.L
+    if not odd or not same or not bool((order.diff() == 1).all()):
+        raise rerun.refused("a convolution over the image is not centered on its tokens")
+    return order, (kernel[0] // 2, kernel[1] // 2), (int(here[0]), int(here[1]))

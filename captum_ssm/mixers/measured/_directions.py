@@ -1,0 +1,137 @@
+"""The directions of a scan: the orders in which parts of it run over the module's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from captum_ssm._graph import Entries, Point, entries
+from captum_ssm._rules import ruled
+from captum_ssm.mixers._cut import CutScan
+from captum_ssm.mixers.measured._rerun import Rerun
+from captum_ssm.operators import TokenOperator
+from captum_ssm.operators.part import examples, part_of
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Channels of some examples of a scan, which run over the module's tokens in one order.
+
+    Args:
+        cut (CutScan): the scan.
+        rows (Tensor): ``(B,)``, its examples; ``(B, k)`` where it has heads or channels in its
+            batch.
+        start (int): the first of its channels.
+        stop (int): the one after the last.
+        order (Tensor): ``(L,)``: token t of the scan is this one of the module's.
+        channels (Tensor): ``(D,)``, those of the input of the output projection.
+        factor (Tensor): ``(B, L, D)``, gate times norm, in the scan's order.
+        centered (bool, optional): whether a layer norm follows. Default: False
+    """
+
+    cut: CutScan
+    rows: Tensor
+    start: int
+    stop: int
+    order: Tensor
+    channels: Tensor
+    factor: Tensor
+    centered: bool = False
+
+    def of(self, x: Tensor) -> Tensor:
+        """The direction's part of ``x (B', L, D')``."""
+        return examples(x, self.rows, slice(self.start, self.stop))
+
+    @property
+    def values(self) -> Tensor:
+        """``(B, L, D)``, in the scan's order."""
+        return self.of(self.cut.scan.values.detach())
+
+    @property
+    def operator(self) -> TokenOperator:
+        """The recurrence."""
+        return part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
+
+    @property
+    def skip(self) -> Tensor | None:
+        """The scan's own factor of its values, broadcasts to ``(B, L, D)``."""
+        skip = self.cut.scan.skip
+        if skip is None:
+            return None
+        return (
+            self.of(skip.expand_as(self.cut.leaf))
+            if skip.dim() > 1
+            else skip[self.start : self.stop].to(self.cut.leaf.dtype).repeat(self.rows[0].numel())
+        )
+
+    def where(self) -> Tensor:
+        """The direction's entries among those of the scan, ``(B' L, D')`` bool."""
+        found = torch.zeros(self.cut.leaf.shape, dtype=torch.bool, device=self.cut.leaf.device)
+        found[self.rows, :, self.start : self.stop] = True
+        return found.flatten(0, 1)
+
+
+def find_directions(rerun: Rerun, root: Point, cut: CutScan) -> list[Direction]:
+    """The directions of a scan, by what reaches ``root``, the input of the output projection."""
+    leaf = Point.of(cut.leaf)
+    with ruled([root.edge.node], [leaf.edge.node], centered=False) as carries:
+        exits = entries(root, leaf)
+        centered = any(c and "LayerNorm" in n.name() for n, c in carries.items())
+    if exits is None:
+        raise rerun.refused(f"what it does after {cut.scan.name} mixes channels or tokens")
+    if bool((exits.token < 0).any()):
+        raise rerun.refused(f"a part of what {cut.scan.name} returns does not reach its output")
+    return parted(rerun, cut, exits, centered)
+
+
+def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: bool = False) -> list[Direction]:
+    """The directions of a scan, by the module's token that each of its tokens reaches."""
+    rows, length, width = cut.leaf.shape
+    table = exits.token.reshape(rows * length, width)
+    kinds, group = torch.unique(table, dim=1, return_inverse=True)
+    goes = exits.channel.reshape(rows, length, width)
+    factors = exits.factor.reshape(rows, length, width)
+    found: list[Direction] = []
+    for n in range(kinds.shape[1]):
+        channels = (group == n).nonzero()[:, 0]
+        start, stop = int(channels[0]), int(channels[-1]) + 1
+        if len(channels) != stop - start:
+            raise rerun.refused(f"the directions of {cut.scan.name} lie between each other")
+        first = goes[:, 0, start]
+        for at, order in _orders(rerun, kinds[:, n].reshape(rows, length), first):
+            to = examples(goes, at, slice(start, stop))
+            if bool((to != to[:1, :1]).any()):
+                raise rerun.refused(f"{cut.scan.name} does not keep its channels")
+            factor = examples(factors, at, slice(start, stop)).to(cut.leaf.dtype)
+            found.append(Direction(cut, at, start, stop, order, to[0, 0], factor, centered))
+    return sorted(found, key=lambda direction: direction.start)
+
+
+def _orders(rerun: Rerun, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, Tensor]]:
+    # The rows of a scan's batch that run in one order, with that order; lands (B', L). Rows of
+    # one example are told apart by the channel (B',) that they go to.
+    B, L = rerun.B, rerun.L
+    example, token = lands // L, lands % L
+    if bool((example != example[:, :1]).any()) or lands.shape[1] != L:
+        raise rerun.refused("a scan does not run over all tokens of one example")
+    kinds, group = torch.unique(token, dim=0, return_inverse=True)
+    every = torch.arange(L, device=lands.device)
+    found = []
+    for n in range(len(kinds)):
+        rows = (group == n).nonzero()[:, 0]
+        rows = rows[torch.argsort(channel[rows], stable=True)]
+        rows = rows[torch.argsort(example[rows, 0], stable=True)]
+        several = max(1, len(rows) // B)
+        owners = torch.arange(B, device=rows.device).repeat_interleave(several)
+        if not torch.equal(example[rows, 0], owners):
+            raise rerun.refused("examples of the batch are scanned in different orders")
+        if several > 1:
+            rows = rows.view(B, several)
+            if bool((channel[rows].diff(dim=1) <= 0).any()):
+                raise rerun.refused("several scans in one order go to the same channels")
+        if not torch.equal(torch.sort(kinds[n]).values, every):
+            raise rerun.refused("a scan's tokens are not the module's")
+        found.append((rows, kinds[n]))
+    return sorted(found, key=lambda one: int(one[0].flatten()[0]))

@@ -1,0 +1,155 @@
+"""The frozen mixer, put together from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._graph import Point, entries
+from captum_ssm._rules import ruled
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._cut import run_cut
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers.measured._convolution import Convolution, find_convolution, shared_taps
+from captum_ssm.mixers.measured._directions import Direction, find_directions
+from captum_ssm.mixers.measured._offset import with_offset
+from captum_ssm.mixers.measured._projection import Projection, find_projection, narrowed
+from captum_ssm.mixers.measured._recurrence import find_recurrence, is_silent
+from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
+from captum_ssm.mixers.vision import FrozenScans, in_image_order
+
+
+def freeze_measured(
+    call: MixerCall,
+    functions: Iterable[Callable[..., Any]] | None = None,
+    *,
+    partly: bool = True,
+) -> FrozenMixer:
+    """The mixer of a recorded call of any module that holds scans.
+
+    Args:
+        call (MixerCall): the recorded call.
+        functions (iterable of Callable, optional): those whose calls may be scans; None for all
+            of the process. Default: None
+        partly (bool, optional): whether the scans and their orders will do. Default: True
+
+    Returns:
+        FrozenMixer: its tokens flattened to ``(B, L, E)``. With ``partly``, where only the scans
+        and their orders could be measured, one that has ``"hidden"`` maps alone, and says what is
+        missing when it is asked for more.
+
+    Raises:
+        UnsupportedModelError: saying what could not be measured.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        rerun = Rerun(call, run_cut(call, functions))
+        if not rerun.run.scans:
+            raise rerun.refused("none of the functions that it calls proved to be a scan")
+        projection = find_projection(rerun)
+        try:
+            return _mixer(rerun, projection)
+        except NotMeasured as error:
+            found = find_recurrence(rerun, error.why) if partly else None
+            if found is None or not is_silent(run_cut(call, functions, silent=True)):
+                raise UnsupportedModelError(str(error)) from None
+            return found
+
+
+def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
+    root, directions = projection.root, []
+    for cut in rerun.run.scans:
+        directions += find_directions(rerun, root, cut)
+    channels = directions[0].channels
+    if any(not torch.equal(d.channels, channels) for d in directions):
+        raise rerun.refused("its scans go to different channels of the output projection")
+    found = [find_convolution(rerun, direction) for direction in directions]
+    norm, after = _norm(rerun, root, directions[0])
+    projection = narrowed(rerun, projection, channels)
+    mixer = _assembled(rerun, projection, directions, found, norm, after)
+    return with_offset(rerun, projection, mixer, directions, found, after)
+
+
+def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | None, Tensor]:
+    # The factor of a norm after the scans, and that of what follows it, in the module's order;
+    # without such a norm, None and the whole factor.
+    channels = direction.channels
+    whole = direction.factor[:, torch.argsort(direction.order)]
+    leaf = Point.of(direction.cut.leaf)
+    for norm in reversed(rerun.run.norms):
+        if norm.output.tokens * norm.output.width != rerun.T * len(channels):
+            continue
+        with ruled([norm.inputs.edge.node], [leaf.edge.node]) as carries:
+            if not carries[norm.inputs.edge.node]:
+                continue
+        with ruled([root.edge.node], [norm.output.edge.node]) as carries:
+            found = entries(root, norm.output) if carries[root.edge.node] else None
+        if found is None or found.factor.shape != (rerun.T, len(channels)):
+            continue
+        rows = torch.arange(rerun.T, device=channels.device)[:, None]
+        if bool((found.token != rows).any() | (found.channel != channels).any()):
+            continue
+        after = found.factor.reshape(whole.shape).to(whole)
+        return whole / after, after
+    return None, whole
+
+
+def _assembled(
+    rerun: Rerun,
+    projection: Projection,
+    directions: Sequence[Direction],
+    found: Sequence[Convolution | None],
+    norm: Tensor | None,
+    after: Tensor,
+) -> FrozenMixer:
+    pairs = list(zip(directions, found, strict=True))
+    # Convolutions belong to the scans where each looks back in its scan's order.
+    own = all(conv is None or conv.is_inside(direction) for direction, conv in pairs)
+    centered = any(direction.centered for direction in directions)
+    scans = []
+    for direction, conv in pairs:
+        gate = direction.factor if norm is None else after[:, direction.order]
+        scan = FrozenMixer(
+            recurrence=direction.operator,
+            inputs=direction.values if conv is None else conv.psi,
+            out_proj=projection.apply,
+            out_weight=projection.weight,
+            skip=direction.skip,
+            activation=None if conv is None else conv.factor,
+            gate=None if bool((gate == 1).all()) else gate,
+            norm=None if norm is None else norm[:, direction.order],
+            centered=centered,
+        )
+        if conv is not None and own:
+            inputs = conv.inputs[:, direction.order]
+            scan = replace(scan, inputs=inputs, conv=conv.causal_taps, conv_bias=conv.bias)
+        scans.append(scan.with_values(direction.values))
+    orders = tuple(direction.order for direction in directions)
+    taps = None if own else shared_taps(found, rerun.L)
+    if len(scans) == 1 and bool((orders[0].diff() == 1).all()) and taps is None:
+        return scans[0]
+    mixer = FrozenScans(
+        recurrence=in_image_order([scan.recurrence for scan in scans], orders),
+        inputs=scans[0].inputs[:, torch.argsort(orders[0])],
+        out_proj=projection.apply,
+        out_weight=projection.weight,
+        scans=tuple(scans),
+        orders=orders,
+    )
+    if taps is None or found[0] is None:
+        return mixer
+    recurrence = mixer.recurrence
+    if recurrence.is_causal:
+        # The map alone would not show what is read from later tokens.
+        recurrence = recurrence.scaled(None, None).convolved(*taps)
+    return replace(
+        mixer,
+        recurrence=recurrence,
+        inputs=found[0].inputs,
+        image_conv=taps[0],
+        grid=taps[1],
+    )

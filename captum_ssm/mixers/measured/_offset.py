@@ -1,0 +1,90 @@
+"""What a module adds to its scans: a skip from a convolution, a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from captum_ssm._graph import Point, entries
+from captum_ssm._rules import ruled
+from captum_ssm.mixers._cut import CutConv
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers.measured._convolution import Convolution
+from captum_ssm.mixers.measured._directions import Direction
+from captum_ssm.mixers.measured._projection import Projection
+from captum_ssm.mixers.measured._rerun import Rerun, is_close, is_small
+from captum_ssm.mixers.vision import FrozenScans
+
+
+def with_offset(
+    rerun: Rerun,
+    projection: Projection,
+    mixer: FrozenMixer,
+    directions: Sequence[Direction],
+    found: Sequence[Convolution | None],
+    after: Tensor,
+) -> FrozenMixer:
+    """``mixer`` with all that the output projection is given.
+
+    Args:
+        rerun (Rerun): the module's.
+        projection (Projection): of the channels that scans reach.
+        mixer (FrozenMixer): the scans alone.
+        directions, found: what it is made of.
+        after (Tensor): ``(B, L, D)``, the factor of what follows the norm: the gate.
+
+    Raises:
+        NotMeasured: something is added that depends on the tokens.
+    """
+    want = projection.gated
+    rest = want - mixer.gated_output().to(want)
+    if is_small(rest, want):
+        return mixer
+    mixer = _with_skips(mixer, _skips(projection.root, directions, found))
+    rest = want - mixer.gated_output().to(want)
+    if is_small(rest, want):
+        return mixer
+    # A bias as it is, or times the gate.
+    for factor in (torch.ones_like(rest), after.to(rest)):
+        bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
+        if rerun.T > 1 and is_close(bias * factor, rest):
+            return replace(mixer, offset=bias * factor)
+    raise rerun.refused(
+        "it adds something to its scans that depends on its tokens (a residual, a branch next to "
+        "the scan)"
+    )
+
+
+def _skips(
+    root: Point, directions: Sequence[Direction], found: Sequence[Convolution | None]
+) -> list[Tensor | None]:
+    # The factor of each direction's values that is added after its scan, (B, L, D) in the scan's
+    # order. Directions of one convolution have one sum of them, given to the first.
+    skips: list[Tensor | None] = []
+    seen: list[CutConv] = []
+    for direction, one in zip(directions, found, strict=True):
+        skip = None
+        if one is not None and one.conv not in seen:
+            seen.append(one.conv)
+            psi = Point.of(one.conv.leaf, 1)
+            with ruled([root.edge.node], [psi.edge.node], centered=False):
+                link = entries(root, psi)
+            if link is not None:
+                at = link.factor.to(one.factor)[one.position][..., one.channels]
+                skip = at / (one.factor * direction.factor)
+        skips.append(skip)
+    return skips
+
+
+def _with_skips(mixer: FrozenMixer, skips: Sequence[Tensor | None]) -> FrozenMixer:
+    if isinstance(mixer, FrozenScans):
+        scans = zip(mixer.scans, skips, strict=True)
+        return replace(mixer, scans=tuple(_with_skips(scan, [skip]) for scan, skip in scans))
+    (skip,) = skips
+    if skip is None:
+        return mixer
+    total = skip if mixer.skip is None else mixer.skip + skip
+    return replace(mixer, skip=total).with_values(mixer.values)

@@ -1,0 +1,105 @@
+"""The output projection: the last linear layer whose output is the module's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm._graph import Entries, Point, entries, readers
+from captum_ssm._rules import ruled
+from captum_ssm.mixers._cut import CutLinear
+from captum_ssm.mixers.measured._rerun import Rerun, is_close
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The output projection, and what it is given.
+
+    Args:
+        root (Point): its input.
+        gated (Tensor): the same, ``(B, L, G)``.
+        apply (Callable): takes ``(..., G)`` and returns ``(..., E)``.
+        weight (Tensor): ``(E, G)``.
+    """
+
+    root: Point
+    gated: Tensor
+    apply: Callable[[Tensor], Tensor]
+    weight: Tensor
+
+
+def find_projection(rerun: Rerun) -> Projection:
+    """The output projection; without one, the identity.
+
+    Raises:
+        NotMeasured: the output does not depend on the scans.
+    """
+    B, L, E = rerun.B, rerun.L, rerun.E
+    output = rerun.run.output
+    flat = output.detach().reshape(B, L, E)
+    if not output.requires_grad:
+        raise rerun.refused("its output does not depend on its scans")
+    root = Point.of(output)
+    for linear in reversed(rerun.run.linears):
+        y, weight = linear.output, linear.weight
+        if y.numel() != flat.numel() or y.shape[-1] != E or y.shape[0] != B:
+            continue
+        with ruled([root.edge.node], [Point.of(y).edge.node]):
+            link = entries(root, Point.of(y))
+        scale = _column_scale(link, rerun.T, E)
+        if scale is None or not is_close(y.detach().reshape(flat.shape) * scale, flat):
+            continue
+        gated = linear.inputs.reshape(B, L, -1)
+        return Projection(linear.point, gated, _scaled(linear, scale), weight * scale[:, None])
+    eye = torch.eye(E, dtype=flat.dtype, device=flat.device)
+    return Projection(root, flat, lambda x: x, eye)
+
+
+def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projection:
+    """The projection of those channels that scans reach; the others keep what was recorded.
+
+    Raises:
+        NotMeasured: the others mix tokens.
+    """
+    gated = projection.gated
+    G = gated.shape[-1]
+    weight = projection.weight[:, channels]
+    if torch.equal(channels, torch.arange(G, device=channels.device)):
+        return replace(projection, weight=weight)
+    side = torch.ones(G, dtype=torch.bool, device=channels.device)
+    side[channels] = False
+    found = readers(projection.root, rerun.tokens, side.nonzero()[:, 0])
+    here = torch.arange(rerun.T, device=channels.device)
+    if found is None or bool(((found != here) & (found >= 0)).any()):
+        raise rerun.refused("a branch next to its scans mixes tokens")
+
+    def apply(y: Tensor) -> Tensor:
+        whole = gated.to(y).expand(*y.shape[:-1], G).clone()
+        whole[..., channels] = y
+        return projection.apply(whole)
+
+    return replace(projection, gated=gated[..., channels], apply=apply, weight=weight)
+
+
+def _scaled(linear: CutLinear, scale: Tensor) -> Callable[[Tensor], Tensor]:
+    def apply(x: Tensor) -> Tensor:
+        bias = None if linear.bias is None else linear.bias.to(x)
+        return F.linear(x, linear.weight.to(x), bias) * scale.to(x)
+
+    return apply
+
+
+def _column_scale(link: Entries | None, T: int, E: int) -> Tensor | None:
+    # The factor per channel where each entry is read by the same one, or None.
+    if link is None:
+        return None
+    rows = torch.arange(T, device=link.token.device)[:, None]
+    columns = torch.arange(E, device=link.token.device)
+    if bool((link.token != rows).any() | (link.channel != columns).any()):
+        return None
+    scale = link.factor[:1]
+    return scale[0].float() if is_close(scale.expand_as(link.factor), link.factor) else None

@@ -1,0 +1,106 @@
+"""The scans of a module alone, where nothing else of it could be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._graph import Entries, Point, gradients, readers_by_bits
+from captum_ssm.mixers._cut import CutRun
+from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
+from captum_ssm.mixers.measured._convolution import find_convolution
+from captum_ssm.mixers.measured._directions import parted
+from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
+from captum_ssm.mixers.vision import in_image_order
+from captum_ssm.operators import TokenOperator
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenRecurrence(FrozenMixer):
+    """The scans of a module whose other parts could not be measured: ``"hidden"`` maps alone.
+
+    Its scans were compared with what they returned when they were called.
+
+    Args:
+        recorded (Tensor): what the module returned, ``(B, L, E)``.
+        missing (UnsupportedModelError): says what could not be measured.
+    """
+
+    recorded: Tensor
+    missing: UnsupportedModelError
+
+    def operator(
+        self, formulation: str = "hidden", components: Iterable[str] | None = None
+    ) -> TokenOperator:
+        self._chosen(formulation, components)
+        if formulation != "hidden":
+            raise self.missing
+        return self.recurrence
+
+    def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
+        raise self.missing
+
+    def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
+        raise self.missing
+
+    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
+        """What the module returned: nothing of it is computed again."""
+        return self.recorded
+
+    def recurrence_share(self, gated: Tensor) -> Tensor:
+        return gated.new_ones(gated.shape[0])
+
+    def output(self, multiply: Product = torch.mul) -> Tensor:
+        return self.recorded
+
+
+def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
+    """The scans alone, if their orders can be read off the module's output.
+
+    Args:
+        rerun (Rerun): the module's.
+        why (str): what could not be measured.
+    """
+    root, found = Point.of(rerun.run.output), []
+    try:
+        for cut in rerun.run.scans:
+            leaf = Point.of(cut.leaf)
+            lands = readers_by_bits(root, leaf, by_channel=True)
+            if lands is None or bool((lands < 0).any()):
+                return None
+            ones = torch.ones_like(cut.leaf).flatten(0, 1)
+            channels = torch.arange(leaf.width, device=lands.device).expand_as(lands)
+            found += parted(rerun, cut, Entries(lands, channels, ones))
+        for direction in found:
+            find_convolution(rerun, direction)
+    except NotMeasured:
+        return None
+    first, orders = found[0], tuple(d.order for d in found)
+    eye = torch.eye(first.values.shape[-1], dtype=first.values.dtype)
+    call = rerun.call
+    return FrozenRecurrence(
+        recurrence=in_image_order([d.operator for d in found], orders),
+        inputs=first.values[:, torch.argsort(first.order)],
+        out_proj=lambda y: y,
+        out_weight=eye.to(first.values.device),
+        recorded=rerun.run.output.detach().reshape(rerun.B, rerun.L, rerun.E),
+        missing=UnsupportedModelError(
+            f"{call.path} ({type(call.module).__name__}) has no adapter, and of what it does only "
+            f'the scans could be measured: {why}. Methods of "hidden" maps and MambaLRP work; for '
+            "the others register an adapter with captum_ssm.register_mixer(module_type, freeze)."
+        ),
+    )
+
+
+def is_silent(run: CutRun) -> bool:
+    """Whether a module without its scans and convolutions returns nothing of its tokens."""
+    if not run.output.requires_grad:
+        return True
+    root = Point.of(run.output)
+    noise = root.noise(torch.Generator().manual_seed(0))
+    (g,) = gradients([root], [noise], [Point.of(run.tokens)])
+    return g is None or not bool((g != 0).any())
