@@ -155,13 +155,15 @@ class FrozenModel:
 
         Itself where the model declares a grid, or forms none.
         """
-        shape = self.request.inputs[0].shape
-        if self.grid is not None or len(shape) < 4 or len(self.wiring.inputs) != 1:
+        is_image = self.request.inputs[0].dim() > 3 and len(self.wiring.inputs) == 1
+        if self.grid is not None or not is_image:
             return self
-        return self if self.grids[0] is None else self.from_level(0, mode)
+        if self.grids[0] is None:
+            return self
+        return replace(self.from_level(0, mode), layers=self.layers)
 
     def from_level(self, level: int, mode: str = "bilinear") -> FrozenModel:
-        """The same without what is before a level of stages, whose grid is then the input's.
+        """Only the layers of a level of stages, whose grid is then the input's.
 
         Raises:
             ValueError: for a level that the model does not have, or whose tokens form no grid.
@@ -180,14 +182,13 @@ class FrozenModel:
                 f"stage is {level!r}, whose {self.wiring.stages[first].tokens} tokens form no grid "
                 "over the input; leave stage at None."
             )
-        wiring = self.wiring.starting_at(first)
-        kept = [
-            read
-            for read, _ in enumerate(self.wiring.output)
-            if self.wiring.output[read][0] >= first
-        ]
-        query = None if self.query is None else [self.query[k] for k in kept]
-        return replace(self, wiring=wiring, grid=replace(grid, mode=mode), query=query)
+        wiring, output = self.wiring.starting_at(first), self.wiring.output
+        query = self.query
+        if query is not None:
+            query = [w for w, (read, _) in zip(query, output, strict=True) if read >= first]
+        layers = [layer for layer in self.layers if layer.stage in levels[index]]
+        grid = replace(grid, mode=mode)
+        return replace(self, wiring=wiring, grid=grid, query=query, layers=layers)
 
     def mask_of(self, layer: FrozenLayer) -> Tensor | None:
         """The padding mask of a layer's tokens, if they are the input's."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.ways import Way, feature_axis, portions
 from captum_ssm._capture.wiring import (
@@ -32,11 +33,12 @@ from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import (
     Point,
     RankOneProducts,
-    Transport,
     dependencies,
     gradients,
     readers,
+    skips,
 )
+from captum_ssm._transport import Transport, pulled
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 _MIXERS = (
@@ -271,15 +273,21 @@ class _Measurement:
                 self.orders |= dict.fromkeys(group)
             tokens = self.exits[group[0]].tokens // self.batch
             stages.append(Stage(tuple(group), reads, tokens))
+        joints: list[GradientEdge] = []
         if per_token:
             output = self._reads(end, stage_of, simple)
         else:
             sources = sorted({stage_of[i]: i for i in reversed(sorted(self.direct[end]))}.values())
+            if not simple and len(sources) == 1:
+                joints, more = self._skips(end, sources[0])
+                sources += more
             output = tuple((stage_of[i], Link()) for i in sources)
         if not simple:
             self._check_orders(per_token)
-        whole = per_token and self.score is None
-        readout = [None if whole else self._readout(stages[s].calls[0]) for s, _ in output]
+        if per_token and self.score is None:
+            readout: list[Tensor | None] = [None] * len(output)
+        else:
+            readout = self._readouts([stages[s].calls[0] for s, _ in output], joints)
         orders = [self._windows(i) for i in range(end)]
         return Wiring(
             stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
@@ -340,6 +348,8 @@ class _Measurement:
         root, inputs = self.entries[i], [j for j in leads if j < 0]
         for j in leads:
             self.links[i, j] = Link() if simple else self._link(i, j)
+        if not simple and len(leads) == 1:
+            leads += self._skipped(i, leads[0])
         if len(inputs) > 1 and root is not None:
             sizes = [self.ways[INPUT - j].added(root) for j in inputs]
             for j, share in zip(inputs, portions(sizes), strict=True):
@@ -347,6 +357,38 @@ class _Measurement:
         reads = [(stage_of[j], self.links[i, j]) for j in leads]
         self.orders.setdefault(i, None)
         return tuple(reads)
+
+    def _skipped(self, i: int, j: int) -> list[int]:
+        """What i reads past j, whose tokens are others, as by the skip connections of a U-shape.
+
+        The links are added, and all of them get the share of the tokens that they make up.
+        """
+        joints, leads = self._skips(i, j)
+        root = self.entries[i]
+        if not leads or root is None or self.links[i, j].is_identity:
+            return []
+        ways = [Transport(root, self.exits[j], self.batch)]
+        ways += [Transport(root, self.exits[k], self.batch, tuple(joints)) for k in leads]
+        shares = portions([way.sizes().view(self.batch, -1) for way in ways])
+        for k, way, share in zip([j, *leads], ways, shares, strict=True):
+            S = way.leaf.tokens // self.batch
+            before = self.orders.get(k)
+            order = None if before is None else self._local(before, S, S)
+            link = self.links.get((i, k), Link(transport=way, order=order, count=S))
+            self.links[i, k] = replace(link, share=share)
+        return leads
+
+    def _skips(self, i: int, j: int) -> tuple[list[GradientEdge], list[int]]:
+        # The joints through which the way to j goes, and the mixers of other tokens read past it.
+        root, entry = self.entries[i], self.entries.get(j)
+        if root is None or entry is None:
+            return [], []
+        leaves = list(self.exits.values())
+        joints, earlier = skips(root, entry, leaves)
+        keys, points = list(self.exits), [replace(root, edge=edge) for edge in earlier]
+        found = {keys[m] for one in dependencies(points, leaves) for m in one}
+        reads = nearest({**self.reads, len(self.ports): found})[len(self.ports)] if found else ()
+        return joints, sorted(k for k in reads if self.exits[k].tokens != self.exits[j].tokens)
 
     def _link(self, i: int, j: int) -> Link:
         """How the tokens given to i read those of j; decodes the order of i on the way."""
@@ -506,32 +548,46 @@ class _Measurement:
                 spaces.setdefault(space, []).append(i)
         return [space for space in spaces.values() if len(space) > 1]
 
-    def _readout(self, i: int) -> Tensor | None:
-        """The tokens after mixer i that the output, or the score, is read from: ``(B, T)``.
+    def _readouts(
+        self, mixers: Sequence[int], joints: Sequence[GradientEdge]
+    ) -> list[Tensor | None]:
+        """The tokens after each mixer that the output, or the score, is read from: ``(B, T)``.
 
-        A pooled output reads them in equal shares, an entry of a dense one as by a transport.
+        A pooled output reads them in equal shares, an entry of a dense one as by a transport. Where
+        it is read from mixers of several stages past one another, they share it as by a transport.
         """
+        found = [self._energy(i, joints if k else ()) for k, i in enumerate(mixers)]
+        energies = [energy for energy in found if energy is not None]
+        if len(energies) < len(found):
+            return [None] * len(found)
+        sums = [energy.sum(1, keepdim=True) for energy in energies]
+        weights = [energy / total for energy, total in zip(energies, sums, strict=True)]
+        if self.score is None:
+            support = [(e > 1e-12 * e.amax(1, keepdim=True)).to(e.dtype) for e in energies]
+            weights = [one / one.sum(1, keepdim=True) for one in support]
+        if joints:
+            parts = portions(sums)
+            weights = [one * part for one, part in zip(weights, parts, strict=True)]
+        return list(weights)
+
+    def _energy(self, i: int, joints: Sequence[GradientEdge]) -> Tensor | None:
+        # The squared gradients at the tokens after mixer i, (B, T), in the model's order.
         point = self.output if self.score is None else self.score
         if point is None:
             return None
         seed = point.noise(torch.Generator().manual_seed(0))
-        (gradient,) = gradients([point], [seed if self.score is None else seed**0], [self.exits[i]])
+        seed = point.unflat(seed if self.score is None else torch.ones_like(seed))
+        way = Transport(point, self.exits[i], self.batch, tuple(joints))
+        gradient = pulled(way, seed)
         if gradient is None:
             return None
-        energy = gradient.float().norm(dim=-1).view(self.batch, -1)
+        energy = way.leaf.flat(gradient).double().square().sum(-1).view(self.batch, -1)
         order = self.orders.get(i)
         if order is not None:
             flat = torch.empty_like(energy.flatten())
             flat[order.to(flat.device)] = energy.flatten()
             energy = flat.view(self.batch, -1)
-        most = energy.amax(1, keepdim=True)
-        if not bool((most > 0).all()):
-            return None
-        if self.score is not None:  # as by a transport
-            energy = energy.square()
-            return energy / energy.sum(1, keepdim=True)
-        support = (energy > 1e-6 * most).to(energy.dtype)
-        return support / support.sum(1, keepdim=True)
+        return energy if bool((energy.amax(1) > 0).all()) else None
 
     def _windows(self, i: int) -> Tensor | None:
         # The order of one example, (W, l).

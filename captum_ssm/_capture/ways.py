@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point, gradients, orthogonal, pushed
+from captum_ssm._graph import Point, gradients
+from captum_ssm._transport import Transport, orthogonal, pushed
 
 # Backward passes through the first layers, at most, for the shares of features.
 _PROBES = 64
@@ -59,7 +60,7 @@ class Way:
 
     def added(self, root: Point) -> Tensor:
         r"""The size of what it adds to each token of ``root``, :math:`\|J x\|`: ``(B, T)``."""
-        (found,) = pushed(root, self.leaf, self.values)
+        (found,) = pushed(Transport(root, self.leaf, self.batch), self.values)
         return found.double().norm(dim=-1).view(self.batch, -1)
 
     def shaped(self, entries: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
 
 
 def portions(sizes: Sequence[Tensor]) -> list[Tensor]:
-    """The parts ``(B, T)`` in which tokens are made of several inputs, by what each adds."""
+    """The parts ``(B, T)`` in which tokens are made of several, by the size that each adds."""
     total = torch.stack(list(sizes)).sum(0)
     even = 1 / len(sizes)
     return [torch.where(total > 0, one / total.clamp(min=1e-300), even) for one in sizes]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from captum_ssm._capture.ways import Way
-from captum_ssm._graph import Transport
 from captum_ssm._progress import progress
+from captum_ssm._transport import Transport
 
 # The first of the model's inputs, among the stages that a stage reads; the next ones are below it.
 INPUT = -1

@@ -44,7 +44,9 @@ class TokenAttribution(Attribution):
             and raise :class:`~captum_ssm.ReconstructionError` where they differ. Default: True
         interpolate_mode (str, optional): how relevance of patches is put on an image's pixels,
             ``"bilinear"``, ``"nearest"`` or ``"bicubic"``; None leaves it to the model's
-            ``token_grid``, bilinear unless it says otherwise. Default: None
+            ``token_grid``, bilinear unless it says otherwise. Where a model has none, relevance is
+            carried to the pixels by the measured transport, or with a mode interpolated from the
+            measured grid. Default: None
         feature_share (str, optional): how a token's relevance is shared among its features, such
             as the variables of a series or an image's colors. ``"linear"``: by what each adds to
             the model's tokens, the size of :math:`(\partial h / \partial x_e)\, x_e`, with the sign
@@ -228,7 +230,7 @@ class TokenAttribution(Attribution):
                     "call freeze_once with these, or attribute of the method it was called on."
                 )
             return self._frozen.at(position)
-        return freeze(
+        frozen = freeze(
             request,
             position=position,
             gradients=gradients,
@@ -236,6 +238,8 @@ class TokenAttribution(Attribution):
             check=self.check,
             **options,
         )
+        mode = self.interpolate_mode
+        return frozen if mode is None or self.needs_run_here else frozen.from_patches(mode)
 
     def _formatted(self, relevance: list[Tensor], frozen: FrozenModel) -> Any:
         return of_inputs(relevance, frozen, self.feature_share, self.interpolate_mode)

@@ -44,6 +44,7 @@ class MambaAttribution(MapAttribution):
         *,
         position: Any = None,
         start_layer: int = 0,
+        stage: int | None = None,
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
@@ -51,12 +52,15 @@ class MambaAttribution(MapAttribution):
 
         Args:
             start_layer (int, optional): the first layer of the product. Default: 0
+            stage (int, optional): of a model whose layers work on several grids of tokens, one
+                after the other: only the layers of this one, negative from the end, interpolated
+                from its grid to the input, as of Grad-CAM. None is all. Default: None
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
                 ``sign`` defaults to ``"clamp"`` here (eq. 24); with ``sign=None`` a row costs
                 linear time.
         """
         asked = inputs, target, additional_forward_args, position
-        maps = self._maps(*asked, options, start_layer=start_layer, gradients=True)
+        maps = self._maps(*asked, options, start_layer=start_layer, stage=stage, gradients=True)
         return self._relevance(maps, rollout_row)
 
     def rollout(

@@ -46,6 +46,7 @@ class MambaRollout(MapAttribution):
         *,
         position: Any = None,
         start_layer: int = 0,
+        stage: int | None = None,
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
@@ -53,10 +54,13 @@ class MambaRollout(MapAttribution):
 
         Args:
             start_layer (int, optional): the first layer of the product. Default: 0
+            stage (int, optional): of a model whose layers work on several grids of tokens, one
+                after the other: only the layers of this one, negative from the end, interpolated
+                from its grid to the input, as of Grad-CAM. None is all. Default: None
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
         """
         asked = inputs, target, additional_forward_args, position
-        maps = self._maps(*asked, options, start_layer=start_layer)
+        maps = self._maps(*asked, options, start_layer=start_layer, stage=stage)
         return self._relevance(maps, rollout_row)
 
     def rollout(

@@ -61,6 +61,7 @@ class UnifiedImplicitAttention(MapAttribution):
         aggregation: Literal["raw", "rollout", "attribution"] = "attribution",
         components: Iterable[str] | None = None,
         start_layer: int = 0,
+        stage: int | None = None,
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
@@ -76,11 +77,14 @@ class UnifiedImplicitAttention(MapAttribution):
                 equation of the family: all except the skip (and RWKV-4's token shift, its
                 ``"conv"``). Default: None
             start_layer (int, optional): the first layer. Default: 0
+            stage (int, optional): of a model whose layers work on several grids of tokens, one
+                after the other: only the layers of this one, negative from the end, interpolated
+                from its grid to the input, as of Grad-CAM. None is all. Default: None
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
                 ``sign`` defaults to ``"clamp"`` for ``"attribution"``.
         """
         asked = inputs, target, additional_forward_args, position, options
-        maps = self._unified(aggregation, components, *asked, start_layer=start_layer)
+        maps = self._unified(aggregation, components, *asked, start_layer=start_layer, stage=stage)
         return self._relevance(maps, raw_row if aggregation == "raw" else rollout_row)
 
     def rollout(
