@@ -265,6 +265,7 @@ class _Measurement:
             for i, gradient in zip(leaves, found, strict=True):
                 if gradient is not None:
                     others = ~self._in_order(i, chosen).to(gradient.device)
+                    # NaN, as at the norm of a token that is zero, tells nothing.
                     if bool((gradient[others].abs() > 0).any()):
                         return True
         return False
