@@ -5,24 +5,24 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._capture import Request, exact_arithmetic, freeze
-from captum_ssm._capture.checking import reconstruction_error, tolerance_of
+from captum_ssm._capture import FrozenModel, Request, freeze
 from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.recording import record
 from captum_ssm._cost import Costs
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._hidden_attention import hidden_attention
 from captum_ssm._memory import readable_bytes
-from captum_ssm._supported import ERRORS, first_line, likeliest
+from captum_ssm._supported import ERRORS, between, first_line, likeliest, support_of
 from captum_ssm.attr import LaTIM, MambaLRP, MambaRollout, methods
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
 from captum_ssm.mixers._named import nearest_misses
@@ -64,39 +64,37 @@ def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
         )
         return
     probe = _inputs(model, PROBE_LENGTH)
-    _print_outside(model, probe)
-    _print_exactness(model, probe)
+    others = list(outside(model))
+    frozen = freeze(
+        Request.of(model, None, probe), also=lambda m: m in others, query=False, check=False
+    )
+    _print_outside(frozen, others)
+    _print_exactness(model, probe, frozen)
     _print_costs(model, _inputs(model, length))
 
 
-@dataclass(frozen=True)
-class _Row:
-    path: str
-    kind: str
-    maps: int
-    error: float
-    fits: bool
-    missed: tuple[float, float]  # by LaTIM, with SiLU and with its factor frozen
-
-
-def _print_exactness(model: nn.Module, probe: Tensor) -> None:
-    rows = _rows(model, probe)
-    groups: dict[tuple[str, int, bool], list[_Row]] = {}
-    for row in rows:
-        groups.setdefault((row.kind, row.maps, row.fits), []).append(row)
-    names = [shortened([row.path for row in group]) for group in groups.values()]
+def _print_exactness(model: nn.Module, probe: Tensor, frozen: FrozenModel) -> None:
+    latim = LaTIM(model, check=False)
+    silu, gate = (
+        [float(error.max()) for error in latim.layer_errors(probe, activation=activation)]
+        for activation in ("silu", "gate")
+    )
+    groups: dict[tuple[str, int, bool], list[int]] = {}
+    found = [support_of(layer) for layer in frozen.layers]
+    for i, mixer in enumerate(found):
+        groups.setdefault((mixer.kind, mixer.maps, mixer.problem is None), []).append(i)
+    names = [shortened([found[i].name for i in group]) for group in groups.values()]
     width = max(24, *map(len, names))
     on = "an image of noise" if probe.dim() == 4 else f"{probe.shape[1]} random tokens"
     heads = f"{'maps':>6s} {'maps miss':>10s} {'latim misses':>13s} {'with gate':>10s}"
     print(f"\nhow exact, on {on}:")
     print(f"  {'mixer':{width}s} {heads}")
-    for name, group in zip(names, groups.values(), strict=True):
-        error = max(row.error for row in group)
-        missed = [max(row.missed[i] for row in group) for i in (0, 1)]
-        silu, gate = ("nothing" if share < 1e-4 else f"{100 * share:.3g}%" for share in missed)
-        verdict = "" if group[0].fits else "  NOT reproduced: methods raise ReconstructionError"
+    for name, ((_, maps, fits), group) in zip(names, groups.items(), strict=True):
+        error = max(found[i].error for i in group)
+        missed = [_share(max(errors[i] for i in group)) for errors in (silu, gate)]
+        verdict = "" if fits else "  NOT reproduced: methods raise ReconstructionError"
         print(
-            f"  {name:{width}s} {group[0].maps:6d} {error:10.0e} {silu:>13s} {gate:>10s}{verdict}"
+            f"  {name:{width}s} {maps:6d} {error:10.0e} {missed[0]:>13s} {missed[1]:>10s}{verdict}"
         )
     print(
         "  maps miss: the frozen mixer, of its output's norm\n"
@@ -106,24 +104,8 @@ def _print_exactness(model: nn.Module, probe: Tensor) -> None:
     print(f"  mamba-lrp: {_conserved(model, probe)}")
 
 
-def _rows(model: nn.Module, probe: Tensor) -> list[_Row]:
-    frozen = freeze(Request.of(model, None, probe), query=False, check=False)
-    latim = LaTIM(model, check=False)
-    missed = [
-        [float(error.max()) for error in latim.layer_errors(probe, activation=activation)]
-        for activation in ("silu", "gate")
-    ]
-    rows = []
-    for i, layer in enumerate(frozen.layers):
-        with exact_arithmetic():
-            mixer = layer.mixer
-            error = float(reconstruction_error(layer.call, mixer.output(), frozen.mask).amax())
-        fits = error <= tolerance_of(layer.call, mixer.rounding)
-        kind = type(layer.call.module).__name__
-        rows.append(
-            _Row(layer.name, kind, mixer.recurrence.maps, error, fits, (missed[0][i], missed[1][i]))
-        )
-    return rows
+def _share(error: float) -> str:
+    return "nothing" if error < 1e-4 else f"{100 * error:.3g}%"
 
 
 def _conserved(model: nn.Module, probe: Tensor) -> str:
@@ -141,15 +123,15 @@ def _conserved(model: nn.Module, probe: Tensor) -> str:
     )
 
 
-def _print_outside(model: nn.Module, probe: Tensor) -> None:
-    others = list(outside(model))
-    recording = record(Request.of(model, None, probe), also=lambda module: module in others)
-    tokens = recording.shape[1]
-    mixing = {call.module for call in recording.others if _mixes(call, tokens)}
+def _print_outside(frozen: FrozenModel, others: Sequence[nn.Module]) -> None:
+    tokens, mixing = frozen.shape[1], set()
+    if frozen.wiring.exchanged or frozen.wiring.is_mixed:
+        mixing = {call.module for call in frozen.others if _mixes(call, tokens)}
     print(f"outside the maps: {_counted(m for m in others if m not in mixing)}")
     if mixing:
         mixing_kinds = _counted(m for m in others if m in mixing)
         print(f"  {mixing_kinds}: tokens act on one another there, which no map shows")
+    print(fill(f"between the mixers: {between(frozen)}", 100, subsequent_indent="  "))
 
 
 def outside(model: nn.Module) -> Iterator[nn.Module]:
@@ -164,7 +146,8 @@ def outside(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _mixes(call: MixerCall, tokens: int) -> bool:
-    # Whether another first token changes what the module returns at a later one.
+    # Where tokens are mixed between the mixers: whether it is in this module, so that another first
+    # token changes what it returns at a later one.
     first = next((i for i, value in enumerate(call.args) if torch.is_tensor(value)), None)
     if tokens < 2 or first is None or call.args[first].shape[1:2] != (tokens,):
         return False

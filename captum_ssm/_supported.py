@@ -17,7 +17,7 @@ from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers._registry import how_known
 
 # What an adapter, a method or a model raises where it does not fit the other.
-ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError)
+ERRORS = (ValueError, TypeError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def supported(
             tried[name] = None
         except ERRORS as error:
             tried[name] = first_line(error)
-    return Support([_mixer(layer) for layer in frozen.layers], _between(frozen), tried)
+    return Support([support_of(layer) for layer in frozen.layers], between(frozen), tried)
 
 
 def likeliest(request: Request) -> Any:
@@ -167,7 +167,8 @@ def first_line(value: object) -> str:
     return text.splitlines()[0] if text else type(value).__name__
 
 
-def _mixer(layer: FrozenLayer) -> MixerSupport:
+def support_of(layer: FrozenLayer) -> MixerSupport:
+    """What of one mixer can be explained."""
     module = layer.source.module
     found = MixerSupport(
         layer.name,
@@ -219,7 +220,8 @@ def _order(order: Tensor | None) -> str:
     return "backward" if torch.equal(flat, forward.flip(0)) else "its own"
 
 
-def _between(frozen: FrozenModel) -> str:
+def between(frozen: FrozenModel) -> str:
+    """What lies between the mixers, in words."""
     wiring = frozen.wiring
     if wiring.refused is not None:
         return wiring.refused

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
 from captum_ssm.operators import PermutedOperator, TokenOperator, WindowedOperator
@@ -53,9 +54,9 @@ class ReorderedMixer(FrozenMixer):
     def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
         """The scans of the inner mixer, in orders of the model's tokens."""
         if self.order.shape[0] > 1:
-            raise NotImplementedError(
-                "this mixer works on windows of the tokens, which LaTIM does not decompose; use "
-                "another method."
+            raise UnsupportedModelError(
+                f"this mixer works on {self.order.shape[0]} windows of the tokens; LaTIM expects "
+                "one sequence of them, so use another method."
             )
         order = self.order[0]
         return [

@@ -63,19 +63,15 @@ def s6(
         groups = [_grouped(t, v.shape[1], channels, N, last) for t in (B, C)]
         if v.shape[-1] != channels or groups[0] is None or groups[1] is None:
             continue
-        if bias is not None:
-            step = step + bias
-        # A function without such an argument may do it all the same.
-        for raised in (softplus,) if softplus is not None else (False, True):
-            working = (F.softplus(step) if raised else step).to(_dtype(x, dt, A, B, C))
+        for working in _steps(step, bias, softplus, _dtype(x, dt, A, B, C)):
             yield Candidate(
                 operator=DiagonalOperator(
                     working, working, A.to(working), groups[0].to(working), groups[1].to(working)
                 ),
                 values=v,
                 layouts=("BDL", "BLD") if last else ("BLD", "BDL"),
-                skip=None if D is None else _per_channel(D, channels),
-                gates=_gates(None if z is None else z.mT if last else z),
+                skip=_per_channel(D, channels),
+                gates=_gates(z.mT if last and z is not None else z),
             )
 
 
@@ -98,24 +94,17 @@ def ssd(
     H, P = x.shape[2:]
     if B.shape != C.shape or B.shape[:2] != x.shape[:2] or H % B.shape[2]:
         return
-    step = dt if bias is None else dt + bias
-    for raised in (softplus,) if softplus is not None else (False, True):
-        working = (F.softplus(step) if raised else step).to(_dtype(x, dt, A, B, C))
+    for working in _steps(dt, bias, softplus, _dtype(x, dt, A, B, C)):
         if limit is not None:
             working = working.clamp(*limit)
         key, query = (_per_head(t.to(working), H) for t in (B, C))
-        yield Candidate(
-            operator=LinearAttentionOperator(
-                query=query,
-                key=key * working[..., None],
-                log_decay=(A.to(working) * working)[..., None],
-                width=P,
-            ),
-            values=x.flatten(2),
-            layouts=("BLHP",),
-            skip=None if D is None else _per_channel(D, H * P),
-            gates=_gates(None if z is None else z.flatten(2)),
+        operator = LinearAttentionOperator(
+            query=query,
+            key=key * working[..., None],
+            log_decay=(A.to(working) * working)[..., None],
+            width=P,
         )
+        yield _in_heads(operator, x, D, z)
 
 
 @register_scan(names=_SSM, enlarge=("B", "C"))
@@ -152,13 +141,7 @@ def trapezoid(
         now.scaled(None, None),
         ConvolvedOperator(last.scaled(None, None), one_back),
     )
-    yield Candidate(
-        operator=SumOperator(parts),
-        values=x.flatten(2),
-        layouts=("BLHP",),
-        skip=None if D is None else _per_channel(D, H * P),
-        gates=_gates(None if z is None else z.flatten(2)),
-    )
+    yield _in_heads(SumOperator(parts), x, D, z)
 
 
 @register_scan(
@@ -444,8 +427,32 @@ def _per_head(t: Tensor, H: int) -> Tensor:
     return t.repeat_interleave(H // t.shape[2], 2)
 
 
-def _per_channel(D: Tensor, channels: int) -> Tensor | None:
+def _steps(
+    step: Tensor, bias: Tensor | None, softplus: bool | None, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    # Steps as they are used. A function without such an argument may take the softplus all the
+    # same.
+    if bias is not None:
+        step = step + bias
+    for raised in (False, True) if softplus is None else (softplus,):
+        yield (F.softplus(step) if raised else step).to(dtype)
+
+
+def _in_heads(operator: TokenOperator, x: Tensor, D: Tensor | None, z: Tensor | None) -> Candidate:
+    # Of x and z (B, L, H, P).
+    return Candidate(
+        operator=operator,
+        values=x.flatten(2),
+        layouts=("BLHP",),
+        skip=_per_channel(D, x.shape[2:].numel()),
+        gates=_gates(None if z is None else z.flatten(2)),
+    )
+
+
+def _per_channel(D: Tensor | None, channels: int) -> Tensor | None:
     # One per head, or one per channel.
+    if D is None:
+        return None
     D = D.reshape(-1)
     return None if channels % len(D) else D.repeat_interleave(channels // len(D))
 
