@@ -143,6 +143,19 @@ def test_latim_refuses_a_residual_stream_in_another_order():
         LaTIM(lambda x: body(x.flip(1)).flip(1), body).attribute(tokens(), target=(-1, 1))
 
 
+@pytest.mark.parametrize("pair", [(0, 5), (5, 0), (6, 2), (3, 4)])
+def test_one_token_that_reads_one_other_is_seen(pair):
+    here, there = pair
+
+    def swap(x, one, two):
+        x = x.clone()
+        x[:, here] = x[:, here] + 0.1 * x[:, there].clone()
+        return one(x) + two(x)
+
+    wiring = freeze(Request.of(made(Stack(swap)), None, tokens(1, 7)), query=False).wiring
+    assert wiring.exchanged > 0
+
+
 @each([MambaAttribution, UnifiedImplicitAttention])
 def test_with_gradients_the_whole_length_is_looked_at(method):
     class Reversed(nn.Module):

@@ -10,7 +10,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,8 @@ _MIXERS = (
     "Stack",
     "Unbind",
 )
+# So many tokens, in the whole batch, are looked at two by two.
+_FEW = 64
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
 
@@ -315,7 +317,7 @@ class _Measurement:
         return suspected and self._finds_leak(leaves, per_token)
 
     def _finds_leak(self, leaves: Sequence[int], per_token: bool) -> bool:
-        # Whether gradients put in at a random half of the tokens reach others.
+        # Whether gradients put in at some of the tokens reach others.
         end = len(self.ports)
         roots = [i for i in leaves if i >= 0 and self.entries[i] is not None]
         if per_token and self.output is not None and self.direct[end] <= set(leaves):
@@ -323,10 +325,7 @@ class _Measurement:
         count = self.exits[leaves[0]].tokens
         generator = torch.Generator().manual_seed(0)
         points = [(i, p) for i in roots if (p := self.entries[i]) is not None]
-        for _ in range(2 if count <= 256 else 1):
-            chosen = torch.zeros(count, dtype=torch.bool)
-            chosen[torch.randperm(count, generator=generator)[: (count + 1) // 2]] = True
-
+        for chosen in _halves(count, generator):
             seeds = [
                 p.outer(generator) * self._in_order(i, chosen).to(p.device)[:, None]
                 for i, p in points
@@ -485,19 +484,17 @@ class _Measurement:
 
     def _exchanges(self, i: int, space: Sequence[int]) -> dict[int, float]:
         """The share of other tokens in what those of i read of each leaf, where there is any."""
-        root = None if i == INPUT else self.entries[i]
+        root = None if i < 0 else self.entries[i]
         # What happens between two stages shows in what the later one reads of the one before both.
         near = self.direct.get(i, frozenset())
-        near = near.union(*(self.direct[k] for k in near if k != INPUT))
+        near = near.union(*(self.direct[k] for k in near if k >= 0))
         leaves = [j for j in space if j in near and j in self.reads[i]]
         if root is None or not leaves:
             return {}
         generator = torch.Generator().manual_seed(0)
         points = [self.exits[j] for j in leaves]
         away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
-        for _ in range(8 if root.tokens <= 256 else 2):
-            own = torch.zeros(root.tokens, dtype=torch.bool)
-            own[torch.randperm(root.tokens, generator=generator)[: (root.tokens + 1) // 2]] = True
+        for own in _halves(root.tokens, generator):
             seed = root.noise(generator) * self._in_order(i, own).to(root.device)[:, None]
             for j, gradient in zip(leaves, gradients([root], [seed], points), strict=True):
                 if gradient is not None:
@@ -629,6 +626,16 @@ _ADVICE = (
     "convergence delta. Or register the module that mixes the tokens with "
     "captum_ssm.register_mixer."
 )
+
+
+def _halves(count: int, generator: torch.Generator) -> Iterator[Tensor]:
+    # Halves of the tokens and their rests, (count,) bool: where the tokens are few, such that any
+    # two of them are told apart.
+    place = torch.randperm(count, generator=generator)
+    for bit in range(max(1, (count - 1).bit_length()) if count <= _FEW else 2):
+        half = (place >> bit) & 1 == 1
+        yield half
+        yield ~half
 
 
 def _kinds_between(root: Point, leaf: Point, leaves: Sequence[Point]) -> set[str]:
