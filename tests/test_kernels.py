@@ -743,7 +743,11 @@ def test_the_kernel_of_taps_guards_memory_itself(changes, message):
 
 
 def run_again(selection: str, **environment: str) -> None:
-    """Run tests of this file in a fresh process, where kernels are chosen anew."""
+    """Run tests of this file in a fresh process, where kernels are chosen anew.
+
+    The PyTorch forms themselves are the same there: of tests in several forms ``-kernel]``
+    selects those that call the kernels.
+    """
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", selection],
         env={**os.environ, **environment},
@@ -756,12 +760,13 @@ def run_again(selection: str, **environment: str) -> None:
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 def test_other_instruction_sets(isa):
     assert platform.machine() != "x86_64" or kernels.extension_loaded()
-    selection = "(matches or extreme or match_the_definition) and kernel or entries and f32"
+    selection = "(matches or extreme or match_the_definition) and -kernel] or entries and f32"
     run_again(selection, CAPTUM_SSM_ISA=isa)
 
 
 def test_forced_torch_forms():
-    selection = "matches and kernel and f64 or test_gradients or opcheck or test_extreme_steps"
+    calls = "(matches and f64 or test_extreme_steps) and -kernel]"
+    selection = f"{calls} or test_gradients or opcheck"
     run_again(selection, CAPTUM_SSM_PURE_TORCH="1")
 
 

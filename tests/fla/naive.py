@@ -12,6 +12,7 @@ import fla.layers
 import fla.modules
 import torch
 import torch.nn.functional as F
+from fla.models.rwkv6 import modeling_rwkv6 as rwkv6_model
 from fla.modules.activations import ACT2FN
 from fla.modules.layernorm import group_norm_ref, rms_norm_ref
 from fla.modules.layernorm_gated import RMSNormGated
@@ -207,6 +208,8 @@ def enable(setattr=setattr) -> None:
         for key, function in functions.items():
             getattr(module, key)  # fails where a later fla has renamed it
             setattr(module, key, function)
+    # The token shift of the feed-forward layer.
+    setattr(rwkv6_model, "token_shift", shift_positional)
     # ShortConvolution, and Mamba-2's own convolution.
     setattr(importlib.import_module("fla.modules.causal_conv1d.ops"), "causal_conv1d", conv)
     setattr(importlib.import_module("fla.modules.convolution"), "causal_conv1d", conv)

@@ -6,7 +6,7 @@ import fla.models
 import pytest
 import torch
 from models import VOCABULARY, ids, randomize
-from torch import nn
+from torch import Tensor, nn
 
 from captum_ssm import LaTIM, MambaLRP
 
@@ -31,8 +31,7 @@ def build(name: str, **options: object) -> nn.Module:
     return model
 
 
-def assert_adds_up(model: nn.Module) -> None:
-    tokens = ids(2, 9)
+def assert_adds_up(model: nn.Module, tokens: Tensor) -> None:
     for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
         relevance, delta = method(model).attribute(
             tokens, target=3, return_convergence_delta=True, **options
@@ -44,9 +43,10 @@ def assert_adds_up(model: nn.Module) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
 def test_relevance_sums_to_the_logit(name, naive):
-    assert_adds_up(build(name, fuse_norm=False))
+    assert_adds_up(build(name, fuse_norm=False), ids(2, 9))
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_with_norms_that_add_the_residual_stream(fused):
-    assert_adds_up(build("GLA", fuse_norm=fused, fuse_swiglu=fused))
+    # On the real kernels, run by Triton's interpreter: few tokens.
+    assert_adds_up(build("GLA", fuse_norm=fused, fuse_swiglu=fused), ids(2, 3))
