@@ -107,8 +107,7 @@ class Costs:
     def __init__(self, request: Request) -> None:
         self.request, self.batch = request, request.batch
         # Only texts are cut: a model of series or images may take one size only.
-        is_text = len(request.inputs) == 1 and (request.by_ids or request.is_embedded(0))
-        self.length = request.inputs[0].shape[1] if is_text else 1
+        self.length = request.inputs[0].shape[1] if request.is_text else 1
         self.lengths: list[int] = []  # of the calls that were made last
         self._run = cache(lambda tokens: self._measured(_forward, tokens).seconds)
         chunks = (getattr(module, "chunk_size", None) for module in request.module.modules())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -121,6 +122,54 @@ class Transport:
         return torch.stack([self.leaf.flat(one).double().square().sum(-1) for one in found])
 
 
+@dataclass(frozen=True, eq=False)
+class Patches(Transport):
+    """A transport in which each token of the leaf is read by one of the root at most.
+
+    It is measured once, in as many passes as there are channels (64 at most), and each token hands
+    on all of its weight.
+
+    Args:
+        owner (Tensor): ``(T_leaf,)``, the reading token, -1 for none.
+    """
+
+    owner: Tensor = field(kw_only=True)
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """The entry of T of each token of the leaf, ``(T_leaf,)``."""
+        energy = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
+        for seed in orthogonal(self.root, self.batch):
+            found = pulled(self, self.root.unflat(seed))
+            if found is not None:
+                energy += self.leaf.flat(found).double().square().sum(-1)
+        return energy / self._summed(energy).clamp(min=1e-300)[self.owner.clamp(min=0)]
+
+    def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
+        """w^T T for ``w (B, T)``: ``(B, S)``."""
+        found = w.flatten()[self.owner.clamp(min=0).to(w.device)] * self.shares.to(w)
+        return found.view(self.batch, -1)
+
+    def matvec(self, values: Tensor, probes: int = 8) -> Tensor:
+        """T values for ``values (B, S, k)``: ``(B, T, k)``."""
+        shares = self.shares.to(values)[:, None]
+        return self._summed(shares * values.flatten(0, 1)).unflatten(0, (self.batch, -1))
+
+    def matrix(self, probes: int | None = None) -> Tensor:
+        """T, ``(B, T, S)``."""
+        T, S = self.root.tokens // self.batch, self.leaf.tokens // self.batch
+        found = self.shares.new_zeros(self.batch, T, S)
+        kept = (self.owner >= 0).nonzero()[:, 0]
+        found[kept // S, self.owner[kept] % T, kept % S] = self.shares[kept]
+        return found
+
+    def _summed(self, values: Tensor) -> Tensor:
+        # Over the tokens of the leaf that one of the root reads: (T_root, ...).
+        kept = (self.owner >= 0).nonzero()[:, 0].to(values.device)
+        out = values.new_zeros(self.root.tokens, *values.shape[1:])
+        return out.index_add_(0, self.owner.to(values.device)[kept], values[kept])
+
+
 def pulled(way: Transport, seed: Tensor, **options: Any) -> Tensor | None:
     """The gradient at the leaf, in its shape, of a seed in the shape of the root.
 
@@ -150,18 +199,18 @@ def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
         ]
 
 
-def orthogonal(point: Point, count: int, generator: torch.Generator) -> list[Tensor]:
-    """Seeds ``(T, E)`` for the squared norms of a point's Jacobian: exact where ``count`` is E.
+def orthogonal(point: Point, batch: int, most: int = 64) -> list[Tensor]:
+    """Seeds ``(T, E)``, at most so many, for the squared norms of a point's Jacobian.
 
     Token t of seed k holds a row of a random orthogonal matrix, with a sign of its own, such that
-    the squares of what they pull back add up to the squared norm. Tokens that read the same are
-    told apart by their signs, in expectation.
+    the squares of what they pull back add up to the squared norm: exactly for up to ``most``
+    channels, in expectation for more. Tokens that read the same are told apart by their signs, in
+    expectation. Examples of a batch get the same seeds.
     """
-    E = point.width
+    generator, E = torch.Generator().manual_seed(0), point.width
     basis = torch.linalg.qr(torch.randn(E, E, generator=generator, dtype=torch.float64))[0]
-    seeds = []
-    for k in range(count):
-        row = basis[k] * max(1.0, E / count) ** 0.5 if k < E else torch.zeros(E)
-        signs = torch.randint(0, 2, (point.tokens, 1), generator=generator) * 2 - 1
-        seeds.append((signs * row).to(point.device, point.dtype))
+    count, seeds = min(E, most), []
+    for row in basis[:count] * (E / count) ** 0.5:
+        signs = torch.randint(0, 2, (point.tokens // batch, 1), generator=generator) * 2 - 1
+        seeds.append((signs * row).repeat(batch, 1).to(point.device, point.dtype))
     return seeds

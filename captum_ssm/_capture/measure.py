@@ -38,7 +38,7 @@ from captum_ssm._graph import (
     readers,
     skips,
 )
-from captum_ssm._transport import Transport, pulled
+from captum_ssm._transport import Patches, Transport, pulled
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 _MIXERS = (
@@ -422,7 +422,9 @@ class _Measurement:
         order = None if before is None else self._local(before, S, S)
         if not self._examples_are_apart(root, leaf) or (before is not None and order is None):
             raise self._refused(i, j, "across the examples of the batch")
-        return Link(transport=Transport(root, leaf, B), order=order, count=S)
+        if place is None:
+            return Link(transport=Transport(root, leaf, B), order=order, count=S)
+        return Link(transport=Patches(root, leaf, B, owner=place), order=order, count=S)
 
     def _examples_are_apart(self, root: Point, leaf: Point) -> bool:
         seed = root.noise(torch.Generator().manual_seed(0))

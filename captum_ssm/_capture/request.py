@@ -117,6 +117,12 @@ class Request:
         sizes = {known, *(table.num_embeddings for table in tables)}
         return self.by_ids or (output.dim() > 0 and output.shape[-1] in sizes)
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the only input is ids ``(B, L)`` or token embeddings, which can be cut."""
+        first = self.inputs[0]
+        return len(self.inputs) == 1 and ((self.by_ids and first.dim() == 2) or self.is_embedded(0))
+
     def is_embedded(self, index: int) -> bool:
         """Whether an input is token embeddings, whose features mean nothing by themselves."""
         tensor = self.inputs[index]
@@ -163,14 +169,12 @@ class Request:
     def shortened(self, tokens: int) -> Request | None:
         """A request for 32 tokens of the first example, for inputs of more than ``tokens`` ones.
 
-        None for fewer, and for what is no sequence. Arguments are cut where they have an axis of
+        None for fewer, and for what is no text. Arguments are cut where they have an axis of
         tokens.
         """
-        first_input = self.inputs[0]
-        if len(self.inputs) > 1 or first_input.dim() not in (2, 3):
-            return None
-        B, L = first_input.shape[:2]
-        if tokens >= B * L or L <= 32:
+        text = self.inputs[0]
+        B, L = text.shape[:2]
+        if not self.is_text or tokens >= B * L or L <= 32:
             return None
         mask = self.named.get("attention_mask")
         first = 0
@@ -184,7 +188,7 @@ class Request:
 
         named = {name: cut(value) for name, value in self.named.items()}
         positional = tuple(map(cut, self.positional))
-        return replace(self, inputs=(cut(first_input),), positional=positional, named=named)
+        return replace(self, inputs=(cut(text),), positional=positional, named=named)
 
     def same_as(self, other: Request) -> bool:
         """Whether another request runs the same function on equal inputs and arguments."""

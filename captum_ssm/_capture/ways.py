@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from captum_ssm._graph import Point, gradients
+from captum_ssm._rules import ruled
 from captum_ssm._transport import Transport, orthogonal, pushed
 
 # Backward passes through the first layers, at most, for the shares of features.
@@ -38,8 +42,8 @@ class Way:
         r"""Which part of a place's relevance each of its features gets: ``(B, S, F)``.
 
         :math:`\propto \|\partial h / \partial x_e\| |x_e|`, where h are all tokens: the size of
-        what the feature adds to them, by the layer's own linear map. A place that adds nothing is
-        shared evenly.
+        what the feature adds to them by the layers' own linear map, norms and gates frozen as in
+        MambaLRP. A place that adds nothing is shared evenly.
         """
         F = self.leaf.width
         even = self.values.new_ones(self.batch, 1, F, dtype=torch.float64) / F
@@ -47,21 +51,30 @@ class Way:
             return even
         x = self.leaf.flat(self.values).double()
         total = torch.zeros_like(x)
-        generator = torch.Generator().manual_seed(0)
-        probes = min(_PROBES, max(root.width for root in self.roots))
-        bases = [orthogonal(root, probes, generator) for root in self.roots]
-        for k in range(probes):
-            (found,) = gradients(self.roots, [basis[k] for basis in bases], [self.leaf])
-            if found is not None:
-                total += (found.double() * x).square()
+        seeds = [orthogonal(root, self.batch, _PROBES) for root in self.roots]
+        with self._frozen():
+            for some in zip_longest(*seeds):
+                given = [
+                    (root, s) for root, s in zip(self.roots, some, strict=True) if s is not None
+                ]
+                roots, some_seeds = zip(*given, strict=True)
+                (found,) = gradients(roots, some_seeds, [self.leaf])
+                if found is not None:
+                    total += (found.double() * x).square()
         size = total.sqrt().unflatten(0, (self.batch, -1))
         sums = size.sum(-1, keepdim=True)
         return torch.where(sums > 0, size / sums.clamp(min=1e-300), even)
 
     def added(self, root: Point) -> Tensor:
         r"""The size of what it adds to each token of ``root``, :math:`\|J x\|`: ``(B, T)``."""
-        (found,) = pushed(Transport(root, self.leaf, self.batch), self.values)
+        with self._frozen():
+            (found,) = pushed(Transport(root, self.leaf, self.batch), self.values)
         return found.double().norm(dim=-1).view(self.batch, -1)
+
+    def _frozen(self) -> AbstractContextManager[Any]:
+        # What is data-dependent in between, such as a norm's denominator, is a constant: a norm
+        # alone would hide what points along the token itself.
+        return ruled([root.edge.node for root in self.roots], [self.leaf.edge.node])
 
     def shaped(self, entries: Tensor) -> Tensor:
         """``entries (B, S, F)`` in the shape of the input."""

@@ -192,6 +192,7 @@ class Wiring:
             self,
             stages=[replace(stage, tokens=tokens) for stage in self.stages],
             readout=[None] * len(self.readout),
+            inputs=(),
         )
 
     def back(

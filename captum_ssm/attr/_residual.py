@@ -66,7 +66,7 @@ class ResidualStream:
                 groups[-1].append(layer)
             else:
                 groups.append([layer])
-        final, direction = _read_out(frozen)
+        final, direction = _read_out(frozen, groups[-1])
         # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
         # embeddings) is no stage; what comes of it is local to the tokens.
         found = [(group, _stream_before(group[0].call, frozen.others)) for group in groups]
@@ -92,12 +92,15 @@ def norms_and_head(model: nn.Module) -> Callable[[nn.Module], bool]:
     return lambda module: is_norm(module) or module is head
 
 
-def _read_out(frozen: FrozenModel) -> tuple[Tensor, Tensor]:
+def _read_out(frozen: FrozenModel, last_group: list[FrozenLayer]) -> tuple[Tensor, Tensor]:
     # The final stream and the direction in which the score is read from it.
     last = frozen.layers[-1].call
     width = last.output.shape[-1]
-    after = [call for call in frozen.others if call.order > last.order]
-    after = [call for call in after if first_input(call).shape == (*frozen.shape, width)]
+    following = [call for call in frozen.others if call.order > last.order]
+    after = [call for call in following if first_input(call).shape == (*frozen.shape, width)]
+    pooled = [call for call in following if first_input(call).shape == (frozen.shape[0], width)]
+    if not after and pooled:
+        return _read_pooled(frozen, last_group, pooled[0])
     norms = [call for call in after if is_norm(call.module) and call.output.shape[-1] == width]
     heads = [call for call in after if isinstance(call.module, nn.Linear)]
     if norms:
@@ -121,6 +124,37 @@ def _read_out(frozen: FrozenModel) -> tuple[Tensor, Tensor]:
         "direction in which the score is read from the residual stream is not known; pass layer= "
         "and another aggregation for a map of one layer."
     )
+
+
+def _read_pooled(
+    frozen: FrozenModel, last_group: list[FrozenLayer], call: MixerCall
+) -> tuple[Tensor, Tensor]:
+    # The same where tokens are pooled first, straight after the last mixer: the mean of all tokens,
+    # or one of them.
+    mixed = torch.stack([layer.call.output for layer in last_group]).sum(0)
+    final = _stream_before(last_group[0].call, frozen.others) + mixed
+    (query,) = frozen.require_query()
+    read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
+    # Both in the width of the stream.
+    if not bool((read - given).norm() <= 1e-3 * given.norm()):
+        raise ValueError(
+            f"what {call.path} is given is not the mean of the tokens after the last mixer, nor "
+            "one of them, so the direction in which the score is read from the residual stream is "
+            "not known; pass layer= and another aggregation for a map of one layer."
+        )
+    assert call.gradient is not None
+    gradient = call.gradient.to(final.dtype)
+    norm = FrozenNorm.of(call) if is_norm(call.module) else None
+    if norm is not None:
+        direction = norm.pull_back(gradient)
+    elif isinstance(call.module, nn.Linear):
+        direction = gradient @ call.weight(call.module)
+    else:
+        raise ValueError(
+            f"the model's last norm, {call.path} ({type(call.module).__name__}), is neither an RMS "
+            "norm nor a layer norm; pass layer= and another aggregation for a map of one layer."
+        )
+    return final, query[..., None] * direction[:, None]
 
 
 def _stream_before(call: MixerCall, norms: Sequence[MixerCall]) -> Tensor:
