@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,11 +66,14 @@ def color_bar(figure: Figure, axes: Any, colors: Colors, unit: str = "relevance"
     )
     parts = 4 if colors.sign == "both" else 2
     ticks = np.linspace(colors.low, colors.high, parts + 1)
-    bar.set_ticks(ticks, labels=[number(tick) for tick in ticks])
+    labels = [number(tick) for tick in ticks]
+    if colors.sign == "both":
+        labels[0], labels[-1] = f"{labels[0]} against", f"{labels[-1]} for"
+    bar.set_ticks(ticks.tolist(), labels=labels)
     bar.outline.set(color=LINE, linewidth=0.8)
     bar.ax.tick_params(length=2, width=0.6, color=FAINT, labelcolor=INK, labelsize=SMALL)
-    label = f"against  ←  {unit}  →  for" if colors.sign == "both" else unit
-    bar.set_label(label, color=SOFT, fontsize=NORMAL if height > 2.5 else SMALL)
+    letters = int(12 * min(height, 3.6))
+    bar.set_label(textwrap.fill(unit, letters), color=SOFT, fontsize=SMALL)
     return bar
 
 
@@ -145,6 +149,7 @@ def printable(text: str) -> str:
     """
     font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
     letters = (
-        c if font.get_char_index(ord(c)) else c.encode("unicode_escape").decode() for c in text
+        c if c == "\n" or font.get_char_index(ord(c)) else c.encode("unicode_escape").decode()
+        for c in text
     )
     return "".join(letters).replace("$", r"\$")

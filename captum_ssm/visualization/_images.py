@@ -15,7 +15,6 @@ from captum_ssm.visualization._figure import (
     color_bar,
     draw_map,
     new_figure,
-    number,
     plain,
     printable,
 )
@@ -29,7 +28,7 @@ from captum_ssm.visualization._palette import (
     finite,
 )
 
-DRAWINGS = ("overlay", "heat_map", "masked")
+DRAWINGS = ("overlay", "heat_map")
 
 
 def image_overlay(
@@ -55,10 +54,9 @@ def image_overlay(
             0 .. 255. Floating values outside [0, 1], as in normalized images, are rescaled to
             it, per image from the smallest value to the largest.
         drawing (str, optional): ``"overlay"``: relevance in color on the gray image, transparent
-            where it is zero; ``"heat_map"``: relevance alone; ``"masked"``: the image, fading to
-            white where no relevance is. Default: ``"overlay"``
-        contours (sequence of float, optional): shares such as 0.5: a line around the smallest area
-            that holds this share of the relevance for (and of that against) the target. Reads
+            where it is zero; ``"heat_map"``: relevance alone. Default: ``"overlay"``
+        contours (sequence of float, optional): shares such as 0.5: lines around the smallest area
+            that holds this share of the total magnitude, in the color of the sign inside. Reads
             best for relevance of patches; per pixel, areas are many and small. Default: none
         columns (int, optional): the most panels per row, for a single image. Default: 4
         titles (sequence of str, optional): one per image. Default: None
@@ -97,59 +95,62 @@ def image_overlay(
     if any(not 0 < share < 1 for share in contours):
         raise ValueError(f"contours is {contours!r}; expected shares between 0 and 1.")
     colors = colors_of([values[k] for k in range(len(pictures)) for values in maps.values()], scale)
-    wide = 1 + len(maps) if len(pictures) > 1 else min(columns, 1 + len(maps))
-    rows = math.ceil((1 + len(maps)) / wide) * len(pictures)
-    height = min(4.0, 2.2 * pictures.shape[1] / pictures.shape[2]) + 0.5
-    figure = new_figure(2.3 * wide + 0.9, height * rows + (0.35 if title else 0), title)
-    cells = figure.subplots(rows, wide, squeeze=False).reshape(len(pictures), -1)
-    for cell in cells.flat:
-        cell.set_axis_off()
+    each = scale == "each" and len(colors.panels) > 1
+    figure, cells = _grid(pictures, len(maps), columns, title)
     for k, picture in enumerate(pictures):
-        first = cells[k, 0]
-        first.set_axis_on()
-        first.imshow(picture)
-        plain(first, "image" if titles is None or len(maps) > 1 else titles[k])
-        if titles is not None and len(maps) > 1:
-            first.set_ylabel(printable(titles[k]), fontsize=NORMAL, color=INK)
+        cells[k, 0].imshow(picture)
+        plain(cells[k, 0], "image" if k == 0 else None)
+        if titles is not None:
+            cells[k, 0].set_ylabel(printable(titles[k]), fontsize=NORMAL, color=INK)
         for j, name in enumerate(maps):
             cell, panel = cells[k, 1 + j], k * len(maps) + j
-            cell.set_axis_on()
-            caption = f"±{number(colors.limits[panel])[1:]}" if scale == "each" else None
-            plain(cell, name or None, caption)
+            caption = f"1 = {colors.limits[panel]:.2g}" if each else None
+            plain(cell, name if k == 0 else None, caption)
             draw_on_picture(cell, picture, colors.panels[panel], colors, drawing)
             _outline(cell, colors.panels[panel], contours)
-    each = scale == "each" and len(colors.panels) > 1
     color_bar(figure, cells, colors, "share of the panel's strongest" if each else "relevance")
     return figure
+
+
+def _grid(
+    pictures: np.ndarray, methods: int, columns: int, title: str | None
+) -> tuple[Figure, np.ndarray]:
+    # Cells (B, 1 + methods): a single image's are wrapped, those of several are one row each.
+    count, panels = len(pictures), 1 + methods
+    wide = panels if count > 1 else min(columns, panels)
+    rows = math.ceil(panels / wide) * count
+    height = min(4.0, 2.2 * pictures.shape[1] / pictures.shape[2]) + 0.35
+    figure = new_figure(2.3 * wide + 1.0, height * rows + 0.2 + 0.35 * bool(title), title)
+    cells = figure.subplots(rows, wide, squeeze=False).reshape(count, -1)
+    for cell in cells[:, panels:].flat:
+        cell.remove()
+    return figure, cells[:, :panels]
 
 
 def draw_on_picture(
     axes: Any, picture: np.ndarray, values: np.ndarray, colors: Colors, drawing: str = "overlay"
 ) -> None:
     """Relevance on a picture ``(H, W, 3)``, where color is kept for relevance."""
-    if drawing == "masked":
-        kept = (np.abs(values) / max(-colors.low, colors.high)).clip(0, 1)[..., None]
-        axes.imshow(1 - kept * (1 - picture))
-    elif drawing == "overlay":
+    if drawing == "overlay":
         # Neither black nor white, on which one of the two hues would be hard to see.
         axes.imshow(0.2 + 0.75 * picture.mean(2), cmap="gray", vmin=0, vmax=1)
-        draw_map(axes, values, colors, overlay=True)
-    else:
-        draw_map(axes, values, colors)
+    draw_map(axes, values, colors, overlay=drawing == "overlay")
 
 
 def _outline(axes: Any, values: np.ndarray, shares: Sequence[float]) -> None:
+    magnitude = np.abs(values)
+    strongest = np.sort(magnitude, axis=None)[::-1]
+    held = np.cumsum(strongest)
+    if min(values.shape) < 2 or not held[-1]:
+        return
+    inside = [float(strongest[np.searchsorted(held, share * held[-1])]) for share in shares]
+    # Halfway to the next weaker value: a line at a patch's own value would run through it.
+    weaker = [float(magnitude[magnitude < level].max(initial=0)) for level in inside]
+    levels = sorted({(a + b) / 2 for a, b in zip(inside, weaker, strict=True)})
     for sign, color in ((1, FOR[4]), (-1, AGAINST[4])):
-        part = (sign * values).clip(min=0)
-        strongest = np.sort(part, axis=None)[::-1]
-        held = np.cumsum(strongest)
-        if min(values.shape) < 2 or not held[-1]:
-            continue
-        levels = {float(strongest[np.searchsorted(held, share * held[-1])]) for share in shares}
-        # Halfway to the next weaker value: a line at a patch's own value would run through it.
-        between = sorted({(level + part[part < level].max(initial=0)) / 2 for level in levels})
-        if between and between[-1] < part.max():
-            axes.contour(part, levels=between, colors=color, linewidths=1.2)
+        crossed = [level for level in levels if level < (sign * values).max()]
+        if crossed:
+            axes.contour(sign * values, levels=crossed, colors=color, linewidths=1.2)
 
 
 def _map_of(name: str, relevance: Tensor, images: Tensor, pictures: np.ndarray) -> np.ndarray:

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from captum_ssm.visualization._figure import (
+    SMALL,
     color_bar,
     draw_map,
     framed,
     new_figure,
-    number,
     plain,
     printable,
     sparse_labels,
@@ -152,6 +152,7 @@ def map_strip(
             )
         values.append(np.atleast_2d(finite(found, f"the map {name!r}")))
     colors = colors_of(values, scale)
+    each = scale == "each" and len(pairs) > 1
     wide = min(columns, len(pairs))
     # As tall as the tallest map, from a strip of tokens to a column.
     ratio = float(np.clip(max(h / w for h, w in (v.shape for v in values)), 0.2, 2.0))
@@ -164,10 +165,9 @@ def map_strip(
             cell.set_axis_off()
             continue
         grid = " \N{MULTIPLICATION SIGN} ".join(map(str, pairs[k][1].shape))
-        own = f"  ·  ±{number(colors.limits[k])[1:]}" if scale == "each" else ""
+        own = f"  ·  1 = {colors.limits[k]:.2g}" if each else ""
         plain(cell, pairs[k][0], f"{grid}{own}")
         draw_map(cell, colors.panels[k], colors, most=128)
-    each = scale == "each" and len(pairs) > 1
     color_bar(figure, cells, colors, "share of the map's strongest" if each else "relevance")
     return figure
 
@@ -182,9 +182,11 @@ def _draw_tokens(
     draw_map(axes, values, colors)
     axes.set_aspect("auto")
     strength = np.abs(values).max(0)
-    labels = sparse_labels(axes.xaxis, readable_tokens(tokens), strength, max_labels, rotation=90)
-    if all(len(label) <= 2 for label in labels):
-        axes.tick_params(axis="x", rotation=0)
+    labels = sparse_labels(axes.xaxis, readable_tokens(tokens), strength, max_labels)
+    # In points; a letter is about two thirds as wide as it is high.
+    room = 72 * (figure.get_size_inches()[0] - 2.4) / len(labels)
+    if max(map(len, labels)) * 0.67 * SMALL > room:
+        axes.tick_params(axis="x", rotation=90)
     color_bar(figure, axes, colors, unit)
     return axes
 

@@ -52,18 +52,21 @@ def relevance_colors(sign: str = "both") -> LinearSegmentedColormap:
 
 def overlay_colors(sign: str) -> LinearSegmentedColormap:
     """The same hues for use on a picture: zero is transparent instead of paper."""
-    opaque = ((*to_rgb(FOR[3]), 0.0), (*to_rgb(FOR[3]), 0.75), (*to_rgb(FOR[4]), 0.95))
-    blue = ((*to_rgb(AGAINST[3]), 0.0), (*to_rgb(AGAINST[3]), 0.75), (*to_rgb(AGAINST[4]), 0.95))
-    ramp = {"both": (*blue[::-1], *opaque), "for": opaque, "against": blue[::-1]}[sign]
-    return LinearSegmentedColormap.from_list(f"overlay_{sign}", ramp)
+    # Opacity rises early, so that weak relevance shows on any picture.
+    orange, blue = (
+        [(*to_rgb(ramp[i]), opacity) for i, opacity in ((3, 0.0), (3, 0.5), (3, 0.8), (4, 0.95))]
+        for ramp in (FOR, AGAINST)
+    )
+    ramp = {"both": [*blue[::-1], *orange[1:]], "for": orange, "against": blue[::-1]}[sign]
+    return LinearSegmentedColormap.from_list(f"overlay_{sign}", ramp, N=513)
 
 
 def color_limit(relevance: Tensor | np.ndarray, outliers: float = 2.0) -> float:
     """The magnitude at which the color is strongest.
 
     The strongest values are clipped as far as together they hold at most ``outliers`` percent of
-    the total magnitude, as in Captum's image functions. A few stray pixels then do not make the
-    others pale, and a decisive token, which holds more, is never clipped.
+    the total magnitude, as in Captum's image functions, but not below a third of the largest. A
+    few stray pixels then do not make the others pale, and a decisive one never looks like them.
 
     Args:
         relevance (Tensor): of any shape.
@@ -91,7 +94,7 @@ def color_limit(relevance: Tensor | np.ndarray, outliers: float = 2.0) -> float:
         return 1.0
     above = np.cumsum(values / values[0])
     clipped = int(np.searchsorted(above, above[-1] * outliers / 100, side="right"))
-    return float(values[clipped]) or float(values[0])
+    return float(max(values[clipped], values[0] / 3))
 
 
 @dataclass(frozen=True)

@@ -111,10 +111,13 @@ def series_plot(
     mapped = F > 1 or drawing == "points"
     heights = [0.9] * len(drawn) + [float(np.clip(0.24 * F, 0.5, 4.0))] * mapped
     figure = new_figure(9.0, sum(heights) + 0.12 * len(heights) + 0.8 + 0.35 * bool(title), title)
-    rows = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
+    rows = list(grid[:, 0])
     for axes, i in zip(rows, drawn, strict=False):
         _draw_line(axes, lines[i], values[i], later[i], colors, drawing)
-        axes.set_ylabel(printable(names[i]), rotation=0, ha="right", va="center", color=INK)
+        axes.set_ylabel(
+            printable(names[i]), rotation=0, ha="right", va="center", fontsize=NORMAL, color=INK
+        )
     if mapped:
         draw_map(rows[-1], values, colors, most=1024)
         rows[-1].set_aspect("auto")

@@ -127,7 +127,7 @@ class _Record(captum_visualization.VisualizationDataRecord):
         delta: float,
     ) -> None:
         scaled, total = torch.as_tensor(values / limit), float(values.sum())
-        super().__init__(scaled, *labels, total, tokens, delta)  # type: ignore[arg-type]
+        super().__init__(scaled, *labels, total, tokens, delta)
         self.scale = limit
 
 

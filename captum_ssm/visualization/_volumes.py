@@ -77,14 +77,15 @@ def video_strip(
     best = int(magnitude.argmax())
     shown = _spread(T, frames, best)
     colors = colors_of([values[t] for t in shown], scale)
+    each = scale == "each" and len(shown) > 1
     ratio = min(2.0, values.shape[1] / values.shape[2])
     size = max(6.0, 1.5 * len(shown) + 0.9), 1.5 * ratio + 1.75 + 0.35 * bool(title)
     figure = new_figure(*size, title)
     grid = figure.add_gridspec(2, len(shown), height_ratios=[1.5 * ratio, 0.8])
     cells = [figure.add_subplot(grid[0, k]) for k in range(len(shown))]
     for cell, t, panel, limit in zip(cells, shown, colors.panels, colors.limits, strict=True):
-        own = f"±{number(limit)[1:]}" if scale == "each" else None
-        plain(cell, f"frame {t}" if fps is None else f"{t / fps:.2f} s", own)
+        own = f"1 = {limit:.2g}" if each else None
+        plain(cell, f"frame {t}" if fps is None else f"frame {t}, {t / fps:.2f} s", own)
         draw_on_picture(cell, pictures[t], panel, colors)
         if t == best:
             cell.title.set_fontweight("bold")
@@ -93,7 +94,6 @@ def video_strip(
     bars = figure.add_subplot(grid[1, :])
     _frame_bars(bars, values, magnitude, shown, best)
     bars.set_xlabel("frame" if fps is None else f"frame, {fps:g} per second")
-    each = scale == "each" and len(shown) > 1
     unit = "share of the frame's strongest" if each else "relevance"
     color_bar(figure, [*cells, bars], colors, unit)
     return figure
@@ -161,7 +161,9 @@ def volume_slices(
         _crosshair(cell, at[across], at[down])
     where = ", ".join(f"{name} {i}" for name, i in zip(axes, at, strict=True))
     figure.supxlabel(
-        f"lines cross at {where}: relevance {number(float(values[tuple(at)]))}", fontsize=SMALL, color=SOFT
+        f"lines cross at {where}: relevance {number(float(values[tuple(at)]))}",
+        fontsize=SMALL,
+        color=SOFT,
     )
     each = scale == "each"
     color_bar(figure, cells, colors, "share of the slice's strongest" if each else "relevance")
@@ -198,13 +200,13 @@ def _frame_bars(
     axes.set(xlim=(-0.6, len(values) - 0.4), ylim=(low, high + 0.25 * (high - low)))
     top = values[best].clip(min=0).sum()
     axes.annotate(
-        f"most relevant: {magnitude[best] / (magnitude.sum() or 1):.0%}", (best, top), (0, 2),
+        f"most relevant: {magnitude[best] / (magnitude.sum() or 1):.0%} of all", (best, top), (0, 2),
         textcoords="offset points", ha=_side(best, len(values)), va="bottom", fontsize=SMALL,
         color=INK, weight="bold",
     )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
-    axes.set_ylabel("per frame")
+    axes.set_ylabel("relevance\nper frame", fontsize=SMALL)
 
 
 def _side(step: int, n: int) -> str:
