@@ -116,7 +116,7 @@ def sparse_labels(
 ) -> list[str]:
     """Labels of an axis: every n-th, and the decisive ones in bold where not all have room."""
     step = max(1, math.ceil(len(names) / max_labels))
-    chosen, bold = _labeled(strength, step)
+    chosen, bold = _labeled(strength, step, most=max(1, max_labels // 8))
     labels = [printable(names[i]) for i in chosen]
     axis.set_ticks(chosen, labels, fontsize=SMALL, **options)
     for label, i in zip(axis.get_ticklabels(), chosen, strict=True):
@@ -125,7 +125,7 @@ def sparse_labels(
     return labels
 
 
-def _labeled(strength: np.ndarray, step: int) -> tuple[list[int], set[int]]:
+def _labeled(strength: np.ndarray, step: int, most: int) -> tuple[list[int], set[int]]:
     # Decisive: at least half as strong as the strongest. Others give way to them.
     n = len(strength)
     if step == 1:
@@ -133,7 +133,8 @@ def _labeled(strength: np.ndarray, step: int) -> tuple[list[int], set[int]]:
     order = np.argsort(-strength, kind="stable")
     decisive: list[int] = []
     for i in order.tolist():
-        if strength[i] <= 0 or strength[i] < 0.5 * strength[order[0]]:
+        weak = strength[i] <= 0 or strength[i] < 0.5 * strength[order[0]]
+        if weak or len(decisive) == most:
             break
         if all(abs(i - j) >= step for j in decisive):
             decisive.append(i)

@@ -119,8 +119,8 @@ def _grid(
     count, panels = len(pictures), 1 + methods
     wide = panels if count > 1 else min(columns, panels)
     rows = math.ceil(panels / wide) * count
-    height = min(4.0, 2.2 * pictures.shape[1] / pictures.shape[2]) + 0.35
-    figure = new_figure(2.3 * wide + 1.0, height * rows + 0.2 + 0.35 * bool(title), title)
+    height = min(4.0, 2.2 * pictures.shape[1] / pictures.shape[2]) + 0.25
+    figure = new_figure(2.25 * wide + 1.3, height * rows + 0.25 + 0.35 * bool(title), title)
     cells = figure.subplots(rows, wide, squeeze=False).reshape(count, -1)
     for cell in cells[:, panels:].flat:
         cell.remove()
@@ -128,13 +128,18 @@ def _grid(
 
 
 def draw_on_picture(
-    axes: Any, picture: np.ndarray, values: np.ndarray, colors: Colors, drawing: str = "overlay"
+    axes: Any,
+    picture: np.ndarray,
+    values: np.ndarray,
+    colors: Colors,
+    drawing: str = "overlay",
+    most: int = 256,
 ) -> None:
     """Relevance on a picture ``(H, W, 3)``, where color is kept for relevance."""
     if drawing == "overlay":
         # Neither black nor white, on which one of the two hues would be hard to see.
         axes.imshow(0.2 + 0.75 * picture.mean(2), cmap="gray", vmin=0, vmax=1)
-    draw_map(axes, values, colors, overlay=drawing == "overlay")
+    draw_map(axes, values, colors, most, overlay=drawing == "overlay")
 
 
 def _outline(axes: Any, values: np.ndarray, shares: Sequence[float]) -> None:

@@ -43,8 +43,9 @@ def interaction_map(
         scale (str or float, optional): as described in :mod:`captum_ssm.visualization`; the map
             is one panel. Default: ``"each"``
         max_labels (int, optional): with more tokens than this, every n-th is labeled, and in bold
-            the decisive ones: those whose strongest entry is at least half the map's. Of maps with
-            more than 512 tokens, each cell shows the strongest entry in it. Default: 64
+            the decisive ones: those whose strongest entry is at least half the map's, as many as
+            have room. Of maps with more than 512 tokens, each cell shows the strongest entry in
+            it. Default: 64
 
     Returns:
         matplotlib.figure.Figure: not shown; ``figure.savefig("map.png")`` writes it.
@@ -66,7 +67,9 @@ def interaction_map(
     axes = _draw_tokens(figure, colors_of([values], scale), tokens, max_labels)
     axes.set_xlabel("token j")
     axes.set_ylabel("query i")
-    sparse_labels(axes.yaxis, readable_tokens(rows), np.abs(values).max(1), max_labels)
+    # A label is as high as ten points.
+    fitting = min(max_labels, int(7.2 * max(1.0, height - 1)))
+    sparse_labels(axes.yaxis, readable_tokens(rows), np.abs(values).max(1), fitting)
     return figure
 
 
@@ -186,7 +189,8 @@ def _draw_tokens(
     # In points; a letter is about two thirds as wide as it is high.
     room = 72 * (figure.get_size_inches()[0] - 2.4) / len(labels)
     if max(map(len, labels)) * 0.67 * SMALL > room:
-        axes.tick_params(axis="x", rotation=90)
+        for label in axes.get_xticklabels():
+            label.set_rotation(0 if len(label.get_text()) <= 2 else 90)
     color_bar(figure, axes, colors, unit)
     return axes
 

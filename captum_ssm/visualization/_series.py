@@ -193,9 +193,15 @@ def _draw_line(
     else:
         share = np.abs(values) / max(-colors.low, colors.high)
         axes.scatter(
-            steps, line, s=4 + 70 * share.clip(0, 1), c=values, linewidths=0, zorder=3,
-            cmap=overlay_colors(colors.sign), norm=colors.norm,
-        )  # fmt: skip
+            steps,
+            line,
+            s=6 + 100 * share.clip(0, 1),
+            c=values,
+            linewidths=0,
+            zorder=3,
+            cmap=overlay_colors(colors.sign),
+            norm=colors.norm,
+        )
     axes.set_ylim(low - room, high + room)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
 
@@ -217,9 +223,16 @@ def _draw_time(
             axes.axvline(mark, color=INK, linewidth=1.0, linestyle=(0, (1, 1.5)), zorder=4)
     if mark is not None:
         rows[0].annotate(
-            "explained", (mark, 1), (0, 3), xycoords=("data", "axes fraction"),
-            textcoords="offset points", ha="center", va="bottom", fontsize=SMALL, color=INK,
-        )  # fmt: skip
+            "explained",
+            (mark, 1),
+            (0, 3),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=SMALL,
+            color=INK,
+        )
 
 
 def _mark_strongest(
@@ -232,7 +245,15 @@ def _mark_strongest(
     axes.plot([step], [lines[i, step]], "o", mfc="none", mec=INK, ms=8, mew=1.2, zorder=5)
     side = -1 if step > L / 2 else 1
     axes.annotate(
-        number(float(values[i, step])), (step, lines[i, step]), (8 * side, 0), va="center",
-        ha="left" if side > 0 else "right", textcoords="offset points", fontsize=NORMAL, color=INK,
-        weight="bold", zorder=5, bbox={"fc": PAPER, "ec": "none", "alpha": 0.75, "pad": 1},
-    )  # fmt: skip
+        number(float(values[i, step])),
+        (step, lines[i, step]),
+        (8 * side, 0),
+        va="center",
+        ha="left" if side > 0 else "right",
+        textcoords="offset points",
+        fontsize=NORMAL,
+        color=INK,
+        weight="bold",
+        zorder=5,
+        bbox={"fc": PAPER, "ec": "none", "alpha": 0.75, "pad": 1},
+    )

@@ -86,7 +86,7 @@ def video_strip(
     for cell, t, panel, limit in zip(cells, shown, colors.panels, colors.limits, strict=True):
         own = f"1 = {limit:.2g}" if each else None
         plain(cell, f"frame {t}" if fps is None else f"frame {t}, {t / fps:.2f} s", own)
-        draw_on_picture(cell, pictures[t], panel, colors)
+        draw_on_picture(cell, pictures[t], panel, colors, most=128)
         if t == best:
             cell.title.set_fontweight("bold")
             for spine in cell.spines.values():
@@ -144,6 +144,7 @@ def volume_slices(
     if len(axes) != 3:
         raise ValueError(f"axes is {axes!r}; expected three names.")
     panels = [values.take(i, axis) for axis, i in enumerate(at)]
+    each = scale == "each"
     colors = colors_of(panels, color_limit(values) if scale == "shared" else scale)
     wide, high = (shape[2], shape[2], shape[1]), max(shape[0], shape[1])
     inch = 2.9 / max(*wide, high)
@@ -154,7 +155,9 @@ def volume_slices(
         down, across = (k for k in range(3) if k != axis)
         framed(cell)
         draw_on_picture(cell, pictures.take(i, axis), colors.panels[axis], colors)
-        cell.set_title(f"{axes[axis]} = {i} of {shape[axis]}", fontsize=NORMAL, color=INK, pad=4)
+        own = f", 1 = {colors.limits[axis]:.2g}" if each else ""
+        name = f"{axes[axis]} = {i} of {shape[axis]}{own}"
+        cell.set_title(name, fontsize=NORMAL, color=INK, pad=4)
         cell.set(xlabel=axes[across], ylabel=axes[down])
         for ticks in (cell.xaxis, cell.yaxis):
             ticks.set_major_locator(MaxNLocator(integer=True, nbins=4))
@@ -165,7 +168,6 @@ def volume_slices(
         fontsize=SMALL,
         color=SOFT,
     )
-    each = scale == "each"
     color_bar(figure, cells, colors, "share of the slice's strongest" if each else "relevance")
     return figure
 
@@ -199,11 +201,18 @@ def _frame_bars(
     low, high = axes.get_ylim()
     axes.set(xlim=(-0.6, len(values) - 0.4), ylim=(low, high + 0.25 * (high - low)))
     top = values[best].clip(min=0).sum()
+    share = magnitude[best] / (magnitude.sum() or 1)
     axes.annotate(
-        f"most relevant: {magnitude[best] / (magnitude.sum() or 1):.0%} of all", (best, top), (0, 2),
-        textcoords="offset points", ha=_side(best, len(values)), va="bottom", fontsize=SMALL,
-        color=INK, weight="bold",
-    )  # fmt: skip
+        f"most relevant: {share:.0%} of all",
+        (best, top),
+        (0, 2),
+        textcoords="offset points",
+        ha=_side(best, len(values)),
+        va="bottom",
+        fontsize=SMALL,
+        color=INK,
+        weight="bold",
+    )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
     axes.set_ylabel("relevance\nper frame", fontsize=SMALL)
