@@ -45,9 +45,7 @@ def relevance_colors(sign: str = "both") -> LinearSegmentedColormap:
     """
     if sign not in _RAMPS:
         raise ValueError(f"sign is {sign!r}; expected one of {tuple(_RAMPS)}.")
-    colors = LinearSegmentedColormap.from_list(f"relevance_{sign}", _RAMPS[sign], N=513)
-    colors.set_bad(SUNKEN)
-    return colors
+    return LinearSegmentedColormap.from_list(f"relevance_{sign}", _RAMPS[sign], N=513)
 
 
 def overlay_colors(sign: str) -> LinearSegmentedColormap:
