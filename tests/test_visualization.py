@@ -143,7 +143,7 @@ def test_a_page_of_text():
         assert part in page
     assert "<b> " not in page  # a token is no markup
     assert "nan" not in page
-    assert f"{float(relevance.sum()):+.3g}" in page
+    assert f"{float(relevance.sum()):+.3g}".replace("-", "−") in page  # noqa: RUF001
     assert page.count("<mark") == 2 * L
     assert page.count("<tr>") == page.count("</tr>") == 3
     assert page.count("<th>") == 6
@@ -164,7 +164,7 @@ def test_a_page_of_captums_records():
         torch.tensor([0.5, -1.0]), 0.5, "w5", "w6", "w7", -0.5, ["a", "b"], 0.25
     )
     page = text_html([record])
-    for part in ("w5 (0.50)", "w6", "w7", "-0.5", "+2.5e-01", "token 1: -1, 67% of all"):
+    for part in ("w5 (0.50)", "w6", "w7", "−0.5", "+0.25", "token 1: −1, 67% of all"):  # noqa: RUF001
         assert part in page
 
 

@@ -12,10 +12,16 @@ from matplotlib import font_manager
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
-from captum_ssm.visualization._palette import FAINT, INK, LINE, SOFT, Colors, relevance_colors
+from captum_ssm.visualization._palette import (
+    FAINT,
+    INK,
+    LINE,
+    SOFT,
+    Colors,
+    relevance_colors,
+    signed,
+)
 
-# The sign as long as a plus, which a hyphen is not.
-MINUS = "\N{MINUS SIGN}"
 SMALL, NORMAL, LARGE = 8.0, 9.0, 11.0
 
 
@@ -66,7 +72,7 @@ def color_bar(figure: Figure, axes: Any, colors: Colors, unit: str = "relevance"
     )
     parts = 4 if colors.sign == "both" else 2
     ticks = np.linspace(colors.low, colors.high, parts + 1)
-    labels = [number(tick) for tick in ticks]
+    labels = [signed(tick) for tick in ticks]
     if colors.sign == "both":
         labels[0], labels[-1] = f"{labels[0]} against", f"{labels[-1]} for"
     bar.set_ticks(ticks.tolist(), labels=labels)
@@ -75,11 +81,6 @@ def color_bar(figure: Figure, axes: Any, colors: Colors, unit: str = "relevance"
     letters = int(12 * min(height, 3.6))
     bar.set_label(textwrap.fill(unit, letters), color=SOFT, fontsize=SMALL)
     return bar
-
-
-def number(value: float) -> str:
-    """A relevance with its sign, in two digits: +0.031."""
-    return f"{value:+.2g}".replace("-", MINUS) if value else "0"
 
 
 def strongest_per_cell(values: np.ndarray, most: int) -> tuple[np.ndarray, tuple[float, ...]]:

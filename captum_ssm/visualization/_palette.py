@@ -153,6 +153,11 @@ def _common_limit(panels: Sequence[np.ndarray], scale: str | float) -> float:
     return float(scale)
 
 
+def signed(value: float, digits: int = 2) -> str:
+    """A relevance with its sign, which is as long for minus as for plus: +0.031."""
+    return f"{value:+.{digits}g}".replace("-", "\N{MINUS SIGN}") if value else "0"
+
+
 def array(values: Tensor | np.ndarray) -> np.ndarray:
     """Tensors of any device and dtype as an array of floats."""
     if isinstance(values, Tensor):

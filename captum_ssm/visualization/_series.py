@@ -17,7 +17,6 @@ from captum_ssm.visualization._figure import (
     draw_map,
     framed,
     new_figure,
-    number,
     printable,
     sparse_labels,
 )
@@ -31,6 +30,7 @@ from captum_ssm.visualization._palette import (
     colors_of,
     finite,
     overlay_colors,
+    signed,
 )
 
 DRAWINGS = ("background", "points")
@@ -245,7 +245,7 @@ def _mark_strongest(
     axes.plot([step], [lines[i, step]], "o", mfc="none", mec=INK, ms=8, mew=1.2, zorder=5)
     side = -1 if step > L / 2 else 1
     axes.annotate(
-        number(float(values[i, step])),
+        signed(float(values[i, step])),
         (step, lines[i, step]),
         (8 * side, 0),
         va="center",

@@ -22,6 +22,7 @@ from captum_ssm.visualization._palette import (
     colors_of,
     finite,
     relevance_colors,
+    signed,
 )
 
 _VISIBLE = {" ": "␣", "▁": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
@@ -206,8 +207,8 @@ def _cells(record: Any) -> dict[str, str]:
         "Explained": record.attr_class,
         "Predicted": predicted,
         "True": record.true_class,
-        "Sum": f"{record.attr_score:+.3g}",
-        "Delta": "" if delta is None or math.isnan(delta) else f"{delta:+.1e}",
+        "Sum": signed(record.attr_score, 3),
+        "Delta": "" if delta is None or math.isnan(delta) else signed(delta),
         "Scale": f"±{limit:.3g}",
         "Relevance of each token": _marked(record.raw_input_ids, record.word_attributions, limit),
     }
@@ -216,16 +217,19 @@ def _cells(record: Any) -> dict[str, str]:
 def _marked(tokens: Sequence[str], scaled: Tensor, limit: float) -> str:
     values = array(scaled)
     total = float(np.abs(values).sum()) or 1.0
-    # A token has no text color of its own: black or white, whichever stands out more.
     colors = relevance_colors()(values.clip(-1, 1) / 2 + 0.5)
-    return " ".join(
-        f'<mark style="background:{to_hex(color)};color:{_ink_on(to_hex(color))}" '
-        f'title="token {i}: {value * limit:+.3g}, {abs(value) / total:.0%} of all">{token}</mark>'
-        for i, (token, value, color) in enumerate(zip(tokens, values, colors, strict=True))
-    )
+    words = []
+    for i, (token, value, color) in enumerate(
+        zip(tokens, values, map(to_hex, colors), strict=True)
+    ):
+        style = f"background:{color};color:{_ink_on(color)}"
+        told = f"token {i}: {signed(value * limit, 3)}, {abs(value) / total:.0%} of all"
+        words.append(f'<mark style="{style}" title="{told}">{token}</mark>')
+    return " ".join(words)
 
 
 def _ink_on(color: str) -> str:
+    # Black or white, whichever stands out more (WCAG's contrast).
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if luminance > 0.179 else "#ffffff"

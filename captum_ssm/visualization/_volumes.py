@@ -16,7 +16,6 @@ from captum_ssm.visualization._figure import (
     color_bar,
     framed,
     new_figure,
-    number,
     plain,
 )
 from captum_ssm.visualization._images import as_pictures, draw_on_picture
@@ -31,6 +30,7 @@ from captum_ssm.visualization._palette import (
     color_limit,
     colors_of,
     finite,
+    signed,
 )
 
 
@@ -164,7 +164,7 @@ def volume_slices(
         _crosshair(cell, at[across], at[down])
     where = ", ".join(f"{name} {i}" for name, i in zip(axes, at, strict=True))
     figure.supxlabel(
-        f"lines cross at {where}: relevance {number(float(values[tuple(at)]))}",
+        f"lines cross at {where}: relevance {signed(float(values[tuple(at)]))}",
         fontsize=SMALL,
         color=SOFT,
     )
