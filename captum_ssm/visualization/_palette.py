@@ -41,7 +41,7 @@ def relevance_colors(sign: str = "both") -> LinearSegmentedColormap:
         >>> relevance = torch.randn(8, 8)
         >>> limit = color_limit(relevance)
         >>> axes = Figure().subplots()
-        >>> image = axes.imshow(relevance, cmap=relevance_colors(), vmin=-limit, vmax=limit)
+        >>> image = axes.imshow(relevance.numpy(), cmap=relevance_colors(), vmin=-limit, vmax=limit)
     """
     if sign not in _RAMPS:
         raise ValueError(f"sign is {sign!r}; expected one of {tuple(_RAMPS)}.")
