@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from captum.attr import visualization as captum_visualization
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from models import ids, tiny
@@ -289,6 +290,47 @@ def test_a_decisive_entry_of_a_long_map_is_drawn_and_labeled():
     assert np.diff(places).min() >= 5000 // 64  # no label runs into another
 
 
+def alone(*shape: int) -> torch.Tensor:
+    """Relevance of one decisive entry, in the middle."""
+    relevance = torch.zeros(shape)
+    relevance[tuple(n // 2 for n in shape)] = 1.0
+    return relevance
+
+
+LARGE = {
+    "interaction_map": lambda: interaction_map(alone(3000, 3000), ["w"] * 3000),
+    "layer_overview": lambda: layer_overview(alone(3, 3000), ["w"] * 3000),
+    "map_strip": lambda: map_strip([("a", alone(999, 999)), ("b", alone(999, 999))]),
+    "image_overlay": lambda: image_overlay(alone(1, 999, 999), torch.rand(1, 3, 999, 999)),
+    "heat_map": lambda: image_overlay(
+        alone(1, 999, 999), torch.rand(1, 3, 999, 999), drawing="heat_map"
+    ),
+    "series_plot": lambda: series_plot(
+        alone(5000, 2), torch.zeros(5000, 2), features=["a name that needs much room", "b"]
+    ),
+    "video_strip": lambda: video_strip(alone(9, 500, 500), torch.rand(3, 9, 500, 500)),
+    "volume_slices": lambda: volume_slices(alone(9, 500, 500), torch.rand(1, 9, 500, 500)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_single_decisive_entry_is_seen(name):
+    figure = LARGE[name]()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3].astype(int)
+    shown = [axes for axes in figure.axes[:-1] if axes.images]  # the last is the color bar
+    if name == "video_strip":
+        shown = [axes for axes in shown if axes.get_title() == "frame 4"]
+    elif name in ("image_overlay", "heat_map", "series_plot"):
+        shown = shown[1:]  # the image itself, or the other feature
+    assert shown
+    for axes in shown:
+        left, bottom, right, top = (round(x) for x in axes.get_window_extent().extents)
+        inside = pixels[len(pixels) - top : len(pixels) - bottom, left:right]
+        assert (inside[..., 0] - inside[..., 2]).max() > 90, axes  # orange: more red than blue
+
+
 def drawn(figure: Figure, cell: int = 1) -> np.ndarray:
     """What lies on top in a cell of a figure."""
     return np.asarray(figure.axes[cell].images[-1].get_array())
@@ -465,7 +507,7 @@ def test_a_volume_is_cut_through_its_most_relevant_voxel(tmp_path):
     assert all(place in found for place, found in zip((1, 1, 5), crossed, strict=True))
     size_of(figure, tmp_path / "volume.png")
     other = volume_slices(relevance, volume, at=(0, 0, 0), scale="each")
-    assert other.axes[0].get_title().startswith("z = 0 of 6, 1 = ")
+    assert other.axes[0].get_title().startswith("z = 0 of 6\n1 = ")
 
 
 @pytest.mark.parametrize("records", [text_record(torch.ones(1), ["a"]), [1], ["record"], 3])

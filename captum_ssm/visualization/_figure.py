@@ -33,13 +33,18 @@ def new_figure(width: float, height: float, title: str | None = None) -> Figure:
     return figure
 
 
-def plain(axes: Any, name: str | None = None, caption: str | None = None) -> None:
-    """Axes without ticks, as for pictures, with a name above and a caption below."""
+def plain(axes: Any, width: float, name: str | None = None, caption: str | None = None) -> None:
+    """Axes without ticks, as for pictures, with a name above and a caption below.
+
+    A name longer than the panel, of this width in inches, goes on in the next line.
+    """
     axes.set_xticks([])
     axes.set_yticks([])
     framed(axes)
     if name is not None:
-        axes.set_title(printable(name), fontsize=NORMAL, color=INK, pad=4)
+        axes.set_title(
+            printable(textwrap.fill(name, int(13 * width))), fontsize=NORMAL, color=INK, pad=4
+        )
     if caption is not None:
         axes.set_xlabel(caption, fontsize=SMALL, color=SOFT, labelpad=3)
 

@@ -96,16 +96,16 @@ def image_overlay(
         raise ValueError(f"contours is {contours!r}; expected shares between 0 and 1.")
     colors = colors_of([values[k] for k in range(len(pictures)) for values in maps.values()], scale)
     each = scale == "each" and len(colors.panels) > 1
-    figure, cells = _grid(pictures, len(maps), columns, title)
+    figure, cells, width = _grid(pictures, len(maps), columns, title)
     for k, picture in enumerate(pictures):
         cells[k, 0].imshow(picture)
-        plain(cells[k, 0], "image" if k == 0 else None)
+        plain(cells[k, 0], width, "image" if k == 0 else None)
         if titles is not None:
             cells[k, 0].set_ylabel(printable(titles[k]), fontsize=NORMAL, color=INK)
         for j, name in enumerate(maps):
             cell, panel = cells[k, 1 + j], k * len(maps) + j
             caption = f"1 = {colors.limits[panel]:.2g}" if each else None
-            plain(cell, name if k == 0 else None, caption)
+            plain(cell, width, name if k == 0 else None, caption)
             draw_on_picture(cell, picture, colors.panels[panel], colors, drawing)
             _outline(cell, colors.panels[panel], contours)
     color_bar(figure, cells, colors, "share of the panel's strongest" if each else "relevance")
@@ -114,17 +114,21 @@ def image_overlay(
 
 def _grid(
     pictures: np.ndarray, methods: int, columns: int, title: str | None
-) -> tuple[Figure, np.ndarray]:
-    # Cells (B, 1 + methods): a single image's are wrapped, those of several are one row each.
+) -> tuple[Figure, np.ndarray, float]:
+    # Cells (B, 1 + methods) and their width: a single image's are wrapped, those of several are
+    # one row each.
     count, panels = len(pictures), 1 + methods
     wide = panels if count > 1 else min(columns, panels)
     rows = math.ceil(panels / wide) * count
-    height = min(4.0, 2.2 * pictures.shape[1] / pictures.shape[2]) + 0.25
-    figure = new_figure(2.25 * wide + 1.3, height * rows + 0.25 + 0.35 * bool(title), title)
+    ratio = pictures.shape[1] / pictures.shape[2]
+    width = max(1.2, min(2.4, 4.0 / ratio))
+    height = min(4.0, width * ratio) + 0.25
+    size = (width + 0.05) * wide + 1.3, height * rows + 0.25 + 0.35 * bool(title)
+    figure = new_figure(*size, title)
     cells = figure.subplots(rows, wide, squeeze=False).reshape(count, -1)
     for cell in cells[:, panels:].flat:
         cell.remove()
-    return figure, cells[:, :panels]
+    return figure, cells[:, :panels], width
 
 
 def draw_on_picture(
@@ -133,7 +137,7 @@ def draw_on_picture(
     values: np.ndarray,
     colors: Colors,
     drawing: str = "overlay",
-    most: int = 256,
+    most: int = 224,
 ) -> None:
     """Relevance on a picture ``(H, W, 3)``, where color is kept for relevance."""
     if drawing == "overlay":

@@ -160,7 +160,7 @@ def map_strip(
     # As tall as the tallest map, from a strip of tokens to a column.
     ratio = float(np.clip(max(h / w for h, w in (v.shape for v in values)), 0.2, 2.0))
     rows = math.ceil(len(pairs) / wide)
-    size = 1.9 * wide + 0.9, rows * (1.75 * ratio + 0.6) + (0.35 if title else 0)
+    size = 1.9 * wide + 1.2, max(1.4, rows * (1.75 * ratio + 0.6)) + 0.35 * bool(title)
     figure = new_figure(*size, title)
     cells = figure.subplots(rows, wide, squeeze=False)
     for k, cell in enumerate(cells.flat):
@@ -169,8 +169,10 @@ def map_strip(
             continue
         grid = " \N{MULTIPLICATION SIGN} ".join(map(str, pairs[k][1].shape))
         own = f"  ·  1 = {colors.limits[k]:.2g}" if each else ""
-        plain(cell, pairs[k][0], f"{grid}{own}")
+        plain(cell, 1.8, pairs[k][0], f"{grid}{own}")
         draw_map(cell, colors.panels[k], colors, most=128)
+        if len(values[k]) == 1:
+            cell.set_aspect("auto")
     color_bar(figure, cells, colors, "share of the map's strongest" if each else "relevance")
     return figure
 

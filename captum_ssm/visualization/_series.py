@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ from captum_ssm.visualization._palette import (
 )
 
 DRAWINGS = ("background", "points")
+# Of the map: each cell is then at least a pixel wide.
+MOST_STEPS = 480
 
 
 def series_plot(
@@ -116,10 +119,15 @@ def series_plot(
     for axes, i in zip(rows, drawn, strict=False):
         _draw_line(axes, lines[i], values[i], later[i], colors, drawing)
         axes.set_ylabel(
-            printable(names[i]), rotation=0, ha="right", va="center", fontsize=NORMAL, color=INK
+            printable(textwrap.fill(names[i], 18)),
+            rotation=0,
+            ha="right",
+            va="center",
+            fontsize=NORMAL,
+            color=INK,
         )
     if mapped:
-        draw_map(rows[-1], values, colors, most=1024)
+        draw_map(rows[-1], values, colors, most=MOST_STEPS)
         rows[-1].set_aspect("auto")
         framed(rows[-1])
         sparse_labels(rows[-1].yaxis, names, strength, 24)
@@ -185,7 +193,7 @@ def _draw_line(
         ahead = np.concatenate([line[-1:], later])
         axes.plot(len(line) - 1 + np.arange(len(ahead)), ahead, "--", color=SOFT, linewidth=1.1)
     if drawing == "background":
-        shown = draw_map(axes, values[None], colors, most=1024)
+        shown = draw_map(axes, values[None], colors, most=MOST_STEPS)
         left, right, _, _ = shown.get_extent()
         shown.set_extent((left, right, low - room, high + room))
         shown.set_zorder(0)

@@ -85,7 +85,7 @@ def video_strip(
     cells = [figure.add_subplot(grid[0, k]) for k in range(len(shown))]
     for cell, t, panel, limit in zip(cells, shown, colors.panels, colors.limits, strict=True):
         own = f"1 = {limit:.2g}" if each else None
-        plain(cell, f"frame {t}" if fps is None else f"frame {t}, {t / fps:.2f} s", own)
+        plain(cell, 1.6, f"frame {t}" if fps is None else f"frame {t}, {t / fps:.2f} s", own)
         draw_on_picture(cell, pictures[t], panel, colors, most=128)
         if t == best:
             cell.title.set_fontweight("bold")
@@ -155,7 +155,7 @@ def volume_slices(
         down, across = (k for k in range(3) if k != axis)
         framed(cell)
         draw_on_picture(cell, pictures.take(i, axis), colors.panels[axis], colors)
-        own = f", 1 = {colors.limits[axis]:.2g}" if each else ""
+        own = f"\n1 = {colors.limits[axis]:.2g}" if each else ""
         name = f"{axes[axis]} = {i} of {shape[axis]}{own}"
         cell.set_title(name, fontsize=NORMAL, color=INK, pad=4)
         cell.set(xlabel=axes[across], ylabel=axes[down])
