@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from models import ids, tiny
 
-from captum_ssm import LaTIM, MambaLRP, hidden_attention
+from captum_ssm import LaTIM, MambaLRP, hidden_attention, visualization
 from captum_ssm.models import VisionMamba
 from captum_ssm.visualization import (
     color_limit,
@@ -35,6 +35,14 @@ from captum_ssm.visualization._palette import AGAINST, FOR
 
 L, AB = 9, ["a", "b"]
 TOKENS = ["<s>", "The", "Ġcat", "Ġ&", "Ċ", "$x$", "ĠÐ´Ð°", "<b>", ""]  # noqa: RUF001
+
+
+def test_the_public_names():
+    assert visualization.__all__ == [
+        *("color_limit", "image_overlay", "interaction_map", "layer_overview", "map_strip"),
+        *("readable_tokens", "relevance_colors", "series_plot", "text_html", "text_record"),
+        *("video_strip", "volume_slices"),
+    ]
 
 
 def size_of(figure: Figure, path: Path) -> int:
