@@ -10,8 +10,6 @@ method points to, and writes two pictures, `copying.png` and `copying.html`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import string
 import warnings
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from captum.attr import visualization
 from torch import Tensor
 
 import captum_ssm
@@ -36,15 +33,6 @@ def methods(model: Any) -> dict[str, Any]:
     options = {"latim": {"activation": "gate"}}
     found = sorted(captum_ssm.attr.methods().items(), key=lambda item: item[0] != BEST)
     return {cls.__name__: (cls(model), options.get(name, {})) for name, cls in found}
-
-
-def page(records: list[Any]) -> str:
-    """Captum's own text view of some records, as a page."""
-    if not visualization.HAS_IPYTHON:
-        return text_html(records)
-    with contextlib.redirect_stdout(io.StringIO()):  # it displays what it returns
-        table = visualization.visualize_text(records)
-    return f'<!doctype html><meta charset="utf-8"><body>{table.data}</body>'
 
 
 def main() -> None:
@@ -112,7 +100,8 @@ def main() -> None:
     layer_overview(
         overview, tokens[:n], title=f"Why {SYMBOLS[target]!r}? The source string, by every method"
     ).savefig(args.output / "methods.png", dpi=130)
-    (args.output / "copying.html").write_text(page(records), encoding="utf-8")
+    page = text_html(records, title=f"Why {SYMBOLS[target]!r}?")
+    (args.output / "copying.html").write_text(page, encoding="utf-8")
     print(
         f"\nwrote {args.output}/copying.png, {args.output}/methods.png, {args.output}/copying.html"
     )
