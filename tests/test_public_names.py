@@ -82,9 +82,19 @@ def test_one_import_brings_every_module_and_nothing_heavy():
 # From the bottom up: a module imports what stands before it, and nothing after it.
 ORDER = (
     *("_errors", "_integers", "_nested", "_progress", "_memory", "_devices", "_captum"),
-    *("_vocabulary", "_graph", "_rules", "kernels", "operators", "_grid", "models", "scans"),
+    *(
+        "_vocabulary",
+        "_graph",
+        "_transport",
+        "_rules",
+        "kernels",
+        "operators",
+        "_grid",
+        "models",
+        "scans",
+    ),
     "mixers",
-    *(f"_capture.{name}" for name in ("model", "request", "wiring", "measure")),
+    *(f"_capture.{name}" for name in ("model", "request", "ways", "wiring", "grids", "measure")),
     *(
         "_capture.recording",
         "_capture.remote",
