@@ -102,6 +102,17 @@ class Stage(nn.Module):
         return x.transpose(1, 2).unflatten(2, self.grid)
 
 
+class ConvBlock(nn.Sequential):
+    """A convolution of 3 x 3, its batch norm and ReLU."""
+
+    def __init__(self, channels: int, width: int, stride: int = 1) -> None:
+        super().__init__(
+            nn.Conv2d(channels, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+        )
+
+
 class DigitsSegmenter(nn.Module):
     """A U of Mamba stages on 12 x 12 and 6 x 6 patches: ``(B, 3, 48, 48)`` to ``(B, 11, 48, 48)``.
 
@@ -115,8 +126,8 @@ class DigitsSegmenter(nn.Module):
         super().__init__()
         half = width // 2
         grid, coarse = (size // 4, size // 4), (size // 8, size // 8)
-        self.pixels = nn.Sequential(nn.Conv2d(3, half, 3, padding=1), nn.GELU())
-        self.stem = nn.Sequential(nn.Conv2d(half, width, 3, stride=2, padding=1), nn.GELU())
+        self.pixels = ConvBlock(3, half)
+        self.stem = ConvBlock(half, width, stride=2)
         self.patches = nn.Conv2d(width, width, 3, stride=2, padding=1)
         self.down = Stage(width, grid, depth, state)
         self.merge = nn.Conv2d(width, 2 * width, 2, stride=2)
@@ -124,11 +135,9 @@ class DigitsSegmenter(nn.Module):
         self.split = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
         self.up = Stage(width, grid, 1, state)
         self.to_halves = nn.ConvTranspose2d(width, width, 2, stride=2)
-        self.halves = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GELU())
+        self.halves = ConvBlock(width, width)
         self.to_pixels = nn.ConvTranspose2d(width, half, 2, stride=2)
-        self.head = nn.Sequential(
-            nn.Conv2d(half, half, 3, padding=1), nn.GELU(), nn.Conv2d(half, classes, 1)
-        )
+        self.head = nn.Sequential(ConvBlock(half, half), nn.Conv2d(half, classes, 1))
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = self.pixels(images)  # (B, 16, 48, 48)

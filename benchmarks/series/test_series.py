@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ from signals import (
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tutorials"))
-from trained_models import MODELS, load
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _scan import fast_scan
+from trained_models import MODELS, SeriesClassifier, load
 
 
 def generator(seed: int) -> torch.Generator:
@@ -71,7 +74,19 @@ def test_draws_follow_the_generator():
         assert not torch.equal(make(4, generator(1)).series, make(4, generator(2)).series)
 
 
-@pytest.mark.parametrize("name", ["series-forecaster"])
+def test_the_scan_for_training_has_the_same_output_and_gradients():
+    bursts = make_bursts(2, generator(0))
+    torch.manual_seed(0)
+    model, found = SeriesClassifier(), []
+    for scan in (nullcontext, fast_scan):
+        with scan():
+            logits = model(bursts.series)
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), model.parameters())])
+    for stock, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["series-forecaster", "series-classifier"])
 def test_the_committed_model_is_as_its_card_says(name):
     metrics = json.loads((MODELS / name / "metrics.json").read_text())
     card = (MODELS / name / "README.md").read_text()
