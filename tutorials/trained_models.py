@@ -7,7 +7,6 @@ the scripts of ``benchmarks/series``, ``benchmarks/vision`` and ``benchmarks/vid
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
@@ -150,7 +149,10 @@ class DigitsSegmenter(nn.Module):
 
 
 class VideoClassifier(nn.Module):
-    """Tubelets of two frames, 4 x 4 each: ``(B, 1, 16, 16, 16)`` to logits ``(B, 4)``."""
+    """Tubelets of two frames, 4 x 4 each: ``(B, 1, 16, 16, 16)`` to logits ``(B, 4)``.
+
+    Positions in space and in time are apart, so that shorter clips fit too.
+    """
 
     def __init__(
         self,
@@ -162,9 +164,10 @@ class VideoClassifier(nn.Module):
         state: int = 8,
     ) -> None:
         super().__init__()
-        tokens = math.prod(s // t for s, t in zip(size, tubelet, strict=True))
+        times, rows, columns = (s // t for s, t in zip(size, tubelet, strict=True))
         self.stem = nn.Conv3d(1, width, tubelet, stride=tubelet)
-        self.positions = nn.Parameter(0.02 * torch.randn(1, tokens, width))
+        self.space = nn.Parameter(0.02 * torch.randn(1, width, 1, rows, columns))
+        self.time = nn.Parameter(0.02 * torch.randn(1, width, times, 1, 1))
         self.blocks = nn.ModuleList(
             Residual(width, BidirectionalMamba(width, state=state)) for _ in range(depth)
         )
@@ -172,7 +175,9 @@ class VideoClassifier(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, clips: Tensor) -> Tensor:
-        x = self.stem(clips).flatten(2).transpose(1, 2) + self.positions
+        x = self.stem(clips)  # (B, 48, 8, 4, 4)
+        x = x + self.space + self.time[:, :, : x.shape[2]]
+        x = x.flatten(2).transpose(1, 2)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))
