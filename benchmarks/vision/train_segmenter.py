@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,44 +26,65 @@ from trained_models import MODELS, DigitsSegmenter
 
 PROGRESS_SEED = 10_001
 JITTER = 0.15
-# Nine of ten pixels are background.
-BACKGROUND_WEIGHT = 0.3
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Training on fresh canvases of one size, with the weight of the background in the loss."""
+
+    size: int
+    steps: int
+    batch: int
+    background: float
+
+
+# First one digit on canvases of half the size: it is learned sooner where there is little else, and
+# no weight of the model depends on the size. Nine of ten pixels are background, so it counts less
+# until the digits are known, and fully at the end: else too many pixels become digits.
+LESSONS = (
+    Lesson(CANVAS // 2, steps=800, batch=64, background=0.3),
+    Lesson(CANVAS, steps=400, batch=16, background=0.3),
+    Lesson(CANVAS, steps=250, batch=24, background=1.0),
+)
 
 
 def train(args: argparse.Namespace) -> DigitsSegmenter:
-    """The trained model: first on canvases of half the size with one digit, then on whole scenes.
-
-    No weight depends on the size, and a digit is learned sooner where there is little else. The
-    training digits are turned and scaled a little: there are only 1,437.
-    """
+    """The model after all lessons."""
     torch.manual_seed(args.seed)
-    small, model = DigitsSegmenter(CANVAS // 2), DigitsSegmenter()
-    run_lesson(small, args, CANVAS // 2, args.first_steps, 4 * args.batch)
-    model.load_state_dict(small.state_dict())
-    run_lesson(model, args, CANVAS, args.steps, args.batch)
+    state = DigitsSegmenter().state_dict()
+    for lesson in LESSONS:
+        model = DigitsSegmenter(lesson.size)
+        model.load_state_dict(state)
+        run(lesson, model, args)
+        state = model.state_dict()
     return model.eval()
 
 
-def run_lesson(
-    model: nn.Module, args: argparse.Namespace, size: int, steps: int, batch: int
-) -> None:
-    """Train in place on fresh canvases of one size at every step."""
-    generator = torch.Generator().manual_seed(args.seed + size)
+def run(lesson: Lesson, model: nn.Module, args: argparse.Namespace) -> None:
+    """Train in place, with a fresh optimizer.
+
+    The training digits are turned and scaled a little: there are only 1,437.
+    """
+    generator = torch.Generator().manual_seed(args.seed + lesson.size)
     watched = torch.Generator().manual_seed(PROGRESS_SEED)
-    watched = make_scenes(100, watched, "test", size=size)
+    watched = make_scenes(100, watched, "test", size=lesson.size)
     weight = torch.ones(len(CLASSES))
-    weight[BACKGROUND] = BACKGROUND_WEIGHT
+    weight[BACKGROUND] = lesson.background
 
     def loss_of(step: int) -> Tensor:
-        scenes = make_scenes(batch, generator, jitter=JITTER, size=size)
+        scenes = make_scenes(lesson.batch, generator, jitter=JITTER, size=lesson.size)
         return functional.cross_entropy(model(scenes.images), scenes.labels, weight)
 
-    lesson = argparse.Namespace(**{**vars(args), "steps": steps})
-    fit(model, lesson, f"{size} pixels", loss_of, lambda: scores(model, watched))
+    settings = argparse.Namespace(**vars(args), steps=lesson.steps)
+    fit(model, settings, f"{lesson.size} pixels", loss_of, lambda: scores(model, watched))
 
 
 def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float) -> str:
     """The README.md saved next to the weights."""
+    lessons = ", then ".join(
+        f"{lesson.steps} steps of {lesson.batch} canvases of {lesson.size} x {lesson.size}"
+        for lesson in LESSONS
+    )
     rows = {
         "task": "`benchmarks/vision/scenes.py`: one to three of scikit-learn's 8 x 8 digits at "
         "twice their size on a 48 x 48 canvas, among pieces of other digits and noise, tinted",
@@ -73,10 +95,8 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
         f"skip connections added at every size; {metrics['parameters']:,} parameters, float32",
         "command": f"`{' '.join(['python benchmarks/vision/train_segmenter.py', *sys.argv[1:]])}`",
         "seed": args.seed,
-        "training": f"{args.first_steps:,} steps of {4 * args.batch} canvases of half the size "
-        f"with one digit, then {args.steps:,} of {args.batch} scenes, all fresh, the training "
-        f"digits turned and scaled by up to {JITTER:.0%}; "
-        f"{seconds / 60:.0f} minutes of processor time, 1 thread",
+        "training": f"{lessons}, all fresh, the training digits turned and scaled by up to "
+        f"{JITTER:.0%}; {seconds / 60:.0f} minutes of processor time, 1 thread",
         "made with": f"torch {torch.__version__}",
     }
     found = {
@@ -121,12 +141,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=MODELS / "digits-segmenter")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first-steps", type=int, default=800, help="on small canvases")
-    parser.add_argument("--steps", type=int, default=400, help="on whole scenes")
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--report-every", type=int, default=100, help="steps between reports")
+    parser.add_argument("--report-every", type=int, default=50, help="steps between reports")
     return parser.parse_args()
 
 
