@@ -5,7 +5,8 @@ Without the CUDA kernels, transformers steps through the sequence by indexing te
 so the cost of the backward pass grows with the square of the length.  :func:`selective_scan` has
 the signature of the function it replaces and computes the same numbers, with the backward
 pass written out; :func:`wkv` replaces a dozen small operations per token by two
-products.  They are for training only: the saved model runs on the stock code.
+products.  :func:`reference_scan` is the first for captum_ssm's own reference models.  They are for
+training only: the saved model runs on the stock code.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.models.mamba import modeling_mamba
 from transformers.models.rwkv import modeling_rwkv
+
+from captum_ssm.models import _s6
 
 
 class _Scan(torch.autograd.Function):
@@ -110,6 +113,13 @@ def selective_scan(
     return out
 
 
+def reference_scan(v: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """Stand-in for the scan of ``captum_ssm.models``, whose layout is ``(batch, length, D)``."""
+    v, dt, B, C = (tensor.transpose(0, 1).contiguous() for tensor in (v, dt, B, C))
+    out: Tensor = _Scan.apply(dt, dt * v, A, B, C)
+    return out.transpose(0, 1)
+
+
 def wkv(
     time_decay: Tensor,
     time_first: Tensor,
@@ -139,16 +149,18 @@ def wkv(
 
 @contextmanager
 def fast_scan() -> Iterator[None]:
-    """Let transformers' Mamba and RWKV use these inside the ``with`` block."""
+    """Let transformers' Mamba and RWKV and the reference models use these inside the block."""
     stock = getattr(modeling_mamba, "mamba_selective_scan", None)
     if stock is None:
         # Older releases have the scan inline, where it cannot be replaced.
         raise RuntimeError(f"transformers {transformers.__version__} has no scan to replace")
-    stock_wkv = modeling_rwkv.rwkv_linear_attention
+    stock_wkv, stock_reference = modeling_rwkv.rwkv_linear_attention, _s6.selective_scan
     modeling_mamba.mamba_selective_scan = selective_scan
     modeling_rwkv.rwkv_linear_attention = wkv
+    _s6.selective_scan = reference_scan
     try:
         yield
     finally:
         modeling_mamba.mamba_selective_scan = stock
         modeling_rwkv.rwkv_linear_attention = stock_wkv
+        _s6.selective_scan = stock_reference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import trange
 from transformers import PreTrainedModel
@@ -91,6 +93,19 @@ def save(model: PreTrainedModel, directory: Path) -> None:
     """Save weights and configuration, and refuse a checkpoint too large to keep in git."""
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
+    _check_size(directory)
+
+
+def save_module(model: nn.Module, metrics: dict[str, Any], card: str, directory: Path) -> None:
+    """Save the weights of a plain module, its metrics and its card."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(model.state_dict(), directory / "model.safetensors")
+    (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (directory / "README.md").write_text(card)
+    _check_size(directory)
+
+
+def _check_size(directory: Path) -> None:
     size = sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
     if size > SIZE_LIMIT:
         raise SystemExit(f"{directory} holds {size:,} bytes, over the limit of {SIZE_LIMIT:,}")
