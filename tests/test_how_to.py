@@ -63,7 +63,23 @@ def drawn(names, folder):
     assert (folder / "overlay.png").stat().st_size > 0
 
 
+def of_inputs(names, folder):
+    """Relevance has the shape of each input; a sum's is that of its parts."""
+    for found in (names["of_series"], names["by_token"]):
+        assert found.shape == names["series"].shape
+    assert names["of_static"].shape == names["static"].shape
+    whole, last = names["whole"], names["last"]
+    assert whole.shape == last.shape == names["images"].shape
+    assert not torch.allclose(whole, last)
+    parts = [
+        captum_ssm.MambaLRP(names["model"]).attribute((names["series"], names["static"]), (11, k))
+        for k in range(5)
+    ]
+    torch.testing.assert_close(sum(part[0] for part in parts), names["relevance"][0])
+
+
 CHECKS = {
+    "any_input": of_inputs,
     "generation": generated,
     "hybrids": of_shape,
     "images": drawn,

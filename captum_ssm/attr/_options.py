@@ -24,26 +24,29 @@ SHARED = (
     "return_convergence_delta",
 )
 _ARGUMENTS = """\
-    inputs (Tensor, tuple of one Tensor, or dict): token ids ``(B, L)``, embeddings ``(B, L, E)``
-        or images ``(B, C, H, W)``; or a tokenizer's whole output, whose mask then goes to the
-        model.
+    inputs (Tensor, tuple of Tensor, or dict): token ids ``(B, L)``, embeddings ``(B, L, E)``, or
+        floats of any shape ``(B, ...)``: series, images, videos, volumes; a tuple of several, as
+        the model takes them; or a tokenizer's whole output, whose mask then goes to the model.
     target (int, tuple, Tensor or list, optional): the explained output, in every form Captum
-        takes. For logits ``(B, L, V)`` an int or one id per example names the token read at
-        ``position``, a tuple ``(position, token)`` sets both. As in Captum, -1 is the last class
-        or token. May be None where the model returns one value per example; ignored by methods
-        that need no target (see ``needs_target``). Default: None
+        takes: one index for each axis of the output after the first. For a language model's logits
+        ``(B, L, V)`` an int or one id per example names the token read at ``position``, a tuple
+        ``(position, token)`` sets both. As in Captum, -1 is the last class or token. May be None
+        where the model returns one value per example; ignored by methods that need no target (see
+        ``needs_target``). Default: None
     additional_forward_args (Any, optional): further arguments of ``forward_func``, as in Captum;
         a dict is passed by keyword. Default: None
     position (int or Tensor, optional): the token whose row is explained, an int or ``(B,)``; None
-        for the one the model reads its output from. Default: None
+        for those that the model reads the output from. Default: None
 """
 _DELTA = """\
     return_convergence_delta (bool, optional): also return what the relevance leaves out, for
         methods with ``has_convergence_delta()``. Default: False
 """
 _RETURNS = """\
-    Tensor or tuple of one Tensor: relevance in the shape of ``inputs``, zero on padding. A token's
-    relevance is spread evenly over the axes of its embedding, a patch's is interpolated. With
+    Tensor or tuple of Tensor: relevance in the shape of ``inputs``, zero on padding. A token's
+    relevance is spread evenly over the axes of its embedding, and shared among features that are
+    not an embedding's by ``feature_share``; a patch's is interpolated, or carried by the measured
+    transport. With
     ``return_convergence_delta`` a pair of it and the delta, ``(B,)``.
 """
 _RAISES = """\
