@@ -9,7 +9,7 @@ from captum_ssm._errors import (
     TargetError,
     UnsupportedModelError,
 )
-from captum_ssm._hidden_attention import hidden_attention
+from captum_ssm._hidden_attention import hidden_attention, token_grids
 from captum_ssm._memory import MemoryLimitError
 from captum_ssm._supported import MixerSupport, Support, supported
 from captum_ssm.attr import (
@@ -49,4 +49,5 @@ __all__ = [
     "register_mixer",
     "register_scan",
     "supported",
+    "token_grids",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from captum_ssm._capture import FrozenModel, Request, check_model, exact_arithmetic, freeze
+from captum_ssm._grid import TokenGrid
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
 from captum_ssm._progress import progress
@@ -94,6 +95,36 @@ def hidden_attention(
                 found = operator.rows(index, reduction)
                 maps[layer.name] = _mask_rows(found, index, frozen)
     return maps
+
+
+def token_grids(
+    model: Any, inputs: Any, *, additional_forward_args: Any = None, check: bool = True
+) -> dict[str, TokenGrid | None]:
+    """Which token of each mixer is which patch of the input: the grids of its maps.
+
+    A token lies where the places lie that it is made of, as measured on the model's own graph, or
+    as its ``token_grid`` tells. Tokens that are made of no place (CLS, registers) are in no grid.
+
+    Args:
+        model, inputs, additional_forward_args, check: as for :func:`hidden_attention`.
+
+    Returns:
+        dict of str to TokenGrid: by module path, in forward order, as :func:`hidden_attention`
+        names its maps; None where the tokens form no grid, and for texts.
+
+    Raises:
+        ValueError, TypeError: as for :func:`hidden_attention`.
+
+    Examples::
+
+        >>> vim = VisionMamba(image_size=32, patch_size=8, classes=5, width=16, depth=2).eval()
+        >>> grids = captum_ssm.token_grids(vim, torch.rand(1, 3, 32, 32))
+        >>> grids["layers.0.mixer"].shape
+        (4, 4)
+    """
+    request = Request.of(check_model(model), None, inputs, additional_forward_args)
+    frozen = freeze(request, query=False, check=check)
+    return {layer.name: frozen.grids[layer.stage] for layer in frozen.layers}
 
 
 def _require_memory(

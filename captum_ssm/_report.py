@@ -80,7 +80,7 @@ def _print_exactness(model: nn.Module, probe: Tensor, frozen: FrozenModel) -> No
         for activation in ("silu", "gate")
     )
     groups: dict[tuple[str, int, bool], list[int]] = {}
-    found = [support_of(layer) for layer in frozen.layers]
+    found = [support_of(frozen, layer) for layer in frozen.layers]
     for i, mixer in enumerate(found):
         groups.setdefault((mixer.kind, mixer.maps, mixer.problem is None), []).append(i)
     names = [shortened([found[i].name for i in group]) for group in groups.values()]

@@ -31,6 +31,8 @@ class MixerSupport:
             and proven) or ``"recognized"`` (by its parameters, and proven).
         stage (int): its step through the model.
         tokens (int): L.
+        grid (tuple of int, optional): the patches of the input that they are, along each axis;
+            None where they form no grid.
         order (str): in which it reads the model's tokens: ``"forward"``, ``"backward"``, both,
             ``"its own"``, a number of orders or of windows.
         maps (int): M, channels or heads with a map of their own.
@@ -50,11 +52,17 @@ class MixerSupport:
     known: str
     stage: int
     tokens: int
+    grid: tuple[int, ...] | None
     order: str
     maps: int
     error: float
     recurrence_error: float
     problem: str | None = None
+
+    @property
+    def shown_tokens(self) -> str:
+        """The tokens along each axis of their grid, such as ``"8 x 8"``, or their number."""
+        return str(self.tokens) if self.grid is None else " x ".join(map(str, self.grid))
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class Support:
     def __str__(self) -> str:
         head = ("mixer", "class", "known", "stage", "tokens", "order", "maps", "error")
         rows = [
-            (m.name, m.kind, m.known, str(m.stage), str(m.tokens), m.order, str(m.maps),
+            (m.name, m.kind, m.known, str(m.stage), m.shown_tokens, m.order, str(m.maps),
              m.problem or f"{m.error:.0e} ({m.recurrence_error:.0e} of the recurrence)")
             for m in self.mixers
         ]  # fmt: skip
@@ -145,7 +153,7 @@ def supported(
             tried[name] = None
         except ERRORS as error:
             tried[name] = first_line(error)
-    return Support([support_of(layer) for layer in frozen.layers], between(frozen), tried)
+    return Support([support_of(frozen, layer) for layer in frozen.layers], between(frozen), tried)
 
 
 def likeliest(request: Request) -> Any:
@@ -167,8 +175,9 @@ def first_line(value: object) -> str:
     return text.splitlines()[0] if text else type(value).__name__
 
 
-def support_of(layer: FrozenLayer) -> MixerSupport:
+def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
     """What of one mixer can be explained."""
+    grid = frozen.grids[layer.stage]
     module = layer.source.module
     found = MixerSupport(
         layer.name,
@@ -176,6 +185,7 @@ def support_of(layer: FrozenLayer) -> MixerSupport:
         how_known(module),
         layer.stage,
         layer.shape[1],
+        None if grid is None else grid.shape,
         _order(layer.order),
         0,
         float("nan"),

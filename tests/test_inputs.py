@@ -20,6 +20,9 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     TargetError,
+    hidden_attention,
+    supported,
+    token_grids,
 )
 from captum_ssm._capture import Request, freeze
 
@@ -294,8 +297,11 @@ def test_relevance_on_a_measured_grid(mode):
 
 
 def grids(model: nn.Module, x: Tensor) -> list[tuple[int, ...] | None]:
-    found = freeze(Request.of(model, None, x), query=False).grids
-    return [None if grid is None else grid.shape for grid in found]
+    found = token_grids(model, x)
+    assert list(found) == list(hidden_attention(model, x))
+    shapes = [None if grid is None else grid.shape for grid in found.values()]
+    assert shapes == [mixer.grid for mixer in supported(model, x).mixers]
+    return shapes
 
 
 def test_grids_are_measured():
@@ -320,7 +326,7 @@ def test_grids_are_measured():
 
     # A class token in the middle, and an odd size that is padded to multiples.
     model, x = made(WithCls), noise(1, 3, 7, 11)
-    (grid, _) = freeze(Request.of(model, None, x), query=False).grids
+    grid, _ = token_grids(model, x).values()
     assert torch.equal(grid.index, torch.tensor([[0, 1, 3], [4, 5, 6]]))
 
 

@@ -36,7 +36,7 @@ NAMES = (
     *("UnifiedImplicitAttention", "SSMLLMAttribution", "hidden_attention"),
     *("Estimate", "estimate", "FrozenMixer", "MixerCall", "register_mixer", "register_scan"),
     *("InputError", "MemoryLimitError", "ReconstructionError", "TargetError"),
-    *("UnsupportedModelError", "supported", "Support", "MixerSupport"),
+    *("UnsupportedModelError", "supported", "Support", "MixerSupport", "token_grids"),
 )
 
 
@@ -251,7 +251,7 @@ def test_an_adapter_may_read_its_coefficients_without_a_graph():
     model = nn.Sequential(Decaying(), Decaying(), nn.Linear(8, 5))
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
     first, second = (
-        freeze(Request.of(model, None, x), target=2, gradients=True, check=check)
+        freeze(Request.of(model, None, x), target=(-1, 2), gradients=True, check=check)
         .layers[0]
         .call.gradient
         for check in (True, False)

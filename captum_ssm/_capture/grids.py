@@ -16,7 +16,7 @@ from captum_ssm._grid import TokenGrid
 
 
 def stage_grids(wiring: Wiring, declared: TokenGrid | None) -> list[TokenGrid | None]:
-    """The grid of each stage's tokens; None where they form none.
+    """The grid of each stage's tokens; None where they form none, and for texts.
 
     A token lies at the mean of the places it is made of, weighted as by a transport. Tokens that
     are made of no place (CLS, registers) are left out.
@@ -25,9 +25,9 @@ def stage_grids(wiring: Wiring, declared: TokenGrid | None) -> list[TokenGrid | 
         wiring (Wiring): of a run with one input.
         declared (TokenGrid, optional): that of the first stage, where the model tells.
     """
-    if len(wiring.inputs) != 1 or wiring.inputs[0].leaf.channels is None:
+    way = wiring.inputs[0] if len(wiring.inputs) == 1 else None
+    if way is None or not way.roots or way.leaf.channels is None:
         return [None] * len(wiring.stages)
-    way = wiring.inputs[0]
     size = _axes(way)
     start = _points(size)
     if declared is not None:
