@@ -634,7 +634,7 @@ def _halves(count: int, generator: torch.Generator) -> Iterator[Tensor]:
     # Halves of the tokens and their rests, (count,) bool: where the tokens are few, such that any
     # two of them are told apart.
     place = torch.randperm(count, generator=generator)
-    for bit in range(max(1, (count - 1).bit_length()) if count <= _FEW else 2):
+    for bit in range(max(1, (count - 1).bit_length()) if count <= _FEW else 1):
         half = (place >> bit) & 1 == 1
         yield half
         yield ~half
