@@ -209,8 +209,8 @@ def readers(
     None where several root tokens read one leaf token. Two backward passes: seeded with random
     vectors :math:`r_t`, then with :math:`c_t r_t` for known numbers :math:`c_t`, the gradient at a
     token that only root token t reads is multiplied by exactly :math:`c_t`. Where several read it,
-    the two gradients are not parallel. In half precision, where the factors are too coarse, it is
-    :func:`readers_by_bits`.
+    the two gradients are not parallel. Where that is not clear, and in half precision, where the
+    factors are too coarse, it is :func:`readers_by_bits`.
 
     Args:
         root (Point): where gradients are put in.
@@ -237,7 +237,8 @@ def readers(
     found = (ratio - 1) * T
     unclear = ((found - found.round()).abs() > 0.25) | (rest > 0.05 / T)
     if bool(unclear[size > 0].any()):
-        return None
+        # Several readers, or gradients that are rounding: those through the norm of a multiple.
+        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens, labels=labels)
     return torch.where(size > 0, found.round().long(), -1)
 
 

@@ -54,6 +54,8 @@ _MIXERS = (
 )
 # So many tokens, in the whole batch, are looked at two by two.
 _FEW = 64
+# The size of what a zero adds to the tokens that it is a part of.
+_TINY = 1e-150
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
 
@@ -108,12 +110,17 @@ class Cuts:
 
     Args:
         whole (bool): keep the graph whole for other gradients, and cut it only to measure.
+
+    Attributes:
+        embedded (dict of int to Tensor): by input of ids, which of them a table was given, flat.
     """
 
     whole: bool
     starts: dict[int, Start] = field(default_factory=dict)
     ports: list[Port] = field(default_factory=list)
+    embedded: dict[int, Tensor] = field(default_factory=dict)
     measuring: bool = False
+    _begun: dict[int, Tensor] = field(default_factory=dict)
     _entries: list[Point | None] = field(default_factory=list)
 
     def enter(self, tokens: Tensor) -> Tensor:
@@ -135,9 +142,35 @@ class Cuts:
         self.starts[index] = Start(Point.of(found, channels), values.detach(), embedded)
         return found
 
+    def embed(self, index: int, ids: Tensor, entries: Tensor, value: Tensor, width: int) -> Tensor:
+        """The embeddings of some ids of an input, as the model is to go on with them.
+
+        The input's point is that of zeros that are added to all of its embeddings, whichever
+        tables they come from.
+
+        Args:
+            index (int): of the input.
+            ids (Tensor): the input.
+            entries (Tensor): those that were embedded, in the order of the flat ids.
+            value (Tensor): their embeddings, with an axis of channels after those of ``entries``.
+            width (int): of the widest table.
+        """
+        if index not in self.starts:
+            zeros = value.new_zeros(*ids.shape, width)
+            self._begun[index] = self.begin(index, zeros, embedded=True)
+            self.embedded[index] = torch.zeros(ids.numel(), dtype=torch.bool)
+        at, E = entries.flatten().to(value.device), value.shape[-1]
+        self.embedded[index][entries.flatten()] = True
+        self.starts[index].values.flatten(0, -2)[at, :E] = value.detach().reshape(-1, E)
+        value = value if self.whole else value.detach()
+        with torch.enable_grad():
+            added = self._begun[index].flatten(0, -2)[:, :E].index_select(0, at)
+            return value + added.view(value.shape)
+
     def forget(self) -> None:
         """Let go of the graph, which refers to this object too."""
         self.starts.clear()
+        self._begun.clear()
         self.ports.clear()
         self._entries.clear()
 
@@ -348,7 +381,10 @@ class _Measurement:
         if not simple and len(leads) == 1:
             leads += self._skipped(i, leads[0])
         if len(inputs) > 1 and root is not None:
-            sizes = [self.ways[INPUT - j].added(root) for j in inputs]
+            sizes = [
+                self.ways[INPUT - j].added(root).clamp(min=_TINY) * self.links[i, j].is_read(root)
+                for j in inputs
+            ]
             for j, share in zip(inputs, portions(sizes), strict=True):
                 self.links[i, j] = replace(self.links[i, j], share=share)
         reads = [(stage_of[j], self.links[i, j]) for j in leads]

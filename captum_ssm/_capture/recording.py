@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._capture.embedded import entries_of
 from captum_ssm._capture.measure import Cuts, measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, is_wrapped, unwrap
 from captum_ssm._capture.request import Request
@@ -286,6 +287,8 @@ def _record_once(
             for envoy in mixers:
                 _without_graph(envoy._module)
         table = input_embeddings(request.module)
+        widths = [m.embedding_dim for m in request.module.modules() if isinstance(m, nn.Embedding)]
+        width = max(widths, default=0)
         embedded: list[Tensor] = []  # the ids that the table was given
 
         def enter(envoy: Envoy, inputs: Any) -> Any:
@@ -317,9 +320,11 @@ def _record_once(
                 )
             if _is_table(envoy._module) and table in (None, envoy._module):
                 given = next(tensors_in((args, kwargs)))
-                same = [k for k in ids if k not in cuts.starts and _same_ids(given, ids[k])]
-                if same:
-                    value = cuts.begin(same[0], value, embedded=True)
+                for k, one in ids.items():
+                    entries = entries_of(given, one)
+                    if entries is not None:
+                        value = cuts.embed(k, one, entries, value, width)
+                        break
                 embedded.append(given)
             return value, value
 
@@ -332,8 +337,8 @@ def _record_once(
         # Read after the run: nnsight's lazily loaded models get their real modules in it.
         names = {module: path for path, module in root._module.named_modules()}
         if cuts is not None:
-            for k in set(ids) - set(cuts.starts):
-                _check_embedded(embedded, ids[k])
+            for k, one in ids.items():
+                _check_embedded(embedded, one, cuts.embedded.get(k))
         calls = [
             MixerCall(names[envoy._module], envoy._module, args, kwargs, result, order=order)
             for order, (envoy, (args, kwargs), result) in enumerate(visits)
@@ -358,13 +363,20 @@ def _record_once(
     return recording if gradients else detached(recording)
 
 
-def _same_ids(given: Tensor, ids: Tensor) -> bool:
-    return given.shape == ids.shape and torch.equal(given.to(ids.device), ids)
-
-
-def _check_embedded(embedded: list[Tensor], ids: Tensor) -> None:
-    for given in embedded:
-        if given.shape == ids.shape and _same_ids(given.sort(-1).values, ids.sort(-1).values):
+def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None) -> None:
+    # Known is, for each id, whether a table was given it.
+    if known is not None and not bool(known.all()):
+        raise UnsupportedModelError(
+            f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
+            f"{tuple(ids.shape)}, by torch.nn.Embedding; expected all, as a whole or in views of "
+            "them, such as columns. Pass what is no ids in additional_forward_args."
+        )
+    if known is not None:
+        return
+    for one in given:
+        if one.shape == ids.shape and torch.equal(
+            one.sort(-1).values.to(ids.device), ids.sort(-1).values
+        ):
             raise UnsupportedModelError(
                 "the model embeds the ids of inputs in another order than that of inputs, so its "
                 "tokens are not those that were given; expected a forward_func that passes the "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._capture.ways import Way
+from captum_ssm._graph import Point
 from captum_ssm._progress import progress
 from captum_ssm._transport import Transport
 
@@ -45,6 +46,12 @@ class Link:
     def earlier(self, tokens: int) -> int:
         """S, the number of earlier tokens, of ``tokens`` ones that read them."""
         return self.count or tokens
+
+    def is_read(self, root: Point) -> Tensor:
+        """Whether earlier tokens are read by each token of ``root``: 0 or 1, ``(T,)`` or one."""
+        if self.source is None:
+            return torch.ones(1, device=root.device)
+        return (self.source >= 0).to(root.device, torch.float64)
 
     def rmatvec(self, w: Tensor) -> Tensor:
         """Weights ``(B, T)`` as weights of the earlier tokens, ``(B, S)``."""

@@ -45,7 +45,7 @@ def _of_input(
     request, ways, grid = frozen.request, frozen.wiring.inputs, frozen.grid
     tensor = request.inputs[k]
     if not tensor.is_floating_point():
-        return row
+        return row.view(tensor.shape)
     if grid is not None:
         grid = grid if mode is None else replace(grid, mode=mode)
         row = grid.pixels(row, tuple(tensor.shape[2:])).flatten(1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from captum_ssm._captum import TargetType, format_output
 from captum_ssm._capture import FrozenModel, Request, Substitution
 from captum_ssm._capture.checking import Rebuilt
 from captum_ssm._capture.discovery import find_unknown_mixers, is_searched, warn_of_unknown
+from captum_ssm._capture.embedded import entries_of, is_view
 from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.recording import is_norm
@@ -99,7 +100,7 @@ class MambaLRP(TokenAttribution):
         if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = self._ruled(request, position, target, wiring=True)
         score = frozen.require_score()
-        found = relevance_at(rules.leaves(), score)
+        found = rules.relevance(score)
         warn_of_unknown(request.module, frozen.wiring.refused)
         result = format_output(
             request.packed,
@@ -172,41 +173,69 @@ class _Rules(Substitution):
             return None if norm is None else norm(first_input(call))
         return _activation(call)
 
-    def leaves(self) -> list[Tensor]:
-        """Where relevance is read, for each input: the embeddings of ids, or the input itself."""
-        return [one if one.is_floating_point() else self._leaf(one) for one in self.inputs]
+    def relevance(self, score: Tensor) -> list[Tensor]:
+        """The relevance of each input's entries, in its shape: of an id that of its embedding."""
+        leaves = [
+            [_Leaf(one)] if one.is_floating_point() else self._leaves(one) for one in self.inputs
+        ]
+        found = iter(relevance_at([leaf.tensor for part in leaves for leaf in part], score))
+        return [
+            reduce(torch.add, [leaf.of_input(next(found), one) for leaf in part])
+            for one, part in zip(self.inputs, leaves, strict=True)
+        ]
 
-    def _leaf(self, ids: Tensor) -> Tensor:
-        embedded = [found for found in self.embedded if _is_of(found[1], ids)]
-        if not embedded:
+    def _leaves(self, ids: Tensor) -> list[_Leaf]:
+        # The embeddings of ids, from one table or several.
+        found = [
+            (_Leaf(leaf, entries), module, is_view(given, ids))
+            for module, given, leaf in self.embedded
+            if (entries := entries_of(given, ids)) is not None
+        ]
+        of_table = [leaf for leaf, module, _ in found if module is self.table]
+        views = [leaf for leaf, _, view in found if view]
+        leaves = of_table or views or [leaf for leaf, _, _ in found]
+        known = torch.zeros(ids.numel(), dtype=torch.bool)
+        for leaf in leaves:
+            known[leaf.entries.flatten()] = True
+        if not bool(known.all()):
             raise ValueError(
-                f"the model embeds its ids, of shape {tuple(ids.shape)}, by something other than a "
-                "torch.nn.Embedding that is given all of them, so the start of the propagation is "
-                "not known; explain the embeddings instead, or pass what is no ids in "
-                "additional_forward_args."
+                f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
+                f"{tuple(ids.shape)}, by torch.nn.Embedding, so the start of the propagation is "
+                "not known; expected all, as a whole or in views of them, such as columns. Explain "
+                "the embeddings instead, or pass what is no ids in additional_forward_args."
             )
-        memory = _memory(ids)
-        of_table = [leaf for module, _, leaf in embedded if module is self.table]
-        of_ids = [leaf for _, given, leaf in embedded if _memory(given) == memory]
-        for leaves in (of_table, of_ids):
-            if leaves:
-                return leaves[0]
-        if len({id(module) for module, _, _ in embedded}) > 1:
+        if not (of_table or views) and len({id(module) for _, module, _ in found}) > 1:
             raise ValueError(
                 "several embedding tables were given ids equal to the inputs (positions, perhaps), "
                 "so the one that embeds the tokens is not known; give the model a "
                 "get_input_embeddings() that returns it, or explain the embeddings instead."
             )
-        return embedded[0][2]
+        return leaves
 
     def _embedding(self, call: MixerCall) -> Tensor | None:
         # Asked for the ids themselves. So may be a table of positions: it is told apart later.
         given = next(tensors_in((call.args, call.kwargs)))
-        if not any(_is_of(given, ids) for ids in self.inputs if not ids.is_floating_point()):
+        ids = (one for one in self.inputs if not one.is_floating_point())
+        if all(entries_of(given, one) is None for one in ids):
             return None
         leaf = call.output.detach().clone().requires_grad_(True)
         self.embedded.append((call.module, given, leaf))
         return leaf
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    # Where relevance is read: an input of floats, or embeddings of the entries of one of ids.
+    tensor: Tensor
+    entries: Tensor | None = None
+
+    def of_input(self, relevance: Tensor, inputs: Tensor) -> Tensor:
+        """Relevance of the leaf as that of the input's entries."""
+        if self.entries is None:
+            return relevance
+        found = relevance.new_zeros(inputs.numel())
+        found.index_add_(0, self.entries.flatten().to(found.device), relevance.sum(-1).flatten())
+        return found.view(inputs.shape)
 
 
 def _with_leaves(request: Request) -> Request:
@@ -218,21 +247,11 @@ def _with_leaves(request: Request) -> Request:
 
 
 def _of_input(frozen: FrozenModel, tensor: Tensor, relevance: Tensor) -> Tensor:
-    # Floats have relevance for each entry, ids that of their embedding. Padding has none.
-    if not tensor.is_floating_point():
-        relevance = relevance.sum(-1)
+    # Padding has none.
     mask = frozen.mask
     if mask is not None and relevance.shape[:2] == mask.shape and relevance.dim() <= 3:
         relevance = relevance * mask.reshape(*mask.shape, *[1] * (relevance.dim() - 2))
     return relevance.to(tensor.device)
-
-
-def _is_of(given: Tensor, ids: Tensor) -> bool:
-    return given.shape == ids.shape and torch.equal(given.to(ids.device), ids)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _activation(call: MixerCall) -> Tensor | None:
