@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from captum_ssm._graph import Point
+from captum_ssm._rules import ruled
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +28,24 @@ class Transport:
         leaf (Point): the tokens that are read.
         batch (int): B, the examples that both hold.
         around (tuple of GradientEdge, optional): the way through these is left out. Default: ()
+        values (Tensor, optional): of the leaf. J is then that of factors of them, J diag(x), norms
+            and gates frozen: the size of what each token adds, rather than of its weights. What
+            adds nothing is told apart by its weights. Default: None
     """
 
     root: Point
     leaf: Point
     batch: int
     around: tuple[GradientEdge, ...] = ()
+    values: Tensor | None = None
+
+    @cached_property
+    def factors(self) -> Tensor | None:
+        """What columns of J are scaled by, in the leaf's shape; None for nothing."""
+        if self.values is None:
+            return None
+        size = self.values.detach().abs().to(self.leaf.device, self.leaf.dtype)
+        return size.clamp(min=1e-6 * float(size.max())) if size.any() else None
 
     def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
         r"""w^T T for ``w (B, T)``: ``(B, S)``, without T, in ``probes`` backward passes.
@@ -176,6 +189,10 @@ def pulled(way: Transport, seed: Tensor, **options: Any) -> Tensor | None:
     None if there is none. ``options`` are those of :func:`torch.autograd.grad`.
     """
     options = {"retain_graph": True, "allow_unused": True, **options}
+    if way.factors is not None:
+        with ruled([way.root.edge.node], [way.leaf.edge.node]):
+            found = pulled(replace(way, values=None), seed, **options)
+        return None if found is None else found * way.factors
     ends = [way.leaf.edge, *way.around]
     total, *at_joints = torch.autograd.grad(way.root.edge, ends, seed, **options)
     for edge, gradient in zip(way.around, at_joints, strict=True):

@@ -150,6 +150,29 @@ def test_a_patch_hands_on_what_its_token_has(method):
     assert_close(found.sum(1).unflatten(1, (-1, 4)).sum(-1), of_tokens, 1e-9)
 
 
+@each(OF_TOKENS)
+def test_a_patch_is_shared_by_what_its_entries_add(method):
+    form = FORMS["patches of a series"]
+    model = made(form.model)
+    x = form.inputs.clone()
+    x[:, :, 5], x[:, :, 8:12] = 0, 0
+    found = method(model).attribute(x, form.target, **options(method))
+    by_patch = found.unflatten(2, (-1, 4))  # (B, F, tokens, steps)
+    assert (by_patch[..., 1, 1].abs().sum(1) < 1e-9 * by_patch[..., 1, :].abs().sum((1, 2))).all()
+    # Steps get the share of the squares of what they add, features that of the sizes.
+    weight = through_norm(model, model.inp.weight.permute(1, 2, 0)).norm(dim=-1)[:, None]
+    sizes = (weight * x.unflatten(2, (-1, 4)).abs()).detach()
+    # Where no step adds anything, by their weights alone.
+    sizes[:, :, 2] = weight[:, 0].detach()
+    steps = sizes.square().sum(1, keepdim=True)
+    steps = steps / steps.sum(-1, keepdim=True)
+    token = by_patch.sum((1, 3), keepdim=True)
+    assert_close(by_patch.sum(1, keepdim=True), token * steps, 1e-5)
+    sizes[:, :, 1, 1] = sizes[:, :, 2] = 1  # these steps are shared evenly
+    features = sizes / sizes.sum(1, keepdim=True)
+    assert_close(by_patch, token * steps * features, 1e-5)
+
+
 def test_several_inputs_are_explained_as_one_that_holds_them():
     class Joined(inputs.Two):
         def tokens(self, both):

@@ -458,9 +458,12 @@ class _Measurement:
         order = None if before is None else self._local(before, S, S)
         if not self._examples_are_apart(root, leaf) or (before is not None and order is None):
             raise self._refused(i, j, "across the examples of the batch")
+        values = self.ways[INPUT - j].values if j < 0 else None
         if place is None:
-            return Link(transport=Transport(root, leaf, B), order=order, count=S)
-        return Link(transport=Patches(root, leaf, B, owner=place), order=order, count=S)
+            way = Transport(root, leaf, B, values=values)
+        else:
+            way = Patches(root, leaf, B, values=values, owner=place)
+        return Link(transport=way, order=order, count=S)
 
     def _examples_are_apart(self, root: Point, leaf: Point) -> bool:
         seed = root.noise(torch.Generator().manual_seed(0))
