@@ -18,11 +18,14 @@ from matplotlib import font_manager
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from captum_ssm._receptive_field_figure import receptive_field_map as receptive_field_map
+
 __all__ = [
     "image_overlay",
     "interaction_map",
     "layer_overview",
     "readable_tokens",
+    "receptive_field_map",
     "text_html",
     "text_record",
 ]
