@@ -368,8 +368,8 @@ def _by_gradient(
     with torch.inference_mode(False), torch.enable_grad():
         leaf, output, mixed = _run(request)
         if unit is None:
-            size = _places(tensor, axis)
-            unit = _unit_of(request, output, mixed, size, axis, target, position)
+            places = _places(tensor, axis)
+            unit = _unit_of(request, output, mixed, places, axis, target, position)
         if unit.from_mixer:
             assert mixed is not None
             # Windows may lie in the batch, and an image's tokens on two axes.
@@ -399,8 +399,9 @@ def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
 
     def embed(table: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         ids = args[0] if args else None
-        same = torch.is_tensor(ids) and ids.numel() == tensor.numel()
-        if embedded or not same or not torch.equal(ids.view_as(tensor), tensor):
+        if embedded or not torch.is_tensor(ids) or ids.numel() != tensor.numel():
+            return None
+        if not torch.equal(ids.view_as(tensor), tensor):
             return None
         embedded.append(output.detach().view(*tensor.shape, -1).requires_grad_())
         return embedded[0].view_as(output)
@@ -477,12 +478,10 @@ def _of_tokens(frozen: FrozenModel, position: Any, size: tuple[int, ...]) -> _Un
         text = _named("token", (token,), (tokens,))
         if grid is None:
             # As many tokens as steps are in their places.
-            center = (token,) if size == (tokens,) else None
-            return _Unit(f"{text} of the last mixers", center, (token,))
-        here = (grid.index == token).nonzero()
-        center = None
-        if len(here):
-            center = _proportional(tuple(here[0].tolist()), grid.shape, size)
+            lies = (token,) if size == (tokens,) else None
+            return _Unit(f"{text} of the last mixers", lies, (token,))
+        here = (grid.index == token).nonzero().tolist()
+        center = _proportional(here[0], grid.shape, size) if here else None
         return _Unit(f"{text} of the last mixers", center, (token,))
     place = _index("position", position, grid.shape)
     text = f"{_named('place', place, grid.shape)} of the last mixers' grid"
@@ -492,8 +491,9 @@ def _of_tokens(frozen: FrozenModel, position: Any, size: tuple[int, ...]) -> _Un
 def _at_place(output: Tensor, unit: _Unit, target: Any, positive: bool) -> Tensor:
     """The score ``(B,)`` at a place, of one channel or summed over channels."""
     assert unit.place is not None
-    moved = output[..., None] if unit.axis is None else output.movedim(unit.axis, -1)
-    values = moved[(slice(None), *unit.place)]  # (B, C)
+    values = output[..., None] if unit.axis is None else output.movedim(unit.axis, -1)
+    for at in unit.place:
+        values = values[:, at]  # (B, C) in the end
     values = values.clamp(min=0) if positive else values
     if target is None:
         return values.sum(-1)

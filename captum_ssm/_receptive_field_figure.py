@@ -28,9 +28,10 @@ def receptive_field_map(
     """Effective receptive fields, as papers print them: log-scaled, several on one scale.
 
     Of images one map per field, each divided by its largest entry, with the smallest areas that
-    hold 50% (solid line) and 90% (dashed) of it, slightly smoothed, and a cross at the unit. Of volumes and videos a
-    map per axis, the field summed over that axis. Of series and text one curve per field, with the
-    shortest window that holds 50% (thick) and 90% (thin) below, and a dotted line at the unit.
+    hold 50% (solid line) and 90% (dashed) of it, slightly smoothed, and a cross at the unit. Of
+    volumes and videos a map per axis, the field summed over that axis. Of series and text one curve
+    per field, with the shortest window that holds 50% (thick) and 90% (thin) below, and a dotted
+    line at the unit.
 
     Args:
         fields (ReceptiveField or mapping of str to ReceptiveField): one, or several by name.
