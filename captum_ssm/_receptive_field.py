@@ -139,20 +139,6 @@ class ReceptiveField:
         sums = self.map.new_zeros(int(distance.max()) + 1)
         return sums.index_add_(0, distance, self.map.flatten()) / self.map.sum()
 
-    def figure(self, **options: Any) -> Any:
-        """The picture of :func:`~captum_ssm.visualization.receptive_field_map`.
-
-        Args:
-            **options: those of that function.
-
-        Examples::
-
-            >>> figure = effective_receptive_field(model, input_ids, position=-1).figure()
-        """
-        from captum_ssm._receptive_field_figure import receptive_field_map
-
-        return receptive_field_map(self, **options)
-
     def __repr__(self) -> str:
         kind = {1: "a window", 2: "a square"}.get(self.map.dim(), "a cube")
         of = _times(self.map.shape)
@@ -250,6 +236,7 @@ def effective_receptive_field(
     _check_options(by, target, positive, channels)
     total: Tensor | None = None
     unit: _Unit | None = None
+    size: tuple[int, ...] | None = None
     count = 0
     for batch in _batches(inputs):
         known = nn.Identity() if model is None and not is_model(forward_func) else model
@@ -261,16 +248,18 @@ def effective_receptive_field(
                 f"inputs is a tuple of {len(request.inputs)}; expected one tensor. Other inputs of "
                 "the model go into additional_forward_args, batches into a list."
             )
+        shape = tuple(request.inputs[0].shape[1:])
+        if size not in (None, shape):
+            raise InputError(
+                f"inputs holds batches of shapes (B, *{size}) and (B, *{shape}); expected one size "
+                "in all of them: crop or resize."
+            )
+        size = shape
         if by == "implicit":
             maps, unit = _implicit(request, position, check)
         else:
             maps, unit = _by_gradient(request, unit, target, position, positive, channels)
         maps = maps.double().cpu()
-        if total is not None and total.shape != maps.shape[1:]:
-            raise InputError(
-                f"inputs holds batches of places {tuple(total.shape)} and {tuple(maps.shape[1:])}; "
-                "expected one size in all of them: crop or resize."
-            )
         total = maps.sum(0) if total is None else total + maps.sum(0)
         count += len(maps)
     if total is None or unit is None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-if TYPE_CHECKING:
-    from captum_ssm._receptive_field import ReceptiveField
+from captum_ssm._receptive_field import ReceptiveField
 
 # Half of the field, and nearly all of it.
 _SHARES = (0.5, 0.9)

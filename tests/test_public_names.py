@@ -96,7 +96,7 @@ ORDER = (
         "_capture",
     ),
     *("attr", "_hidden_attention", "generation", "metrics"),
-    *("_receptive_field_figure", "visualization", "_receptive_field"),
+    *("_receptive_field", "_receptive_field_figure", "visualization"),
 )
 
 
