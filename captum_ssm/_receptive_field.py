@@ -318,13 +318,17 @@ def _implicit(request: Request, position: Any, check: bool) -> tuple[Tensor, _Un
     axis = _features_axis(tensor, None)
     if ways and tensor.is_floating_point() and ways[0].leaf.channels is not None:
         axis = ways[0].leaf.channels % tensor.dim()
-    unit = _of_tokens(frozen, position, _places(tensor, axis))
+    size = _places(tensor, axis)
+    unit = _of_tokens(frozen, position, size)
     assert unit.place is not None
     folded = check_components("unified", None)
     options = MapOptions(formulation="unified", components=folded, sign="absolute")
     asked = frozen.at(unit.place[0])
     with exact_arithmetic():
         rows = _rolled(StageMaps(asked, asked.layers, options))
+        if _is_in_place(frozen, size):
+            row, mask = rows[0], frozen.mask
+            return (row if mask is None or mask.shape != row.shape else row * mask), unit
         found = of_inputs(rows, asked, "even", "nearest")
     found = found[0] if is_tuple(found) else found
     return (found if axis is None else found.sum(axis)), unit
@@ -458,15 +462,20 @@ def _unit_of(
     return _Unit(text, found.center, (token,), 2, from_mixer=True)
 
 
+def _is_in_place(frozen: FrozenModel, size: tuple[int, ...]) -> bool:
+    """Whether the tokens are the input's: no grid is needed, and a long run has measured none."""
+    return frozen.wiring.is_simple and size == (frozen.shape[1],)
+
+
 def _of_tokens(frozen: FrozenModel, position: Any, size: tuple[int, ...]) -> _Unit:
     """The token of the last mixers at a place of their grid, the central one by default."""
-    tokens, grid = frozen.shape[1], frozen.grids[-1]
+    tokens = frozen.shape[1]
+    grid = None if _is_in_place(frozen, size) else frozen.grids[-1]
     is_token = as_index(position) is not None
     if grid is None or (is_token and len(grid.shape) > 1):
         (token,) = _index("position", position, (tokens,))
         text = _named("token", (token,), (tokens,))
         if grid is None:
-            # As many tokens as steps are in their places.
             lies = (token,) if size == (tokens,) else None
             return _Unit(f"{text} of the last mixers", lies, (token,))
         here = (grid.index == token).nonzero().tolist()

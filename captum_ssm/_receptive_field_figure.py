@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -15,7 +15,12 @@ from captum_ssm._receptive_field import ReceptiveField
 # Half of the field, and nearly all of it.
 _SHARES = (0.5, 0.9)
 _LINES = ("-", "--")
-_CURVES = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
+# Paper to orange, as of positive relevance; and exactly zero.
+_COLORS = LinearSegmentedColormap.from_list(
+    "receptive_field", ("#ffffff", "#fde3c6", "#fabd7d", "#ea8630", "#b9540b")
+)
+_ZERO, _INK, _UNIT = "#dfe5ea", "#1b1c1e", "#1f66a8"
+_CURVES = ("#b9540b", "#1f66a8", "#1b1c1e", "#f0a35c", "#9ec8e6", "#9a9a9a")
 
 
 def receptive_field_map(
@@ -35,7 +40,7 @@ def receptive_field_map(
     Args:
         fields (ReceptiveField or mapping of str to ReceptiveField): one, or several by name.
         decades (float, optional): of the log scale, below the largest entry; smaller ones are drawn
-            as the smallest, and zeros of images in gray. Default: 4.0
+            as the smallest, and zeros of images in gray blue. Default: 4.0
         title (str, optional): of the figure. Default: None
 
     Returns:
@@ -88,12 +93,12 @@ def _maps(named: Mapping[str, ReceptiveField], decades: float) -> Figure:
     norm = LogNorm(10.0**-decades, 1.0, clip=True)
     for cell, (name, values, center, below) in zip(cells, panels, strict=False):
         scaled = values / values.max()
-        shown = cell.imshow(np.ma.masked_equal(scaled, 0), cmap="viridis", norm=norm)
-        cell.set_facecolor("0.8")
+        shown = cell.imshow(np.ma.masked_equal(scaled, 0), cmap=_COLORS, norm=norm)
+        cell.set_facecolor(_ZERO)
         for share, line in zip(_SHARES, _LINES, strict=True):
             _outline(cell, scaled, share, line)
         if len(center) == 2:
-            cell.plot(center[1], center[0], "+", color="red", markersize=7)
+            cell.plot(center[1], center[0], "+", color=_UNIT, markersize=8, markeredgewidth=1.8)
         cell.set(title=name, xlabel=below, xticks=[], yticks=[])
     bar = figure.colorbar(shown, ax=list(cells), fraction=0.04, pad=0.02)
     bar.set_label("share of the largest entry")
@@ -110,7 +115,7 @@ def _outline(cell: Any, values: np.ndarray, share: float, line: str) -> None:
     held = np.searchsorted(ordered.cumsum(), share * ordered.sum())
     level = ordered[min(held, len(ordered) - 1)]
     if values.min() < level < values.max():
-        cell.contour(values, [level], colors="white", linewidths=1.1, linestyles=line)
+        cell.contour(values, [level], colors=_INK, linewidths=1.0, linestyles=line)
 
 
 def _curves(named: Mapping[str, ReceptiveField], decades: float) -> Figure:

@@ -141,6 +141,20 @@ def test_a_causal_model_of_ids(by):
 
 
 @pytest.mark.parametrize("by", ["gradient", "implicit"])
+def test_long_inputs_are_asked_at_the_same_token(by):
+    # Of more than 256 tokens the wiring is measured on 32 of them.
+    field = effective_receptive_field(tiny(), ids(8, 60), by=by, position=-10)
+    assert field.center == (50,)
+    assert bool((field.map[:51] > 0).all())
+    assert not field.map[51:].any()
+    series = randomize(Flipped()).eval()
+    field = effective_receptive_field(series, torch.randn(2, 300, 3), by=by, position=40)
+    assert field.map.shape == (300,)
+    assert field.center == (40,)
+    assert not field.map[:40].any()
+
+
+@pytest.mark.parametrize("by", ["gradient", "implicit"])
 def test_padding_is_not_read(by):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[:, :3] = 0
