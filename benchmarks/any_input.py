@@ -219,7 +219,7 @@ def timemachine_mixed(folder: Path) -> Case:
 
 
 def videomamba(folder: Path) -> Case:
-    """Videos (3, 8, 112, 112): VideoMamba-Ti, patches of 16 by 16 of each frame, and a CLS token."""
+    """Videos (3, 8, 112, 112): VideoMamba-Ti, patches of 16 by 16, and a CLS token."""
     for name in [n for n in sys.modules if n.partition(".")[0] == "mamba_ssm"]:
         del sys.modules[name]  # its own form of the package
     stand_ins(causal_conv1d=_causal_conv, causal_conv1d_cuda=None)
@@ -461,7 +461,7 @@ def shown(row: dict[str, Any]) -> str:
         return "refused"
     wrong = f" WRONG: {row['wrong']}" if "wrong" in row else ""
     missed = f", {row['missed']:.0e}" if "missed" in row else ""
-    return f"× {row['cost']:.1f}{missed}{wrong}"
+    return f"x {row['cost']:.1f}{missed}{wrong}"
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from captum_ssm._errors import (
 )
 from captum_ssm._hidden_attention import hidden_attention, token_grids
 from captum_ssm._memory import MemoryLimitError
+from captum_ssm._receptive_field import Area, ReceptiveField, effective_receptive_field
 from captum_ssm._supported import MixerSupport, Support, supported
 from captum_ssm.attr import (
     LaTIM,
@@ -27,6 +28,7 @@ from captum_ssm.scans import register_scan
 __version__ = "0.1.0"
 
 __all__ = [
+    "Area",
     "Estimate",
     "FrozenMixer",
     "InputError",
@@ -38,12 +40,14 @@ __all__ = [
     "MixerCall",
     "MixerSupport",
     "RawAttention",
+    "ReceptiveField",
     "ReconstructionError",
     "SSMLLMAttribution",
     "Support",
     "TargetError",
     "UnifiedImplicitAttention",
     "UnsupportedModelError",
+    "effective_receptive_field",
     "estimate",
     "hidden_attention",
     "register_mixer",

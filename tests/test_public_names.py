@@ -37,6 +37,7 @@ NAMES = (
     *("Estimate", "estimate", "FrozenMixer", "MixerCall", "register_mixer", "register_scan"),
     *("InputError", "MemoryLimitError", "ReconstructionError", "TargetError"),
     *("UnsupportedModelError", "supported", "Support", "MixerSupport", "token_grids"),
+    *("Area", "ReceptiveField", "effective_receptive_field"),
 )
 
 
@@ -104,7 +105,8 @@ ORDER = (
         "_capture.frozen",
         "_capture",
     ),
-    *("attr", "_hidden_attention", "generation", "metrics", "visualization"),
+    *("attr", "_hidden_attention", "generation", "metrics"),
+    *("_receptive_field", "visualization"),
 )
 
 

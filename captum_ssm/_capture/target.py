@@ -148,7 +148,7 @@ def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> 
     B, L = recording.shape
     is_row = recording.is_language or (position is not None and as_index(target) is not None)
     if not (is_row and _is_tokens(recording)):
-        return _captum_score(logits, target, B)
+        return captum_score(logits, target, B)
     if target is None:
         raise TargetError(
             f"the model returns logits of shape {tuple(logits.shape)} and no target was given; "
@@ -193,7 +193,8 @@ def _as_tokens(target: Any, logits: Tensor) -> Tensor:
     return token.reshape(-1).expand(logits.shape[0])
 
 
-def _captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
+def captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
+    """The entry of the output that Captum's ``target`` names, ``(B,)``."""
     index = as_index(target)  # Captum knows Python's integers only
     shape = tuple(logits.shape)
     try:

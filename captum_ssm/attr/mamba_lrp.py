@@ -196,6 +196,7 @@ class _Rules(Substitution):
         leaves = of_table or views or [leaf for leaf, _, _ in found]
         known = torch.zeros(ids.numel(), dtype=torch.bool)
         for leaf in leaves:
+            assert leaf.entries is not None
             known[leaf.entries.flatten()] = True
         if not bool(known.all()):
             raise ValueError(

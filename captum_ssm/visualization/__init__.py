@@ -15,6 +15,7 @@ which magnitude the color is strongest:
 from captum_ssm.visualization._images import image_overlay
 from captum_ssm.visualization._maps import interaction_map, layer_overview, map_strip
 from captum_ssm.visualization._palette import color_limit, relevance_colors
+from captum_ssm.visualization._receptive_field import receptive_field_map
 from captum_ssm.visualization._series import series_plot
 from captum_ssm.visualization._text import readable_tokens, text_html, text_record
 from captum_ssm.visualization._volumes import video_strip, volume_slices
@@ -26,6 +27,7 @@ __all__ = [
     "layer_overview",
     "map_strip",
     "readable_tokens",
+    "receptive_field_map",
     "relevance_colors",
     "series_plot",
     "text_html",
