@@ -86,8 +86,8 @@ ORDER = (
     *(
         "_vocabulary",
         "_graph",
-        "_transport",
         "_rules",
+        "_transport",
         "kernels",
         "operators",
         "_grid",
@@ -96,6 +96,7 @@ ORDER = (
     ),
     "mixers",
     *(f"_capture.{name}" for name in ("model", "request", "ways", "wiring", "grids", "measure")),
+    "_capture.embedded",
     *(
         "_capture.recording",
         "_capture.remote",
