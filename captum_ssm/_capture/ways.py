@@ -12,7 +12,7 @@ from captum_ssm._graph import Point, gradients
 from captum_ssm._transport import Transport, orthogonal, pushed
 
 # Backward passes through the first layers, at most, for the shares of features.
-_PROBES = 64
+_PROBES, _COARSE = 64, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,9 @@ class Way:
         x = self.leaf.flat(self.values).double()
         total = torch.zeros_like(x)
         generator = torch.Generator().manual_seed(0)
-        probes = min(_PROBES, max(root.width for root in self.roots))
+        # Tokens of many places are wide, and each place is read by several of them.
+        is_coarse = max(root.tokens for root in self.roots) < self.leaf.tokens
+        probes = min(_COARSE if is_coarse else _PROBES, max(root.width for root in self.roots))
         bases = [orthogonal(root, probes, generator) for root in self.roots]
         for k in range(probes):
             (found,) = gradients(self.roots, [basis[k] for basis in bases], [self.leaf])
