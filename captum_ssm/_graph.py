@@ -10,14 +10,16 @@ windows that lie in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,24 @@ def gradients(
         allow_unused=True,
     )
     return [None if g is None else leaf.flat(g) for leaf, g in zip(leaves, found, strict=True)]
+
+
+def past_writes(run: Callable[[], Result]) -> Result:
+    """What ``run()`` returns, also of a model that writes into what its gradient needs.
+
+    Such a model is run once more, with copies of all that its graph keeps.
+    """
+    try:
+        return run()
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+
+    def copied(x: Tensor) -> Tensor:
+        return x if isinstance(x, torch.nn.Parameter) else x.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(copied, lambda x: x):
+        return run()
 
 
 class RankOneProducts(TorchDispatchMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -54,14 +54,12 @@ class Transport:
         expectation :math:`\sum_t w_t \|J_{ts}\|^2`.
         """
         # A norm is estimated from as many squares as there are channels.
-        probes = min(64, max(32, 1024 // self.leaf.width)) if probes is None else probes
+        probes = min(32, max(16, 512 // self.leaf.width)) if probes is None else probes
+        parts = [(sign, part) for sign in (1, -1) if bool((part := (sign * w).clamp(min=0)).any())]
         with torch.enable_grad():
-            sizes = self.sizes()
-            positive, negative = w.clamp(min=0), (-w).clamp(min=0)
-            total = self._carried(positive, sizes, probes)
-            if bool((negative > 0).any()):
-                total = total - self._carried(negative, sizes, probes)
-        return total.to(w)
+            found = [sign * self._carried(part, probes // len(parts)) for sign, part in parts]
+        total = w.new_zeros(self.batch, self.leaf.tokens // self.batch, dtype=torch.float64)
+        return reduce(torch.add, found, total).to(w)
 
     def matvec(self, values: Tensor, probes: int = 8) -> Tensor:
         """T values for ``values (B, S, k)`` in [0, 1]: ``(B, T, k)``, from passes forward."""
@@ -98,15 +96,17 @@ class Transport:
         r = torch.randn(point.tokens // self.batch, point.width, generator=generator)
         return r.repeat(self.batch, 1).to(point.device, point.dtype)
 
-    def sizes(self, probes: int = 8) -> Tensor:
-        """The squared norms of J's rows, ``(B T,)``, from as many passes forward."""
+    @cached_property
+    def sizes(self) -> Tensor:
+        """The squared norms of J's rows, ``(B T,)``, from a few passes forward."""
         generator = torch.Generator().manual_seed(1)
+        probes = min(8, max(3, 1024 // self.root.width))
         noise = [self.leaf.unflat(self._noise(self.leaf, generator)) for _ in range(probes)]
         found = pushed(self, *noise)
         return torch.stack([one.double().square().sum(-1) for one in found]).mean(0)
 
-    def _carried(self, w: Tensor, sizes: Tensor, probes: int) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
+    def _carried(self, w: Tensor, probes: int) -> Tensor:
+        generator, sizes = torch.Generator().manual_seed(0), self.sizes
         weights = w.flatten().double().to(sizes) / sizes.clamp(min=1e-300)
         scale = torch.where(sizes > 0, weights, 0).sqrt().to(self.root.dtype)[:, None]
         total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)

@@ -402,7 +402,7 @@ class _Measurement:
             return []
         ways = [Transport(root, self.exits[j], self.batch)]
         ways += [Transport(root, self.exits[k], self.batch, tuple(joints)) for k in leads]
-        shares = portions([way.sizes().view(self.batch, -1) for way in ways])
+        shares = portions([way.sizes.view(self.batch, -1) for way in ways])
         for k, way, share in zip([j, *leads], ways, shares, strict=True):
             S = way.leaf.tokens // self.batch
             before = self.orders.get(k)

@@ -27,6 +27,7 @@ from captum_ssm._capture.model import extract_logits, input_embeddings, is_wrapp
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, UnsupportedModelError
+from captum_ssm._graph import past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm._rules import is_norm as is_norm
@@ -239,17 +240,12 @@ def record(
 
     # The run may hide from autograd what lies between the mixers, or change in place what that
     # needs. Then it is run once more, in a way that bears with it.
-    try:
-        recording = once(Cuts(whole=gradients))
-        if recording.wiring is not None or gradients:
-            return recording
+    recording = past_writes(lambda: once(Cuts(whole=gradients)))
+    if recording.wiring is None and not gradients:
         with _GradientsStayOn():
-            recording = once(Cuts(whole=False))
-    except RuntimeError as error:
-        if gradients or "inplace operation" not in str(error):
-            raise
-        with torch.autograd.graph.allow_mutation_on_saved_tensors():
-            recording = once(Cuts(whole=False))
+            recording = past_writes(lambda: once(Cuts(whole=False)))
+    if gradients:
+        return recording
     if recording.wiring is None:
         raise UnsupportedModelError(
             "what lies between the mixers is hidden from autograd (by detach(), by checkpointing, "

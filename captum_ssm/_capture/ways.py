@@ -16,7 +16,7 @@ from captum_ssm._rules import ruled
 from captum_ssm._transport import Transport, orthogonal, pushed
 
 # Backward passes through the first layers, at most, for the shares of features.
-_PROBES = 64
+_PROBES, _COARSE = 64, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,10 @@ class Way:
             return even
         x = self.leaf.flat(self.values).double()
         total = torch.zeros_like(x)
-        seeds = [orthogonal(root, self.batch, _PROBES) for root in self.roots]
+        # Tokens of many places are wide, and each place is read by several of them.
+        is_coarse = max(root.tokens for root in self.roots) < self.leaf.tokens
+        most = _COARSE if is_coarse else _PROBES
+        seeds = [orthogonal(root, self.batch, most) for root in self.roots]
         with self._frozen():
             for some in zip_longest(*seeds):
                 given = [

@@ -203,7 +203,11 @@ class Wiring:
         )
 
     def back(
-        self, at_output: Sequence[Tensor], step: Callable[[int, Tensor], Tensor]
+        self,
+        at_output: Sequence[Tensor],
+        step: Callable[[int, Tensor], Tensor],
+        *,
+        to_inputs: bool = True,
     ) -> list[Tensor]:
         """Carry weights of tokens from the output back to the inputs.
 
@@ -211,9 +215,11 @@ class Wiring:
             at_output (sequence of Tensor): ``(B, T)`` for each read of the output.
             step (Callable): takes a stage and weights of the tokens after it, returns those
                 before it.
+            to_inputs (bool, optional): go on to the inputs, which may cost as much as all the
+                rest. Default: True
 
         Returns:
-            list of Tensor: ``(B, L)`` for each input, of its tokens.
+            list of Tensor: ``(B, L)`` for each input, of its tokens; empty without ``to_inputs``.
         """
         at: dict[int, list[Tensor]] = {}
         for (stage, _), w in zip(self.output, at_output, strict=True):
@@ -222,8 +228,9 @@ class Wiring:
             if i in at:
                 w = step(i, reduce(torch.add, at.pop(i)))
                 for earlier, link in self.stages[i].reads or ((INPUT, Link()),):
-                    at.setdefault(earlier, []).append(link.rmatvec(w))
-        return self._at_inputs(at)
+                    if to_inputs or earlier >= 0:
+                        at.setdefault(earlier, []).append(link.rmatvec(w))
+        return self._at_inputs(at) if to_inputs else []
 
     def from_first(self, w: Tensor) -> list[Tensor]:
         """Weights ``(B, T)`` of the first stage's tokens as those of each input's."""

@@ -254,7 +254,7 @@ def raw_row(maps: StageMaps) -> list[Tensor]:
             return row
         return row + m.rmatvec(_over(w, m.row_sums()) if m.options.normalize_rows else w)
 
-    wiring.back(query, ask)
+    wiring.back(query, ask, to_inputs=False)
     found = wiring.back([torch.zeros_like(w) for w in query], add)
     return [row / len(maps.stages) for row in found]
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from typing_extensions import Unpack, get_type_hints
 
 from captum_ssm._captum import log_usage
+from captum_ssm._graph import past_writes
 
 # What the attribute of every method takes.
 SHARED = (
@@ -133,7 +134,7 @@ def described(function: Callable[..., Any]) -> Callable[..., Any]:
             )
         if kwargs.get("return_convergence_delta") and not self.has_convergence_delta():
             raise no_delta(self.get_name())
-        return function(self, *args, **kwargs)
+        return past_writes(functools.partial(function, self, *args, **kwargs))
 
     attribute.__doc__ = _documentation(inspect.cleandoc(function.__doc__ or ""))
     return log_usage()(attribute)

@@ -196,8 +196,7 @@ class _Rules(Substitution):
         leaves = of_table or views or [leaf for leaf, _, _ in found]
         known = torch.zeros(ids.numel(), dtype=torch.bool)
         for leaf in leaves:
-            assert leaf.entries is not None
-            known[leaf.entries.flatten()] = True
+            known[leaf.entries] = True
         if not bool(known.all()):
             raise ValueError(
                 f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "

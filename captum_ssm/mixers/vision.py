@@ -121,12 +121,14 @@ def freeze_bidirectional(call: MixerCall) -> FrozenMixer:
 
 @adapts("mamba_ssm.modules.mamba_simple.Mamba")
 def freeze_published(call: MixerCall) -> FrozenMixer:
-    """mamba-ssm's ``Mamba``, and its fork in Vision Mamba's repository with two directions.
+    """mamba-ssm's ``Mamba``, and its forks with two directions, as in Vision Mamba's repository.
 
-    Without its fast path the fork runs one direction, whatever its ``bimamba_type``.
+    Without their fast path the forks run one direction, whatever their ``bimamba_type``. Those
+    that do not have one run a second direction wherever they have weights for it.
     """
     module = call.module
-    kind = getattr(module, "bimamba_type", "none") if module.use_fast_path else "none"
+    usual = "v2" if hasattr(module, "conv1d_b") else "none"
+    kind = getattr(module, "bimamba_type", usual) if module.use_fast_path else "none"
     if kind == "none" and getattr(module, "gamma", None) is None:
         return freeze_s6(call)
     return _freeze_kind(call, kind)
