@@ -142,9 +142,10 @@ class Recording:
         starts = [way for way in ways if way.roots and way.leaf.width > 1]
         outputs = {call.order: call.output for call in (*self.calls, *self.others)}
         wanted = {order: output for order, output in outputs.items() if output.requires_grad}
+        ends: list[Any] = [*wanted.values(), *(way.leaf.edge for way in starts)]
         found = torch.autograd.grad(
             target.sum(),
-            [*wanted.values(), *(way.leaf.edge for way in starts)],
+            ends,
             allow_unused=True,
             retain_graph=self.wiring is not None and self.wiring.needs_graph,
         )

@@ -45,9 +45,9 @@ class Way:
         r"""Which part of a place's relevance each of its features gets: ``(B, S, F)``.
 
         :math:`\propto |\partial s / \partial x_e| |x_e|`, input times gradient of the explained
-        score s, where it is known. Else :math:`\propto \|\partial h / \partial x_e\| |x_e|`, where h
-        are all tokens: the size of what the feature adds to them by the layers' own linear map,
-        norms and gates frozen as in MambaLRP. A place that adds nothing is shared evenly.
+        score s, where that is known. Else :math:`\propto \|\partial h / \partial x_e\| |x_e|`,
+        where h are all tokens: the size of what the feature adds to them by the layers' own linear
+        map, norms and gates frozen as in MambaLRP. A place that adds nothing is shared evenly.
         """
         F = self.leaf.width
         even = self.values.new_ones(self.batch, 1, F, dtype=torch.float64) / F
