@@ -97,12 +97,22 @@ def through_norm(model: nn.Module, added: Tensor) -> Tensor:
     return (added - added.mean(-1, keepdim=True)) * model.body.norms[0].weight
 
 
+def score_times_input(model: nn.Module, x: Tensor, target: int) -> Tensor:
+    """The size of input times gradient of the target's score."""
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(leaf)[:, target].sum(), leaf)
+    return (gradient * x).abs()
+
+
 @each(OF_TOKENS)
 def test_a_token_is_shared_by_what_its_features_add(method):
     form = FORMS["series `(B, L, F)`"]
     model = made(form.model)
     (found,) = explained(method, form, model)
-    sizes = through_norm(model, model.inp.weight.T).norm(dim=-1) * form.inputs.abs()
+    if method.needs_target():  # to the score, not to the tokens
+        sizes = score_times_input(model, form.inputs, form.target)
+    else:
+        sizes = through_norm(model, model.inp.weight.T).norm(dim=-1) * form.inputs.abs()
     (even,) = explained(method, form, model, feature_share="even")
     token = even.sum(-1, keepdim=True)
     assert_close(found, token * (sizes / sizes.sum(-1, keepdim=True)).detach(), 1e-9)
@@ -112,6 +122,14 @@ def test_a_token_is_shared_by_what_its_features_add(method):
     x[:, 2] = 0
     nothing = method(model).attribute(x, form.target, **options(method))
     assert_close(nothing[:, 2], nothing[:, 2, :1].expand(-1, 3), 1e-12)
+
+
+@each(OF_TOKENS)
+def test_features_of_two_outputs_differ_where_the_target_is_explained(method):
+    model = made(inputs.Forecast)
+    found = [method(model).attribute(noise(2, 24, 5), (3, k), **options(method)) for k in (0, 2)]
+    share = [one.abs() / one.abs().sum(-1, keepdim=True).clamp(min=1e-30) for one in found]
+    assert method.needs_target() != torch.allclose(share[0], share[1])
 
 
 @each_method
@@ -168,6 +186,8 @@ def test_a_patch_is_shared_by_what_its_entries_add(method):
     steps = steps / steps.sum(-1, keepdim=True)
     token = by_patch.sum((1, 3), keepdim=True)
     assert_close(by_patch.sum(1, keepdim=True), token * steps, 1e-5)
+    if method.needs_target():
+        sizes = score_times_input(model, x, form.target).unflatten(2, (-1, 4))
     sizes[:, :, 1, 1] = sizes[:, :, 2] = 1  # these steps are shared evenly
     features = sizes / sizes.sum(1, keepdim=True)
     assert_close(by_patch, token * steps * features, 1e-5)

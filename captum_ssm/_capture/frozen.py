@@ -434,6 +434,7 @@ def freeze(
         if not own_graph:
             with torch.inference_mode(False), torch.enable_grad():
                 recording = recording.with_gradients(score)
+            found = recording.wiring or found
             score = score.detach()
         recording = detached(recording)
     if query:

@@ -135,17 +135,31 @@ class Recording:
             check_finite(call)
 
     def with_gradients(self, target: Tensor) -> Recording:
-        """The same recording with each call's gradient of ``target`` (summed over the batch)."""
+        """The same recording with each call's gradient of ``target`` (summed over the batch).
+
+        Its wiring gets that of each input whose features are those of no embedding.
+        """
         require_graph(target)
+        ways = () if self.wiring is None else self.wiring.inputs
+        starts = [way for way in ways if way.roots and way.leaf.width > 1]
         outputs = {call.order: call.output for call in (*self.calls, *self.others)}
         wanted = {order: output for order, output in outputs.items() if output.requires_grad}
+        ends: list[Any] = [*wanted.values(), *(way.leaf.edge for way in starts)]
         found = torch.autograd.grad(
             target.sum(),
-            list(wanted.values()),
+            ends,
             allow_unused=True,
             retain_graph=self.wiring is not None and self.wiring.needs_graph,
         )
-        return self.carrying(dict(zip(wanted, found, strict=True)))
+        count = len(wanted)
+        carrying = self.carrying(dict(zip(wanted, found[:count], strict=True)))
+        if self.wiring is None:
+            return carrying
+        known = {
+            way: replace(way, gradient=g) for way, g in zip(starts, found[count:], strict=True)
+        }
+        wiring = replace(self.wiring, inputs=tuple(known.get(way, way) for way in ways))
+        return replace(carrying, wiring=wiring)
 
     def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:
         """The same recording with gradients at the calls' outputs, by the calls' order."""

@@ -31,25 +31,39 @@ class Way:
         values (Tensor): its values.
         roots (tuple of Point): tokens of mixers that are made of it.
         batch (int): B.
+        gradient (Tensor, optional): of the explained score, where gradients were asked.
+            Default: None
     """
 
     leaf: Point
     values: Tensor
     roots: tuple[Point, ...]
     batch: int
+    gradient: Tensor | None = None
 
     def features(self) -> Tensor:
         r"""Which part of a place's relevance each of its features gets: ``(B, S, F)``.
 
-        :math:`\propto \|\partial h / \partial x_e\| |x_e|`, where h are all tokens: the size of
-        what the feature adds to them by the layers' own linear map, norms and gates frozen as in
-        MambaLRP. A place that adds nothing is shared evenly.
+        :math:`\propto |\partial s / \partial x_e| |x_e|`, input times gradient of the explained
+        score s, where that is known. Else :math:`\propto \|\partial h / \partial x_e\| |x_e|`,
+        where h are all tokens: the size of what the feature adds to them by the layers' own linear
+        map, norms and gates frozen as in MambaLRP. A place that adds nothing is shared evenly.
         """
         F = self.leaf.width
         even = self.values.new_ones(self.batch, 1, F, dtype=torch.float64) / F
         if F == 1 or not self.roots:
             return even
         x = self.leaf.flat(self.values).double()
+        if self.gradient is None:
+            size = self._sizes(x)
+        else:
+            size = (self.leaf.flat(self.gradient).double() * x).abs()
+        size = size.unflatten(0, (self.batch, -1))
+        sums = size.sum(-1, keepdim=True)
+        return torch.where(sums > 0, size / sums.clamp(min=1e-300), even)
+
+    def _sizes(self, x: Tensor) -> Tensor:
+        # Of what entries add to the tokens, (B S, F).
         total = torch.zeros_like(x)
         # Tokens of many places are wide, and each place is read by several of them.
         is_coarse = max(root.tokens for root in self.roots) < self.leaf.tokens
@@ -64,9 +78,7 @@ class Way:
                 (found,) = gradients(roots, some_seeds, [self.leaf])
                 if found is not None:
                     total += (found.double() * x).square()
-        size = total.sqrt().unflatten(0, (self.batch, -1))
-        sums = size.sum(-1, keepdim=True)
-        return torch.where(sums > 0, size / sums.clamp(min=1e-300), even)
+        return total.sqrt()
 
     def added(self, root: Point) -> Tensor:
         r"""The size of what it adds to each token of ``root``, :math:`\|J x\|`: ``(B, T)``."""

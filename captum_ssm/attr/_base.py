@@ -48,10 +48,12 @@ class TokenAttribution(Attribution):
             carried to the pixels by the measured transport, or with a mode interpolated from the
             measured grid. Default: None
         feature_share (str, optional): how a token's relevance is shared among its features, such
-            as the variables of a series or an image's colors. ``"linear"``: by what each adds to
-            the model's tokens, the size of :math:`(\partial h / \partial x_e)\, x_e`, with the sign
-            of the token's relevance; ``"even"``: in equal parts, as it always is over the axes of
-            an embedding. A method whose relevance is per feature (MambaLRP) does not use it.
+            as the variables of a series or an image's colors. ``"linear"``: by the size of what
+            each adds, with the sign of the token's relevance: where the method takes gradients of a
+            score, :math:`|(\partial s / \partial x_e)\, x_e|`; else, to the model's tokens,
+            :math:`\|(\partial h / \partial x_e)\, x_e\|`. ``"even"``: in equal parts, as it always
+            is over the axes of an embedding. A method whose relevance is per feature (MambaLRP)
+            does not use it.
             Default: ``"linear"``
         memory_limit (int, optional): bytes the method may work in, in addition to the model and
             the result; picks the size of tiles. Default: None
