@@ -377,7 +377,7 @@ def _by_gradient(
                 "torch.no_grad() and detach() in forward_func."
             )
         (found,) = torch.autograd.grad(score.sum(), leaf, allow_unused=True)
-    found = torch.zeros_like(leaf) if found is None else found
+    found = torch.zeros_like(leaf) if found is None else found.double()
     size = found.clamp(min=0) if positive else found.abs()
     if not tensor.is_floating_point():
         return size.sum(-1), unit
