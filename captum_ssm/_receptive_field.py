@@ -368,16 +368,17 @@ def _by_gradient(
             # Windows may lie in the batch, and an image's tokens on two axes.
             output = mixed.reshape(len(tensor), -1, mixed.shape[-1])
         if unit.place is None:
-            score = captum_score(output, target, len(tensor))
+            values = captum_score(output, target, len(tensor))[:, None]
         else:
-            score = _at_place(output, unit, target, positive)
+            values = _at_place(output, unit, target)
+        score = (values.clamp(min=0) if positive else values).sum()
         if not score.requires_grad:
             raise ValueError(
                 f"{unit.text} has no gradient; expected a differentiable model: leave out "
                 "torch.no_grad() and detach() in forward_func."
             )
-        (found,) = torch.autograd.grad(score.sum(), leaf, allow_unused=True)
-    found = torch.zeros_like(leaf) if found is None else found
+        (found,) = torch.autograd.grad(score, leaf, allow_unused=True)
+    found = torch.zeros_like(leaf) if found is None else found.double()
     size = found.clamp(min=0) if positive else found.abs()
     if not tensor.is_floating_point():
         return size.sum(-1), unit
@@ -486,23 +487,21 @@ def _of_tokens(frozen: FrozenModel, position: Any, size: tuple[int, ...]) -> _Un
     return _Unit(text, _proportional(place, grid.shape, size), (int(grid.index[place]),))
 
 
-def _at_place(output: Tensor, unit: _Unit, target: Any, positive: bool) -> Tensor:
-    """The score ``(B,)`` at a place, of one channel or summed over channels."""
+def _at_place(output: Tensor, unit: _Unit, target: Any) -> Tensor:
+    """The values at a place, of all channels or of one: ``(B, C)``."""
     assert unit.place is not None
     values = output[..., None] if unit.axis is None else output.movedim(unit.axis, -1)
     for at in unit.place:
-        values = values[:, at]  # (B, C) in the end
-    values = values.clamp(min=0) if positive else values
+        values = values[:, at]
     if target is None:
-        return values.sum(-1)
-    channel = as_index(target)
-    count = values.shape[-1]
+        return values
+    channel, count = as_index(target), values.shape[-1]
     if channel is None or not -count <= channel < count:
         raise TargetError(
             f"target is {target!r} with a position; expected one of the {count} channels there, "
             f"0 .. {count - 1} (or -{count} .. -1 from the end)."
         )
-    return values[:, channel]
+    return values[:, [channel]]
 
 
 def _features_axis(tensor: Tensor, channels: int | None) -> int | None:
