@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,7 +27,7 @@ class Transport:
         root (Point): the reading tokens.
         leaf (Point): the tokens that are read.
         batch (int): B, the examples that both hold.
-        around (tuple of GradientEdge, optional): the way through these is left out. Default: ()
+        around (tuple of GradientEdge, optional): the ways through these do not count. Default: ()
     """
 
     root: Point
@@ -176,13 +177,24 @@ def pulled(way: Transport, seed: Tensor, **options: Any) -> Tensor | None:
     None if there is none. ``options`` are those of :func:`torch.autograd.grad`.
     """
     options = {"retain_graph": True, "allow_unused": True, **options}
-    ends = [way.leaf.edge, *way.around]
-    total, *at_joints = torch.autograd.grad(way.root.edge, ends, seed, **options)
-    for edge, gradient in zip(way.around, at_joints, strict=True):
-        if gradient is not None and total is not None:
-            (through,) = torch.autograd.grad(edge, way.leaf.edge, gradient, **options)
-            total = total if through is None else total - through
-    return total
+    closed = [edge.node.register_prehook(_closing(edge.output_nr)) for edge in way.around]
+    try:
+        (found,) = torch.autograd.grad(way.root.edge, way.leaf.edge, seed, **options)
+    finally:
+        for handle in closed:
+            handle.remove()
+    return found
+
+
+def _closing(output: int) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
+    # A hook of a node of the graph: no gradient comes in by this output of it.
+    def close(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(
+            torch.zeros_like(one) if k == output and one is not None else one
+            for k, one in enumerate(given)
+        )
+
+    return close
 
 
 def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
