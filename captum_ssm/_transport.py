@@ -87,11 +87,19 @@ class Transport:
         return r.repeat(self.batch, 1).to(point.device, point.dtype)
 
     def sizes(self, probes: int = 8) -> Tensor:
-        """The squared norms of J's rows, ``(B T,)``, from as many passes forward."""
-        generator = torch.Generator().manual_seed(1)
-        noise = [self.leaf.unflat(self._noise(self.leaf, generator)) for _ in range(probes)]
-        found = pushed(self, *noise)
-        return torch.stack([one.double().square().sum(-1) for one in found]).mean(0)
+        """The squared norms of J's rows, ``(B T,)``, from as many passes forward at most.
+
+        Exact for a token that reads one other, of no more channels than passes.
+        """
+        E = self.leaf.width
+        rounds = max(1, probes // E)
+        seeds = [
+            self.leaf.unflat(seed)
+            for k in range(1, rounds + 1)
+            for seed in orthogonal(self.leaf, self.batch, probes, seed=k)
+        ]
+        found = pushed(self, *seeds)
+        return torch.stack([one.double().square().sum(-1) for one in found]).sum(0) / rounds
 
     def _carried(self, w: Tensor, sizes: Tensor, probes: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -211,7 +219,7 @@ def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
         ]
 
 
-def orthogonal(point: Point, batch: int, most: int = 64) -> list[Tensor]:
+def orthogonal(point: Point, batch: int, most: int = 64, seed: int = 0) -> list[Tensor]:
     """Seeds ``(T, E)``, at most so many, for the squared norms of a point's Jacobian.
 
     Token t of seed k holds a row of a random orthogonal matrix, with a sign of its own, such that
@@ -219,7 +227,7 @@ def orthogonal(point: Point, batch: int, most: int = 64) -> list[Tensor]:
     channels, in expectation for more. Tokens that read the same are told apart by their signs, in
     expectation. Examples of a batch get the same seeds.
     """
-    generator, E = torch.Generator().manual_seed(0), point.width
+    generator, E = torch.Generator().manual_seed(seed), point.width
     basis = torch.linalg.qr(torch.randn(E, E, generator=generator, dtype=torch.float64))[0]
     count, seeds = min(E, most), []
     for row in basis[:count] * (E / count) ** 0.5:

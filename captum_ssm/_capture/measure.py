@@ -57,7 +57,7 @@ _FEW = 64
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
 # Passes for the shares in which tokens are read past one another.
-_PROBES = 32
+_PROBES = 64
 
 
 class _Exit(torch.autograd.Function):
@@ -382,7 +382,7 @@ class _Measurement:
         return list(past)
 
     def _skips(self, i: int, j: int) -> dict[int, tuple[GradientEdge, ...]]:
-        """What i reads past j, and the joints around which the way to each of them leads."""
+        """What i reads past j, and where the way to each of them is cut."""
         root, entry = self.entries[i], self.entries.get(j)
         if root is None or entry is None:
             return {}
@@ -393,14 +393,14 @@ class _Measurement:
         for one in dependencies(points, leaves):
             reads = {**self.reads, end: {keys[m] for m in one}}
             near.append(self._leads(nearest(reads)[end] if one else ()))
-        return {
-            k: (
-                *found.stream,
-                *(edge for edge, one in zip(found.past, near[1:], strict=True) if k not in one),
-            )
-            for k in sorted(set().union(*near))
-            if not self._is_in_place(j, k)
-        }
+        others = list(zip(found.past, near[1:], strict=True))
+        ways = {}
+        for k in sorted(set().union(*near)):
+            if not self._is_in_place(j, k):
+                # Nor through a mixer, where the graph was left whole.
+                mixers = [self.exits[m].edge for m in range(end) if m != k]
+                ways[k] = (*found.stream, *mixers, *(e for e, one in others if k not in one))
+        return ways
 
     def _leads(self, found: Iterable[int]) -> set[int]:
         # The first mixer of each stage among them; inputs as they are.
