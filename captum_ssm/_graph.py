@@ -10,7 +10,7 @@ windows that lie in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -168,41 +168,60 @@ def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list
     return [frozenset(i for i in range(len(leaves)) if bit >> i & 1) for bit in found_bits]
 
 
-def skips(root: Point, entry: Point, leaves: Sequence[Point]) -> tuple[list[GradientEdge], ...]:
-    """Where the graph before ``root`` joins that before ``entry``, an earlier point, by no leaf.
+@dataclass(frozen=True)
+class Joints:
+    """Where the graph before a root joins that before an earlier point, by no leaf.
 
-    Returns:
-        tuple of two lists of GradientEdge: the joints, such as the residual stream around a mixer
-        whose tokens ``entry`` holds; and those joints that come before another one, where something
-        skips what leads to ``entry``.
+    Args:
+        stream (list of GradientEdge): before no other joint, and of no finer tokens than the point:
+            the residual stream around a mixer whose tokens the point holds.
+        past (list of GradientEdge): the others, by which something skips what leads to the point.
+        leaves (frozenset of int): those that the root reads by no joint.
     """
-    ends = {leaf.edge.node for leaf in leaves}
+
+    stream: list[GradientEdge]
+    past: list[GradientEdge]
+    leaves: frozenset[int]
+
+
+def joints(root: Point, entry: Point, leaves: Sequence[Point]) -> Joints:
+    """Where the graph before ``root`` joins that before ``entry``, an earlier point."""
+    ends = {leaf.edge.node: i for i, leaf in enumerate(leaves)}
     before = _before(entry.edge.node, ends)
-    joints: dict[tuple[Node, int], GradientEdge] = {}
-    seen, stack = set(ends), [root.edge.node]
+    found: dict[tuple[Node, int], GradientEdge] = {}
+    direct, seen, stack = set(), set(ends), [root.edge.node]
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
         for earlier, output in node.next_functions:
-            if earlier is None or earlier in ends or not earlier.next_functions:
-                continue  # a leaf, or a parameter
-            if earlier in before:
-                joints[earlier, output] = GradientEdge(earlier, output)
+            if earlier in ends:
+                direct.add(ends[earlier])
+            elif earlier is None or not earlier.next_functions:
+                continue  # a parameter
+            elif earlier in before:
+                found[earlier, output] = GradientEdge(earlier, output)
             else:
                 stack.append(earlier)
-    earliest = [
+    edges = list(found.values())
+    all_before = {edge.node: _before(edge.node, ends) for edge in edges}
+    stream = [
         edge
-        for edge in joints.values()
-        if any(
-            edge.node in _before(o.node, ends) for o in joints.values() if o.node is not edge.node
-        )
+        for edge in edges
+        if not _is_finer(edge, entry.tokens)
+        and not any(edge.node in all_before[o.node] for o in edges if o.node is not edge.node)
     ]
-    return [edge for edge in joints.values() if edge not in earliest], earliest
+    return Joints(stream, [edge for edge in edges if edge not in stream], frozenset(direct))
 
 
-def _before(node: Node, ends: set[Node]) -> set[Node]:
+def _is_finer(edge: GradientEdge, tokens: int) -> bool:
+    # Whether a tensor holds at least twice as many tokens, channels being its second or last axis.
+    shape = edge.node._input_metadata[edge.output_nr].shape
+    return all(math.prod(shape) >= 2 * tokens * shape[axis] for axis in (1, -1) if len(shape) > 1)
+
+
+def _before(node: Node, ends: Collection[Node]) -> set[Node]:
     # The nodes that a node depends on, those before the ends left out.
     seen: set[Node] = set()
     stack = [node]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -27,7 +28,7 @@ class Transport:
         root (Point): the reading tokens.
         leaf (Point): the tokens that are read.
         batch (int): B, the examples that both hold.
-        around (tuple of GradientEdge, optional): the way through these is left out. Default: ()
+        around (tuple of GradientEdge, optional): the ways through these do not count. Default: ()
         values (Tensor, optional): of the leaf. J is then that of factors of them, J diag(x), norms
             and gates frozen: the size of what each token adds, rather than of its weights. What
             adds nothing is told apart by its weights. Default: None
@@ -99,11 +100,22 @@ class Transport:
     @cached_property
     def sizes(self) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from a few passes forward."""
-        generator = torch.Generator().manual_seed(1)
-        probes = min(8, max(3, 1024 // self.root.width))
-        noise = [self.leaf.unflat(self._noise(self.leaf, generator)) for _ in range(probes)]
-        found = pushed(self, *noise)
-        return torch.stack([one.double().square().sum(-1) for one in found]).mean(0)
+        return self.row_norms(min(8, max(3, 1024 // self.root.width)))
+
+    def row_norms(self, probes: int) -> Tensor:
+        """The squared norms of J's rows, ``(B T,)``, from as many passes forward at most.
+
+        Exact for a token that reads one other, of no more channels than passes.
+        """
+        E = self.leaf.width
+        rounds = max(1, probes // E)
+        seeds = [
+            self.leaf.unflat(seed)
+            for k in range(1, rounds + 1)
+            for seed in orthogonal(self.leaf, self.batch, probes, seed=k)
+        ]
+        found = pushed(self, *seeds)
+        return torch.stack([one.double().square().sum(-1) for one in found]).sum(0) / rounds
 
     def _carried(self, w: Tensor, probes: int) -> Tensor:
         generator, sizes = torch.Generator().manual_seed(0), self.sizes
@@ -193,13 +205,24 @@ def pulled(way: Transport, seed: Tensor, **options: Any) -> Tensor | None:
         with ruled([way.root.edge.node], [way.leaf.edge.node]):
             found = pulled(replace(way, values=None), seed, **options)
         return None if found is None else found * way.factors
-    ends = [way.leaf.edge, *way.around]
-    total, *at_joints = torch.autograd.grad(way.root.edge, ends, seed, **options)
-    for edge, gradient in zip(way.around, at_joints, strict=True):
-        if gradient is not None and total is not None:
-            (through,) = torch.autograd.grad(edge, way.leaf.edge, gradient, **options)
-            total = total if through is None else total - through
-    return total
+    closed = [edge.node.register_prehook(_closing(edge.output_nr)) for edge in way.around]
+    try:
+        (found,) = torch.autograd.grad(way.root.edge, way.leaf.edge, seed, **options)
+    finally:
+        for handle in closed:
+            handle.remove()
+    return found
+
+
+def _closing(output: int) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
+    # A hook of a node of the graph: no gradient comes in by this output of it.
+    def close(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(
+            torch.zeros_like(one) if k == output and one is not None else one
+            for k, one in enumerate(given)
+        )
+
+    return close
 
 
 def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
@@ -216,7 +239,7 @@ def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
         ]
 
 
-def orthogonal(point: Point, batch: int, most: int = 64) -> list[Tensor]:
+def orthogonal(point: Point, batch: int, most: int = 64, seed: int = 0) -> list[Tensor]:
     """Seeds ``(T, E)``, at most so many, for the squared norms of a point's Jacobian.
 
     Token t of seed k holds a row of a random orthogonal matrix, with a sign of its own, such that
@@ -224,7 +247,7 @@ def orthogonal(point: Point, batch: int, most: int = 64) -> list[Tensor]:
     channels, in expectation for more. Tokens that read the same are told apart by their signs, in
     expectation. Examples of a batch get the same seeds.
     """
-    generator, E = torch.Generator().manual_seed(0), point.width
+    generator, E = torch.Generator().manual_seed(seed), point.width
     basis = torch.linalg.qr(torch.randn(E, E, generator=generator, dtype=torch.float64))[0]
     count, seeds = min(E, most), []
     for row in basis[:count] * (E / count) ** 0.5:

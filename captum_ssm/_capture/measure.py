@@ -10,7 +10,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,8 +35,8 @@ from captum_ssm._graph import (
     RankOneProducts,
     dependencies,
     gradients,
+    joints,
     readers,
-    skips,
 )
 from captum_ssm._transport import Patches, Transport, pulled
 
@@ -58,6 +58,8 @@ _FEW = 64
 _TINY = 1e-150
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
+# Passes for the shares in which tokens are read past one another.
+_PROBES = 64
 
 
 class _Exit(torch.autograd.Function):
@@ -242,6 +244,8 @@ class _Measurement:
         self.groups = side_by_side(self.direct)
         self.orders: dict[int, Tensor | None] = {}  # by mixer, over the whole batch
         self.links: dict[tuple[int, int], Link] = {}
+        # By what reads past others: what it reads, and the joints to leave out on the way there.
+        self.around: dict[int, dict[int, tuple[GradientEdge, ...]]] = {}
         self.exchanged = 0.0
         self.is_far = False
 
@@ -308,21 +312,21 @@ class _Measurement:
                 self.orders |= dict.fromkeys(group)
             tokens = self.exits[group[0]].tokens // self.batch
             stages.append(Stage(tuple(group), reads, tokens))
-        joints: list[GradientEdge] = []
         if per_token:
             output = self._reads(end, stage_of, simple)
         else:
             sources = sorted({stage_of[i]: i for i in reversed(sorted(self.direct[end]))}.values())
             if not simple and len(sources) == 1:
-                joints, more = self._skips(end, sources[0])
-                sources += more
+                self.around[end] = self._skips(end, sources[0])
+                sources += self.around[end]
             output = tuple((stage_of[i], Link()) for i in sources)
         if not simple:
             self._check_orders(per_token)
         if per_token and self.score is None:
             readout: list[Tensor | None] = [None] * len(output)
         else:
-            readout = self._readouts([stages[s].calls[0] for s, _ in output], joints)
+            read = [s if s < 0 else stages[s].calls[0] for s, _ in output]
+            readout = self._readouts(read)
         orders = [self._windows(i) for i in range(end)]
         return Wiring(
             stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
@@ -392,36 +396,59 @@ class _Measurement:
         return tuple(reads)
 
     def _skipped(self, i: int, j: int) -> list[int]:
-        """What i reads past j, whose tokens are others, as by the skip connections of a U-shape.
+        """What i reads past j, on other tokens, as by the skip connections of a U-shape.
 
         The links are added, and all of them get the share of the tokens that they make up.
         """
-        joints, leads = self._skips(i, j)
-        root = self.entries[i]
-        if not leads or root is None or self.links[i, j].is_identity:
+        past, root, B = self._skips(i, j), self.entries[i], self.batch
+        if self.links[i, j].is_in_place:  # what is added to a residual stream by no mixer stays out
+            past = {k: around for k, around in past.items() if k >= 0}
+        if not past or root is None:
             return []
-        ways = [Transport(root, self.exits[j], self.batch)]
-        ways += [Transport(root, self.exits[k], self.batch, tuple(joints)) for k in leads]
-        shares = portions([way.sizes.view(self.batch, -1) for way in ways])
-        for k, way, share in zip([j, *leads], ways, shares, strict=True):
-            S = way.leaf.tokens // self.batch
+        self.around[i] = past
+        ways = {j: Transport(root, self.exits[j], B)}
+        ways |= {k: Transport(root, self.exits[k], B, around) for k, around in past.items()}
+        shares = portions([way.row_norms(_PROBES).view(B, -1) for way in ways.values()])
+        for (k, way), share in zip(ways.items(), shares, strict=True):
+            S = way.leaf.tokens // B
             before = self.orders.get(k)
             order = None if before is None else self._local(before, S, S)
             link = self.links.get((i, k), Link(transport=way, order=order, count=S))
             self.links[i, k] = replace(link, share=share)
-        return leads
+        return list(past)
 
-    def _skips(self, i: int, j: int) -> tuple[list[GradientEdge], list[int]]:
-        # The joints through which the way to j goes, and the mixers of other tokens read past it.
+    def _skips(self, i: int, j: int) -> dict[int, tuple[GradientEdge, ...]]:
+        """What i reads past j, and where the way to each of them is cut."""
         root, entry = self.entries[i], self.entries.get(j)
         if root is None or entry is None:
-            return [], []
-        leaves = list(self.exits.values())
-        joints, earlier = skips(root, entry, leaves)
-        keys, points = list(self.exits), [replace(root, edge=edge) for edge in earlier]
-        found = {keys[m] for one in dependencies(points, leaves) for m in one}
-        reads = nearest({**self.reads, len(self.ports): found})[len(self.ports)] if found else ()
-        return joints, sorted(k for k in reads if self.exits[k].tokens != self.exits[j].tokens)
+            return {}
+        leaves, keys, end = list(self.exits.values()), list(self.exits), len(self.ports)
+        found = joints(root, entry, leaves)
+        near = [self._leads(keys[m] for m in found.leaves)]
+        points = [replace(root, edge=edge) for edge in found.past]
+        for one in dependencies(points, leaves):
+            reads = {**self.reads, end: {keys[m] for m in one}}
+            near.append(self._leads(nearest(reads)[end] if one else ()))
+        others = list(zip(found.past, near[1:], strict=True))
+        ways = {}
+        for k in sorted(set().union(*near)):
+            if not self._is_in_place(j, k):
+                # Nor through a mixer, where the graph was left whole.
+                mixers = [self.exits[m].edge for m in range(end) if m != k]
+                ways[k] = (*found.stream, *mixers, *(e for e, one in others if k not in one))
+        return ways
+
+    def _leads(self, found: Iterable[int]) -> set[int]:
+        # The first mixer of each stage among them; inputs as they are.
+        lead_of = {i: group[0] for group in self.groups for i in group}
+        return {lead_of.get(i, i) for i in found}
+
+    def _is_in_place(self, i: int, j: int) -> bool:
+        # Whether the tokens of i are those of j, from one mixer to the next.
+        if i == j:
+            return True
+        before = [k for (one, k), link in self.links.items() if one == i and link.is_in_place]
+        return any(self._is_in_place(k, j) for k in before)
 
     def _link(self, i: int, j: int) -> Link:
         """How the tokens given to i read those of j; decodes the order of i on the way."""
@@ -473,6 +500,10 @@ class _Measurement:
 
     def _place_sibling(self, i: int, lead: int) -> None:
         # The order of a mixer side by side with another, by what both read, or are read by.
+        given, other = self.entries[i], self.entries[lead]
+        if given is not None and other is not None and given.edge == other.edge:
+            self.orders[i] = self.orders.get(lead)
+            return
         j = min(self.direct[i], default=None)
         T = self.exits[i].tokens
         if j is not None:
@@ -575,7 +606,7 @@ class _Measurement:
     def _spaces(self) -> list[list[int]]:
         space_of: dict[int, int] = {i: i for i in self.exits if i < 0}
         for i in range(len(self.ports)):
-            linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).is_identity]
+            linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).is_in_place]
             lead = next(group[0] for group in self.groups if i in group)
             space_of[i] = space_of[linked[0]] if linked else space_of.get(lead, i)
         spaces: dict[int, list[int]] = {}
@@ -584,15 +615,14 @@ class _Measurement:
                 spaces.setdefault(space, []).append(i)
         return [space for space in spaces.values() if len(space) > 1]
 
-    def _readouts(
-        self, mixers: Sequence[int], joints: Sequence[GradientEdge]
-    ) -> list[Tensor | None]:
+    def _readouts(self, mixers: Sequence[int]) -> list[Tensor | None]:
         """The tokens after each mixer that the output, or the score, is read from: ``(B, T)``.
 
         A pooled output reads them in equal shares, an entry of a dense one as by a transport. Where
         it is read from mixers of several stages past one another, they share it as by a transport.
         """
-        found = [self._energy(i, joints if k else ()) for k, i in enumerate(mixers)]
+        past = self.around.get(len(self.ports), {})
+        found = [self._energy(i, past.get(i, ())) for i in mixers]
         energies = [energy for energy in found if energy is not None]
         if len(energies) < len(found):
             return [None] * len(found)
@@ -601,19 +631,23 @@ class _Measurement:
         if self.score is None:
             support = [(e > 1e-12 * e.amax(1, keepdim=True)).to(e.dtype) for e in energies]
             weights = [one / one.sum(1, keepdim=True) for one in support]
-        if joints:
+        if past:
             parts = portions(sums)
             weights = [one * part for one, part in zip(weights, parts, strict=True)]
         return list(weights)
 
-    def _energy(self, i: int, joints: Sequence[GradientEdge]) -> Tensor | None:
+    def _energy(self, i: int, around: tuple[GradientEdge, ...]) -> Tensor | None:
         # The squared gradients at the tokens after mixer i, (B, T), in the model's order.
         point = self.output if self.score is None else self.score
         if point is None:
             return None
-        seed = point.noise(torch.Generator().manual_seed(0))
-        seed = point.unflat(seed if self.score is None else torch.ones_like(seed))
-        way = Transport(point, self.exits[i], self.batch, tuple(joints))
+        seed = torch.ones(point.shape)
+        if self.score is None:  # the same for each example, where the output holds them apart
+            apart = point.shape[0] == self.batch
+            seed = torch.randn(point.shape[apart:], generator=torch.Generator().manual_seed(0))
+            seed = seed.expand(point.shape)
+        seed = seed.to(point.device, point.dtype)
+        way = Transport(point, self.exits[i], self.batch, around)
         gradient = pulled(way, seed)
         if gradient is None:
             return None

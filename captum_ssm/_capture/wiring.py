@@ -41,7 +41,12 @@ class Link:
     @property
     def is_identity(self) -> bool:
         """Whether each token is the one in its place, and nothing else."""
-        return self.source is None and self.transport is None and self.share is None
+        return self.is_in_place and self.share is None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether each token is the one in its place, or a share of it is."""
+        return self.source is None and self.transport is None
 
     def earlier(self, tokens: int) -> int:
         """S, the number of earlier tokens, of ``tokens`` ones that read them."""
@@ -67,13 +72,10 @@ class Link:
 
     def matmul(self, matrix: Tensor) -> Tensor:
         """``(B, S, ...)``, one row per earlier token, as ``(B, T, ...)``."""
-        assert self.share is None
-        if self.transport is not None:
-            return self._placed(self.transport.matrix()).to(matrix) @ matrix
-        if self.source is None:
-            return matrix
-        source = self.source.to(matrix.device)
-        return matrix[:, source.clamp(min=0)] * (source >= 0).to(matrix)[:, None]
+        found = self._read(matrix)
+        if self.share is None:
+            return found
+        return found * self.share.to(found).view(*self.share.shape, *[1] * (found.dim() - 2))
 
     def matvec(self, values: Tensor) -> Tensor:
         """Means ``(B, T, k)`` of ``values (B, S, k)`` in [0, 1] of the earlier tokens.
@@ -82,9 +84,15 @@ class Link:
         """
         if self.transport is not None:
             return self.transport.matvec(values if self.order is None else values[:, self.order])
-        return (
-            self.matmul(values) if self.share is None else replace(self, share=None).matmul(values)
-        )
+        return self._read(values)
+
+    def _read(self, matrix: Tensor) -> Tensor:
+        if self.transport is not None:
+            return self._placed(self.transport.matrix()).to(matrix) @ matrix
+        if self.source is None:
+            return matrix
+        source = self.source.to(matrix.device)
+        return matrix[:, source.clamp(min=0)] * (source >= 0).to(matrix)[:, None]
 
     def _placed(self, found: Tensor) -> Tensor:
         if self.order is None:
