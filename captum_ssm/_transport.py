@@ -46,7 +46,8 @@ class Transport:
         if self.values is None:
             return None
         size = self.values.detach().abs().to(self.leaf.device, self.leaf.dtype)
-        return size.clamp(min=1e-6 * float(size.max())) if size.any() else None
+        most = size.flatten(1).amax(1).view(-1, *[1] * (size.dim() - 1))  # of each example
+        return torch.where(most > 0, torch.maximum(size, 1e-6 * most), 1)
 
     def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
         r"""w^T T for ``w (B, T)``: ``(B, S)``, without T, in ``probes`` backward passes.
@@ -58,7 +59,7 @@ class Transport:
         probes = min(32, max(16, 512 // self.leaf.width)) if probes is None else probes
         parts = [(sign, part) for sign in (1, -1) if bool((part := (sign * w).clamp(min=0)).any())]
         with torch.enable_grad():
-            found = [sign * self._carried(part, probes // len(parts)) for sign, part in parts]
+            found = [sign * self._carried(part, probes) for sign, part in parts]
         total = w.new_zeros(self.batch, self.leaf.tokens // self.batch, dtype=torch.float64)
         return reduce(torch.add, found, total).to(w)
 
@@ -100,7 +101,7 @@ class Transport:
     @cached_property
     def sizes(self) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from a few passes forward."""
-        return self.row_norms(min(8, max(3, 1024 // self.root.width)))
+        return self.row_norms(min(16, max(4, 1024 // self.root.width)))
 
     def row_norms(self, probes: int) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from as many passes forward at most.

@@ -285,7 +285,8 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         )
     if getattr(input_embeddings(unwrap(model)), "num_embeddings", None) is not None:
         _check_language(inputs)
-    return inputs if inputs.is_floating_point() else as_ids("inputs", inputs, model)
+    # Which ids a table was given is told by their memory: each has its own.
+    return inputs if inputs.is_floating_point() else as_ids("inputs", inputs, model).contiguous()
 
 
 def _check_language(inputs: Tensor) -> None:
