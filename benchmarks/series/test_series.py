@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evaluate import about_bursts, about_forecasts, scores
 from signals import (
     CHANNELS,
     CLASSES,
@@ -105,3 +106,18 @@ def test_the_committed_model_is_as_its_card_says(name):
         assert f"{metrics[key]:.3f}" in card
     assert sum(p.numel() for p in model.parameters()) == metrics["parameters"]
     assert (MODELS / name / "model.safetensors").stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("name", ["series-forecaster", "series-classifier"])
+def test_the_scores_of_a_right_and_of_a_wrong_explanation(name):
+    asked = about_forecasts(8) if name == "series-forecaster" else about_bursts(8, load(name))
+    right = scores(asked.decisive.double(), asked)
+    assert all(row.eq(1).all() for key, row in right.items() if key != "last")
+    wrong = scores((~asked.decisive).double(), asked)
+    assert all(wrong[key].eq(0).all() for key in ("entry", "share"))
+    assert (wrong["precision"] < 0.1).all()
+    if asked.marks is not None:
+        on_marks = scores(asked.marks.double(), asked)
+        assert on_marks["entry_or_mark"].eq(1).all()
+        assert on_marks["step"].eq(1).all()
+        assert on_marks["entry"].eq(0).all()
