@@ -117,6 +117,12 @@ def settings(**values: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**values)
 
 
+def series(steps: int, variables: int) -> Tensor:
+    """Random walks with mean zero: models add a detached mean to the forecast."""
+    walks = torch.randn(1, steps, variables).cumsum(1)
+    return walks - walks.mean(1, keepdim=True)
+
+
 def mambavision(folder: Path) -> Case:
     """Images (3, 224, 224): MambaVision-T, convolutions, Mamba and attention in four stages."""
     from mambavision.models.mamba_vision import MambaVision
@@ -193,7 +199,7 @@ def s_mamba(folder: Path) -> Case:
     def forward(series: Tensor) -> Tensor:
         return model(series, None, None, None)
 
-    return Case(model, torch.randn(1, 96, 21).cumsum(1), (95, 3), forward)
+    return Case(model, series(96, 21), (95, 3), forward)
 
 
 def timemachine(folder: Path) -> Case:
@@ -205,7 +211,7 @@ def timemachine(folder: Path) -> Case:
         seq_len=96, pred_len=96, enc_in=7, revin=1, n1=64, n2=32, dropout=0.1, ch_ind=1,
         d_state=32, dconv=2, e_fact=1, residual=1,
     ))  # fmt: skip
-    return Case(model, torch.randn(1, 96, 7).cumsum(1), (95, 3))
+    return Case(model, series(96, 7), (95, 3))
 
 
 def timemachine_mixed(folder: Path) -> Case:
@@ -219,7 +225,7 @@ def timemachine_mixed(folder: Path) -> Case:
 
 
 def videomamba(folder: Path) -> Case:
-    """Videos (3, 4, 64, 64): VideoMamba-Ti, patches of 16 by 16 of each frame, a CLS token."""
+    """Videos (3, 4, 64, 64): VideoMamba-Ti, patches of 16 by 16 of each frame."""
     for name in [n for n in sys.modules if n.partition(".")[0] == "mamba_ssm"]:
         del sys.modules[name]  # its own form of the package
     stand_ins(causal_conv1d=_causal_conv, causal_conv1d_cuda=None)
@@ -353,7 +359,7 @@ class Explained:
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
             return self._backward(leaves)
 
-    def _backward(self, leaves):
+    def _backward(self, leaves: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
         output = self.forward(*leaves)
         output = getattr(output, "logits", output)
         if not self.inputs[0].is_floating_point():
@@ -461,7 +467,7 @@ def shown(row: dict[str, Any]) -> str:
         return "refused"
     wrong = f" WRONG: {row['wrong']}" if "wrong" in row else ""
     missed = f", {row['missed']:.0e}" if "missed" in row else ""
-    return f"x {row['cost']:.1f}{missed}{wrong}"
+    return f"{row['cost']:.1f} times{missed}{wrong}"
 
 
 def main() -> None:

@@ -348,7 +348,7 @@ def _record_once(
         names = {module: path for path, module in root._module.named_modules()}
         if cuts is not None:
             for k, one in ids.items():
-                _check_embedded(embedded, one, cuts.embedded.get(k))
+                _check_embedded(embedded, one, cuts.embedded.get(k), len(inputs) == 1)
         calls = [
             MixerCall(names[envoy._module], envoy._module, args, kwargs, result, order=order)
             for order, (envoy, (args, kwargs), result) in enumerate(visits)
@@ -373,15 +373,18 @@ def _record_once(
     return recording if gradients else detached(recording)
 
 
-def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None) -> None:
-    # Known is, for each id, whether a table was given it.
-    if known is not None and not bool(known.all()):
-        raise UnsupportedModelError(
-            f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
-            f"{tuple(ids.shape)}, by torch.nn.Embedding; expected all, as a whole or in views of "
-            "them, such as columns. Pass what is no ids in additional_forward_args."
-        )
+def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_alone: bool) -> None:
+    # Known is, for each id, whether a table was given it. Of several inputs all have to be found,
+    # as nothing else tells whose the tokens are.
+    if known is None and not is_alone:
+        known = torch.zeros(1, dtype=torch.bool)
     if known is not None:
+        if not bool(known.all()):
+            raise UnsupportedModelError(
+                f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
+                f"{tuple(ids.shape)}, by torch.nn.Embedding; expected all, as a whole or in views "
+                "of them, such as columns. Pass what is no ids in additional_forward_args."
+            )
         return
     for one in given:
         if one.shape == ids.shape and torch.equal(
