@@ -41,10 +41,11 @@ class Transport:
         With independent r_t, the squared gradient of :math:`\sum_t \sqrt{w_t} r_t x_t` has the
         expectation :math:`\sum_t w_t \|J_{ts}\|^2`.
         """
+        of_sizes = 8 if probes is None else min(probes, 64)
         # A norm is estimated from as many squares as there are channels.
         probes = min(64, max(32, 1024 // self.leaf.width)) if probes is None else probes
         with torch.enable_grad():
-            sizes = self.sizes()
+            sizes = self.sizes(of_sizes)
             positive, negative = w.clamp(min=0), (-w).clamp(min=0)
             total = self._carried(positive, sizes, probes)
             if bool((negative > 0).any()):
