@@ -33,7 +33,8 @@ from captum_ssm import (
     RawAttention,
     UnifiedImplicitAttention,
 )
-from captum_ssm.metrics import bootstrap, segmentation
+from captum_ssm.metrics import bootstrap
+from captum_ssm.metrics.segmentation import average_precision
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -138,7 +139,7 @@ def scored(relevance: Tensor, ink: Tensor) -> list[float]:
     values = relevance.detach().sum(1)
     positive = values.clamp(min=0)
     share = (positive * ink).sum() / positive.sum().clamp(min=1e-30)
-    ap = segmentation(values, ink[None].long()).ap
+    ap = average_precision(values.flatten(), ink.flatten())
     return [float(share), float(ap), float(ink.flatten()[values.argmax()])]
 
 
