@@ -60,6 +60,8 @@ def _places(wiring: Wiring, start: Tensor) -> list[Tensor]:
     after: dict[int, Tensor] = {INPUT: start.expand(wiring.inputs[0].batch, -1, -1)}
     for i, stage in enumerate(wiring.stages):
         reads = stage.reads or ((INPUT, Link()),)
+        if any(link.share is not None for _, link in reads):  # the finest tokens say it best
+            reads = (max(reads, key=lambda read: after[read[0]].shape[1]),)
         rows = reduce(torch.add, [link.matvec(after[earlier]) for earlier, link in reads])
         after[i] = rows / rows[..., -1:].clamp(min=1e-12)
     return [after[i] for i in range(len(wiring.stages))]
@@ -70,12 +72,10 @@ def _grid(places: Tensor, size: tuple[int, ...]) -> TokenGrid | None:
     points = places[kept, :-1]
     best: tuple[float, TokenGrid] | None = None
     for shape in _shapes(len(kept), len(size)):
-        cells = (points * torch.tensor(shape)).long().clamp(min=0)
-        cells = torch.minimum(cells, torch.tensor(shape) - 1)
         flat = torch.zeros(len(kept), dtype=torch.long)
-        for axis, n in enumerate(shape):
-            flat = flat * n + cells[:, axis]
-        if len(flat.unique()) == len(kept):
+        for values, n in zip(points.T, shape, strict=True):
+            flat = flat * n + _lines(values, n)
+        if bool((flat >= 0).all()) and len(flat.unique()) == len(kept):
             index = torch.empty_like(kept)
             index[flat] = kept
             ratios = [math.log(n / m) for n, m in zip(shape, size, strict=True)]
@@ -83,6 +83,19 @@ def _grid(places: Tensor, size: tuple[int, ...]) -> TokenGrid | None:
             if best is None or uneven < best[0]:
                 best = uneven, TokenGrid(index.view(shape))
     return None if best is None else best[1]
+
+
+def _lines(values: Tensor, count: int) -> Tensor:
+    # On which of so many lines each coordinate lies, below zero where they form none. Lines need
+    # not be even: strided tokens lie on the borders of cells.
+    order = values.argsort()
+    lines = values[order].view(count, -1)
+    gaps, widths = lines.mean(1).diff(), lines.amax(1) - lines.amin(1)
+    if count > 1 and bool(gaps.min() < max(gaps.mean() / 4, widths.max())):
+        return torch.full_like(order, -(len(values) ** 2))
+    found = torch.empty_like(order)
+    found[order] = torch.arange(count).repeat_interleave(len(values) // count)
+    return found
 
 
 def _shapes(count: int, axes: int) -> Iterator[tuple[int, ...]]:

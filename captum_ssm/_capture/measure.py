@@ -59,7 +59,7 @@ _TINY = 1e-150
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
 # Passes for the shares in which tokens are read past one another.
-_PROBES = 64
+_PROBES = 32
 
 
 class _Exit(torch.autograd.Function):
