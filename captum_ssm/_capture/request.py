@@ -326,7 +326,7 @@ def as_ids(name: str, ids: Tensor, model: Any) -> Tensor:
     if ids.dtype not in (torch.int32, torch.int64):
         ids = ids.long()
     size = getattr(input_embeddings(unwrap(model)), "num_embeddings", None)
-    if size is not None and ids.dim() == 2 and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+    if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
         raise InputError(
             f"{name} holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
             f"has ids 0 .. {size - 1}."
