@@ -1,6 +1,7 @@
 """The code of the how-to pages runs as it is printed, from the repository's folder."""
 
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -25,7 +26,9 @@ NEEDS = {"large_models": "accelerate"}
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     pytest.importorskip(NEEDS.get(page, "torch"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
+    for folder in ("tutorials", "benchmarks"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     names = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", captum_ssm.kernels.ExtensionWarning)
@@ -78,6 +81,14 @@ def of_inputs(names, folder):
     torch.testing.assert_close(sum(part[0] for part in parts), names["relevance"][0])
 
 
+def segmented(names, folder):
+    images = names["images"]
+    for name in ("relevance", "in_box", "of_pixel", "read"):
+        assert names[name].shape == images.shape
+        assert names[name].abs().sum() > 0
+    assert (folder / "segmentation.png").stat().st_size > 0
+
+
 CHECKS = {
     "any_input": of_inputs,
     "generation": generated,
@@ -86,4 +97,5 @@ CHECKS = {
     "large_models": of_shape,
     "long_sequences": of_shape,
     "padding_and_positions": as_alone,
+    "segmentation": segmented,
 }
