@@ -83,6 +83,8 @@ VISION = [
         ".models.feature_extraction",
     )
 ]
+# What is added, and belongs to no input.
+CONSTANTS = ("bias", "running_mean")
 METHODS = (
     RawAttention,
     MambaRollout,
@@ -135,11 +137,11 @@ def mambavision(folder: Path) -> Case:
 
 
 def opensr(folder: Path) -> Case:
-    """Pixels (3, 32, 32) to (3, 128, 128): the trained super-resolution model of opensr-mamba."""
+    """Pixels (3, 8, 8) to (3, 32, 32): the trained super-resolution model of opensr-mamba."""
     from opensr_mamba.mamba.main import MambaSR
 
     model = MambaSR(
-        img_size=32, in_chans=3, embed_dim=60, depths=[2, 2, 2, 2], d_state=16, mlp_ratio=1.5,
+        img_size=8, in_chans=3, embed_dim=60, depths=[2, 2, 2, 2], d_state=16, mlp_ratio=1.5,
         upscale=4, attention_type="sigmoid_02", upsampler="pixelshuffledirect",
         resi_connection="1conv", operation_attention="sum",
     )  # fmt: skip
@@ -149,7 +151,7 @@ def opensr(folder: Path) -> Case:
     def forward(images: Tensor) -> Tensor:
         return model(images, save_attention_maps=True)[0]
 
-    return Case(model, torch.rand(1, 3, 32, 32), (0, 64, 64), forward, trained=True)
+    return Case(model, torch.rand(1, 3, 8, 8), (0, 16, 16), forward, trained=True)
 
 
 def mambular(folder: Path) -> Case:
@@ -225,7 +227,7 @@ def timemachine_mixed(folder: Path) -> Case:
 
 
 def videomamba(folder: Path) -> Case:
-    """Videos (3, 4, 64, 64): VideoMamba-Ti, patches of 16 by 16 of each frame."""
+    """Videos (3, 4, 64, 64): VideoMamba-Ti, 4 of its 24 blocks."""
     for name in [n for n in sys.modules if n.partition(".")[0] == "mamba_ssm"]:
         del sys.modules[name]  # its own form of the package
     stand_ins(causal_conv1d=_causal_conv, causal_conv1d_cuda=None)
@@ -247,7 +249,7 @@ def videomamba(folder: Path) -> Case:
     text = (models / "videomamba.py").read_text().replace("@register_model", "")
     exec(compile(text, "videomamba.py", "exec"), vars(source))
     model = source.VisionMamba(
-        img_size=64, num_frames=4, num_classes=400, fused_add_norm=False, rms_norm=False,
+        img_size=64, num_frames=4, num_classes=400, depth=4, fused_add_norm=False, rms_norm=False,
     )  # fmt: skip
     return Case(model, torch.randn(1, 3, 4, 64, 64), 1)
 
@@ -406,7 +408,7 @@ class Explained:
         """By how much relevance misses the score, relative to it, bias terms at zero."""
         kept = {k: v.clone() for k, v in self.model.state_dict().items()}
         for name, p in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if name.endswith(("bias", "running_mean")):
+            if name.endswith(CONSTANTS):
                 p.data.zero_()
         options = {"activation": "gate"} if kind is LaTIM else {}
         score, _ = self.backward()

@@ -56,7 +56,7 @@ class Transport:
         expectation :math:`\sum_t w_t \|J_{ts}\|^2`.
         """
         # A norm is estimated from as many squares as there are channels.
-        probes = min(32, max(16, 512 // self.leaf.width)) if probes is None else probes
+        probes = min(24, max(12, 512 // self.leaf.width)) if probes is None else probes
         parts = [(sign, part) for sign in (1, -1) if bool((part := (sign * w).clamp(min=0)).any())]
         with torch.enable_grad():
             found = [sign * self._carried(part, probes) for sign, part in parts]

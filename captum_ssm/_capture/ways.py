@@ -16,7 +16,7 @@ from captum_ssm._rules import ruled
 from captum_ssm._transport import Transport, orthogonal, pushed
 
 # Backward passes through the first layers, at most, for the shares of features.
-_PROBES, _COARSE = 64, 16
+_PROBES, _COARSE = 64, 8
 
 
 @dataclass(frozen=True, eq=False)
