@@ -95,7 +95,10 @@ ORDER = (
         "scans",
     ),
     "mixers",
-    *(f"_capture.{name}" for name in ("model", "request", "ways", "wiring", "grids", "measure")),
+    *(
+        f"_capture.{name}"
+        for name in ("model", "request", "ways", "wiring", "grids", "cuts", "measure")
+    ),
     "_capture.embedded",
     *(
         "_capture.recording",

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._capture.cuts import Cuts
 from captum_ssm._capture.embedded import entries_of
-from captum_ssm._capture.measure import Cuts, measure
+from captum_ssm._capture.measure import measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, is_wrapped, unwrap
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.wiring import Wiring
