@@ -168,6 +168,24 @@ def test_a_patch_hands_on_what_its_token_has(method):
     assert_close(found.sum(1).unflatten(1, (-1, 4)).sum(-1), of_tokens, 1e-9)
 
 
+@each(MAPS)
+def test_a_stem_at_full_resolution(method):
+    class Smoothed(inputs.Series):
+        def __init__(self):
+            super().__init__()
+            self.inp = nn.Conv1d(3, E, 3, padding=1)
+
+        def tokens(self, x):
+            return self.inp(x.mT).mT
+
+    model, x = made(Smoothed), noise(2, 8, 3)
+    with torch.no_grad():
+        model.inp.weight[..., :2] = 0  # each token is made of the step after it
+    found = method(model).attribute(x, 1)
+    assert (found[:, 0] == 0).all()
+    assert (found[:, 1:].abs().sum(-1) > 0).all()
+
+
 @each(OF_TOKENS)
 def test_a_patch_is_shared_by_what_its_entries_add(method):
     form = FORMS["patches of a series"]

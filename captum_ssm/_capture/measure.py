@@ -348,7 +348,9 @@ class _Measurement:
                 if local is None:
                     raise self._refused(i, j, "across the examples of the batch")
                 return Link(source=local, count=S)
-        if S == T:  # tokens act on one another, each in its place: see _check_orders
+        # What a stem makes of its neighbors is the way from an input, not mixing between tokens.
+        is_way = j < 0 and bool(self.ways[INPUT - j].roots)
+        if S == T and not is_way:  # tokens act on one another, each in its place: see _check_orders
             self.orders.setdefault(i, before)
             return Link()
         self._refuse_mixers(i, j)
