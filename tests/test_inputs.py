@@ -319,6 +319,9 @@ def test_a_class_summed_over_a_mask():
     assert_close(found.flatten(1).sum(1) + delta, of_object(x).detach(), 1e-9)
     for method in MAPS:
         assert method(of_object, model).attribute(x).shape == x.shape
+    # The tokens that the mask is read from, and no others.
+    (query,) = freeze(Request.of(of_object, model, x)).require_query()
+    assert torch.equal(query.view(8, 8) > 0, mask[::2, ::2] > 0)
 
 
 def test_a_pixel_is_read_past_the_coarse_grid():

@@ -111,12 +111,16 @@ class Recording:
         return self.request.speaks(extract_logits(self.output))
 
     @property
-    def is_dense(self) -> bool:
-        """Whether the output has many entries for each example, each read from tokens of its own.
+    def entry(self) -> Tensor | None:
+        """A value per example that is read from tokens of its own: of a dense output, or a score.
 
-        Logits of a language model's tokens are asked for by a position instead.
+        None for logits ``(B, C)``, which are pooled, and those of a language model's tokens, which
+        are asked for by a position instead.
         """
-        return not self.is_language and extract_logits(self.output).dim() > 2
+        output = extract_logits(self.output)
+        if output.dim() == 1:
+            return output
+        return self.score if output.dim() > 2 and not self.is_language else None
 
     @property
     def device(self) -> torch.device:
@@ -367,7 +371,7 @@ def _record_once(
                     cuts,
                     logits,
                     request.batch,
-                    score=recording.score if recording.is_dense else None,
+                    score=recording.entry,
                     in_grid=recording.grid(root._module) is not None,
                 )
                 recording = replace(recording, wiring=wiring)

@@ -65,9 +65,10 @@ class Way:
     def _sizes(self, x: Tensor) -> Tensor:
         # Of what entries add to the tokens, (B S, F).
         total = torch.zeros_like(x)
-        # Tokens of many places are wide, and each place is read by several of them.
+        # So many that they are exact; fewer for wide tokens, which are made of many places each.
+        is_wide = max(root.width for root in self.roots) > _PROBES
         is_coarse = max(root.tokens for root in self.roots) < self.leaf.tokens
-        most = _COARSE if is_coarse else _PROBES
+        most = _COARSE if is_wide and is_coarse else _PROBES
         seeds = [orthogonal(root, self.batch, most) for root in self.roots]
         with self._frozen():
             for some in zip_longest(*seeds):
