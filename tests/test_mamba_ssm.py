@@ -103,5 +103,5 @@ def test_a_bare_mixer_is_a_model(mamba_ssm, fast_path):
         y = torch.einsum("bdij,bdj->bid", hidden_attention(model, x)[path], expected)
         y = (y + mixer.D * expected.transpose(1, 2)) * torch.nn.functional.silu(z)
         torch.testing.assert_close(mixer.out_proj(y), mixer(model[0](x)), atol=1e-5, rtol=1e-4)
-    relevance = MambaAttribution(model).attribute(x, target=2)
+    relevance = MambaAttribution(model).attribute(x, target=(-1, 2))
     assert relevance.shape == x.shape

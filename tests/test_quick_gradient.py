@@ -18,8 +18,10 @@ def test_gradients_are_the_models_own(family: str, frozen: bool) -> None:
     model = build(family).requires_grad_(not frozen)
     ids = torch.randint(1, 30, (2, 13), generator=torch.Generator().manual_seed(0))
     request = Request.of(model, None, ids)
-    own = record(request, gradients=True)  # nothing takes the place of the model's own graph
-    score = read_score(own, 5, None)
+    # Nothing takes the place of the model's own graph.
+    own = record(request, score=lambda run: read_score(run, 5, None))
+    score = own.score
+    assert score is not None
     own = own.with_gradients(score)
     for check in (True, False):
         quick = freeze(request, target=5, gradients=True, check=check)

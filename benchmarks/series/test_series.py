@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluate import about_bursts, about_forecasts, scores
+from evaluate_series import about_bursts, about_forecasts, scores
 from signals import (
     CHANNELS,
     CLASSES,

@@ -385,7 +385,7 @@ def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_a
         known = torch.zeros(1, dtype=torch.bool)
     if known is not None:
         if not bool(known.all()):
-            raise UnsupportedModelError(
+            raise InputError(
                 f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
                 f"{tuple(ids.shape)}, by torch.nn.Embedding; expected all, as a whole or in views "
                 "of them, such as columns. Pass what is no ids in additional_forward_args."

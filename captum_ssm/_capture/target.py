@@ -47,7 +47,8 @@ def query_weights(
     found = [weights for weights in wiring.readout if weights is not None]
     is_measured = len(found) == len(wiring.readout)
     per_token = _is_tokens(recording)
-    if position is not None or (per_token and not is_measured):
+    is_asked = per_token and (recording.is_language or not is_measured)
+    if position is not None or is_asked:
         query = _asked(recording, position).to(recording.calls[0].dtype)
         return [link.rmatvec(query) for _, link in wiring.output]
     if not is_measured:

@@ -18,6 +18,7 @@ from captum_ssm._capture.embedded import entries_of, is_view
 from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.recording import is_norm
+from captum_ssm._errors import InputError
 from captum_ssm._memory import limited_graph, memory_limit
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm.attr._base import TokenAttribution, delta
@@ -198,7 +199,7 @@ class _Rules(Substitution):
         for leaf in leaves:
             known[leaf.entries] = True
         if not bool(known.all()):
-            raise ValueError(
+            raise InputError(
                 f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
                 f"{tuple(ids.shape)}, by torch.nn.Embedding, so the start of the propagation is "
                 "not known; expected all, as a whole or in views of them, such as columns. Explain "

@@ -1,6 +1,6 @@
 """Which method finds the step and the feature that decide: two models whose answers are known.
 
-    python benchmarks/series/evaluate.py
+    python benchmarks/series/evaluate_series.py
 
 One question about each held-out series: the forecaster is asked for one entry of the future, the
 classifier for the class that it predicts. Every method is scored by the size of its relevance: how
@@ -237,7 +237,9 @@ def report(name: str, count: int, levels: dict[str, Any], differences: dict[str,
     parts += [table(levels, keys), f"Less {BASELINE.lower()}, paired:", table(differences, keys)]
     if where:
         parts += ["Where the step of largest relevance is:", table(levels, where)]
-    return "\n\n".join([*parts, f"`python benchmarks/series/evaluate.py --limit {count}`", ""])
+    return "\n\n".join(
+        [*parts, f"`python benchmarks/series/evaluate_series.py --limit {count}`", ""]
+    )
 
 
 def results(model: nn.Module, asked: Questions, batch_size: int) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Which frame decided, and which method finds it? ``python benchmarks/video/evaluate.py``.
+"""Which frame decided, and which method finds it? ``python benchmarks/video/evaluate_video.py``.
 
 The video model (``tutorials/models/moving-video``) is asked for the class it predicts, of held-out
 clips that it gets right. How often the frame of largest relevance is the deciding one, and the
@@ -108,7 +108,7 @@ def main() -> None:
         "A token is two frames, so methods of tokens cannot tell a frame from its neighbor by "
         "their maps; where they do, it is by how the token reads its pixels.",
         "",
-        f"`python benchmarks/video/evaluate.py --clips {args.clips}`",
+        f"`python benchmarks/video/evaluate_video.py --clips {args.clips}`",
         "",
     ]
     (args.output / "video.md").write_text("\n".join(text))
