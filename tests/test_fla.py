@@ -24,6 +24,7 @@ def run(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TRANSFORMERS_4, reason="flash-linear-attention needs transformers 5")
 def test_layers_of_flash_linear_attention():
     made = run("--version", seconds=600)
