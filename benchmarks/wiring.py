@@ -131,9 +131,9 @@ def measure(model: nn.Module, length: int, repeats: int, clock: Any) -> dict[str
     # The whole length: the time of the measurement itself, within a run that has its graph anyway.
     spent, real = [], recording_module.measure
 
-    def timed(cuts: Any, output: Any, batch: int) -> Any:
+    def timed(*args: Any, **options: Any) -> Any:
         start = clock()
-        found = real(cuts, output, batch)
+        found = real(*args, **options)
         spent.append(clock() - start)
         assert found.is_simple
         return found
