@@ -119,8 +119,7 @@ class Costs:
         def made(sample: Request, tokens: int) -> Any:
             given = {name: self._cut_option(tokens, name, v) for name, v in options.items()}
             extra = sample.named or sample.positional or None
-            given_inputs = sample.inputs if sample.packed else sample.inputs[0]
-            return call(inputs=given_inputs, additional_forward_args=extra, **given)
+            return call(inputs=sample.given, additional_forward_args=extra, **given)
 
         return self._extrapolated(made)
 

@@ -142,11 +142,10 @@ def supported(
     tried: dict[str, str | None] = {}
     if target is None:
         target = likeliest(short)
-    given = short.inputs if short.packed else short.inputs[0]
     for name, method in methods().items():
         try:
             method(forward_func, owner).attribute(
-                given,
+                short.given,
                 target=target if method.needs_target() else None,
                 additional_forward_args=short.named or short.positional or None,
             )

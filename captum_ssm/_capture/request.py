@@ -106,6 +106,11 @@ class Request:
         return self.inputs[0].shape[0]
 
     @property
+    def given(self) -> Any:
+        """The inputs as ``attribute`` takes them: in a tuple if they came in one."""
+        return self.inputs if self.packed else self.inputs[0]
+
+    @property
     def by_ids(self) -> bool:
         """Whether the (first) input is token ids."""
         return not self.inputs[0].is_floating_point()
