@@ -226,6 +226,30 @@ def test_the_interpreters_hooks_stay():
     assert sys.gettrace() is before[1]
 
 
+def test_tuples_that_another_thread_fills_are_left_alone():
+    stop, failures = threading.Event(), []
+
+    def fill():
+        try:
+            while not stop.is_set():
+                tuple(map(lambda i: [i], range(50)))  # noqa: C417 (a tuple filled in steps)
+        except SystemError as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        for _ in range(8):
+            candidate_functions()
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not failures
+
+
 def test_only_functions_with_the_roles_are_candidates():
     found = candidate_functions()
     assert wild.scan in found

@@ -7,6 +7,7 @@ tool's stay in place. Calls of other threads go on to the original.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import inspect
 import threading
@@ -116,7 +117,9 @@ def candidate_functions() -> list[Callable[..., Any]]:
     PyTorch's softmax attention is one of them.
     """
     telling = telling_names()  # a quick test: a process has tens of thousands of functions
-    functions = [value for value in gc.get_objects() if type(value) is FunctionType]
+    # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
+    # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
+    functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
     functions = [f for f in functions if not telling.isdisjoint(f.__code__.co_varnames)]
     with _LOCK:
         found = [*_EXCHANGED, *(f for f in functions if _is_candidate(f))]
