@@ -8,6 +8,8 @@ earlier one.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -232,7 +234,7 @@ class _Measurement:
         count = self.exits[leaves[0]].tokens
         generator = torch.Generator().manual_seed(0)
         points = [(i, p) for i in roots if (p := self.entries[i]) is not None]
-        for chosen in _halves(count, generator):
+        for chosen in _separating(count, generator):
             seeds = [
                 p.outer(generator) * self._in_order(i, chosen).to(p.device)[:, None]
                 for i, p in points
@@ -573,6 +575,19 @@ _ADVICE = (
     "convergence delta. Or register the module that mixes the tokens with "
     "captum_ssm.register_mixer."
 )
+
+
+def _separating(count: int, generator: torch.Generator) -> list[Tensor]:
+    # Sets of tokens, (count,) bool: a half and the rest; of few tokens such that for any two of
+    # them, both ways, a set holds one and not the other (Sperner: codes of equal weight).
+    if count > _FEW:
+        return list(_halves(count, generator))[:2]
+    size = next(k for k in range(2, count + 2) if math.comb(k, k // 2) >= count)
+    codes = itertools.islice(itertools.combinations(range(size), size // 2), count)
+    holds = torch.zeros(count, size, dtype=torch.bool)
+    for token, code in zip(torch.randperm(count, generator=generator).tolist(), codes, strict=True):
+        holds[token, list(code)] = True
+    return list(holds.T)
 
 
 def _halves(count: int, generator: torch.Generator) -> Iterator[Tensor]:
