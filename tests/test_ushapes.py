@@ -12,7 +12,7 @@ from models import randomize
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
-from captum_ssm import MambaRollout
+from captum_ssm import MambaRollout, UnsupportedModelError
 from captum_ssm._capture import Request, freeze
 from captum_ssm._transport import Transport
 from captum_ssm.attr._maps import MapOptions, StageMaps, rollout_row
@@ -244,3 +244,11 @@ def test_every_method_of_maps_runs(name):
         found = method(model).attribute(x, target=(1, 5))
         # An example of a batch gets what it gets by itself.
         assert_close(method(model).attribute(x[1:], target=(1, 5)), found[1:], 1e-9)
+
+
+@pytest.mark.parametrize("grids", ["two", "three"])
+def test_a_whole_rollout_has_one_axis_of_output_tokens(grids):
+    model = randomize(Model(SHAPES[f"a head that reads {grids} grids"])).double().eval()
+    x = torch.randn(1, L, E, dtype=torch.float64)
+    with pytest.raises(UnsupportedModelError, match=r"read from stages of .*8.* tokens.*attribute"):
+        MambaRollout(model).rollout(x)

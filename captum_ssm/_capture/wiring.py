@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._capture.ways import Way
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point
 from captum_ssm._progress import progress
 from captum_ssm._transport import Transport
@@ -256,7 +257,17 @@ class Wiring:
         """Carry a matrix from the input, ``(B, L, ...)``, to the output.
 
         ``step`` takes a stage and the rows before it, and returns those after it.
+
+        Raises:
+            UnsupportedModelError: if the output is read from several grids of tokens.
         """
+        sizes = [self.stages[i].tokens for i, _ in self.output if i >= 0]
+        if len(set(sizes)) > 1:
+            raise UnsupportedModelError(
+                f"the output is read from stages of {' and '.join(map(str, sizes))} tokens, so "
+                "there is no one axis of output tokens; expected one. attribute() gives the row of "
+                "the output, or of one entry of it with target=."
+            )
         after = {INPUT: start}
         for i, stage in enumerate(progress(self.stages, "layers")):
             reads = stage.reads or ((INPUT, Link()),)
