@@ -232,7 +232,7 @@ def test_tuples_that_another_thread_fills_are_left_alone():
     def fill():
         try:
             while not stop.is_set():
-                tuple(map(lambda i: [i], range(50)))  # noqa: C417 (a tuple filled in steps)
+                tuple(map(lambda i: [i], range(50)))
         except SystemError as error:
             failures.append(error)
 
