@@ -764,9 +764,14 @@ def test_other_instruction_sets(isa):
     run_again(selection, CAPTUM_SSM_ISA=isa)
 
 
-def test_forced_torch_forms():
-    calls = "(matches and f64 or test_extreme_steps) and -kernel]"
-    selection = f"{calls} or test_gradients or opcheck"
+@pytest.mark.parametrize(
+    "selection",
+    [
+        "(matches and f64 or test_extreme_steps) and -kernel]",
+        pytest.param("test_gradients or opcheck", marks=pytest.mark.slow),
+    ],
+)
+def test_forced_torch_forms(selection):
     run_again(selection, CAPTUM_SSM_PURE_TORCH="1")
 
 

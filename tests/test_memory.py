@@ -87,17 +87,19 @@ def test_a_limit_is_a_number_of_bytes(limit: object, ids: torch.Tensor) -> None:
         RawAttention(build("mamba"), memory_limit=limit).attribute(ids)
 
 
-def test_an_estimate_knows_the_size_of_the_result(ids: torch.Tensor, tiny_calls: None) -> None:
-    long = ids.repeat(1, 4)
-    for family in ("mamba", "mamba2", "qwen3_next"):
-        maps_of = partial(hidden_attention, build(family))
-        for options in ({}, {"reduction": "mean"}, {"formulation": "unified"}, {"rows": [-1]}):
-            for tokens in (ids, long):
-                maps = maps_of(tokens, **options)
-                size = sum(m.numel() * m.element_size() for m in maps.values())
-                found = estimate(maps_of, tokens, **options)
-                assert found.result_bytes == size
-            assert found == estimate(partial(maps_of, **options), tokens)
+@pytest.mark.parametrize(
+    "family", ["mamba", pytest.param("mamba2", marks=pytest.mark.slow), "qwen3_next"]
+)
+def test_an_estimate_knows_the_size_of_the_result(
+    family: str, ids: torch.Tensor, tiny_calls: None
+) -> None:
+    maps_of = partial(hidden_attention, build(family))
+    for options in ({}, {"reduction": "mean"}, {"formulation": "unified"}, {"rows": [-1]}):
+        for tokens in (ids, ids.repeat(1, 4)):
+            maps = maps_of(tokens, **options)
+            size = sum(m.numel() * m.element_size() for m in maps.values())
+            assert estimate(maps_of, tokens, **options).result_bytes == size
+    assert estimate(maps_of, ids, rows=[-1]) == estimate(partial(maps_of, rows=[-1]), ids)
 
 
 def test_estimates_grow_as_the_work_does(short_calls: None) -> None:
@@ -141,8 +143,8 @@ def assert_close(model, tokens, found) -> None:
         assert expected.forwards >= 1
 
 
-SIZES = [("mamba2", 3, 500), ("mamba2", 1, 2048)]
-LARGER = [("qwen3_next", 1, 500), ("qwen3_next", 1, 2048)]
+SIZES = [("mamba2", 3, 500)]
+LARGER = [("mamba2", 1, 2048), ("qwen3_next", 1, 500), ("qwen3_next", 1, 2048)]
 SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in LARGER]
 
 
