@@ -38,6 +38,7 @@ myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say them, with shapes
+toc_object_entries_show_parents = "hide"
 napoleon_use_rtype = False
 html_title = f"captum_ssm {version}"
 
@@ -45,6 +46,7 @@ html_theme = "pydata_sphinx_theme"
 html_theme_options = {
     "logo": {"text": "captum_ssm"},
     "header_links_before_dropdown": 6,
+    "navbar_persistent": ["search-button"],
     "navigation_depth": 2,
     "show_toc_level": 2,
     "secondary_sidebar_items": ["page-toc"],

@@ -58,7 +58,8 @@ def write(folder: Path) -> None:
         of_words = method(reader).attribute(ids, target=answer, **options)[0]
         (folder / f"{name}.html").write_text(marked(of_words, words), encoding="utf-8")
         of_pixels = method(viewer).attribute(image, target=digit, **options)
-        image_overlay(of_pixels, ((image + 0.5) / 2).clamp(0, 1)).savefig(folder / f"{name}.png", dpi=130)
+        figure = image_overlay(of_pixels, ((image + 0.5) / 2).clamp(0, 1))
+        figure.savefig(folder / f"{name}.png", dpi=130)
 
     maps = {
         "matrix": list(hidden_attention(reader, ids, reduction="mean").values())[LAYER],
@@ -73,11 +74,13 @@ def marked(relevance: Tensor, words: Sequence[str]) -> str:
     *shown, last = relevance.tolist()
     limit, colors = color_limit(relevance[:-1]), relevance_colors()
     total = relevance.abs().sum()
-    marks = [
-        f'<mark style="background:{to_hex(colors(0.5 + value / limit / 2))}" '
-        f'title="{value:+.3g}, {abs(value) / total:.0%} of all">{html.escape(word)}</mark>'
-        for word, value in zip(words, shown, strict=False)
-    ]
+    marks = []
+    for word, value in zip(words[:-1], shown, strict=True):
+        color = colors(0.5 + value / limit / 2)
+        marks.append(
+            f'<mark style="background:{to_hex(color)};color:{"#fff" if color[1] < 0.5 else "#000"}"'
+            f' title="{value:+.3g}, {abs(value) / total:.0%} of all">{html.escape(word)}</mark>'
+        )
     text = " ".join([*marks, f"<b>{html.escape(words[-1])}</b>"])
     share = f"The last word, where the question is asked, has {abs(last) / total:.0%}."
     return f'<div class="marked"><p>{text} …</p><small>{share}</small></div>'

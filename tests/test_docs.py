@@ -210,7 +210,7 @@ def test_every_tutorial_is_listed():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_tutorial_is_committed_with_its_outputs(path, check_outputs):
-    notebook = nbformat.read(path, as_version=4)
+    notebook = check_outputs.read(path)
     assert all(cell.execution_count for cell in check_outputs.code_cells(notebook))
     assert "image/png" in path.read_text(encoding="utf-8")
     assert not check_outputs.problems(notebook, notebook)

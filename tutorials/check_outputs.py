@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "out" / "notebooks"
@@ -53,6 +54,12 @@ def problems(committed: Any, run: Any) -> list[str]:
                 'cell\'s metadata, as {"mystnb": {"image": {"alt": "..."}}}.'
             )
     return found
+
+
+def read(path: Path) -> Any:
+    """A notebook in which what a cell prints is one output, however the kernel sent it."""
+    notebook = nbformat.read(path, as_version=4)
+    return CoalesceStreamsPreprocessor(enabled=True)(notebook, {})[0]
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -112,9 +119,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="commit the outputs of the run")
     args = parser.parse_args()
     path = HERE / f"{args.notebook}.ipynb"
-    committed, run = (
-        nbformat.read(p, as_version=4) for p in (path, RUNS / f"{args.notebook}.ipynb")
-    )
+    committed, run = read(path), read(RUNS / path.name)
+    if [cell.source for cell in committed.cells] != [cell.source for cell in run.cells]:
+        sys.exit(f"out/notebooks/{path.name} is a run of other cells: make run-{path.stem}")
     if args.write:
         committed = with_outputs(committed, run)
         nbformat.write(committed, path)
