@@ -29,8 +29,10 @@ RUNS = HERE.parent / "out" / "notebooks"
 NUMBER = re.compile(r"(?<!\w)[+\N{MINUS SIGN}-]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?%?(?!\w)")
 # A color says the number next to it once more, in hundreds of steps.
 COLOR = re.compile(r"#[0-9a-f]{6}\b")
-# What depends on the machine: addresses of objects, and folders outside of the repository.
-UNSTABLE = re.compile(r"0x[0-9a-f]{6,}|(?<![\w.<])/(?:home|root|tmp|usr|opt|work|Users)/")
+# What depends on the machine: addresses of objects, and absolute paths.
+UNSTABLE = re.compile(
+    rf"0x[0-9a-f]{{6,}}|(?<![\w.<])/(?:home|root|tmp|usr|opt|Users)/|{re.escape(str(HERE.parent))}"
+)
 RELATIVE, ABSOLUTE = 0.02, 1e-4
 
 
