@@ -1,15 +1,23 @@
 """Sphinx configuration. Build with ``sphinx-build -W docs docs/_build/html``."""
 
+import base64
+import json
 import shutil
 import sys
 from pathlib import Path
 
+from docutils import nodes
+from sphinx.util import logging
+
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
+import gallery  # noqa: E402
 import tables  # noqa: E402
 
 import captum_ssm  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 project = "captum_ssm"
 author = "the captum_ssm authors"
@@ -17,6 +25,7 @@ release = version = captum_ssm.__version__
 
 extensions = [
     "myst_nb",
+    "sphinx_design",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
@@ -25,38 +34,59 @@ extensions = [
 exclude_patterns = ["_build"]
 nb_execution_mode = "off"
 nb_output_stderr = "remove"
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say them, with shapes
+toc_object_entries_show_parents = "hide"
 napoleon_use_rtype = False
 html_title = f"captum_ssm {version}"
 
-# Captum's theme, with room for wide tables.
-html_theme = "alabaster"
+html_theme = "pydata_sphinx_theme"
 html_theme_options = {
-    "description": "Attribution for state-space models and gated linear RNNs, with Captum",
-    "fixed_sidebar": True,
-    "page_width": "1240px",
-    "body_max_width": "auto",
-    "sidebar_width": "270px",
-    "show_powered_by": False,
-    "show_relbar_bottom": True,
+    "logo": {"text": "captum_ssm"},
+    "header_links_before_dropdown": 6,
+    "navbar_persistent": ["search-button"],
+    "navigation_depth": 2,
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": [],
+    "footer_end": ["theme-version"],
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "github-dark",
 }
-html_sidebars = {"**": ["about.html", "searchfield.html", "localtoc.html", "navigation.html"]}
+# A page without a section has nothing for the sidebar to list.
+html_sidebars = {"index": [], "getting_started": []}
+html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_show_copyright = False
 html_copy_source = False
-pygments_style = "sphinx"
 
-# The measured tables are read from the benchmarks' results at every build.
+# The measured tables and the gallery are made at every build.
 tables.write(DOCS / "_build" / "tables")
+gallery.write(DOCS / "_build" / "gallery")
 
-# The tutorials, with their outputs where `make notebooks` has run them.
-EXECUTED = DOCS.parent / "out" / "notebooks"
+# The tutorials, and the first figure of each for its card.
+THUMBNAILS = DOCS / "_build" / "thumbnails"
 shutil.rmtree(DOCS / "tutorials", ignore_errors=True)
 (DOCS / "tutorials").mkdir()
+THUMBNAILS.mkdir(exist_ok=True)
 for notebook in sorted((DOCS.parent / "tutorials").glob("*.ipynb")):
-    executed = EXECUTED / notebook.name
-    fresh = executed.exists() and executed.stat().st_mtime >= notebook.stat().st_mtime
-    shutil.copy2(executed if fresh else notebook, DOCS / "tutorials")
+    shutil.copy2(notebook, DOCS / "tutorials")
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    data = [output.get("data", {}) for cell in cells for output in cell.get("outputs", ())]
+    figures = [each["image/png"] for each in data if "image/png" in each]
+    for figure in figures[:1]:
+        (THUMBNAILS / f"{notebook.stem}.png").write_bytes(base64.b64decode(figure))
+
+
+def require_alternative_texts(app, doctree, page):
+    """A picture that nothing says in words is a warning, and with ``-W`` an error."""
+    for image in doctree.findall(nodes.image):
+        if not image.get("alt"):
+            logger.warning("%s has no alternative text", image["uri"], location=image)
+
+
+def setup(app):
+    app.connect("doctree-resolved", require_alternative_texts)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import captum
 import matplotlib
+import nbformat
 import pytest
 import torch
 from models import ids, tiny
@@ -27,6 +28,8 @@ matplotlib.use("Agg")
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 MODULES = (
     "captum_ssm",
     "captum_ssm.attr",
@@ -39,6 +42,12 @@ MODULES = (
     "captum_ssm.kernels",
     "captum_ssm.visualization",
 )
+
+
+@pytest.fixture
+def check_outputs(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tutorials")
+    return importlib.import_module("check_outputs")
 
 
 def public(name):
@@ -172,22 +181,75 @@ def test_getting_started_runs(tmp_path, monkeypatch):
     assert (tmp_path / "layer.png").exists()
 
 
+def listed():
+    """The pages that the navigation leads to, with those of the generated folder of tutorials."""
+    found = []
+    for page in PAGES:
+        folder = page.parent.relative_to(DOCS)
+        for toctree in re.findall(r"```{toctree}(.*?)```", page.read_text("utf-8"), re.DOTALL):
+            entries = re.findall(r"^(?:.* <)?([\w/]+)>?$", toctree, re.MULTILINE)
+            found += [(folder / entry).as_posix() for entry in entries]
+    return found
+
+
 def test_every_page_is_linked_and_every_link_leads_somewhere():
-    pages = {p.relative_to(DOCS) for p in DOCS.rglob("*.md") if "_build" not in p.parts}
-    listed = re.findall(r"^[a-z_/]+$", (DOCS / "index.md").read_text(), re.MULTILINE)
-    assert {str(p.with_suffix("")) for p in pages} == {*listed, "index"}
-    for page in pages:
-        text = (DOCS / page).read_text(encoding="utf-8")
+    names = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
+    pages = [entry for entry in listed() if not entry.startswith("tutorials/")]
+    assert sorted(pages) == sorted(names - {"index"})
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
         for link in re.findall(r"\]\(([^)#]+)\)", text):
-            if not link.startswith("http"):
-                assert (DOCS / page.parent / link).exists(), f"{page}: {link}"
+            if not link.startswith(("http", "_build/")):
+                assert (page.parent / link).exists(), f"{page}: {link}"
 
 
 def test_every_tutorial_is_listed():
-    notebooks = {path.stem for path in (ROOT / "tutorials").glob("*.ipynb")}
-    listed = re.findall(r"^tutorials/(\w+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
-    assert notebooks == set(listed)
-    assert len(listed) == len(notebooks)
+    entries = [entry for entry in listed() if entry.startswith("tutorials/")]
+    assert sorted(entries) == [f"tutorials/{path.stem}" for path in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_tutorial_is_committed_with_its_outputs(path, check_outputs):
+    notebook = check_outputs.read(path)
+    assert all(cell.execution_count for cell in check_outputs.code_cells(notebook))
+    assert "image/png" in path.read_text(encoding="utf-8")
+    assert not check_outputs.problems(notebook, notebook)
+
+
+def test_the_tutorials_stay_small():
+    assert sum(path.stat().st_size for path in NOTEBOOKS) < 3e6
+
+
+@pytest.mark.parametrize(
+    ("committed", "run", "same"),
+    [
+        ("LaTIM 63.1%, AP 0.59", "LaTIM  63.2%,  AP 0.58", True),
+        ("LaTIM 63.1%", "LaTIM 61.1%", False),
+        ("LaTIM 63.1%", "MambaLRP 63.1%", False),
+        ("8 of 8 right", "7 of 8 right", False),
+        ("error 6e-07", "error 9e-08", True),
+        ("sum \N{MINUS SIGN}1.23", "sum 1.23", False),
+        ("background:#fdfefe", "background:#fdfeff", True),
+        ("image/png", "", False),
+    ],
+)
+def test_outputs_are_compared_up_to_rounding(committed, run, same, check_outputs):
+    assert check_outputs.agree(committed, run) == same
+
+
+def test_what_depends_on_the_machine_is_refused(check_outputs):
+    cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("stream", text="")])
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    for text in ("<Generator at 0x7f83047f1830>", "/home/anna/model.safetensors"):
+        cell.outputs[0].text = text
+        (found,) = check_outputs.problems(notebook, notebook)
+        assert "machine" in found
+    cell.outputs = [nbformat.v4.new_output("stream", name="stderr", text="a warning")]
+    (found,) = check_outputs.problems(notebook, notebook)
+    assert "stderr" in found
+    cell.outputs = [nbformat.v4.new_output("display_data", data={"image/png": "iVBO"})]
+    (found,) = check_outputs.problems(notebook, notebook)
+    assert "alternative text" in found
 
 
 def test_the_table_of_rows_says_how_it_was_measured(tmp_path, monkeypatch):

@@ -1,0 +1,86 @@
+"""The pictures of the gallery: every method on the same text and the same image.
+
+They are made at every build, from the models of `tutorials/models`, so that they show what the
+library computes today. That takes a few seconds.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+from matplotlib.colors import to_hex
+from safetensors.torch import load_file
+from torch import Tensor
+
+from captum_ssm import hidden_attention
+from captum_ssm.attr import methods
+from captum_ssm.models import VisionMamba
+from captum_ssm.visualization import (
+    color_limit,
+    image_overlay,
+    interaction_map,
+    readable_tokens,
+    relevance_colors,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+STORY = "Anna has a red ball. Tom has a blue kite. The dogs near the tree bark. Anna's ball is"
+OPTIONS = {"latim": {"activation": "gate"}}
+LAYER = -1
+
+
+def write(folder: Path) -> None:
+    """`NAME.html`, the text, and `NAME.png`, the image, for each method, and two maps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    path = str(ROOT / "tutorials" / "models" / "stories-mamba")
+    reader = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    ids = tokenizer(STORY, return_tensors="pt").input_ids
+    words = readable_tokens(tokenizer.convert_ids_to_tokens(ids[0].tolist()))
+    answer = tokenizer(" red", add_special_tokens=False).input_ids[0]
+
+    sys.path.append(str(ROOT / "benchmarks" / "vision"))
+    import data
+
+    state = load_file(ROOT / "tutorials" / "models" / "digits-vim" / "model.safetensors")
+    viewer = VisionMamba.from_state_dict(state).eval()
+    samples = data.held_out(3)
+    image, digit = samples.images[2:], int(samples.labels[2])
+
+    for name, method in methods().items():
+        options = OPTIONS.get(name, {})
+        of_words = method(reader).attribute(ids, target=answer, **options)[0]
+        (folder / f"{name}.html").write_text(marked(of_words, words), encoding="utf-8")
+        of_pixels = method(viewer).attribute(image, target=digit, **options)
+        figure = image_overlay(of_pixels, ((image + 0.5) / 2).clamp(0, 1))
+        figure.savefig(folder / f"{name}.png", dpi=130)
+
+    maps = {
+        "matrix": list(hidden_attention(reader, ids, reduction="mean").values())[LAYER],
+        "vectors": methods()["latim"](reader).interactions(ids, layer=LAYER, activation="gate"),
+    }
+    for name, found in maps.items():
+        interaction_map(found[0], words).savefig(folder / f"{name}.png", dpi=110)
+
+
+def marked(relevance: Tensor, words: Sequence[str]) -> str:
+    """A text with relevance as its background, less the last word, which says its number."""
+    *shown, last = relevance.tolist()
+    limit, colors = color_limit(relevance[:-1]), relevance_colors()
+    total = relevance.abs().sum()
+    marks = []
+    for word, value in zip(words[:-1], shown, strict=True):
+        color = colors(0.5 + value / limit / 2)
+        marks.append(
+            f'<mark style="background:{to_hex(color)};color:{"#fff" if color[1] < 0.5 else "#000"}"'
+            f' title="{value:+.3g}, {abs(value) / total:.0%} of all">{html.escape(word)}</mark>'
+        )
+    text = " ".join([*marks, f"<b>{html.escape(words[-1])}</b>"])
+    share = f"The last word, where the question is asked, has {abs(last) / total:.0%}."
+    return f'<div class="marked"><p>{text} …</p><small>{share}</small></div>'
