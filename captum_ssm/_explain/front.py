@@ -268,8 +268,9 @@ def _spans(units: Any) -> dict[str, tuple[int, int]]:
         )
     found = {}
     for name, span in units.items():
-        bounds = [as_index(one) for one in span] if isinstance(span, Sequence) else []
-        if len(bounds) != 2 or None in bounds or not isinstance(name, str):
+        indices = [as_index(one) for one in span] if isinstance(span, Sequence) else []
+        bounds = [one for one in indices if one is not None]
+        if not len(bounds) == len(indices) == 2 or not isinstance(name, str):
             raise ValueError(
                 f"units[{name!r}] is {span!r}; expected two integers, the first character and the "
                 "one after the last."

@@ -121,19 +121,14 @@ def _names(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     # What each token adds to the decoded text; a character that several tokens make up is the
     # last one's.
-    decoded = [
-        tokenizer.decode(list(ids[: i + 1]), clean_up_tokenization_spaces=False).rstrip("\ufffd")
-        for i in range(len(ids))
-    ]
-    decoded[-1] = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+    decoded = [tokenizer.decode(list(ids[: i + 1])).rstrip("\ufffd") for i in range(len(ids))]
+    decoded[-1] = tokenizer.decode(list(ids))
     ends = [min(map(len, decoded[i:])) for i in range(len(ids))]
     starts = [0, *ends[:-1]]
     return [decoded[-1][start:end] for start, end in zip(starts, ends, strict=True)]
 
 
-def _found(
-    text: str, pieces: Sequence[str], names: Sequence[str]
-) -> list[tuple[int, int] | None]:
+def _found(text: str, pieces: Sequence[str], names: Sequence[str]) -> list[tuple[int, int] | None]:
     # Where the decoded pieces lie in the text; None where they do not, as of unknown words.
     found: list[tuple[int, int] | None] = []
     at = 0

@@ -154,11 +154,10 @@ def _places(position: Any, P: int) -> list[int] | None:
     if position is None or _is_all(position):
         return None
     given = [position] if as_index(position) is not None else position
-    found = None if isinstance(given, str) else [as_index(one) for one in given]
-    if not found or None in found:
-        raise TypeError(
-            f"position is {position!r}; expected an int, several ints, 'all' or None."
-        )
+    indices = [] if isinstance(given, str) else [as_index(one) for one in given]
+    found = [one for one in indices if one is not None]
+    if not found or len(found) < len(indices):
+        raise TypeError(f"position is {position!r}; expected an int, several ints, 'all' or None.")
     if any(not -P <= one < P for one in found):
         raise InputError(
             f"position is {position!r}; the text has {P} tokens: expected 0 .. {P - 1} (or -{P} "

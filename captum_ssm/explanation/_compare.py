@@ -98,7 +98,9 @@ def _example(a: Example, b: Example) -> Example:
     return replace(
         a,
         outputs=tuple(_renumbered(output, new) for output in a.outputs),
-        relevance={name: a.relevance[name][mine] - b.relevance[name][other] for name in a.relevance},
+        relevance={
+            name: a.relevance[name][mine] - b.relevance[name][other] for name in a.relevance
+        },
         deltas={
             name: a.deltas[name][mine] - b.deltas[name][other]
             for name in a.deltas

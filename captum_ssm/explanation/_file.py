@@ -87,7 +87,7 @@ def load(path: str | Path) -> dict[str, Any]:
             "versions": held["versions"],
         }
     except (KeyError, TypeError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: {error!r} is missing or wrong; {expected}.") from error
+        raise ValueError(f"{path} is damaged: {error!r}; {expected}.") from error
 
 
 def _plain(value: Any) -> Any:

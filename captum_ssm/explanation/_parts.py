@@ -18,6 +18,11 @@ class Token:
             all tokens join to the whole text. A special token has its own name, such as ``<s>``.
         id (int): in the model's vocabulary.
         start, end (int): where ``text`` lies in the example's text. Equal for special tokens.
+
+    Examples::
+
+        >>> explain(model, tokenizer, "w3 w4").examples[0].tokens[1]
+        Token(text=' w4', id=4, start=2, end=5)
     """
 
     text: str
@@ -33,6 +38,12 @@ class Span:
     Args:
         name (str): of a part that was named, or ``""``.
         first, end (int): tokens ``first .. end - 1``.
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4 w5", units={"both": (0, 5)})
+        >>> explanation.examples[0].units["span"][0]
+        Span(name='both', first=0, end=2)
     """
 
     name: str
@@ -51,6 +62,12 @@ class Answer:
         rank (int): among all answers, from 1 on.
         row (int, optional): the row of relevance that explains it, if it is explained.
             Default: None
+
+    Examples::
+
+        >>> (output,) = explain(model, tokenizer, "w3 w4", target="w5").examples[0].outputs
+        >>> output.answers[output.chosen].text, output.answers[output.chosen].row
+        ('w5', 0)
     """
 
     text: str
@@ -68,6 +85,13 @@ class Contrast:
     Args:
         answer, against (int): indices among the output's answers.
         row (int): the row of relevance that explains the difference.
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4", target="w5", against="w6")
+        >>> (contrast,) = explanation.examples[0].outputs[0].contrasts
+        >>> explanation.examples[0].relevance["mamba-lrp"][contrast.row].shape
+        (3,)
     """
 
     answer: int
@@ -88,6 +112,14 @@ class Output:
         contrasts (tuple of Contrast, optional): Default: ``()``
         lens (tuple of tuple of Answer, optional): the likeliest answers after each layer, by the
             model's own final norm and head (the logit lens). Default: ``()``
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4", target="w5 w6", lens=True)
+        >>> [output.position for output in explanation.examples[0].outputs]
+        [1, 2]
+        >>> len(explanation.examples[0].outputs[0].lens)  # layers
+        2
     """
 
     position: int | None
@@ -105,6 +137,12 @@ class Maps:
         name (str): what is drawn, such as "hidden attention".
         unit (str): of a value, such as "mean over channels".
         layers (dict): by the layer's name, ``(L, L)``, rows are queries.
+
+    Examples::
+
+        >>> (maps,) = explain(model, tokenizer, "w3 w4 w5", maps=True).examples[0].maps
+        >>> {name: one.shape for name, one in maps.layers.items()}
+        {'backbone.layers.0.mixer': (3, 3), 'backbone.layers.1.mixer': (3, 3)}
     """
 
     name: str
@@ -123,13 +161,20 @@ class Example:
             and contrast that is explained; for an image ``(R, H, W)``.
         deltas (dict): by the name of the method, ``(R,)``: the score less the relevance's sum, of
             methods that add up; other methods are left out.
-        tokens (tuple of Token): L of them: the prompt, then the continuation. Empty for an image.
+        tokens (tuple of Token): L of them: the prompt, then the continuation (the target, or the
+            token that the model predicts). Empty for an image.
         prompt (int): how many of the tokens are the prompt's.
         units (dict): by name (``"word"``, ``"sentence"``, or ``"span"`` for named parts), spans
             that cover all tokens in order.
         image (numpy.ndarray, optional): ``(H, W, 3)``, 8 bits. Default: None
         grid (tuple, optional): rows and columns of the image's patches. Default: None
         maps (tuple of Maps, optional): Default: ``()``
+
+    Examples::
+
+        >>> example = explain(model, tokenizer, "w3 w4 w5", target="w6 w7").examples[0]
+        >>> example.text, example.prompt
+        ('w3 w4 w5 w6 w7', 3)
     """
 
     name: str
@@ -159,6 +204,12 @@ class Method:
         note (str): one line on what it computes.
         adds_up (bool): whether its relevance sums to the score.
         options (dict): those it was given.
+
+    Examples::
+
+        >>> (method,) = explain(model, tokenizer, "w3 w4").methods
+        >>> method.title, method.adds_up
+        ('MambaLRP', True)
     """
 
     name: str

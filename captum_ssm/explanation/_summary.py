@@ -115,10 +115,12 @@ def _entries(
     for example in explanation.examples:
         for output in example.outputs:
             row, last = output.answers[output.chosen].row, output.position
-            assert row is not None and last is not None
+            assert row is not None
+            assert last is not None
             values = example.relevance[method][row][: last + 1]
-            for j, pair in enumerate(zip(values, shares(values), strict=True)):
-                yield (example.tokens[j].text.strip(), j, last - j), (float(pair[0]), float(pair[1]))
+            pairs = zip(values.tolist(), shares(values).tolist(), strict=True)
+            for j, pair in enumerate(pairs):
+                yield (example.tokens[j].text.strip(), j, last - j), pair
 
 
 def _mean(method: str, key: Hashable, numbers: list[tuple[float, float]]) -> Mean:

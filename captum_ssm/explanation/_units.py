@@ -10,8 +10,8 @@ import numpy as np
 
 from captum_ssm.explanation._parts import Example, Span, Token
 
-_WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
-_SENTENCE = re.compile(r"\S.*?(?:[.!?…]+[\"'”’)\]]*(?=\s|$)|$|\n)", re.DOTALL)
+_WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
+_SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s|$)|$|\n)", re.DOTALL)
 
 
 def words(tokens: Sequence[Token]) -> tuple[Span, ...]:
