@@ -130,15 +130,16 @@ def explain(
         >>> explanation = explain(model, **tokenizer("w3 w4 w5", return_tensors="pt"))
     """
     module = unwrap(check_model(model))
-    if inputs is None and not callable(getattr(tokenizer, "encode", None)):
+    is_tokenizer = callable(getattr(tokenizer, "encode", None)) and not isinstance(tokenizer, str)
+    if inputs is None and not is_tokenizer:
         tokenizer, inputs = None, tokenizer
     given = {"input_ids": input_ids, "attention_mask": attention_mask}
     given |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
     named = {name: value for name, value in given.items() if value is not None}
     if (inputs is None) == (not named):
         raise TypeError(
-            "expected one input: a text with its tokenizer, token ids, a tokenizer's output or an "
-            f"image; {'none' if inputs is None else 'more than one'} was given."
+            f"{'no input' if inputs is None else 'more than one input'} was given; expected a text "
+            "with its tokenizer, token ids, a tokenizer's output, or an image."
         )
     chosen = _methods(methods)
     setup = Setup(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from captum_ssm._errors import InputError
@@ -53,18 +55,15 @@ def read(tokenizer: Any, text: str, name: str, special: bool = True) -> Reading:
     Raises:
         InputError: for a text without a token.
     """
-    offsets: list[tuple[int, int] | None] | None = None
     if getattr(tokenizer, "is_fast", False):
         encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
     else:
         ids = list(tokenizer.encode(text, add_special_tokens=special))
+        offsets = _found(text, _pieces(tokenizer, ids)) if ids else []
     if not ids:
         raise InputError(f"{name} is {text!r}, which holds no token; give at least one.")
-    names = _names(tokenizer, ids)
-    if offsets is None:
-        offsets = _found(text, _pieces(tokenizer, ids), names)
-    return _reading(text, ids, offsets, names)
+    return _reading(text, ids, offsets, _names(tokenizer, ids))
 
 
 def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> Reading:
@@ -89,14 +88,10 @@ def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> Reading:
 
 
 def between(tokenizer: Any, first: Reading, second: Reading) -> str:
-    """What a tokenizer that drops white space needs between two texts: a space, or nothing."""
-    if tokenizer is None:
-        return " "
-    for text in ("", " "):
-        joined = first.text + text + second.text
-        if list(tokenizer.encode(joined)) == first.ids + second.ids:
-            return text
-    return ""
+    """What stands between two texts where the tokenizer drops white space: a space, or nothing."""
+    joint = read_ids(tokenizer, [first.ids[-1], second.ids[0]], "the text").tokens[1]
+    spaced = first.text[-1:].isspace() or second.text[:1].isspace()
+    return " " if joint.text[:1] == " " and not spaced else ""
 
 
 def answer_text(tokenizer: Any) -> Callable[[int], str]:
@@ -128,38 +123,47 @@ def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return [decoded[-1][start:end] for start, end in zip(starts, ends, strict=True)]
 
 
-def _found(text: str, pieces: Sequence[str], names: Sequence[str]) -> list[tuple[int, int] | None]:
-    # Where the decoded pieces lie in the text; None where they do not, as of unknown words.
-    found: list[tuple[int, int] | None] = []
+def _found(text: str, pieces: Sequence[str]) -> list[tuple[int, int]]:
+    # Where the decoded pieces lie in the text. What is not there, as of unknown words, shares what
+    # lies between its neighbors.
+    found: list[tuple[int, int]] = []
+    lost: list[int] = []
     at = 0
-    for piece in pieces:
+    for i, piece in enumerate([*pieces, ""]):
         wanted = piece.strip() or piece
-        start = text.find(wanted, at) if wanted else -1
-        # Far from here it is another one of the same kind.
-        if start < 0 or text[at:start].strip():
-            found.append(None)
+        start = text.find(wanted, at) if i < len(pieces) else len(text)
+        if start < 0 or (text[at:start].strip() and not lost and i < len(pieces)):
+            lost.append(i)
+            found.append((at, at))
             continue
+        for k, part in zip(lost, _shared(text, at, start, len(lost)), strict=True):
+            found[k] = part
+        lost = []
         at = start + len(wanted)
         found.append((start, at))
-    return found
+    return found[:-1]
+
+
+def _shared(text: str, start: int, end: int, count: int) -> list[tuple[int, int]]:
+    # A part of the text for several tokens: a word each, or else as many characters each.
+    words = [match.span() for match in re.finditer(r"\S+", text[start:end])]
+    if len(words) == count:
+        return [(start + a, start + b) for a, b in words]
+    bounds = [start + (end - start) * k // max(1, count) for k in range(count + 1)]
+    return list(pairwise(bounds))
 
 
 def _reading(
-    text: str,
-    ids: Sequence[int],
-    offsets: Sequence[tuple[int, int] | None],
-    names: Sequence[str],
+    text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], names: Sequence[str]
 ) -> Reading:
-    # Every character belongs to one token: white space to the one after it, and what lies after
-    # the last token to that.
+    # Every character belongs to one token: of several that share it to the last one, white space
+    # to the one after it, and what lies after the last token to that.
     ends: list[int] = []
     at = 0
-    for i, place in enumerate(offsets):
-        if place is None:
-            later = [one[0] for one in offsets[i + 1 :] if one is not None and one[0] > at]
-            at = len(text[: min(later, default=len(text))].rstrip())
-        elif place[1] > place[0]:
-            at = max(at, place[1])
+    for i, (start, end) in enumerate(offsets):
+        if end > start:
+            later = [a for a, b in offsets[i + 1 :][:1] if b > a]
+            at = max(at, min([end, *later]))
         ends.append(at)
     if at < len(text):
         last = max((i for i, end in enumerate(ends) if end > (ends[i - 1] if i else 0)), default=-1)
