@@ -461,7 +461,7 @@ def test_other_bad_calls(model, tokenizer):
     image = torch.rand(3, 16, 16)
     with pytest.raises(TargetError, match="against is 1, the class that is explained"):
         explain(vim(), image, target=1, against=1)
-    with pytest.raises(TargetError, match="target is .cow.; expected a class"):
+    with pytest.raises(TargetError, match="target is 'cow'; expected a class"):
         explain(vim(), image, target="cow")
     with pytest.raises(ValueError, match="labels holds 1 names; the model has 3 classes"):
         explain(vim(), image, labels=["cat"])
