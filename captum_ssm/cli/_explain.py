@@ -243,8 +243,8 @@ def _figure(explanation: Explanation, units: str) -> Any:
     from captum_ssm.visualization import image_overlay, interaction_map
 
     (example,) = explanation.examples
-    title = f"{explanation.title} {', '.join(m.title for m in explanation.methods)}: "
-    title += explanation.model
+    title = ", ".join(method.title for method in explanation.methods)
+    title = f"{explanation.title} {title}: {explanation.model}"
     if example.image is not None:
         rows = {
             m.title: torch.from_numpy(explanation.relevance(m.name))[None]

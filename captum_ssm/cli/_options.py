@@ -24,7 +24,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             kinds.setdefault(_expected(option), []).append(method)
         told = "; ".join(f"{listed(names)}: {kind}" for kind, names in kinds.items())
         is_switch = all(option.types == (bool,) for option in owners.values())
-        action: dict[str, Any] = {"action": "store_const", "const": ""} if is_switch else {}
+        action: dict[str, Any] = {"metavar": name.upper()}
+        if is_switch:
+            action = {"action": "store_const", "const": ""}
         group.add_argument(_flag(name), help=told, dest=f"option_{name}", **action)
 
 
