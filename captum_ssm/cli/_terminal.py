@@ -6,11 +6,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from captum_ssm._colors import AGAINST, FOR
+from captum_ssm._colors import AGAINST, FOR, INK
 from captum_ssm.explanation import Answer, Example, Explanation, Output
 from captum_ssm.explanation._units import spans_of
 
 TOP = 10
+FAINTEST = 1 / 50  # of the strongest relevance: what is less has no color
 
 
 def show(explanation: Explanation, units: str = "token") -> None:
@@ -115,7 +116,8 @@ def _in_color(row: np.ndarray, texts: list[str]) -> Text:
         lead = text[: len(text) - len(text.lstrip())]
         shown = "\n".join(visible(line) if line else line for line in text.lstrip().split("\n"))
         found.append(lead if lead.isprintable() or set(lead) <= {" ", "\n"} else " ")
-        found.append(shown, style=f"#1b1c1e on {_color(value / largest)}")
+        share = value / largest
+        found.append(shown, style=f"{INK} on {_color(share)}" if abs(share) > FAINTEST else "")
     strongest = int(abs(row).argmax())
     found.append("\n")
     for ramp, name in ((AGAINST[:0:-1], " against "), (FOR, " for")):
