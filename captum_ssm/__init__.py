@@ -1,35 +1,54 @@
-"""captum_ssm: attribution for state-space models and gated linear RNNs, as a Captum plugin."""
+"""captum_ssm: attribution for state-space models and gated linear RNNs, as a Captum plugin.
 
-from captum_ssm import metrics as metrics
-from captum_ssm import visualization as visualization
-from captum_ssm._cost import Estimate, estimate
-from captum_ssm._errors import (
-    InputError,
-    ReconstructionError,
-    TargetError,
-    UnsupportedModelError,
-)
-from captum_ssm._hidden_attention import hidden_attention, token_grids
-from captum_ssm._memory import MemoryLimitError
-from captum_ssm._receptive_field import Area, ReceptiveField, effective_receptive_field
-from captum_ssm._supported import MixerSupport, Support, supported
-from captum_ssm.attr import (
-    LaTIM,
-    MambaAttribution,
-    MambaLRP,
-    MambaRollout,
-    RawAttention,
-    UnifiedImplicitAttention,
-)
-from captum_ssm.generation import SSMLLMAttribution
-from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
-from captum_ssm.scans import register_scan
+Names are imported when they are first used: a saved explanation opens without PyTorch.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from captum_ssm import attr as attr
+    from captum_ssm import explanation as explanation
+    from captum_ssm import generation as generation
+    from captum_ssm import kernels as kernels
+    from captum_ssm import metrics as metrics
+    from captum_ssm import mixers as mixers
+    from captum_ssm import models as models
+    from captum_ssm import operators as operators
+    from captum_ssm import scans as scans
+    from captum_ssm import visualization as visualization
+    from captum_ssm._cost import Estimate, estimate
+    from captum_ssm._errors import (
+        InputError,
+        ReconstructionError,
+        TargetError,
+        UnsupportedModelError,
+    )
+    from captum_ssm._explain import explain
+    from captum_ssm._hidden_attention import hidden_attention, token_grids
+    from captum_ssm._memory import MemoryLimitError
+    from captum_ssm._receptive_field import Area, ReceptiveField, effective_receptive_field
+    from captum_ssm._supported import MixerSupport, Support, supported
+    from captum_ssm.attr import (
+        LaTIM,
+        MambaAttribution,
+        MambaLRP,
+        MambaRollout,
+        RawAttention,
+        UnifiedImplicitAttention,
+    )
+    from captum_ssm.explanation import Explanation
+    from captum_ssm.generation import SSMLLMAttribution
+    from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
+    from captum_ssm.scans import register_scan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Area",
     "Estimate",
+    "Explanation",
     "FrozenMixer",
     "InputError",
     "LaTIM",
@@ -49,9 +68,44 @@ __all__ = [
     "UnsupportedModelError",
     "effective_receptive_field",
     "estimate",
+    "explain",
     "hidden_attention",
     "register_mixer",
     "register_scan",
     "supported",
     "token_grids",
 ]
+
+# The module of each name; those of the attribution methods are in attr.
+_MODULES = {
+    **dict.fromkeys(("Estimate", "estimate"), "_cost"),
+    **dict.fromkeys(("InputError", "ReconstructionError"), "_errors"),
+    **dict.fromkeys(("TargetError", "UnsupportedModelError"), "_errors"),
+    **dict.fromkeys(("hidden_attention", "token_grids"), "_hidden_attention"),
+    **dict.fromkeys(("Area", "ReceptiveField", "effective_receptive_field"), "_receptive_field"),
+    **dict.fromkeys(("MixerSupport", "Support", "supported"), "_supported"),
+    **dict.fromkeys(("FrozenMixer", "MixerCall", "register_mixer"), "mixers"),
+    "Explanation": "explanation",
+    "MemoryLimitError": "_memory",
+    "SSMLLMAttribution": "generation",
+    "explain": "_explain",
+    "register_scan": "scans",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        value = getattr(import_module(f"captum_ssm.{_MODULES.get(name, 'attr')}"), name)
+        globals()[name] = value
+        return value
+    module = f"captum_ssm.{name}"
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+    raise AttributeError(f"module 'captum_ssm' has no attribute {name!r}", name=name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *(module.name for module in iter_modules(__path__))})

@@ -1,6 +1,6 @@
-"""``python -m captum_ssm``: see :mod:`captum_ssm._cli`."""
+"""``python -m captum_ssm``: see :mod:`captum_ssm.cli`."""
 
-from captum_ssm._cli import main
+from captum_ssm.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from captum.attr import InterpretableInput, LLMAttributionResult, LLMGradientAttribution
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm._capture import is_model, resolve_model, unwrap
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.request import as_ids
 from captum_ssm._errors import InputError
 from captum_ssm._integers import as_index
+from captum_ssm._rows import Ask, rows
 from captum_ssm._vocabulary import require_known, unknown_in_prompt
 from captum_ssm.attr import TokenAttribution
 
@@ -229,22 +230,8 @@ def continuation_relevance(
     if attr_target == "log_prob":
         method = _of_log_probabilities(method)
     ids = torch.cat([prompt, continuation[None, :-1].to(prompt)], 1)
-    L = ids.shape[1]
-    pairs = list(enumerate(continuation.tolist(), prompt.shape[1] - 1))
-    rows = []
-    if method.reads_whole_maps(**options):
-        # A row must not see later tokens.
-        for i, token in pairs:
-            row = method.attribute(ids[:, : i + 1], target=token, **options)
-            rows.append(nn.functional.pad(row, (0, L - 1 - i)))
-    elif not method.needs_target(**options):
-        frozen = method.freeze_once(ids)
-        rows = [frozen.attribute(ids, position=i, **options) for i, _ in pairs]
-    else:
-        for start in range(0, len(pairs), step):
-            part = pairs[start : start + step]
-            rows.append(method.attribute(ids.expand(len(part), -1), target=part, **options))
-    return torch.cat(rows)
+    asks = [Ask(i, token) for i, token in enumerate(continuation.tolist(), prompt.shape[1] - 1)]
+    return rows(method, ids, asks, step=step, **options)[0]
 
 
 def _of_log_probabilities(method: TokenAttribution) -> TokenAttribution:

@@ -16,8 +16,7 @@ import matplotlib
 import nbformat
 import pytest
 import torch
-from models import ids, tiny
-from test_generation import WORDS
+from models import VOCABULARY, ids, tiny, word_tokenizer
 from typing_extensions import is_typeddict
 
 import captum_ssm
@@ -33,6 +32,7 @@ NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 MODULES = (
     "captum_ssm",
     "captum_ssm.attr",
+    "captum_ssm.explanation",
     "captum_ssm.generation",
     "captum_ssm.metrics",
     "captum_ssm.mixers",
@@ -98,7 +98,7 @@ def namespace(folder: Path):
         "model": tiny(),
         "nn": torch.nn,
         "token": 5,
-        "tokenizer": WORDS,
+        "tokenizer": word_tokenizer({f"w{i}": i for i in range(VOCABULARY)}),
         "tokens": [f"w{i}" for i in ids(1, 7)[0].tolist()],
         "torch": torch,
     }

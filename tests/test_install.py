@@ -46,9 +46,10 @@ def imports(node: ast.AST, later: bool = False) -> Iterator[tuple[str, bool]]:
         elif isinstance(child, ast.ImportFrom):
             names = [] if child.level else [child.module]
         else:
-            # Within a function, and where its absence is dealt with.
+            # Within a function, for type checkers, and where its absence is dealt with.
             optional = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Try)
-            yield from imports(child, later or isinstance(child, optional))
+            typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            yield from imports(child, later or typing or isinstance(child, optional))
             continue
         for name in names:
             top = name.partition(".")[0]
@@ -73,7 +74,9 @@ def test_what_is_imported_is_installed_with_the_package():
     assert at_once <= required, {name: found[name] for name in at_once - required}
     assert required <= set(found)  # and nothing is installed for nothing
     # What only some functions import may be left to an extra, one that users are told of.
-    extras = [declared("options.extras_require", name) for name in ("distributed", "metrics")]
+    extras = [
+        declared("options.extras_require", name) for name in ("distributed", "metrics", "tables")
+    ]
     missing = set(found) - required - set().union(*extras)
     assert not missing, {name: found[name] for name in missing}
 
@@ -87,6 +90,8 @@ def test_imports_are_told_apart():
     ]
     code = "import os, captum_ssm.kernels\nfrom . import x\ndef f():\n if f: import tqdm.auto"
     assert list(imports(ast.parse(code))) == [("tqdm", True)]
+    code = "if TYPE_CHECKING: import pandas\nif x: import numpy"
+    assert list(imports(ast.parse(code))) == [("pandas", True), ("numpy", False)]
 
 
 def run(*command: object, cwd: Path, **variables: str) -> str:

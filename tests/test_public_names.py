@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pickle
 import subprocess
 import sys
 from collections import OrderedDict
@@ -37,7 +38,7 @@ NAMES = (
     *("Estimate", "estimate", "FrozenMixer", "MixerCall", "register_mixer", "register_scan"),
     *("InputError", "MemoryLimitError", "ReconstructionError", "TargetError"),
     *("UnsupportedModelError", "supported", "Support", "MixerSupport", "token_grids"),
-    *("Area", "ReceptiveField", "effective_receptive_field"),
+    *("Area", "ReceptiveField", "effective_receptive_field", "Explanation", "explain"),
 )
 
 
@@ -45,6 +46,23 @@ def test_the_public_names():
     assert list(captum_ssm.__all__) == sorted(NAMES)
     for name in NAMES:
         assert getattr(captum_ssm, name) is not None
+
+
+def test_names_are_imported_when_they_are_used_and_no_others():
+    assert {*NAMES, "attr", "kernels", "visualization"} <= set(dir(captum_ssm))
+    assert captum_ssm.metrics is sys.modules["captum_ssm.metrics"]
+    with pytest.raises(AttributeError, match="module 'captum_ssm' has no attribute 'nothing'"):
+        captum_ssm.nothing  # noqa: B018
+    # Type checkers read the names that are imported for them.
+    tree = ast.parse(Path(captum_ssm.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname or alias.name for node in imports for alias in node.names}
+    assert set(NAMES) <= names
+    for name in NAMES:
+        module, _, own = captum_ssm.__getattr__(name).__module__.rpartition(".")
+        assert f"{module}.{own}".startswith("captum_ssm.")
+    assert pickle.loads(pickle.dumps(MambaRollout)) is MambaRollout
 
 
 def test_the_version_is_the_installed_one():
@@ -82,7 +100,7 @@ def test_one_import_brings_every_module_and_nothing_heavy():
 
 # From the bottom up: a module imports what stands before it, and nothing after it.
 ORDER = (
-    *("_errors", "_integers", "_nested", "_progress", "_memory", "_devices", "_captum"),
+    *("_colors", "_errors", "_integers", "_nested", "_progress", "_memory", "_devices", "_captum"),
     *(
         "_vocabulary",
         "_graph",
@@ -109,7 +127,7 @@ ORDER = (
         "_capture.frozen",
         "_capture",
     ),
-    *("attr", "_hidden_attention", "generation", "metrics"),
+    *("attr", "_rows", "_hidden_attention", "generation", "metrics"),
     *("_receptive_field", "visualization"),
 )
 

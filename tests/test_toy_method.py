@@ -12,8 +12,8 @@ from models import ids, tiny
 from test_generation import WORDS
 
 from captum_ssm import SSMLLMAttribution, estimate
-from captum_ssm._cli import main
 from captum_ssm.attr import TokenAttribution, methods
+from captum_ssm.cli import main
 
 COPYING = str(Path(__file__).parents[1] / "tutorials" / "models" / "copying-mamba")
 
@@ -71,7 +71,7 @@ def toy():
 
 
 def test_it_is_on_the_command_line(toy, capsys):
-    given = ["explain", "--model", COPYING, "--ids", "3,4,5", "--method", "distance-decay"]
+    given = ["explain", "--model", COPYING, "--ids", "3,4,5", "--methods", "distance-decay"]
     assert main([*given, "--shape", "step", "--falloff", "0.25"]) == 0
     said = capsys.readouterr().out
     rows = [line.split() for line in said.splitlines() if line.startswith("     ")]
@@ -79,7 +79,7 @@ def test_it_is_on_the_command_line(toy, capsys):
     assert main([*given, "--falloff", "2"]) == 1
     assert "falloff is 2.0; expected a number in (0, 1)" in capsys.readouterr().err
     assert main([*given[:-1], "latim", "--falloff", "0.5"]) == 1
-    assert "--method is latim; expected distance-decay" in capsys.readouterr().err
+    assert "--methods is latim; expected distance-decay" in capsys.readouterr().err
     with suppress(SystemExit):  # pytest.raises would keep the frames, and the class in them
         main(["explain", "--help"])
     said = " ".join(capsys.readouterr().out.split())

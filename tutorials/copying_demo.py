@@ -2,7 +2,8 @@
 
 The model is a small Mamba trained to copy strings (tutorials/models/copying-mamba), so the right
 explanation is known: the source token that is copied. The script prints the source token each
-method points to, and writes two pictures, `copying.png` and `copying.html`.
+method points to, and writes two pictures and a page, `copying.html`, where every method can be
+looked at token by token.
 
     python tutorials/copying_demo.py --output out
 """
@@ -17,10 +18,11 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 import captum_ssm
-from captum_ssm.visualization import interaction_map, layer_overview, text_html, text_record
+from captum_ssm.visualization import interaction_map, layer_overview
 
 HERE = Path(__file__).resolve().parent
 # By the table of the README.
@@ -28,11 +30,18 @@ BEST = "mamba-lrp"
 SYMBOLS = [*string.ascii_lowercase, "<SEP>"]
 
 
-def methods(model: Any) -> dict[str, Any]:
+def methods() -> dict[str, dict[str, Any]]:
     """Every method, with the options used here: first the one that finds most copied tokens."""
     options = {"latim": {"activation": "gate"}}
-    found = sorted(captum_ssm.attr.methods().items(), key=lambda item: item[0] != BEST)
-    return {cls.__name__: (cls(model), options.get(name, {})) for name, cls in found}
+    names = sorted(captum_ssm.attr.methods(), key=lambda name: name != BEST)
+    return {name: options.get(name, {}) for name in names}
+
+
+def letters() -> Any:
+    """A tokenizer of letters between spaces: the model came without one."""
+    backend = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def main() -> None:
@@ -66,22 +75,12 @@ def main() -> None:
     )
 
     rows: dict[str, Tensor] = {}
-    records = []
-    for name, (method, options) in methods(model).items():
+    for name, options in methods().items():
+        method = captum_ssm.attr.methods()[name](model)
         relevance = method.attribute(ids, target=target, **options)[0]
-        rows[name] = relevance
+        rows[type(method).__name__] = relevance
         best = int(relevance[:n].argmax())
-        print(f"{name:26s} points to source token {best:2d} {tokens[best]!r}")
-        records.append(
-            text_record(
-                relevance,
-                tokens,
-                predicted=SYMBOLS[target],
-                probability=float(probabilities[target]),
-                true=args.string[args.copied],
-                target=name,
-            )
-        )
+        print(f"{type(method).__name__:26s} points to source token {best:2d} {tokens[best]!r}")
 
     args.output.mkdir(parents=True, exist_ok=True)
     # Every step of the copy, one row each: the step's own position and the token it predicts.
@@ -100,11 +99,20 @@ def main() -> None:
     layer_overview(
         overview, tokens[:n], title=f"Why {SYMBOLS[target]!r}? The source string, by every method"
     ).savefig(args.output / "methods.png", dpi=130)
-    page = text_html(records, title=f"Why {SYMBOLS[target]!r}?")
-    (args.output / "copying.html").write_text(page, encoding="utf-8")
-    print(
-        f"\nwrote {args.output}/copying.png, {args.output}/methods.png, {args.output}/copying.html"
+    # The rest of the copy, by every method: a page that is opened in a browser.
+    explanation = captum_ssm.explain(
+        model,
+        letters(),
+        " ".join(tokens),
+        target=" ".join(args.string[args.copied :]),
+        methods=methods(),
+        maps=True,
+        lens=True,
+        title="A small Mamba copies a string: what does it read?",
     )
+    explanation.to_html(args.output / "copying.html")
+    print(f"\nwrote {args.output}/copying.png and {args.output}/methods.png")
+    print(f"open the page: {(args.output / 'copying.html').resolve()}")
 
 
 if __name__ == "__main__":

@@ -1,186 +1,49 @@
-"""What an explanation holds: plain data, for people to keep. Nothing here needs PyTorch."""
+"""The explanation: what people keep, open again, compare and show. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-FORMAT = "captum_ssm.explanation/1"
+from captum_ssm.explanation import _file, _tables
+from captum_ssm.explanation._compare import difference, joined
+from captum_ssm.explanation._parts import Example, Method, Output
+from captum_ssm.explanation._summary import Summary, summary
+from captum_ssm.explanation._units import spans_of, summed
 
-
-@dataclass(frozen=True)
-class Token:
-    """A token of a text, with the part of the text that it stands for.
-
-    Args:
-        text (str): its part of the text as typed, with the white space before it: the texts of
-            all tokens join to the whole text. A special token has its own name, such as ``<s>``.
-        id (int): in the model's vocabulary.
-        start, end (int): where ``text`` lies in the example's text. Equal for special tokens.
-    """
-
-    text: str
-    id: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Span:
-    """Neighboring tokens whose relevance is summed: a word, a sentence, or a named part.
-
-    Args:
-        name (str): of a part that was named, or ``""``.
-        first, end (int): tokens ``first .. end - 1``.
-    """
-
-    name: str
-    first: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model may put out at one place, and how likely it is there.
-
-    Args:
-        text (str): the token's text, or the class's label.
-        id (int): in the model's vocabulary, or the class.
-        probability, logit (float): by the model's softmax, and before it.
-        rank (int): among all answers, from 1 on.
-        row (int, optional): the row of relevance that explains it, if it is explained.
-            Default: None
-    """
-
-    text: str
-    id: int
-    probability: float
-    logit: float
-    rank: int
-    row: int | None = None
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """An answer explained against another: the score of one less that of the other.
-
-    Args:
-        answer, against (int): indices among the output's answers.
-        row (int): the row of relevance that explains the difference.
-    """
-
-    answer: int
-    against: int
-    row: int
-
-
-@dataclass(frozen=True)
-class Output:
-    """One place at which the model puts something out.
-
-    Args:
-        position (int, optional): the token at which it is read; the answer follows it. None for
-            an image.
-        answers (tuple of Answer): the likeliest and the explained ones, by rank.
-        chosen (int): the index of the answer that is explained first: the one in the text, or the
-            target.
-        contrasts (tuple of Contrast, optional): Default: ``()``
-        lens (tuple of tuple of Answer, optional): the likeliest answers after each layer, by the
-            model's own final norm and head (the logit lens). Default: ``()``
-    """
-
-    position: int | None
-    answers: tuple[Answer, ...]
-    chosen: int
-    contrasts: tuple[Contrast, ...] = ()
-    lens: tuple[tuple[Answer, ...], ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Maps:
-    """One map per layer: which token reads how much of which.
-
-    Args:
-        name (str): what is drawn, such as "hidden attention".
-        unit (str): of a value, such as "mean over channels".
-        layers (dict): by the layer's name, ``(L, L)``, rows are queries.
-    """
-
-    name: str
-    unit: str
-    layers: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, eq=False)
-class Example:
-    """A text or an image, what the model makes of it, and the relevance of its parts.
-
-    Args:
-        name (str): for lists of several examples.
-        outputs (tuple of Output): in the text's order; an image has one.
-        relevance (dict): by the name of the method, ``(R, L)`` float32, one row for each answer
-            and contrast that is explained; for an image ``(R, H, W)``.
-        deltas (dict): by the name of the method, ``(R,)``: the score less the relevance's sum, of
-            methods that add up; other methods are left out.
-        tokens (tuple of Token): L of them: the prompt, then the continuation. Empty for an image.
-        prompt (int): how many of the tokens are the prompt's.
-        units (dict): by name (``"word"``, ``"sentence"``, or ``"span"`` for named parts), spans
-            that cover all tokens in order.
-        image (numpy.ndarray, optional): ``(H, W, 3)``, 8 bits. Default: None
-        grid (tuple, optional): rows and columns of the image's patches. Default: None
-        maps (tuple of Maps, optional): Default: ``()``
-    """
-
-    name: str
-    outputs: tuple[Output, ...]
-    relevance: Mapping[str, np.ndarray]
-    deltas: Mapping[str, np.ndarray]
-    tokens: tuple[Token, ...] = ()
-    prompt: int = 0
-    units: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
-    image: np.ndarray | None = None
-    grid: tuple[int, int] | None = None
-    maps: tuple[Maps, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The whole text, special tokens left out."""
-        return "".join(token.text for token in self.tokens if token.end > token.start)
-
-
-@dataclass(frozen=True)
-class Method:
-    """How relevance was computed.
-
-    Args:
-        name (str): as :func:`captum_ssm.attr.methods` names it, such as ``"mamba-lrp"``.
-        title (str): for people, such as ``"MambaLRP"``.
-        note (str): one line on what it computes.
-        adds_up (bool): whether its relevance sums to the score.
-        options (dict): those it was given.
-    """
-
-    name: str
-    title: str
-    note: str
-    adds_up: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
     """Examples explained by one or several methods, and all that made them.
 
+    It is plain data: tokens, predictions and NumPy arrays. :func:`captum_ssm.explain` makes one;
+    it is opened again (:meth:`load`) without the model and without PyTorch.
+
     Args:
         title (str): a heading.
         model (str): the model's name.
         methods (tuple of Method): in the order in which they are offered.
         examples (tuple of Example): one or more.
-        settings (dict): what :func:`captum_ssm.explain` was asked for.
-        versions (dict): of the packages that computed it.
+        settings (dict, optional): what :func:`captum_ssm.explain` was asked for.
+            Default: ``{}``
+        versions (dict, optional): of the packages that computed it. Default: ``{}``
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4 w5", target="w6")
+        >>> explanation.relevance().shape
+        (4,)
+        >>> explanation.save(folder / "why.json")
+        >>> again = Explanation.load(folder / "why.json")
+        >>> again.examples[0].text
+        'w3 w4 w5 w6'
     """
 
     title: str
@@ -189,3 +52,233 @@ class Explanation:
     examples: tuple[Example, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __iter__(self) -> Iterator[Explanation]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> Explanation:
+        found = self.examples[index]
+        return replace(self, examples=found if isinstance(found, tuple) else (found,))
+
+    def __add__(self, other: Explanation) -> Explanation:
+        if not isinstance(other, Explanation):
+            return NotImplemented
+        return joined(self, other)
+
+    def relevance(
+        self,
+        method: str | None = None,
+        output: int = 0,
+        answer: str | int | None = None,
+        against: str | int | None = None,
+        example: int = 0,
+        units: str = "token",
+    ) -> np.ndarray:
+        """One row of relevance.
+
+        Args:
+            method (str, optional): its name; None for the first. Default: None
+            output (int, optional): which of the example's outputs, negative from the end.
+                Default: 0
+            answer (str or int, optional): what is explained there, by its text or id; None for
+                the token of the text, or the target. Default: None
+            against (str or int, optional): another answer: the relevance of the difference
+                between the two scores. Computed from the difference where it was explained as
+                such, else the difference of the two rows. Default: None
+            example (int, optional): negative from the end. Default: 0
+            units (str, optional): ``"token"``, or units of the example (``"word"``,
+                ``"sentence"``, ``"span"``), over which relevance is summed. Default: ``"token"``
+
+        Returns:
+            numpy.ndarray: ``(L,)``, or one number per unit; ``(H, W)`` for an image.
+
+        Raises:
+            ValueError: for a method, output, answer, example or units that it does not hold; the
+                message lists those that it does.
+
+        Examples::
+
+            >>> explanation = explain(model, tokenizer, "w3 w4 w5", target="w6", against="w7")
+            >>> explanation.relevance("mamba-lrp", against="w7", units="word").shape
+            (4,)
+        """
+        names = [one.name for one in self.methods]
+        name = names[0] if method is None else method
+        if name not in names:
+            raise ValueError(f"method is {method!r}; expected {' or '.join(names)}.")
+        shown = _item(self.examples, example, "example")
+        rows = shown.relevance[name]
+        plus, minus = _rows(_item(shown.outputs, output, "output"), answer, against)
+        found = rows[plus] if minus is None else rows[plus] - rows[minus]
+        return summed(found, spans_of(shown, units))
+
+    def save(self, path: str | Path) -> None:
+        """Write it to ``path``, JSON; maps, if any, to a file in safetensors' format next to it.
+
+        The same explanation is always the same bytes, and numbers come back exactly.
+
+        Args:
+            path (str or Path): ends in ``.json``; maps are written to the same name with
+                ``.safetensors``.
+
+        Raises:
+            ValueError: for another ending, or numbers that are not finite.
+            OSError: where it cannot be written.
+        """
+        _file.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Explanation:
+        """Open what :meth:`save` wrote; needs neither the model nor PyTorch.
+
+        Args:
+            path (str or Path): the ``.json`` file; that of its maps has to lie next to it.
+
+        Raises:
+            ValueError: for a file that is no explanation, or one of another version.
+            OSError: where a file is missing.
+        """
+        return cls(**_file.load(path))
+
+    def to_pandas(self, units: str = "token") -> pandas.DataFrame:
+        """A table with one row per example, method, output, answer and unit.
+
+        Its columns are ``example``, ``method``, ``output`` (the token at which the answer is
+        read), ``answer``, ``against`` (of a contrast, else empty), ``unit``, ``position`` (of the
+        unit's first token), ``text``, ``value`` and ``share`` (of the row's total magnitude).
+
+        Args:
+            units (str, optional): as for :meth:`relevance`. Default: ``"token"``
+
+        Raises:
+            ImportError: without pandas.
+            ValueError: for images, whose relevance is :meth:`relevance`, and for unknown units.
+        """
+        return _tables.to_pandas(self, units)
+
+    def to_captum(self) -> list[Any]:
+        """Captum's records of texts, one per example, method, output and explained answer.
+
+        Returns:
+            list of captum.attr.visualization.VisualizationDataRecord: for Captum's
+            ``visualize_text`` and :func:`captum_ssm.visualization.text_html`.
+
+        Raises:
+            ValueError: for images.
+        """
+        return _tables.to_captum(self)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The interactive page: one self-contained file that needs no network.
+
+        Args:
+            path (str or Path, optional): where it is written as well. Default: None
+
+        Returns:
+            str: the page.
+
+        Raises:
+            OSError: where it cannot be written.
+        """
+        from captum_ssm.page import page_html
+
+        page = page_html(self)
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8", newline="\n")
+        return page
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        # What notebooks show.
+        from captum_ssm.page import widget
+
+        return widget(self)._repr_mimebundle_(**kwargs)
+
+    def mean(self) -> Summary:
+        """What all examples have in common: which tokens, and which distances, matter.
+
+        Returns:
+            Summary: means over the rows of what is explained first at each output.
+
+        Raises:
+            ValueError: for images.
+
+        Examples::
+
+            >>> both = explain(model, tokenizer, ["w3 w4 w5", "w4 w6"])
+            >>> [entry.key for entry in both.mean().by_distance]
+            [0, 1, 2]
+        """
+        return summary(self)
+
+    def difference(self, other: Explanation) -> Explanation:
+        """This explanation less another one of the same texts or images by the same methods.
+
+        For two models, or two sets of options: every row is the difference of the rows that
+        explain the same answer at the same token.
+
+        Args:
+            other (Explanation): what is taken away.
+
+        Returns:
+            Explanation: with the predictions of this one, and without answers that only one of
+            the two explains.
+
+        Raises:
+            ValueError: where examples, methods or explained answers are not the same.
+
+        Examples::
+
+            >>> first = explain(model, tokenizer, "w3 w4 w5", target="w6")
+            >>> float(abs(first.difference(first).relevance()).max())
+            0.0
+        """
+        return difference(self, other)
+
+
+def _item(items: tuple[Any, ...], index: int, what: str) -> Any:
+    if not -len(items) <= index < len(items):
+        raise ValueError(
+            f"{what} is {index}; expected 0 .. {len(items) - 1} (or -{len(items)} .. -1 from the "
+            "end)."
+        )
+    return items[index]
+
+
+def _rows(
+    output: Output, answer: str | int | None, against: str | int | None
+) -> tuple[int, int | None]:
+    plus = output.chosen if answer is None else _answer(output, answer, "answer")
+    minus = None if against is None else _answer(output, against, "against")
+    for contrast in output.contrasts:
+        if (contrast.answer, contrast.against) == (plus, minus):
+            return contrast.row, None
+    if plus == minus:
+        raise ValueError(f"against is {against!r}, the answer itself; choose another answer.")
+    rows = [None if i is None else _row(output, i) for i in (plus, minus)]
+    assert rows[0] is not None
+    return rows[0], rows[1]
+
+
+def _row(output: Output, index: int) -> int:
+    found = output.answers[index]
+    if found.row is None:
+        raise ValueError(
+            f"the answer {found.text!r} was not explained; expected {_explained(output)}. "
+            "explain(..., against=...) or alternatives= explains more of them."
+        )
+    return found.row
+
+
+def _answer(output: Output, wanted: str | int, name: str) -> int:
+    for key in (lambda text: text, str.strip):
+        for i, one in enumerate(output.answers):
+            if wanted == one.id or (isinstance(wanted, str) and key(one.text) == key(wanted)):
+                return i
+    raise ValueError(f"{name} is {wanted!r}; expected {_explained(output)}.")
+
+
+def _explained(output: Output) -> str:
+    return " or ".join(repr(one.text) for one in output.answers if one.row is not None)

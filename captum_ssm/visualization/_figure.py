@@ -12,11 +12,8 @@ from matplotlib import font_manager
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
+from captum_ssm._colors import FAINT, INK, LINE, SOFT
 from captum_ssm.visualization._palette import (
-    FAINT,
-    INK,
-    LINE,
-    SOFT,
     Colors,
     relevance_colors,
     signed,

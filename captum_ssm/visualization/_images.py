@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from captum_ssm._colors import AGAINST, FOR, INK
 from captum_ssm.visualization._figure import (
     NORMAL,
     color_bar,
@@ -19,9 +20,6 @@ from captum_ssm.visualization._figure import (
     printable,
 )
 from captum_ssm.visualization._palette import (
-    AGAINST,
-    FOR,
-    INK,
     Colors,
     array,
     colors_of,

@@ -10,13 +10,7 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
 from torch import Tensor
 
-# Ramps from zero to the strongest value. Orange and blue stay apart in every common form of color
-# blindness, and lightness tells the magnitude where no color is seen.
-FOR = ("#ffffff", "#fde3c6", "#fabd7d", "#ea8630", "#b9540b")
-AGAINST = ("#ffffff", "#d9e8f4", "#9ec8e6", "#5299cd", "#1f66a8")
-PAPER, INK, SOFT, FAINT, LINE, SUNKEN = (
-    *("#ffffff", "#1b1c1e", "#6a6b6f", "#b4b4b3", "#e3e2dd", "#f4f4f1"),
-)
+from captum_ssm._colors import AGAINST, FOR
 
 _RAMPS = {"both": (*AGAINST[:0:-1], *FOR), "for": FOR, "against": AGAINST[::-1]}
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from captum_ssm._colors import FAINT, INK, PAPER, SOFT, SUNKEN
 from captum_ssm.visualization._figure import (
     NORMAL,
     SMALL,
@@ -22,11 +23,6 @@ from captum_ssm.visualization._figure import (
     sparse_labels,
 )
 from captum_ssm.visualization._palette import (
-    FAINT,
-    INK,
-    PAPER,
-    SOFT,
-    SUNKEN,
     Colors,
     colors_of,
     finite,

@@ -13,11 +13,8 @@ from captum.attr import visualization as captum_visualization
 from matplotlib.colors import to_hex, to_rgb
 from torch import Tensor
 
+from captum_ssm._colors import INK, LINE, PAPER, SOFT
 from captum_ssm.visualization._palette import (
-    INK,
-    LINE,
-    PAPER,
-    SOFT,
     array,
     colors_of,
     finite,

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from captum_ssm._colors import AGAINST, FAINT, FOR, INK, PAPER, SOFT
 from captum_ssm.visualization._figure import (
     NORMAL,
     SMALL,
@@ -20,12 +21,6 @@ from captum_ssm.visualization._figure import (
 )
 from captum_ssm.visualization._images import as_pictures, draw_on_picture
 from captum_ssm.visualization._palette import (
-    AGAINST,
-    FAINT,
-    FOR,
-    INK,
-    PAPER,
-    SOFT,
     array,
     color_limit,
     colors_of,

@@ -1,0 +1,166 @@
+"""The answers at one output, which of them are explained, and by which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from captum_ssm._memory import memory_limit as limit_memory
+from captum_ssm._memory import require
+from captum_ssm._rows import Ask, rows
+from captum_ssm.attr import TokenAttribution
+from captum_ssm.explanation import Answer, Contrast, Output
+
+TOP = 5  # the likeliest answers, which are kept at each output
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is the same for all examples.
+
+    Args:
+        model (nn.Module): what is explained.
+        methods (dict): by name, each made with the model.
+        options (dict): by name, of their ``attribute``.
+        alternatives (int): how many other answers are explained.
+        maps (tuple of str): which maps are kept.
+        layers (optional): of the maps, as ``hidden_attention`` takes them.
+        lens (bool): whether answers after each layer are kept.
+        memory_limit (int, optional): bytes.
+        show_progress (bool): with progress bars, for what takes more than three seconds.
+        notes (list of str): what could not be done.
+    """
+
+    model: Any
+    methods: Mapping[str, TokenAttribution]
+    options: Mapping[str, dict[str, Any]]
+    alternatives: int = 0
+    maps: tuple[str, ...] = ()
+    layers: Any = None
+    lens: bool = False
+    memory_limit: int | None = None
+    show_progress: bool = True
+    notes: list[str] = field(default_factory=list)
+
+
+class Asked:
+    """The outputs of one example, and the rows that explain them, in order.
+
+    Args:
+        setup (Setup): what is the same for all examples.
+        text_of (Callable): an answer's text, by its id.
+    """
+
+    def __init__(self, setup: Setup, text_of: Callable[[int], str]) -> None:
+        self.setup, self.text_of = setup, text_of
+        self.asks: list[Ask] = []
+        self.outputs: list[Output] = []
+
+    def add(
+        self,
+        logits: Tensor,
+        position: int | None = None,
+        chosen: int | None = None,
+        against: int | None = None,
+        lens: Sequence[Tensor] = (),
+        typed: str | None = None,
+    ) -> None:
+        """One output: its likeliest answers, and those that are explained.
+
+        Args:
+            logits (Tensor): ``(V,)``.
+            position (int, optional): the token at which it is read. Default: None
+            chosen (int, optional): what is explained first; None for the likeliest answer.
+                Default: None
+            against (int, optional): another answer, in contrast to it. Default: None
+            lens (sequence of Tensor, optional): the logits after each layer. Default: ``()``
+            typed (str, optional): the text of the chosen answer, where its token does not tell.
+                Default: None
+        """
+        count = min(len(logits), 1 + max(TOP, self.setup.alternatives + 1))
+        likely = logits.topk(count).indices.tolist()
+        first = likely[0] if chosen is None else chosen
+        others = [one for one in likely if one not in (first, against)]
+        explained = [first, *([] if against is None else [against])]
+        explained += others[: self.setup.alternatives]
+        rows = {one: len(self.asks) + k for k, one in enumerate(explained)}
+        self.asks += [Ask(position, one) for one in explained]
+        shown = dict.fromkeys([*likely[:TOP], *explained])
+        answers = _answers(logits, list(shown), self.text_of, rows, {first: typed})
+        place = {answer.id: i for i, answer in enumerate(answers)}
+        contrasts = []
+        if against is not None:
+            contrasts = [Contrast(place[first], place[against], len(self.asks))]
+            self.asks.append(Ask(position, first, against))
+        layers = (_answers(one, one.topk(TOP).indices.tolist(), self.text_of) for one in lens)
+        self.outputs.append(
+            Output(position, answers, place[first], tuple(contrasts), tuple(layers))
+        )
+
+    def require_memory(self, entries: int) -> None:
+        """Raise where the rows do not fit the memory limit.
+
+        Raises:
+            MemoryLimitError: says what would fit.
+        """
+        R, M = len(self.asks), len(self.setup.methods)
+        with limit_memory(self.setup.memory_limit):
+            require(
+                4 * R * M * entries,
+                f"an explanation of {R} rows of {entries} numbers by {M} method(s)",
+                [
+                    ("alternatives=0", 4 * len(self.outputs) * M * entries),
+                    ("one method", 4 * R * entries),
+                    ("one output", 4 * M * entries),
+                ],
+            )
+
+    def explained(
+        self, inputs: Tensor, shaped: Callable[[Tensor], Tensor]
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Relevance and deltas, by method.
+
+        Args:
+            inputs (Tensor): of one example, ``(1, ...)``.
+            shaped (Callable): from rows in the shape of the input to those that are kept.
+        """
+        relevance, deltas = {}, {}
+        for name, method in self.setup.methods.items():
+            what = name if self.setup.show_progress else ""
+            options = self.setup.options[name]
+            found, left = rows(method, inputs, self.asks, what=what, **options)
+            relevance[name] = kept(shaped(found))
+            if left is not None:
+                deltas[name] = kept(left)
+        return relevance, deltas
+
+
+def kept(values: Tensor) -> np.ndarray:
+    """A tensor as what is kept of it."""
+    return np.ascontiguousarray(values.detach().float().cpu().numpy())
+
+
+def _answers(
+    logits: Tensor,
+    ids: list[int],
+    text_of: Callable[[int], str],
+    rows: Mapping[int, int] | None = None,
+    typed: Mapping[int, str | None] | None = None,
+) -> tuple[Answer, ...]:
+    logits = logits.double()
+    chosen = logits[ids]
+    probabilities = (chosen - logits.logsumexp(0)).exp().tolist()
+    ranks = [1 + int((logits > one).sum()) for one in chosen]
+    found = [
+        Answer((typed or {}).get(one) or text_of(one), one, p, float(logits[one]), rank, None)
+        for one, p, rank in zip(ids, probabilities, ranks, strict=True)
+    ]
+    if rows is not None:
+        found = [
+            Answer(a.text, a.id, a.probability, a.logit, a.rank, rows.get(a.id)) for a in found
+        ]
+    return tuple(sorted(found, key=lambda answer: (answer.rank, answer.id)))

@@ -1,0 +1,84 @@
+"""What the model would answer after each layer: its own final norm and head on the stream there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._capture.recording import is_norm
+
+
+class Lens:
+    """The logit lens, read off the model's own run.
+
+    The blocks are the children of a ``ModuleList``, the norm is the last one that runs before the
+    head, and both are checked: the last block's output has to give the model's own logits.
+
+    Args:
+        model (nn.Module): a language model with ``get_output_embeddings``.
+        positions (list of int): the tokens at which answers are read, R of them.
+    """
+
+    def __init__(self, model: nn.Module, positions: list[int]) -> None:
+        self.model, self.positions = model, positions
+        find = getattr(model, "get_output_embeddings", None)
+        self.head = find() if callable(find) else None
+        self._lists: dict[nn.ModuleList, list[Tensor]] = {}
+        self._norm: tuple[nn.Module, Tensor] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Records what is needed of the run of the model inside."""
+        handles = []
+        for module in self.model.modules():
+            if is_norm(module):
+                handles.append(module.register_forward_hook(self._keep_norm))
+            if isinstance(module, nn.ModuleList):
+                self._lists[module] = []
+                for child in module:
+                    handles.append(child.register_forward_hook(self._keep(module)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def layers(self, logits: Tensor) -> list[Tensor] | None:
+        """The logits after each layer, ``(R, V)`` each; None where the lens does not fit.
+
+        Args:
+            logits (Tensor): the model's own, ``(R, V)``.
+        """
+        if self.head is None or self._norm is None:
+            return None
+        norm, last = self._norm
+        for module, found in self._lists.items():
+            fits = len(found) == len(module) > 0 and found[-1].shape == last.shape
+            if not fits or not torch.equal(found[-1], last):
+                continue
+            after = [self._answers(norm, one) for one in found]
+            scale = logits.abs().max()
+            if (after[-1] - logits).abs().max() <= 1e-3 * scale:
+                return after
+        return None
+
+    def _answers(self, norm: nn.Module, stream: Tensor) -> Tensor:
+        assert self.head is not None
+        weight = self.head.weight
+        return self.head(norm(stream[None]).to(weight.dtype))[0].float()
+
+    def _keep(self, module: nn.ModuleList) -> Any:
+        def hook(child: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if torch.is_tensor(first) and first.dim() == 3:
+                self._lists[module].append(first[0, self.positions].detach())
+
+        return hook
+
+    def _keep_norm(self, module: nn.Module, args: Any, output: Any) -> None:
+        if args and torch.is_tensor(args[0]) and args[0].dim() == 3:
+            self._norm = module, args[0][0, self.positions].detach()

@@ -1,0 +1,152 @@
+"""Relevance of what is asked, one row each: answers, and one answer against another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._capture import resolve_model, unwrap
+from captum_ssm._capture.model import extract_logits, parameter_names
+from captum_ssm._progress import progress
+from captum_ssm.attr import TokenAttribution
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one row explains.
+
+    Args:
+        position (int, optional): the token at which the answer is read; None for an image.
+        answer (int): a token's id, or a class.
+        against (int, optional): the answer whose score is taken away. Default: None
+    """
+
+    position: int | None
+    answer: int
+    against: int | None = None
+
+
+def rows(
+    method: TokenAttribution,
+    inputs: Tensor,
+    asks: Sequence[Ask],
+    *,
+    step: int = 8,
+    what: str = "",
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Relevance of all inputs for each ask, and what it leaves out.
+
+    Args:
+        method (TokenAttribution): a method of this library, made with the model.
+        inputs (Tensor): token ids ``(1, L)``, or one image ``(1, C, H, W)``.
+        asks (sequence of Ask): R of them.
+        step (int, optional): how many are explained at a time, by methods that need gradients.
+            Default: 8
+        what (str, optional): for the progress bar, which a name switches on. Default: ``""``
+        **options: the method's own.
+
+    Returns:
+        tuple: relevance ``(R, ...)`` in the shape of the input, zero after the token that is
+        explained, and the deltas ``(R,)`` of a method that adds up, else None.
+    """
+    if method.reads_whole_maps(**options):
+        # A row must not see later tokens.
+        groups = [[k] for k in range(len(asks))]
+    elif not method.needs_target(**options):
+        # Without a target, rows of one token are the same.
+        places: dict[int | None, list[int]] = {}
+        for k, ask in enumerate(asks):
+            places.setdefault(ask.position, []).append(k)
+        if asks[0].position is not None:
+            method = method.freeze_once(inputs)
+        groups = list(places.values())
+    else:
+        alone = [k for k, ask in enumerate(asks) if ask.against is None]
+        contrasts = [k for k, ask in enumerate(asks) if ask.against is not None]
+        groups = [
+            kind[i : i + step] for kind in (alone, contrasts) for i in range(0, len(kind), step)
+        ]
+    relevance: dict[int, Tensor] = {}
+    deltas = inputs.new_zeros(len(asks), dtype=torch.float32)
+    adds_up = has_delta(method, options)
+    for group in progress(groups, what) if what else groups:
+        found = _attributed(method, inputs, [asks[k] for k in group], adds_up, options)
+        for i, k in enumerate(group):
+            relevance[k] = found[0][i % len(found[0])]
+            if found[1] is not None:
+                deltas[k] = found[1][i]
+    return torch.stack([relevance[k] for k in range(len(asks))]), deltas if adds_up else None
+
+
+def has_delta(method: type[TokenAttribution] | TokenAttribution, options: dict[str, Any]) -> bool:
+    """Whether a method's relevance claims to add up to the score, with these options."""
+    made = method if isinstance(method, TokenAttribution) else method(nn.Identity())
+    return made.has_convergence_delta() and made.needs_target(**options)
+
+
+def _attributed(
+    method: TokenAttribution,
+    inputs: Tensor,
+    asks: Sequence[Ask],
+    adds_up: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    positions = [ask.position for ask in asks]
+    is_text = positions[0] is not None
+    whole = method.reads_whole_maps(**options)
+    if adds_up:
+        options = options | {"return_convergence_delta": True}
+    length = inputs.shape[1]
+    if whole and is_text:
+        inputs = inputs[:, : positions[0] + 1]  # type: ignore[operator]
+    if not method.needs_target(**options):
+        found = method.attribute(inputs, position=positions[0], **options)
+    elif asks[0].against is None:
+        target: Any = [ask.answer for ask in asks]
+        if is_text:
+            target = list(zip(positions, target, strict=True))
+        else:
+            target = torch.tensor(target, device=inputs.device)
+        found = method.attribute(_repeated(inputs, asks), target=target, **options)
+    else:
+        position = torch.tensor(positions, device=inputs.device) if is_text else None
+        method = _of_contrasts(method, asks)
+        found = method.attribute(_repeated(inputs, asks), position=position, **options)
+    relevance, delta = found if adds_up else (found, None)
+    if whole and is_text:
+        relevance = nn.functional.pad(relevance, (0, length - relevance.shape[1]))
+    return relevance, delta
+
+
+def _repeated(inputs: Tensor, asks: Sequence[Ask]) -> Tensor:
+    return inputs.expand(len(asks), *inputs.shape[1:])
+
+
+def _of_contrasts(method: TokenAttribution, asks: Sequence[Ask]) -> TokenAttribution:
+    # The same method of another score: one logit less another one.
+    model = resolve_model(method.forward_func, method.model)
+    module = unwrap(model)
+    # Nothing is generated, and a cache that is written in place takes no gradient.
+    named = {"use_cache": False} if "use_cache" in parameter_names(module) else {}
+
+    def score(inputs: Tensor) -> Tensor:
+        logits = extract_logits(module(inputs, **named))
+        index = torch.arange(len(asks), device=logits.device)
+        answers, others = (
+            torch.tensor([getattr(ask, side) for ask in asks], device=logits.device)
+            for side in ("answer", "against")
+        )
+        if asks[0].position is not None:
+            places = torch.tensor([ask.position for ask in asks], device=logits.device)
+            logits = logits[index, places]
+        return logits[index, answers] - logits[index, others]
+
+    found = copy(method)
+    found.model, found.forward_func = model, score
+    return found

@@ -1,0 +1,219 @@
+"""What an explanation is made of: plain data, for people to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a text, with the part of the text that it stands for.
+
+    Args:
+        text (str): its part of the text as typed, with the white space before it: the texts of
+            all tokens join to the whole text. A special token has its own name, such as ``<s>``.
+        id (int): in the model's vocabulary.
+        start, end (int): where ``text`` lies in the example's text. Equal for special tokens.
+
+    Examples::
+
+        >>> explain(model, tokenizer, "w3 w4").examples[0].tokens[1]
+        Token(text=' w4', id=4, start=2, end=5)
+    """
+
+    text: str
+    id: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighboring tokens whose relevance is summed: a word, a sentence, or a named part.
+
+    Args:
+        name (str): of a part that was named, or ``""``.
+        first, end (int): tokens ``first .. end - 1``.
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4 w5", units={"both": (0, 5)})
+        >>> explanation.examples[0].units["span"][0]
+        Span(name='both', first=0, end=2)
+    """
+
+    name: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model may put out at one place, and how likely it is there.
+
+    Args:
+        text (str): the token's text, or the class's label.
+        id (int): in the model's vocabulary, or the class.
+        probability, logit (float): by the model's softmax, and before it.
+        rank (int): among all answers, from 1 on.
+        row (int, optional): the row of relevance that explains it, if it is explained.
+            Default: None
+
+    Examples::
+
+        >>> (output,) = explain(model, tokenizer, "w3 w4", target="w5").examples[0].outputs
+        >>> output.answers[output.chosen].text, output.answers[output.chosen].row
+        ('w5', 0)
+    """
+
+    text: str
+    id: int
+    probability: float
+    logit: float
+    rank: int
+    row: int | None = None
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """An answer explained against another: the score of one less that of the other.
+
+    Args:
+        answer, against (int): indices among the output's answers.
+        row (int): the row of relevance that explains the difference.
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4", target="w5", against="w6")
+        >>> (contrast,) = explanation.examples[0].outputs[0].contrasts
+        >>> explanation.examples[0].relevance["mamba-lrp"][contrast.row].shape
+        (3,)
+    """
+
+    answer: int
+    against: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """One place at which the model puts something out.
+
+    Args:
+        position (int, optional): the token at which it is read; the answer follows it. None for
+            an image.
+        answers (tuple of Answer): the likeliest and the explained ones, by rank.
+        chosen (int): the index of the answer that is explained first: the one in the text, or the
+            target.
+        contrasts (tuple of Contrast, optional): Default: ``()``
+        lens (tuple of tuple of Answer, optional): the likeliest answers after each layer, by the
+            model's own final norm and head (the logit lens). Default: ``()``
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4", target="w5 w6", lens=True)
+        >>> [output.position for output in explanation.examples[0].outputs]
+        [1, 2]
+        >>> len(explanation.examples[0].outputs[0].lens)  # layers
+        2
+    """
+
+    position: int | None
+    answers: tuple[Answer, ...]
+    chosen: int
+    contrasts: tuple[Contrast, ...] = ()
+    lens: tuple[tuple[Answer, ...], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """One map per layer: which token reads how much of which.
+
+    Args:
+        name (str): what is drawn, such as "hidden attention".
+        unit (str): of a value, such as "mean over channels".
+        layers (dict): by the layer's name, ``(L, L)``, rows are queries.
+
+    Examples::
+
+        >>> (maps,) = explain(model, tokenizer, "w3 w4 w5", maps=True).examples[0].maps
+        >>> {name: one.shape for name, one in maps.layers.items()}
+        {'backbone.layers.0.mixer': (3, 3), 'backbone.layers.1.mixer': (3, 3)}
+    """
+
+    name: str
+    unit: str
+    layers: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A text or an image, what the model makes of it, and the relevance of its parts.
+
+    Args:
+        name (str): for lists of several examples.
+        outputs (tuple of Output): in the text's order; an image has one.
+        relevance (dict): by the name of the method, ``(R, L)`` float32, one row for each answer
+            and contrast that is explained; for an image ``(R, H, W)``.
+        deltas (dict): by the name of the method, ``(R,)``: the score less the relevance's sum, of
+            methods that add up; other methods are left out.
+        tokens (tuple of Token): L of them: the prompt, then the continuation (the target, or the
+            token that the model predicts). Empty for an image.
+        prompt (int): how many of the tokens are the prompt's.
+        units (dict): by name (``"word"``, ``"sentence"``, or ``"span"`` for named parts), spans
+            that cover all tokens in order.
+        image (numpy.ndarray, optional): ``(H, W, 3)``, 8 bits. Default: None
+        grid (tuple, optional): rows and columns of the image's patches. Default: None
+        maps (tuple of Maps, optional): Default: ``()``
+
+    Examples::
+
+        >>> example = explain(model, tokenizer, "w3 w4 w5", target="w6 w7").examples[0]
+        >>> example.text, example.prompt
+        ('w3 w4 w5 w6 w7', 3)
+    """
+
+    name: str
+    outputs: tuple[Output, ...]
+    relevance: Mapping[str, np.ndarray]
+    deltas: Mapping[str, np.ndarray]
+    tokens: tuple[Token, ...] = ()
+    prompt: int = 0
+    units: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
+    image: np.ndarray | None = None
+    grid: tuple[int, int] | None = None
+    maps: tuple[Maps, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The whole text, special tokens left out."""
+        return "".join(token.text for token in self.tokens if token.end > token.start)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How relevance was computed.
+
+    Args:
+        name (str): as :func:`captum_ssm.attr.methods` names it, such as ``"mamba-lrp"``.
+        title (str): for people, such as ``"MambaLRP"``.
+        note (str): one line on what it computes.
+        adds_up (bool): whether its relevance sums to the score.
+        options (dict): those it was given.
+
+    Examples::
+
+        >>> (method,) = explain(model, tokenizer, "w3 w4").methods
+        >>> method.title, method.adds_up
+        ('MambaLRP', True)
+    """
+
+    name: str
+    title: str
+    note: str
+    adds_up: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
