@@ -5,7 +5,7 @@ const MINUS = "−";
 
 // Three digits, whatever the magnitude.
 export function digits(value) {
-  const size = Math.abs(value);
+  const size = Number(Math.abs(value).toPrecision(3));
   if (size === 0) return "0";
   if (size < 1e-3) return size.toExponential(1).replace("-", MINUS);
   if (size >= 1e5) return size.toExponential(1).replace("+", "");

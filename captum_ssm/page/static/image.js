@@ -2,8 +2,8 @@
 import { brush, clamp, element, hasModifier, raster } from "./dom.js";
 import { digits } from "./format.js";
 
-const WIDEST = 560;
-const TALLEST = 560;
+const WIDEST = 720;
+const TALLEST = 620;
 
 export class ImagePanel {
   constructor(page, panel) {

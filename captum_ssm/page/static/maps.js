@@ -79,7 +79,7 @@ export class Maps {
         this.thumbnails.get(target.dataset.map).isSeen = isIntersecting;
         if (isIntersecting) this.#draw(target.dataset.map);
       }
-    }, { rootMargin: "200px" });
+    }, { rootMargin: "600px" });
   }
 
   dispose() {

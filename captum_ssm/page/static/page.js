@@ -9,7 +9,7 @@ import { Legend } from "./legend.js";
 import { Lens } from "./lens.js";
 import { Maps } from "./maps.js";
 import { Sources } from "./sources.js";
-import { COUNTS, LEAST_SHARES, QUANTILES, State, VIEWS } from "./state.js";
+import { LEAST_SHARES, QUANTILES, State, VIEWS } from "./state.js";
 import { TextPanel } from "./text.js";
 
 const KEYS = [
@@ -100,9 +100,11 @@ class Page {
     this.method = new Choice("Method", set("m"));
     this.views = new Choice("View", set("view"));
     this.units = new Choice("Units", set("u"));
-    this.own = new Toggle("Hide own share", (isHidden) => this.set({ own: isHidden ? 0 : 1 }));
-    this.last = new Toggle("Hide the prompt's last token", (isHidden) => this.set({ last: isHidden ? 0 : 1 }));
-    this.grid = new Toggle("Patches", (isShown) => this.set({ grid: isShown ? 1 : 0 }));
+    this.own = new Toggle("Own share", (isHidden) => this.set({ own: isHidden ? 0 : 1 }));
+    this.last = new Toggle("Prompt's last", (isHidden) => this.set({ last: isHidden ? 0 : 1 }));
+    this.hiding = element("div", { class: "field" }, element("span", { class: "label" }, "Hide"),
+      this.own.node, this.last.node);
+    this.grid = new Toggle("Grid", (isShown) => this.set({ grid: isShown ? 1 : 0 }));
     this.opacity = new Slider("Opacity", [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100],
       (value) => `${value}%`, set("opacity"));
 
@@ -113,7 +115,6 @@ class Page {
     this.least = new Slider("Show shares from", LEAST_SHARES,
       (value) => (value ? `${value}%` : "all"), set("min"));
     this.sources = new Sources(this);
-    this.counts = new Choice("List", set("k"), { caption: "List" });
     this.maps = new Maps(this);
     this.lens = new Lens();
     this.tip = element("div", { class: "tip", role: "tooltip", hidden: true });
@@ -125,14 +126,14 @@ class Page {
       this.exampleChoice.node,
       element("div", { class: "body" },
         element("section", { class: "ask" }, this.question, this.facts),
-        element("section", { class: "controls picks" }, this.outputs.node, this.clicks.node,
-          element("div", { class: "line" }, this.answers.node, this.contrast.node)),
+        element("section", { class: "controls picks" }, this.outputs.node,
+          element("div", { class: "line" }, this.answers.node, this.contrast.node, this.clicks.node)),
         element("section", { class: "controls line" }, this.method.node, this.views.node,
-          this.units.node, this.own.node, this.last.node, this.opacity.node, this.grid.node),
+          this.units.node, this.hiding, this.opacity.node, this.grid.node),
         element("div", { class: "work" }, this.stage,
           element("aside", { "aria-label": "Scale and largest sources" },
             element("div", {}, this.legend.node, this.quantile.node, this.least.node),
-            this.sources.node, this.counts.node),
+            this.sources.node),
           element("div", { class: "below" }, this.maps.node, this.lens.node))));
     this.root.append(this.main, this.tip, this.live, this.help);
   }
@@ -323,10 +324,10 @@ class Page {
     this.views.show(options(views, (view) => view === "pair" && !several ? "Two answers" : VIEWS[view]), values.view);
     this.units.node.hidden = example.unitNames.length < 2;
     this.units.show(options(example.unitNames, (unit) => AFTER[unit] ?? visible(unit)), values.u);
-    this.own.node.hidden = example.isImage;
+    this.hiding.hidden = example.isImage;
     this.own.show(!values.own);
     // Where all outputs are read at the prompt's last token, it is the own share.
-    this.last.node.hidden = example.isImage || example.outputs.every(({ position }) => position === example.prompt - 1);
+    this.last.node.hidden = example.outputs.every(({ position }) => position === example.prompt - 1);
     this.last.show(!values.last);
     this.opacity.node.hidden = !example.isImage;
     this.opacity.show(values.opacity);
@@ -334,7 +335,6 @@ class Page {
     this.grid.show(values.grid);
     this.quantile.show(values.q);
     this.least.show(values.min);
-    this.counts.show(options(COUNTS, String), values.k);
   }
 
   #updateQuestion() {

@@ -1,6 +1,8 @@
 // The largest sources: each with its surroundings, value and share, and what all of it adds up to.
+import { Choice } from "./controls.js";
 import { brush, element, fill } from "./dom.js";
 import { count, name, percent, plain, signed, token, visible } from "./format.js";
+import { COUNTS } from "./state.js";
 
 const AROUND = 4;
 
@@ -11,11 +13,14 @@ export class Sources {
     this.list = element("ol", { class: "sources" });
     this.sum = element("p", { class: "sum" });
     this.rows = new Map();
-    this.node = element("div", {}, this.label, this.list, this.sum);
+    this.counts = new Choice("List", (k) => page.set({ k }), { caption: null });
+    this.node = element("div", {}, element("div", { class: "heading" }, this.label, this.counts.node),
+      this.list, this.sum);
   }
 
   update(view) {
     const { listed, state } = view;
+    this.counts.show(COUNTS.map((value) => ({ value, content: String(value) })), state.values.k);
     const weight = (part) => Math.max(...listed.map(({ relevance }) =>
       relevance.has(part) ? Math.abs(relevance.values[part]) : 0));
     const largest = listed.flatMap(({ relevance }) => relevance.order.slice(0, state.values.k));

@@ -122,7 +122,7 @@ export class TextPanel {
     }
     block.parts = shapes.map(({ body }, k) => {
       const node = element("span", { class: "part", role: "option", id: `${this.id}-${first + k}` }, body);
-      node.part = first + k;
+      node.index = first + k;
       return node;
     });
     fill(block.node, shapes.map(({ before, after }, k) => [before, block.parts[k], after]));
@@ -132,7 +132,7 @@ export class TextPanel {
   #color(block) {
     const { relevance, limit } = this.panel;
     for (const node of block.parts) {
-      const { part } = node;
+      const part = node.index;
       const swatch = relevance.has(part) ? this.page.colors.of(relevance.values[part], limit) : null;
       node.style.backgroundColor = swatch?.css ?? "";
       node.style.color = swatch?.text ?? "";
@@ -246,4 +246,4 @@ export class TextPanel {
   }
 }
 
-const partOf = (event) => event.target.part ?? -1;
+const partOf = (event) => event.target.index ?? -1;
