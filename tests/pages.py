@@ -27,7 +27,7 @@ ALTERNATIVES = (" blue", " green", " pink", " black")
 
 def tokens(text: str) -> tuple[Token, ...]:
     """Words with the space before them, and signs."""
-    matches = re.finditer(r"\s*(\w+|[^\w\s]|$)", text)
+    matches = re.finditer(r"\s*('?\w+|[^\w\s]|$)", text)
     return tuple(Token(m[0], len(m[0]), m.start(), m.end()) for m in matches if m[0])
 
 

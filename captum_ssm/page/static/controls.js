@@ -22,6 +22,7 @@ export class Choice {
       "aria-label": option.label,
       tabindex: option.value === value ? 0 : -1,
       title: option.title,
+      "data-value": option.value,
       onclick: (event) => this.choose(option.value, event),
     }, option.content)));
     if (focused) this.checked?.focus({ preventScroll: true });

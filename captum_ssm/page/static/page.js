@@ -299,7 +299,6 @@ class Page {
     this.outputs.node.hidden = !several;
     if (several) this.outputs.show(state.picks.map((each) => this.#chip(each)), String(pick.output));
     center(this.outputs.checked);
-    this.#labelChips();
 
     this.answers.node.hidden = isPair && several;
     this.answers.caption.textContent = example.isImage ? "Classes" : "Answers here";
@@ -363,13 +362,6 @@ class Page {
       title: example.outputs[pick.output].answers.slice(0, 5).map((each) => `${name(each.text)} ${percent(each.p)}`).join("\n"),
       content: [token(text), element("small", {}, percent(p)), element("i", {}, bar), mark && element("em", {}, mark)],
     };
-  }
-
-  #labelChips() {
-    const picks = this.state.picks;
-    this.outputs.buttons.forEach((button, k) => {
-      button.dataset.value = String(picks[k].output);
-    });
   }
 
   #answerOption(pick, { text, p, rank }, isExplained) {
