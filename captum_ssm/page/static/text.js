@@ -21,16 +21,18 @@ export class TextPanel {
       onpointermove: (event) => this.#pointAt(event),
       onpointerleave: () => page.point(-1),
       onkeydown: (event) => this.#key(event),
-      onscroll: () => this.#drawOverview(),
+      onscroll: () => this.#moveWindow(),
       onclick: (event) => this.#choose(partOf(event)),
       onblur: () => page.point(-1),
     });
-    this.overview = element("canvas", {
+    this.lines = element("canvas");
+    this.window = element("i");
+    this.overview = element("div", {
       class: "overview",
       "aria-hidden": "true",
       onpointerdown: (event) => this.#jump(event),
       onpointermove: (event) => event.buttons && this.#jump(event),
-    });
+    }, this.lines, this.window);
     this.note = element("span", { class: "quiet" });
     this.node = element("section", { class: "panel" },
       panel.title && element("header", {}, panel.title, this.note),
@@ -179,29 +181,32 @@ export class TextPanel {
     this.answer.style.marginInlineStart = before || against >= 0 ? "" : "0";
   }
 
-  // The whole text in one column: the strongest part of each line, and what is in view.
+  // The whole text in one column: the strongest part of each line, and the window in view.
   #drawOverview() {
-    const { scrollHeight, clientHeight, scrollTop } = this.box;
+    const { scrollHeight, clientHeight } = this.box;
     this.overview.hidden = scrollHeight <= clientHeight + 4;
-    if (this.overview.hidden || !this.panel) return;
+    if (this.overview.hidden) return;
     this.overview.style.height = `${clientHeight}px`;
     const { relevance, limit } = this.panel;
     const { colors } = this.page;
-    const { context, width, height } = brush(this.overview);
-    const lines = new Float32Array(Math.ceil(height / 2));
-    const line = (part) => Math.floor((part / this.unit.count) * lines.length);
-    for (const part of relevance.order.toReversed()) lines[line(part)] = relevance.values[part];
-    lines.forEach((value, y) => {
+    const { context, width, height } = brush(this.lines);
+    const strongest = new Float32Array(Math.ceil(height / 2));
+    const line = (part) => Math.floor((part / this.unit.count) * strongest.length);
+    for (const part of relevance.order.toReversed()) strongest[line(part)] = relevance.values[part];
+    strongest.forEach((value, y) => {
       if (!value) return;
       context.fillStyle = colors.of(value, limit).css;
       context.fillRect(3, 2 * y, width - 6, 2);
     });
     context.fillStyle = colors.ink;
     if (relevance.own >= 0) context.fillRect(0, 2 * line(relevance.own), width, 2);
-    context.strokeStyle = colors.soft;
-    const top = (scrollTop / scrollHeight) * height;
-    const tall = Math.max(8, (clientHeight / scrollHeight) * height);
-    context.strokeRect(0.5, top + 0.5, width - 1, tall - 1);
+    this.#moveWindow();
+  }
+
+  #moveWindow() {
+    const { scrollHeight, clientHeight, scrollTop } = this.box;
+    this.window.style.top = `${(100 * scrollTop) / scrollHeight}%`;
+    this.window.style.height = `${(100 * clientHeight) / scrollHeight}%`;
   }
 
   #jump(event) {
