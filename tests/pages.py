@@ -110,7 +110,9 @@ def picture(name: str = "A five") -> Example:
     )
 
 
-def explanation(*examples: Example, title: str = "Anna's ball", model: str = "stories") -> Explanation:
+def explanation(
+    *examples: Example, title: str = "Anna's ball", model: str = "stories"
+) -> Explanation:
     return Explanation(
         title, model, METHODS, examples or (story(),), {"target": "red"}, {"captum_ssm": "0.1.0"}
     )
@@ -144,7 +146,10 @@ def hostile() -> Explanation:
     words = [HOSTILE[k % len(HOSTILE)] for k in range(33)]
     pieces = tuple(Token(text, 0, k, k + len(text)) for k, text in enumerate(words))
     answers = tuple(Answer(text, 0, 0.1, 1.0, k + 1, k) for k, text in enumerate(HOSTILE))
-    outputs = tuple(Output(position, answers, position % 11, (), (answers[:3],) * 2) for position in (20, 25, 32))
+    outputs = tuple(
+        Output(position, answers, position % 11, (), (answers[:3],) * 2)
+        for position in (20, 25, 32)
+    )
     rng = np.random.default_rng(2)
     relevance = rng.normal(size=(len(HOSTILE), 33)).astype(np.float32)
     text = Example(

@@ -473,10 +473,12 @@ def test_every_control_is_reached_by_tab(opened):
     tab.evaluate("document.querySelector('.tools button').focus()")
     reached = set()
     for _ in range(60):
-        reached.add(tab.evaluate("""() => {
+        reached.add(
+            tab.evaluate("""() => {
             const node = document.activeElement;
             return (node.closest("[role=radiogroup]") ?? node.closest("[aria-label]"))?.ariaLabel;
-        }"""))
+        }""")
+        )
         tab.keyboard.press("Tab")
     groups = {"Outputs", "Answers", "Contrast with", "Method", "View", "Units", "List"}
     assert groups <= reached
@@ -548,7 +550,8 @@ def test_print_shows_all_text_on_paper(opened):
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert tab.locator(".captum-page").get_attribute("data-theme") == "light"
     assert tab.locator(".method, .controls").first.is_hidden()
-    assert tab.evaluate("(() => { const t = document.querySelector('.text'); return t.scrollHeight - t.clientHeight })()") <= 1  # fmt: skip
+    below = tab.locator(".text").evaluate("box => box.scrollHeight - box.clientHeight")
+    assert below <= 1
     tab.evaluate("dispatchEvent(new Event('afterprint'))")
     tab.emulate_media(media="screen")
     assert tab.locator(".captum-page").get_attribute("data-theme") == "dark"
@@ -599,8 +602,12 @@ LARGEST_DIFFERENCE = 0.3
 FONTS = "--ui: 'DejaVu Sans'; --text: 'DejaVu Serif'"
 HAS_FONTS = """() => {
     const context = document.createElement("canvas").getContext("2d");
-    const width = (font) => { context.font = `20px ${font}`; return context.measureText("iW").width };
-    return ["DejaVu Sans", "DejaVu Serif"].every((font) => width(`"${font}", monospace`) !== width("monospace"));
+    const width = (font) => {
+        context.font = `20px ${font}`;
+        return context.measureText("iW").width;
+    };
+    const isThere = (font) => width(`"${font}", monospace`) !== width("monospace");
+    return isThere("DejaVu Sans") && isThere("DejaVu Serif");
 }"""
 LOOKS = {
     "light": ("story", "n=3", 1024),

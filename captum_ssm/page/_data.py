@@ -40,7 +40,9 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
     data = {
         "name": example.name,
         "outputs": [_output(output) for output in example.outputs],
-        "deltas": {name: _numbers(example.deltas[name]) for name in found if name in example.deltas},
+        "deltas": {
+            name: _numbers(example.deltas[name]) for name in found if name in example.deltas
+        },
         "maps": [_maps(maps) for maps in example.maps],
     }
     if example.image is not None:

@@ -1,4 +1,4 @@
-"""One self-contained HTML file: style, script and data inside, nothing fetched, nothing else run."""
+"""One self-contained HTML file: style, script and data inside, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ form-action 'none'; style-src '{style_hash}'; script-src '{script_hash}'">
 <style>{style}</style>
 </head>
 <body class="captum-body">
-<noscript>This page draws an explanation by a script of its own, and scripts are off here.</noscript>
+<noscript>This page draws an explanation by its own script, and scripts are off here.</noscript>
 <script type="application/json" id="captum-data">{data}</script>
 <script type="module">{script}</script>
 </body>
@@ -51,7 +51,8 @@ form-action 'none'; style-src '{style_hash}'; script-src '{script_hash}'">
 """
 
 _START = """
-openPage(document.body, JSON.parse(document.getElementById("captum-data").textContent), { whole: true });
+const data = JSON.parse(document.getElementById("captum-data").textContent);
+openPage(document.body, data, { whole: true });
 """
 
 

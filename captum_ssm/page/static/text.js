@@ -205,7 +205,8 @@ export class TextPanel {
 
   #moveWindow() {
     const { scrollHeight, clientHeight, scrollTop } = this.box;
-    this.window.style.top = `${(100 * scrollTop) / scrollHeight}%`;
+    // A transform needs no layout, which would take long here.
+    this.window.style.transform = `translateY(${(clientHeight * scrollTop) / scrollHeight}px)`;
     this.window.style.height = `${(100 * clientHeight) / scrollHeight}%`;
   }
 
