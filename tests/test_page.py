@@ -57,7 +57,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "several": lambda: pages.explanation(
             *(pages.story(name=f"story {k}", seed=k) for k in range(3)), pages.picture()
         ),
-        "long": lambda: pages.long(10_000),
+        "long": lambda: pages.long(4000),
         "hostile": pages.hostile,
     }
 
@@ -487,21 +487,26 @@ def test_every_control_is_reached_by_tab(opened):
     assert any(str(label).startswith("Hidden attention, layer 0. Rows") for label in reached)
 
 
-def test_ten_thousand_tokens_are_few_elements(opened):
+def test_of_a_long_text_few_tokens_are_elements(opened):
     tab = opened("long")
     everything = tab.evaluate("document.querySelector('.text').textContent.length")
-    assert everything > 39_000
-    assert tab.locator(".part").count() < 1500
+    assert everything > 15_000
+    assert tab.locator(".part").count() < 1000
     assert tab.locator(".overview").is_visible()
     tab.evaluate("document.querySelector('.text').scrollTop = 0")
     part(tab, 0).wait_for()
-    assert tab.locator(".part").count() < 1500
+    assert tab.locator(".part").count() < 1000
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize(
-    ("name", "state"),
-    [("story", "map=0.0"), ("story", "view=pair&b=3"), ("several", "view=all"), ("image", "n=1")],
+    ("name", "state", "theme"),
+    [
+        ("story", "map=0.0", "light"),
+        ("story", "map=0.0", "dark"),
+        ("story", "view=pair&b=3", "dark"),
+        ("several", "view=all", "light"),
+        ("image", "n=1", "dark"),
+    ],
 )
 def test_axe_finds_nothing_serious(opened, name, state, theme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe-core")
@@ -557,13 +562,13 @@ def test_print_shows_all_text_on_paper(opened):
     assert tab.locator(".captum-page").get_attribute("data-theme") == "dark"
 
 
-@pytest.mark.parametrize("width", [390, 1024, 1600])
 @pytest.mark.parametrize("name", ["story", "several", "image", "hostile"])
-def test_nothing_is_wider_than_the_window(opened, name, width):
+def test_nothing_is_wider_than_the_window(opened, name):
     tab = opened(name, "view=all&map=out")
-    tab.set_viewport_size({"width": width, "height": 900})
-    tab.evaluate("() => new Promise(requestAnimationFrame)")
-    assert tab.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    for width in (390, 1024, 1600):
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.evaluate("() => new Promise(requestAnimationFrame)")
+        assert tab.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
 def test_the_widget_shows_the_same_page(browser, opened, tmp_path):
