@@ -1,0 +1,72 @@
+"""The same page in a notebook: a widget where anywidget is installed, else a frame."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import Any
+
+from captum_ssm.explanation import Explanation
+from captum_ssm.page._data import page_data
+from captum_ssm.page._html import page_html, script, stylesheet
+
+_RENDER = """
+export default {
+  render({ model, el }) {
+    return openPage(el, JSON.parse(model.get("data")), { whole: false });
+  },
+};
+"""
+
+
+def widget(explanation: Explanation) -> Any:
+    """The page of an explanation as a widget for notebooks, by anywidget.
+
+    Args:
+        explanation (Explanation): what to show.
+
+    Returns:
+        anywidget.AnyWidget: shown by a notebook where it is the value of a cell.
+
+    Raises:
+        ImportError: if anywidget is not installed.
+    """
+    try:
+        import anywidget
+        import traitlets
+    except ImportError as error:
+        raise ImportError(
+            "The widget needs anywidget, which is not installed. Expected the extra "
+            "captum-ssm[notebook]; install it by `pip install anywidget`, or write the page to "
+            "a file instead."
+        ) from error
+
+    class ExplanationWidget(anywidget.AnyWidget):
+        _esm = script() + _RENDER
+        _css = stylesheet()
+        data = traitlets.Unicode().tag(sync=True)
+
+    return ExplanationWidget(data=json.dumps(page_data(explanation), separators=(",", ":")))
+
+
+def notebook_bundle(explanation: Explanation, **formats: Any) -> Any:
+    """What a notebook shows of an explanation: for ``Explanation._repr_mimebundle_``.
+
+    Args:
+        explanation (Explanation): what to show.
+        **formats: ``include`` and ``exclude``, as IPython passes them.
+
+    Returns:
+        dict or tuple: data by media type, with metadata if the widget has some: the widget, or
+        the whole page in a frame of its own where anywidget is not installed.
+    """
+    try:
+        shown = widget(explanation)
+    except ImportError:
+        page = html.escape(page_html(explanation))
+        frame = (
+            f'<iframe title="{html.escape(explanation.title)}" srcdoc="{page}" '
+            'sandbox="allow-scripts" style="width: 100%; height: 720px; border: 0"></iframe>'
+        )
+        return {"text/html": frame, "text/plain": explanation.title}
+    return shown._repr_mimebundle_(**formats)

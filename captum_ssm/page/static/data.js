@@ -1,0 +1,229 @@
+// The explanation: examples, their parts, and the relevance of each part for an answer.
+import { range } from "./dom.js";
+
+async function inflate(text) {
+  const bytes = Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+// Rows of numbers: a value is step * |step| * scale of its row.
+export class Rows {
+  static async unpack({ shape, scale, data }) {
+    return new Rows(shape, scale, new Int16Array(await inflate(data)));
+  }
+
+  constructor([count, width], scale, steps) {
+    Object.assign(this, { count, width, scale, steps });
+  }
+
+  row(index) {
+    const steps = this.steps.subarray(index * this.width, (index + 1) * this.width);
+    return Float32Array.from(steps, (step) => step * Math.abs(step) * this.scale[index]);
+  }
+}
+
+// A way to divide the sources, tokens or pixels, into parts: `of` is the part of each source.
+class Unit {
+  constructor(name, of, count) {
+    Object.assign(this, { name, of, count });
+  }
+
+  // The sources of each part, where they are neighbors.
+  static spans(name, ends, names) {
+    const of = new Uint32Array(ends.at(-1) ?? 0);
+    const unit = new Unit(name, of, ends.length);
+    unit.bounds = ends.map((end, part) => [ends[part - 1] ?? 0, end]);
+    unit.names = names;
+    unit.bounds.forEach(([first, end], part) => of.fill(part, first, end));
+    return unit;
+  }
+}
+
+// A text or an image. `rows` holds the relevance by method, one row per explained answer.
+export class Example {
+  static async unpack(data) {
+    const example = new Example(data);
+    const rows = Object.entries(data.rows).map(async ([name, packed]) => {
+      example.rows[name] = await Rows.unpack(packed);
+    });
+    if (data.image) {
+      rows.push(inflate(data.image.data).then((buffer) => {
+        example.pixels = { size: data.image.size, data: new Uint8Array(buffer) };
+      }));
+    }
+    await Promise.all(rows);
+    return example;
+  }
+
+  constructor(data) {
+    const { name, outputs, deltas, maps, tokens = [], special = [], prompt = 0 } = data;
+    Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
+    this.special = new Set(special);
+    this.isImage = Boolean(data.image);
+    this.size = data.size;
+    this.grid = data.grid;
+    this.units = this.isImage ? this.#imageUnits() : this.#textUnits(data.units);
+    this.unitNames = Object.keys(this.units);
+    this.positions = new Map(outputs.map((output, k) => [output.position, k]));
+    this.layers = maps.flatMap((group, g) => group.layers.map((layer, k) => ({
+      id: `${g}.${k}`, group, layer, data: null,
+    })));
+  }
+
+  #textUnits(units) {
+    const ends = range(this.tokens.length).map((k) => k + 1);
+    const all = { token: Unit.spans("token", ends, []) };
+    for (const [name, { ends, names }] of Object.entries(units)) {
+      all[name] = Unit.spans(name, ends, names);
+    }
+    return all;
+  }
+
+  #imageUnits() {
+    const [height, width] = this.size;
+    const divided = (name, rows, columns) => {
+      const of = Uint32Array.from({ length: height * width }, (_, pixel) => {
+        const row = Math.floor((Math.floor(pixel / width) * rows) / height);
+        return row * columns + Math.floor(((pixel % width) * columns) / width);
+      });
+      return Object.assign(new Unit(name, of, rows * columns), { shape: [rows, columns] });
+    };
+    const pixel = divided("pixel", height, width);
+    return this.grid ? { patch: divided("patch", ...this.grid), pixel } : { pixel };
+  }
+
+  text(first, end) {
+    return this.tokens.slice(first, end).join("");
+  }
+
+  partText(unit, part) {
+    return this.text(...unit.bounds[part]);
+  }
+
+  // A pick is an answer of an output. It is written "3", or "3.1" if not the chosen answer.
+  pick(written) {
+    const match = /^(\d+)(?:\.(\d+))?$/.exec(written);
+    const output = match && this.outputs[Number(match[1])];
+    if (!output) return null;
+    const answer = match[2] === undefined ? this.#first(output) : Number(match[2]);
+    const pick = { output: Number(match[1]), answer };
+    return output.answers[answer] && this.#explained(pick) ? pick : null;
+  }
+
+  #first(output) {
+    if (output.answers[output.chosen]?.row !== null) return output.chosen;
+    const contrast = output.contrasts.find(([answer]) => answer === output.chosen);
+    if (contrast) return output.chosen;
+    return Math.max(0, output.answers.findIndex((answer) => answer.row !== null));
+  }
+
+  #explained({ output, answer }) {
+    const { answers, contrasts } = this.outputs[output];
+    return answers[answer].row !== null || contrasts.some((contrast) => contrast[0] === answer);
+  }
+
+  written({ output, answer }) {
+    return answer === this.#first(this.outputs[output]) ? `${output}` : `${output}.${answer}`;
+  }
+
+  answer({ output, answer }) {
+    return this.outputs[output].answers[answer];
+  }
+
+  // Of an output, every answer that can be explained by itself or against another.
+  picks(output) {
+    return range(this.outputs[output].answers.length)
+      .map((answer) => ({ output, answer }))
+      .filter((pick) => this.#explained(pick));
+  }
+
+  // Where the rows of "this answer, not that one" are: one row, or the difference of two.
+  terms({ output, answer }, against) {
+    const { answers, contrasts } = this.outputs[output];
+    if (against < 0) {
+      const { row } = answers[answer];
+      return row === null ? null : [[row, 1]];
+    }
+    for (const [first, second, row] of contrasts) {
+      if (first === answer && second === against) return [[row, 1]];
+      if (first === against && second === answer) return [[row, -1]];
+    }
+    const [a, b] = [answers[answer], answers[against]];
+    if (!a || !b || answer === against || a.row === null || b.row === null) return null;
+    return [[a.row, 1], [b.row, -1]];
+  }
+
+  // The answers that a pick can be contrasted with; -1 is none.
+  contrasts(pick) {
+    const answers = range(this.outputs[pick.output].answers.length);
+    return [-1, ...answers].filter((against) => this.terms(pick, against));
+  }
+
+  relevance(method, pick, against, unit, hidden) {
+    const terms = this.terms(pick, against);
+    return new Relevance(this, method, terms, this.outputs[pick.output].position, unit, hidden);
+  }
+}
+
+// The relevance of each part, and its share of what is shown.
+class Relevance {
+  constructor(example, method, terms, position, unit, hidden) {
+    const rows = example.rows[method.name];
+    this.values = new Float32Array(unit.count);
+    this.position = position;
+    this.isDirect = terms?.length === 1;
+    // Later tokens are not read, unless the model reads in both directions.
+    let last = position ?? unit.of.length - 1;
+    for (const [row, sign] of rows && terms ? terms : []) {
+      rows.row(row).forEach((value, source) => {
+        this.values[unit.of[source]] += sign * value;
+        if (value) last = Math.max(last, source);
+      });
+    }
+    this.read = unit.of[last];
+    this.own = position === null ? -1 : unit.of[position];
+    this.hidden = new Set();
+    if (hidden.own && position !== null) this.hidden.add(this.own);
+    if (hidden.last && example.prompt) this.hidden.add(unit.of[example.prompt - 1]);
+
+    const parts = range(this.read + 1);
+    const size = (part) => Math.abs(this.values[part]);
+    this.sum = parts.reduce((sum, part) => sum + this.values[part], 0);
+    const everything = parts.reduce((sum, part) => sum + size(part), 0) || 1;
+    this.ownShare = this.own < 0 ? 0 : size(this.own) / everything;
+    const shown = parts.filter((part) => !this.hidden.has(part));
+    this.total = shown.reduce((sum, part) => sum + size(part), 0) || 1;
+    this.shown = shown.length;
+    const least = hidden.share * this.total;
+    this.order = shown.filter((part) => size(part) >= least).sort((a, b) => size(b) - size(a));
+    this.ranks = new Map(this.order.map((part, rank) => [part, rank]));
+    const delta = example.deltas[method.name];
+    this.score = delta && terms
+      ? this.sum + terms.reduce((sum, [row, sign]) => sum + sign * delta[row], 0)
+      : null;
+  }
+
+  has(part) {
+    return this.ranks.has(part);
+  }
+
+  share(part) {
+    return Math.abs(this.values[part]) / this.total;
+  }
+}
+
+// The magnitude below which a share of all values lies, between neighbors as numpy has it.
+export function quantile(values, percentage) {
+  if (!values.length) return 0;
+  const sorted = Float32Array.from(values, Math.abs).sort();
+  const place = ((sorted.length - 1) * percentage) / 100;
+  const below = sorted[Math.floor(place)];
+  return below + (sorted[Math.ceil(place)] - below) * (place - Math.floor(place));
+}
+
+// The magnitude with the strongest color, for relevances on one scale.
+export function limit(relevances, percentage) {
+  const values = relevances.flatMap(({ order, values }) => order.map((part) => values[part]));
+  return quantile(values, percentage) || quantile(values, 100) || 1;
+}

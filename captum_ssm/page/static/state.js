@@ -1,0 +1,133 @@
+// What is shown, in words that fit into a URL: #t=12&m=mamba-lrp. Invalid values are ignored.
+
+export const QUANTILES = [50, 75, 90, 95, 98, 99, 99.5, 99.9, 100];
+export const LEAST_SHARES = [0, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20];
+export const COUNTS = [5, 10, 20, 50];
+export const VIEWS = { one: "One", all: "All methods", pair: "Two outputs" };
+
+export class State {
+  constructor(data, examples, inAddress) {
+    Object.assign(this, { data, examples, inAddress });
+    this.read();
+  }
+
+  get defaults() {
+    return {
+      e: 0, // example
+      t: "0", // the explained output, or "output.answer"
+      n: -1, // the answer that it is contrasted with
+      b: "", // the second of two outputs
+      m: this.data.methods[0].name,
+      view: "one",
+      u: this.example.unitNames[0],
+      q: 99.5, // the quantile with the strongest color
+      min: 0, // the least share that is shown, in percent
+      k: 10, // how many sources are listed
+      own: 0, // whether the own share is shown
+      last: 1, // whether the prompt's last token is shown
+      map: "", // the open map
+      opacity: 80,
+      grid: 1, // whether patches are outlined
+      theme: "",
+    };
+  }
+
+  get example() {
+    return this.examples[this.values?.e ?? 0];
+  }
+
+  read() {
+    const hash = this.inAddress ? location.hash.slice(1) : "";
+    this.values = { e: 0 };
+    const given = new URLSearchParams(hash);
+    const index = Number(given.get("e"));
+    if (this.examples[index]) this.values.e = index;
+    this.values = { ...this.defaults, e: this.values.e };
+    for (const [key, text] of given) {
+      if (!(key in this.values) || key === "e") continue;
+      this.values[key] = typeof this.values[key] === "number" ? Number(text) : text;
+    }
+    this.correct();
+  }
+
+  // Change some values, and correct those that no longer fit.
+  change(change) {
+    const { example } = this;
+    Object.assign(this.values, change);
+    if (this.example !== example) Object.assign(this.values, { t: "0", b: "", map: "" });
+    if ("t" in change || "e" in change) this.values.n = -1;
+    this.correct();
+    this.write();
+  }
+
+  correct() {
+    const { values, defaults, example } = this;
+    const allowed = {
+      m: this.data.methods.map((method) => method.name),
+      view: Object.keys(VIEWS),
+      u: example.unitNames,
+      q: QUANTILES,
+      min: LEAST_SHARES,
+      k: COUNTS,
+      own: [0, 1],
+      last: [0, 1],
+      grid: [0, 1],
+      map: ["", ...this.mapIds],
+      theme: ["", "light", "dark"],
+    };
+    for (const [key, list] of Object.entries(allowed)) {
+      if (!list.includes(values[key])) values[key] = defaults[key];
+    }
+    if (!(values.opacity >= 0 && values.opacity <= 100)) values.opacity = defaults.opacity;
+
+    if (!example.pick(values.t)) values.t = defaults.t;
+    this.pick = example.pick(values.t) ?? { output: 0, answer: example.outputs[0].chosen };
+    values.t = example.written(this.pick);
+    if (this.picks.length < 2 && values.view === "pair") values.view = "one";
+    if (values.view === "pair") {
+      values.n = -1;
+      const others = this.picks.map((pick) => example.written(pick));
+      if (!example.pick(values.b)) {
+        values.b = others.find((other) => other !== values.t) ?? values.t;
+      }
+    }
+    this.second = example.pick(values.b);
+    const contrasts = example.contrasts(this.pick);
+    if (!contrasts.includes(values.n)) values.n = contrasts[0] ?? -1;
+  }
+
+  write() {
+    if (!this.inAddress) return;
+    const { values, defaults } = this;
+    const changed = Object.entries(values).filter(
+      ([key, value]) => value !== defaults[key] && !(key === "b" && values.view !== "pair"),
+    );
+    const hash = new URLSearchParams(changed).toString();
+    try {
+      history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
+    } catch {
+      // A frame without an address of its own: the state is kept in memory.
+    }
+  }
+
+  get method() {
+    return this.data.methods.find((method) => method.name === this.values.m);
+  }
+
+  get unit() {
+    return this.example.units[this.values.u];
+  }
+
+  // What can be explained: the outputs, or the answers of an only one.
+  get picks() {
+    const { example } = this;
+    if (example.outputs.length === 1) return example.picks(0);
+    return example.outputs.map((_, k) => example.pick(String(k))).filter(Boolean);
+  }
+
+  get mapIds() {
+    const { example } = this;
+    const own = example.outputs.length > 1 && !example.isImage ? ["out"] : [];
+    return [...own, ...example.layers.map(({ id }) => id)];
+  }
+}

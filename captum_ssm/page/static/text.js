@@ -1,0 +1,255 @@
+// Running text with relevance as its background. Far from what is seen, a block is plain text,
+// which the browser lays out, finds and prints; near it, every part is an element with its color.
+import { brush, clamp, element, fill, hasModifier, range } from "./dom.js";
+import { cut, digits, percent } from "./format.js";
+
+const BLOCK = 128;
+let panels = 0;
+
+export class TextPanel {
+  constructor(page, panel) {
+    this.page = page;
+    this.id = `captum-${panels++}`;
+    this.unit = page.view.unit;
+    this.example = page.view.example;
+    this.shapes = range(this.unit.count).map((part) => cut(this.example.partText(this.unit, part)));
+    this.box = element("div", {
+      class: "text",
+      role: "listbox",
+      tabindex: 0,
+      "aria-label": `Text, ${panel.method.title}: arrow keys move, N goes to the next largest`,
+      onpointermove: (event) => this.#pointAt(event),
+      onpointerleave: () => page.point(-1),
+      onkeydown: (event) => this.#key(event),
+      onscroll: () => this.#moveWindow(),
+      onclick: (event) => this.#choose(partOf(event)),
+      onblur: () => page.point(-1),
+    });
+    this.lines = element("canvas");
+    this.window = element("i");
+    this.overview = element("div", {
+      class: "overview",
+      "aria-hidden": "true",
+      onpointerdown: (event) => this.#jump(event),
+      onpointermove: (event) => event.buttons && this.#jump(event),
+    }, this.lines, this.window);
+    this.note = element("span", { class: "quiet" });
+    this.node = element("section", { class: "panel" },
+      panel.title && element("header", {}, panel.title, this.note),
+      element("div", { class: "flow" }, this.box, this.overview));
+    this.blocks = range(Math.ceil(this.unit.count / BLOCK)).map((index) => {
+      const node = element("span");
+      return { node, index, isFull: null };
+    });
+    this.observer = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        this.#fill(this.blocks.find(({ node }) => node === target), isIntersecting || page.isPrinting);
+      }
+    }, { root: this.box, rootMargin: "400px" });
+    for (const block of this.blocks) {
+      this.#fill(block, false);
+      this.observer.observe(block.node);
+    }
+    this.answer = element("span", { class: "part first beyond", "aria-hidden": "true" });
+    this.box.append(...this.blocks.map(({ node }) => node), this.answer);
+  }
+
+  update(panel) {
+    this.panel = panel;
+    for (const block of this.blocks) if (block.isFull) this.#color(block);
+    const { relevance, limit } = panel;
+    const hidden = relevance.hidden.has(relevance.own)
+      ? `own share hidden, ${percent(relevance.ownShare)} · ` : "";
+    this.note.textContent = `${hidden}scale ±${digits(limit)}`;
+    this.#showAnswer();
+    this.#drawOverview();
+  }
+
+  dispose() {
+    this.observer.disconnect();
+  }
+
+  // All of it as elements with colors, as print needs it.
+  print() {
+    for (const block of this.blocks) this.#fill(block, true);
+  }
+
+  element(part) {
+    const block = this.blocks[Math.floor(part / BLOCK)];
+    return block?.isFull ? block.parts[part % BLOCK] : null;
+  }
+
+  anchor(part) {
+    return this.element(part)?.getBoundingClientRect();
+  }
+
+  mark(part, before) {
+    this.element(before)?.classList.remove("pointed");
+    const node = this.element(part);
+    node?.classList.add("pointed");
+    if (node) this.box.setAttribute("aria-activedescendant", node.id);
+    else this.box.removeAttribute("aria-activedescendant");
+  }
+
+  describe(part, text) {
+    this.element(part)?.setAttribute("aria-label", text);
+  }
+
+  reveal(part) {
+    this.#fill(this.blocks[Math.floor(part / BLOCK)], true);
+    const box = this.box.getBoundingClientRect();
+    const place = this.anchor(part);
+    if (place.top < box.top + 16 || place.bottom > box.bottom - 16) {
+      this.box.scrollTop += place.top - box.top - box.height / 2;
+    }
+  }
+
+  get scroll() {
+    return this.box.scrollTop;
+  }
+
+  set scroll(top) {
+    this.box.scrollTop = top;
+  }
+
+  #fill(block, isFull) {
+    if (block.isFull === isFull) return;
+    block.isFull = isFull;
+    const first = block.index * BLOCK;
+    const shapes = this.shapes.slice(first, first + BLOCK);
+    if (!isFull) {
+      block.parts = [];
+      block.node.textContent = shapes.map(({ before, body, after }) => before + body + after).join("");
+      return;
+    }
+    block.parts = shapes.map(({ body }, k) => {
+      const node = element("span", { class: "part", role: "option", id: `${this.id}-${first + k}` }, body);
+      node.index = first + k;
+      return node;
+    });
+    fill(block.node, shapes.map(({ before, after }, k) => [before, block.parts[k], after]));
+    if (this.panel) this.#color(block);
+  }
+
+  #color(block) {
+    const { relevance, limit } = this.panel;
+    for (const node of block.parts) {
+      const part = node.index;
+      const swatch = relevance.has(part) ? this.page.colors.of(relevance.values[part], limit) : null;
+      node.style.backgroundColor = swatch?.css ?? "";
+      node.style.color = swatch?.text ?? "";
+      node.className = ["part", ...this.#classes(part)].join(" ");
+      node.setAttribute("aria-selected", String(this.#holds(part, this.panel.pick)));
+    }
+  }
+
+  #classes(part) {
+    const { relevance, pick, other } = this.panel;
+    const { example, page } = this;
+    const [first, end] = this.unit.bounds[part];
+    return [
+      this.#outputs(part).length && "output",
+      relevance.hidden.has(part) && "hidden",
+      part > relevance.read && "unread",
+      end - first === 1 && example.special.has(first) && "special",
+      this.#holds(part, pick) && "first",
+      other && this.#holds(part, other) && "second",
+      page.pointed === part && "pointed",
+    ].filter(Boolean);
+  }
+
+  // The outputs whose answers stand in this part: an answer follows the token it is read from.
+  #outputs(part) {
+    const { positions } = this.example;
+    const [first, end] = this.unit.bounds[part];
+    return range(end - first).map((k) => positions.get(first + k - 1)).filter((k) => k !== undefined);
+  }
+
+  #holds(part, pick) {
+    return this.#outputs(part).includes(pick.output);
+  }
+
+  // An answer that the text ends before is written after it.
+  #showAnswer() {
+    const { pick, against } = this.panel;
+    const { position } = this.example.outputs[pick.output];
+    const isBeyond = position === this.example.tokens.length - 1;
+    this.answer.hidden = !isBeyond;
+    if (!isBeyond) return;
+    const { before, body } = cut(this.example.answer(pick).text);
+    fill(this.answer, body);
+    this.answer.style.marginInlineStart = before || against >= 0 ? "" : "0";
+  }
+
+  // The whole text in one column: the strongest part of each line, and the window in view.
+  #drawOverview() {
+    const { scrollHeight, clientHeight } = this.box;
+    this.overview.hidden = scrollHeight <= clientHeight + 4;
+    if (this.overview.hidden) return;
+    this.overview.style.height = `${clientHeight}px`;
+    const { relevance, limit } = this.panel;
+    const { colors } = this.page;
+    const { context, width, height } = brush(this.lines);
+    const strongest = new Float32Array(Math.ceil(height / 2));
+    const line = (part) => Math.floor((part / this.unit.count) * strongest.length);
+    for (const part of relevance.order.toReversed()) strongest[line(part)] = relevance.values[part];
+    strongest.forEach((value, y) => {
+      if (!value) return;
+      context.fillStyle = colors.of(value, limit).css;
+      context.fillRect(3, 2 * y, width - 6, 2);
+    });
+    context.fillStyle = colors.ink;
+    if (relevance.own >= 0) context.fillRect(0, 2 * line(relevance.own), width, 2);
+    this.#moveWindow();
+  }
+
+  #moveWindow() {
+    const { scrollHeight, clientHeight, scrollTop } = this.box;
+    // A transform needs no layout, which would take long here.
+    this.window.style.transform = `translateY(${(clientHeight * scrollTop) / scrollHeight}px)`;
+    this.window.style.height = `${(100 * clientHeight) / scrollHeight}%`;
+  }
+
+  #jump(event) {
+    const box = this.overview.getBoundingClientRect();
+    const share = (event.clientY - box.top) / box.height;
+    this.box.scrollTop = share * this.box.scrollHeight - this.box.clientHeight / 2;
+  }
+
+  #pointAt(event) {
+    this.page.point(partOf(event), this);
+  }
+
+  #choose(part) {
+    if (part < 0) return;
+    const [output] = this.#outputs(part);
+    if (output === undefined) return;
+    this.page.set({ [this.panel.isSecond ? "b" : "t"]: String(output) });
+  }
+
+  #key(event) {
+    if (hasModifier(event)) return;
+    const { relevance } = this.panel;
+    const at = this.page.pointed < 0 ? Math.max(relevance.own, 0) : this.page.pointed;
+    const rank = relevance.ranks.get(this.page.pointed) ?? -1;
+    const to = {
+      ArrowLeft: at - 1,
+      ArrowRight: at + 1,
+      Home: 0,
+      End: relevance.read,
+      n: relevance.order[rank + 1] ?? at,
+      N: relevance.order[Math.max(0, rank - 1)] ?? at,
+    }[event.key];
+    if (to !== undefined) {
+      const part = clamp(to, 0, this.unit.count - 1);
+      this.reveal(part);
+      this.page.point(part, this, { aloud: true });
+    } else if (event.key === "Enter") this.#choose(at);
+    else if (event.key === "Escape") this.page.point(-1);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+}
+
+const partOf = (event) => event.target.index ?? -1;

@@ -1,0 +1,176 @@
+"""Explanations made by hand, for tests of the page and the page's benchmark: no model runs."""
+
+import re
+
+import numpy as np
+
+from captum_ssm.explanation import (
+    Answer,
+    Contrast,
+    Example,
+    Explanation,
+    Maps,
+    Method,
+    Output,
+    Span,
+    Token,
+)
+
+STORY = "Anna has a red ball. Tom has a blue kite. Mia has a green cup. Anna's ball is"
+CONTINUATION = " red. Tom's kite is blue."
+METHODS = (
+    Method("mamba-lrp", "MambaLRP", "gradient × input through the frozen operators", True),
+    Method("raw-attention", "RawAttention", "hidden attention, mean over channels", False),
+)
+ALTERNATIVES = (" blue", " green", " pink", " black")
+
+
+def tokens(text: str) -> tuple[Token, ...]:
+    """Words with the space before them, and signs."""
+    matches = re.finditer(r"\s*('?\w+|[^\w\s]|$)", text)
+    return tuple(Token(m[0], len(m[0]), m.start(), m.end()) for m in matches if m[0])
+
+
+def spans(pieces: tuple[Token, ...], starts: str, names: tuple[str, ...] = ()) -> tuple[Span, ...]:
+    """Spans that begin with the first token, and with each whose text matches."""
+    firsts = [k for k, token in enumerate(pieces) if not k or re.match(starts, token.text)]
+    ends = [*firsts[1:], len(pieces)]
+    names = names or ("",) * len(ends)
+    return tuple(Span(*part) for part in zip(names, firsts, ends, strict=True))
+
+
+def story(
+    prompt: str = STORY, continuation: str = CONTINUATION, name: str = "Anna and Tom", seed: int = 0
+) -> Example:
+    """Each token of the continuation is explained; the first also against its alternatives."""
+    rng = np.random.default_rng(seed)
+    pieces = tokens(prompt + continuation)
+    first = len(tokens(prompt))
+    outputs, rows = [], []
+
+    def row(position: int) -> int:
+        values = rng.normal(0, 0.15, len(pieces)) ** 3
+        values[position] = 3.0
+        values[rng.integers(0, position)] = 2.5
+        values[rng.integers(0, position)] = -1.0
+        values[position + 1 :] = 0
+        rows.append(values)
+        return len(rows) - 1
+
+    for position in range(first - 1, len(pieces) - 1):
+        chosen = Answer(pieces[position + 1].text, 7, 0.9, 12.0, 1, row(position))
+        others = [
+            Answer(text, k, 0.05 / (k + 1), 6.0 - k, k + 2, row(position) if k < 2 else None)
+            for k, text in enumerate(ALTERNATIVES)
+        ]
+        contrasts = (Contrast(0, 3, row(position)),) if position == first - 1 else ()
+        lens = tuple(
+            (Answer(chosen.text if k else " ball", 0, 0.3 + k * 0.3, 1.0, 1, None), *others[:3])
+            for k in range(3)
+        )
+        outputs.append(Output(position, (chosen, *others), 0, contrasts, lens))
+    relevance = np.stack(rows).astype(np.float32)
+    size = min(len(pieces), 600)
+    layers = {f"layer {k}": np.tril(rng.normal(size=(size, size))) ** 3 for k in range(3)}
+    return Example(
+        name=name,
+        outputs=tuple(outputs),
+        relevance={"mamba-lrp": relevance, "raw-attention": np.abs(relevance) * 1e-3},
+        deltas={"mamba-lrp": np.full(len(rows), 0.25)},
+        tokens=pieces,
+        prompt=first,
+        units={"word": spans(pieces, r"\s"), "sentence": spans(pieces, r"\s[A-Z]")},
+        maps=(
+            Maps("Hidden attention", "mean over channels", layers),
+            Maps("LaTIM, l2", "length", {name: np.abs(layer) for name, layer in layers.items()}),
+        ),
+    )
+
+
+def picture(name: str = "A five") -> Example:
+    """An image of 4 × 4 patches with three classes, one of them not explained."""
+    rng = np.random.default_rng(1)
+    y, x = np.mgrid[:32, :32]
+    shade = 255 * np.exp(-((np.hypot(x - 16, y - 16) - 9) ** 2) / 8)
+    image = np.stack([shade, shade * 0.9, 40 + 0 * shade], axis=-1).astype(np.uint8)
+    patches = rng.normal(0, 1, (2, 4, 4))
+    relevance = np.kron(patches, np.ones((8, 8))).astype(np.float32) / 64
+    answers = (
+        Answer("five", 5, 0.8, 4.0, 1, 0),
+        Answer("six", 6, 0.15, 2.0, 2, 1),
+        Answer("eight", 8, 0.01, 0.0, 3, None),
+    )
+    return Example(
+        name=name,
+        outputs=(Output(None, answers, 0),),
+        relevance={"mamba-lrp": relevance, "raw-attention": np.abs(relevance)},
+        deltas={"mamba-lrp": np.zeros(2)},
+        image=image,
+        grid=(4, 4),
+    )
+
+
+def explanation(
+    *examples: Example, title: str = "Anna's ball", model: str = "stories"
+) -> Explanation:
+    return Explanation(
+        title, model, METHODS, examples or (story(),), {"target": "red"}, {"captum_ssm": "0.1.0"}
+    )
+
+
+def long(length: int) -> Explanation:
+    """A text of so many tokens, with the story's outputs at its end."""
+    sentence = "The dogs near the tree bark, and Mia has a green cup because she is happy. "
+    prompt = sentence * (length // len(tokens(sentence)))
+    return explanation(story(prompt + STORY, name="long"), title=f"{length:,} tokens")
+
+
+HOSTILE = (
+    "</script><img src=x onerror=\"document.title='owned'\">",
+    "<!--<script>",
+    " <svg onload=document.title='owned'>",
+    "\u202eright to left\u202c",
+    "\x00\x07\u200b",
+    " '\"`${1}&lt;b&gt;",
+    "javascript:document.title='owned'",
+    "\n\n\t",
+    "",
+    " 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 👩‍👧 e\u0301\u0301",
+    "\ud800\u2028",
+)
+
+
+def hostile() -> Explanation:
+    """Texts that try to leave their place, wherever an explanation has text."""
+    image, markup = picture(HOSTILE[0]), HOSTILE[0]
+    words = [HOSTILE[k % len(HOSTILE)] for k in range(33)]
+    pieces = tuple(Token(text, 0, k, k + len(text)) for k, text in enumerate(words))
+    answers = tuple(Answer(text, 0, 0.1, 1.0, k + 1, k) for k, text in enumerate(HOSTILE))
+    outputs = tuple(
+        Output(position, answers, position % 11, (), (answers[:3],) * 2)
+        for position in (20, 25, 32)
+    )
+    rng = np.random.default_rng(2)
+    relevance = rng.normal(size=(len(HOSTILE), 33)).astype(np.float32)
+    text = Example(
+        name=markup,
+        outputs=outputs,
+        relevance={markup: relevance},
+        deltas={},
+        tokens=pieces,
+        prompt=21,
+        units={"word": (Span("", 0, 20), Span("", 20, 33)), "span": (Span(markup, 0, 33),)},
+        maps=(Maps(markup, markup, {markup: np.tril(rng.normal(size=(33, 33)))}),),
+    )
+    image = Example(
+        name=markup,
+        outputs=(Output(None, answers, 0),),
+        relevance={markup: np.repeat(image.relevance["mamba-lrp"][:1], len(HOSTILE), axis=0)},
+        deltas={},
+        image=image.image,
+        grid=image.grid,
+    )
+    return Explanation(
+        f"</title>{markup}", markup, (Method(markup, markup, markup, True),), (text, image),
+        {markup: markup}, {markup: markup},
+    )  # fmt: skip

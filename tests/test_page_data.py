@@ -1,0 +1,135 @@
+"""What a page holds: data small enough to mail, the same bytes each time, nothing that can run."""
+
+import base64
+import builtins
+import json
+import re
+import subprocess
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pages
+import pytest
+
+import captum_ssm.page as page_package
+from captum_ssm.page import notebook_bundle, page_html, widget
+from captum_ssm.page._data import MOST_CELLS, packed, page_data, pooled
+from captum_ssm.page._html import MODULES, script, stylesheet
+from captum_ssm.visualization._palette import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
+
+
+def unpacked(rows: dict) -> np.ndarray:
+    steps = np.frombuffer(zlib.decompress(base64.b64decode(rows["data"])), "<i2").astype(float)
+    steps = steps.reshape(rows["shape"])
+    return steps * np.abs(steps) * np.array(rows["scale"])[:, None]
+
+
+def test_rows_keep_their_digits_next_to_a_strong_one():
+    rows = np.array([[1000.0, 1.0, -0.01, 0.0], [0.0, 0.0, 0.0, 0.0], [-1e-9, 1e-12, 0, 0]])
+    found = unpacked(packed(rows))
+    np.testing.assert_allclose(found, rows, rtol=0.01, atol=0)
+    np.testing.assert_allclose(found[:, :2], rows[:, :2], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 512, 512), (2, 700, 1030), (1, 2000, 2000)])
+def test_pooled_cells_keep_their_strongest_entry(shape):
+    values = np.random.default_rng(0).normal(size=shape)
+    found = pooled(values)
+    assert max(found.shape[-2:]) <= MOST_CELLS
+    size = -(-max(shape[1:]) // MOST_CELLS)
+    cell = values[-1, size : 2 * size, 2 * size : 3 * size].ravel()
+    assert found[-1, 1, 2] == cell[np.abs(cell).argmax()]
+    assert np.abs(found).max() == np.abs(values).max()
+
+
+def test_values_that_are_not_finite_are_refused():
+    example = pages.story()
+    rows = example.relevance["mamba-lrp"].copy()
+    rows[0, 0] = np.nan
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        page_html(pages.explanation(replace(example, relevance={"mamba-lrp": rows})))
+
+
+def test_a_page_is_the_same_each_time():
+    assert page_html(pages.explanation()) == page_html(pages.explanation())
+    assert page_html(pages.explanation()).isascii() is False  # the script has signs such as “
+    data = re.search(r'id="captum-data">(.*?)</script>', page_html(pages.hostile()))[1]
+    assert data.isascii()
+    assert not re.search("[<>&]", data)
+    assert json.loads(data) == json.loads(json.dumps(page_data(pages.hostile())))
+
+
+def test_a_page_loads_nothing_and_runs_one_script():
+    page = page_html(pages.hostile())
+    assert "default-src 'none'" in page
+    assert "unsafe" not in re.search("Content-Security-Policy.*?>", page)[0]
+    assert re.search(r"https?://", script() + stylesheet()) is None
+    assert page.count("<script") == 2
+    assert page.count("</script>") == 2
+    assert len(script()) + len(stylesheet()) < 150_000
+
+
+def test_every_module_is_in_the_page_once():
+    static = Path(page_package.__file__).parent / "static"
+    assert {path.stem for path in static.glob("*.js")} == set(MODULES)
+    assert not re.search(r"^(import|export) ", script(), re.MULTILINE)
+    for name in MODULES:
+        imports = re.findall(r'from "\./(\w+)\.js"', (static / f"{name}.js").read_text("utf-8"))
+        assert all(MODULES.index(other) < MODULES.index(name) for other in imports)
+
+
+def test_colors_are_those_of_the_figures():
+    light = stylesheet().split('[data-theme="dark"]')[0]
+    found = dict(re.findall(r"--([\w-]+): (#[^;]*);", light))
+    assert found["for"] == " ".join(FOR)
+    assert found["against"] == " ".join(AGAINST)
+    plain = {"paper": PAPER, "ink": INK, "soft": SOFT, "faint": FAINT, "line": LINE}
+    assert {name: found[name] for name in plain} == plain
+    assert found["sunken"] == SUNKEN
+
+
+def test_a_page_that_is_too_large_says_what_to_leave_out():
+    with pytest.raises(ValueError, match=r"limit is 0\.1 MiB; maps of layers of 1 examples"):
+        page_html(pages.explanation(), size_limit=100_000)
+    with pytest.raises(ValueError, match="0 examples"):
+        page_html(replace(pages.explanation(), examples=()))
+
+
+def test_without_anywidget_a_notebook_shows_the_page_in_a_frame(monkeypatch):
+    load = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "anywidget":
+            raise ImportError(name)
+        return load(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"captum-ssm\[notebook\]"):
+        widget(pages.hostile())
+    shown = notebook_bundle(pages.hostile())["text/html"]
+    assert shown.startswith("<iframe")
+    assert shown.count("<") == 2
+    assert 'sandbox="allow-scripts"' in shown
+
+
+def test_with_anywidget_a_notebook_shows_the_widget():
+    pytest.importorskip("anywidget", reason="anywidget is not installed")
+    shown = notebook_bundle(pages.explanation())
+    shown = shown[0] if isinstance(shown, tuple) else shown
+    assert "application/vnd.jupyter.widget-view+json" in shown
+
+
+def test_the_page_package_needs_no_torch():
+    folder = Path(page_package.__file__).parent
+    code = (
+        "import sys, types\n"
+        "root = types.ModuleType('captum_ssm')\n"
+        f"root.__path__ = [{str(folder.parent)!r}]\n"
+        "sys.modules['captum_ssm'] = root\n"
+        "import captum_ssm.page\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
