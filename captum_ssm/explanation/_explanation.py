@@ -53,6 +53,18 @@ class Explanation:
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        names = ", ".join(method.name for method in self.methods)
+        counts = f"{len(self.examples)} examples" if len(self) > 1 else self._size()
+        return f"<Explanation of {self.model} by {names}: {counts}>"
+
+    def _size(self) -> str:
+        (example,) = self.examples
+        if example.image is not None:
+            return "an image of " + " x ".join(map(str, example.image.shape[:2]))
+        count = len(example.outputs)
+        return f"{len(example.tokens)} tokens, {count} output{'s' * (count > 1)}"
+
     def __len__(self) -> int:
         return len(self.examples)
 
