@@ -92,11 +92,11 @@ export class Maps {
     this.observer.disconnect();
     this.thumbnails = new Map();
     this.grids = new Map();
-    const groups = example.layers.length ? example.maps.map((group) => ({
-      title: group.name,
-      items: example.layers.filter((layer) => layer.group === group)
-        .map(({ id, layer }) => ({ id, label: layer.name })),
-    })) : [];
+    const groups = example.maps.map((group) => {
+      const layers = example.layers.filter((layer) => layer.group === group);
+      const labels = distinct(layers.map(({ layer }) => layer.name));
+      return { title: group.name, items: layers.map(({ id }, k) => ({ id, label: labels[k] })) };
+    });
     if (state.mapIds.includes("out")) {
       groups.unshift({ title: "This method", items: [{ id: "out", label: "outputs × sources" }] });
     }
@@ -439,6 +439,20 @@ class MapViewer {
     if (y < 0 || y + this.down > this.height) this.top += this.height / 2 - y;
     this.draw();
   }
+}
+
+// Of names of modules, what they do not have in common: "layers.0.mixer" is layer 0.
+function distinct(names) {
+  const parts = names.map((name) => name.split("."));
+  const isCommon = (place) => parts.every((part) => part.at(place) === parts[0].at(place));
+  if (names.length < 2) return names;
+  let [start, end] = [0, 0];
+  while (start < parts[0].length && isCommon(start)) start++;
+  while (end < parts[0].length - start && isCommon(-1 - end)) end++;
+  return parts.map((part) => {
+    const rest = part.slice(start, part.length - end).join(".");
+    return /^\d+$/.test(rest) ? `layer ${rest}` : rest;
+  });
 }
 
 // The labels that have room: those to point out first, then every so many of the others.
