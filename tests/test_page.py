@@ -70,6 +70,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         tab = tabs[name]
         tab.set_viewport_size({"width": 1240, "height": 800})
         tab.evaluate("state => { document.activeElement?.blur(); location.hash = state }", state)
+        tab.evaluate("scrollTo(0, 0)")
         tab.mouse.move(0, 0)
         tab.locator(".captum-page").wait_for()
         tab.evaluate("() => new Promise(requestAnimationFrame)")
@@ -385,6 +386,10 @@ def test_several_examples_are_a_list(opened):
     opened("several", "e=2&t=4&u=word")
     assert tab.locator(".examples [aria-checked=true]").inner_text().startswith("story 2")
     assert chosen(tab, "Units") == "Word"
+    tab.evaluate("scrollTo(0, 150)")
+    tab.keyboard.press("m")
+    assert chosen(tab, "Method") == "RawAttention"
+    assert tab.evaluate("scrollY") == 150
 
 
 def test_an_image_has_overlay_patches_and_classes(opened):
