@@ -29,7 +29,12 @@ def page_data(explanation: Explanation) -> dict[str, Any]:
             {"name": m.name, "title": m.title, "note": m.note, "adds_up": m.adds_up}
             for m in explanation.methods
         ],
-        "settings": {str(key): str(value) for key, value in explanation.settings.items()},
+        "units": explanation.settings.get("units"),
+        "settings": {
+            str(key): str(value)
+            for key, value in explanation.settings.items()
+            if value not in (None, "", [], {}, ())
+        },
         "versions": dict(explanation.versions),
         "examples": [_example(example, names) for example in explanation.examples],
     }

@@ -172,10 +172,11 @@ class Relevance {
     const rows = example.rows[method.name];
     this.values = new Float32Array(unit.count);
     this.position = position;
+    this.isMissing = !rows || !terms;
     this.isDirect = terms?.length === 1;
     // Later tokens are not read, unless the model reads in both directions.
     let last = position ?? unit.of.length - 1;
-    for (const [row, sign] of rows && terms ? terms : []) {
+    for (const [row, sign] of this.isMissing ? [] : terms) {
       rows.row(row).forEach((value, source) => {
         this.values[unit.of[source]] += sign * value;
         if (value) last = Math.max(last, source);

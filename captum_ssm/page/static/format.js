@@ -28,7 +28,7 @@ export function percent(share) {
 }
 
 export function count(number, noun) {
-  const plural = /[^aeiou]y$/.test(noun) ? `${noun.slice(0, -1)}ies` : /ch$/.test(noun) ? `${noun}es` : `${noun}s`;
+  const plural = noun.endsWith("ch") ? `${noun}es` : `${noun}s`;
   return `${number.toLocaleString("en")} ${number === 1 ? noun : plural}`;
 }
 

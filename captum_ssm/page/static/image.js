@@ -83,10 +83,10 @@ export class ImagePanel {
     for (let k = 1; k < columns; k++) line(context, (k * width) / columns, 0, 0, height);
     for (let k = 1; k < rows; k++) line(context, 0, (k * height) / rows, width, 0);
     context.lineWidth = 1;
-    context.strokeStyle = "rgb(255 255 255 / 45%)";
+    context.strokeStyle = "rgb(255 255 255 / 30%)";
     context.stroke();
     context.setLineDash([2, 2]);
-    context.strokeStyle = "rgb(0 0 0 / 45%)";
+    context.strokeStyle = "rgb(0 0 0 / 30%)";
     context.stroke();
     context.setLineDash([]);
   }

@@ -1,7 +1,7 @@
 // Maps: which token reads how much of which, as thumbnails, and one of them large.
 import { Rows, quantile } from "./data.js";
 import { brush, clamp, element, fill, hasModifier, range, raster } from "./dom.js";
-import { digits, name, percent, signed, token } from "./format.js";
+import { digits, name, percent, signed, token, visible } from "./format.js";
 
 const MOST_CELLS = 512;
 const LABEL = 11; // pixels that a label needs
@@ -56,7 +56,8 @@ function outputGrid(example, method) {
     return strongest;
   });
   const queries = example.outputs.map(({ position }) => position);
-  return new Grid(rows, { title: `${method.title}: outputs × sources`, unit: "relevance", pool, queries });
+  const title = `${visible(method.title)}: outputs × sources`;
+  return new Grid(rows, { title, unit: "relevance", pool, queries });
 }
 
 function layerGrid({ group, layer, data }) {
@@ -92,11 +93,11 @@ export class Maps {
     this.observer.disconnect();
     this.thumbnails = new Map();
     this.grids = new Map();
-    const groups = example.layers.length ? example.maps.map((group) => ({
-      title: group.name,
-      items: example.layers.filter((layer) => layer.group === group)
-        .map(({ id, layer }) => ({ id, label: layer.name })),
-    })) : [];
+    const groups = example.maps.map((group) => {
+      const layers = example.layers.filter((layer) => layer.group === group);
+      const labels = distinct(layers.map(({ layer }) => layer.name));
+      return { title: group.name, items: layers.map(({ id }, k) => ({ id, label: labels[k] })) };
+    });
     if (state.mapIds.includes("out")) {
       groups.unshift({ title: "This method", items: [{ id: "out", label: "outputs × sources" }] });
     }
@@ -195,7 +196,8 @@ class MapViewer {
       this.#zoom(Math.exp(-event.deltaY / 200), ...this.#place(event));
     }, { passive: false });
     this.node = element("div", { class: "viewer", hidden: true },
-      element("header", {}, this.title, element("span", { class: "range" }, this.low, this.ramp, this.high),
+      element("header", {}, this.title,
+        element("span", { class: "range" }, this.low, this.ramp, this.high),
         element("span", { class: "segments" },
           button("−", "Zoom out", () => this.#zoom(1 / 1.6)),
           button("+", "Zoom in", () => this.#zoom(1.6)),
@@ -223,7 +225,8 @@ class MapViewer {
     this.page.colors.ramp(context, width, height, grid.isSigned ? -1 : 0);
     this.canvas.setAttribute("aria-label",
       `${grid.title}. Rows are queries, columns are sources. Arrow keys move, plus and minus zoom.`);
-    const label = (k) => grid.pool > 1 || !example.tokens[k] ? String(k * grid.pool) : name(example.tokens[k]);
+    const hasTokens = grid.pool === 1 && example.tokens.length > 0;
+    const label = (k) => (hasTokens ? name(example.tokens[k]) : String(k * grid.pool));
     this.columnLabel = label;
     this.rowLabel = id === "out"
       ? (row) => name(example.answer(example.pick(String(row))).text)
@@ -248,9 +251,9 @@ class MapViewer {
     this.width = full - this.gutter - 2;
     const isWide = this.id === "out";
     this.height = isWide ? Math.min(22 * count, 560) : Math.min(this.width, 22 * count, 640);
-    const cell = isWide ? this.width / grid.columns : Math.min(this.width / grid.columns, this.height / count);
-    this.across = cell * this.zoom;
-    this.down = (isWide ? this.height / count : cell) * this.zoom;
+    const [across, down] = [this.width / grid.columns, this.height / count];
+    this.across = (isWide ? across : Math.min(across, down)) * this.zoom;
+    this.down = (isWide ? down : Math.min(across, down)) * this.zoom;
     this.left = clamp(this.left, Math.min(0, this.width - this.across * grid.columns), 0);
     this.top = clamp(this.top, Math.min(0, this.height - this.down * count), 0);
     this.canvas.style.height = `${this.height + 66}px`;
@@ -275,12 +278,14 @@ class MapViewer {
     const x = this.gutter + this.left + source * this.across;
     const y = this.top + this.row * this.down;
     const edge = this.gutter + this.left + this.grid.columns * this.across;
+    const [wide, tall] = [Math.max(2, this.across), Math.max(2, this.down)];
+    const [hasRow, hasColumn] = [this.row >= 0, source >= 0];
     context.globalAlpha = 0.5;
-    if (this.row >= 0) context.strokeRect(this.gutter + 0.5, y + 0.5, edge - this.gutter - 1, Math.max(1, this.down - 1));
-    if (source >= 0) context.strokeRect(x + 0.5, 0.5, Math.max(1, this.across - 1), this.height - 1);
+    if (hasRow) context.strokeRect(this.gutter + 0.5, y + 0.5, edge - this.gutter - 1, tall - 1);
+    if (hasColumn) context.strokeRect(x + 0.5, 0.5, wide - 1, this.height - 1);
     context.globalAlpha = 1;
     context.lineWidth = 2;
-    if (this.row >= 0 && source >= 0) context.strokeRect(x, y, Math.max(2, this.across), Math.max(2, this.down));
+    if (hasRow && hasColumn) context.strokeRect(x, y, wide, tall);
     context.lineWidth = 1;
   }
 
@@ -303,12 +308,16 @@ class MapViewer {
     };
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (const { k, place, isStrong } of spaced(grid.rows.length, this.down, this.top, this.height, [this.row, ...queries])) {
+    const count = grid.rows.length;
+    const rows = spaced(count, this.down, this.top, this.height, [this.row, ...queries]);
+    for (const { k, place, isStrong } of rows) {
       write(this.rowLabel(k), gutter - 13, place, isStrong, gutter - 16);
     }
-    for (const { k, place, isStrong } of spaced(grid.columns, this.across, this.left, this.width, [this.#source()])) {
+    const foot = Math.min(this.height, this.top + this.down * count) + 8;
+    const columns = spaced(grid.columns, this.across, this.left, this.width, [this.#source()]);
+    for (const { k, place, isStrong } of columns) {
       context.save();
-      context.translate(gutter + place + 3, Math.min(this.height, this.top + this.down * grid.rows.length) + 8);
+      context.translate(gutter + place + 3, foot);
       context.rotate(-Math.PI / 3);
       write(this.columnLabel(k), 0, 0, isStrong, 60);
       context.restore();
@@ -331,8 +340,10 @@ class MapViewer {
   #read() {
     const { grid, row, column, view: { example } } = this;
     if (row < 0 || column < 0) {
-      const pooled = grid.pool > 1 ? ` One cell is the strongest of ${grid.pool} × ${grid.pool} tokens.` : "";
-      fill(this.readout, `Rows are ${this.id === "out" ? "outputs" : "queries"}, columns are sources. ` +
+      const rows = this.id === "out" ? "outputs" : "queries";
+      const size = `${grid.pool} × ${grid.pool}`;
+      const pooled = grid.pool > 1 ? ` One cell is the strongest of ${size} tokens.` : "";
+      fill(this.readout, `Rows are ${rows}, columns are sources. ` +
         `Point at a cell, or use the arrow keys. Ctrl or ⌘ and the wheel zoom.${pooled}`);
       return;
     }
@@ -394,8 +405,9 @@ class MapViewer {
     const [x, y] = this.#place(event);
     const column = Math.floor((x - this.left) / this.across);
     const row = Math.floor((y - this.top) / this.down);
-    const inside = x >= 0 && y < this.height && column < this.grid.columns && row < this.grid.rows.length;
-    this.#pointAt(inside ? row : -1, inside ? column : -1);
+    const { columns, rows } = this.grid;
+    const isInside = x >= 0 && y < this.height && column < columns && row < rows.length;
+    this.#pointAt(isInside ? row : -1, isInside ? column : -1);
   }
 
   #release() {
@@ -439,6 +451,20 @@ class MapViewer {
     if (y < 0 || y + this.down > this.height) this.top += this.height / 2 - y;
     this.draw();
   }
+}
+
+// Of names of modules, what they do not have in common: "layers.0.mixer" is layer 0.
+function distinct(names) {
+  const parts = names.map((name) => name.split("."));
+  const isCommon = (place) => parts.every((part) => part.at(place) === parts[0].at(place));
+  if (names.length < 2) return names;
+  let [start, end] = [0, 0];
+  while (start < parts[0].length && isCommon(start)) start++;
+  while (end < parts[0].length - start && isCommon(-1 - end)) end++;
+  return parts.map((part) => {
+    const rest = part.slice(start, part.length - end).join(".");
+    return /^\d+$/.test(rest) ? `layer ${rest}` : rest;
+  });
 }
 
 // The labels that have room: those to point out first, then every so many of the others.

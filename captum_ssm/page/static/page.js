@@ -3,7 +3,7 @@ import { Choice, Slider, Toggle } from "./controls.js";
 import { Colors } from "./colors.js";
 import { Example, limit } from "./data.js";
 import { clamp, element, fill, hasModifier } from "./dom.js";
-import { count, digits, name, percent, plain, quoted, signed, token, visible } from "./format.js";
+import { count, name, percent, plain, quoted, signed, token, visible } from "./format.js";
 import { ImagePanel } from "./image.js";
 import { Legend } from "./legend.js";
 import { Lens } from "./lens.js";
@@ -12,6 +12,7 @@ import { Sources } from "./sources.js";
 import { LEAST_SHARES, QUANTILES, State, VIEWS } from "./state.js";
 import { TextPanel } from "./text.js";
 
+const DARK = "(prefers-color-scheme: dark)";
 const KEYS = [
   ["← → Home End", "in a group: choose; in the text or a map: move"],
   ["n N", "in the text or picture: the next, the previous largest source"],
@@ -29,9 +30,11 @@ const KEYS = [
   ["d", "dark or light"],
   ["?", "this list"],
 ];
-const AFTER = { token: "Token", word: "Word", sentence: "Sentence", span: "Part", patch: "Patch", pixel: "Pixel" };
+const UNITS = {
+  token: "Token", word: "Word", sentence: "Sentence", span: "Part", patch: "Patch", pixel: "Pixel",
+};
 
-// Draw an explanation into an element. `whole`: it is all of the document, and its URL has the state.
+// Draw an explanation into an element. `whole`: it is all of a document, whose URL has the state.
 export async function openPage(parent, data, { whole }) {
   const examples = await Promise.all(data.examples.map((example) => Example.unpack(example)));
   const page = new Page(data, examples, whole);
@@ -83,13 +86,14 @@ class Page {
     this.exampleChoice = new Choice("Examples", set("e"), { kind: "examples" });
     this.question = element("h2", { class: "question" });
     this.facts = element("p", { class: "quiet" });
-    this.outputs = new Choice("Outputs", (value, event) => this.#choose(value, event), { kind: "chips" });
+    const choose = (value, event) => this.#choose(value, event);
+    this.outputs = new Choice("Outputs", choose, { kind: "chips" });
     this.outputs.group.addEventListener("keydown", (event) => {
       if (event.key !== "p" || hasModifier(event)) return;
       this.set({ view: "pair", b: event.target.dataset.value });
       event.stopPropagation();
     });
-    this.answers = new Choice("Answers", (value, event) => this.#choose(value, event), { kind: "answers" });
+    this.answers = new Choice("Answers", choose, { kind: "answers" });
     this.contrast = new Choice("Contrast with", set("n"));
     this.clicks = new Choice("A click sets", (isSecond) => {
       this.setsSecond = isSecond;
@@ -166,7 +170,7 @@ class Page {
         this.update();
       }, { signal });
     }
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.update(), { signal });
+    matchMedia(DARK).addEventListener("change", () => this.update(), { signal });
     let width = this.root.getBoundingClientRect().width;
     const resized = new ResizeObserver(() => {
       const now = this.root.getBoundingClientRect().width;
@@ -187,12 +191,17 @@ class Page {
   }
 
   #key(event) {
-    const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";
-    if (!this.lettersToggle.checked || hasModifier(event) || this.help.open || isTyping) return;
+    const isSlider = event.target.type === "range";
+    if (!this.lettersToggle.checked || hasModifier(event) || this.help.open || isSlider) return;
     const { state } = this;
     const { values, example } = state;
-    const next = (key, list) => this.set({ [key]: list[(list.indexOf(values[key]) + 1) % list.length] });
-    const nearest = (step) => QUANTILES[clamp(QUANTILES.indexOf(values.q) + step, 0, QUANTILES.length - 1)];
+    const next = (key, list) => {
+      this.set({ [key]: list[(list.indexOf(values[key]) + 1) % list.length] });
+    };
+    const quantile = (step) => {
+      const place = clamp(QUANTILES.indexOf(values.q) + step, 0, QUANTILES.length - 1);
+      this.set({ q: QUANTILES[place] });
+    };
     const act = {
       m: () => next("m", this.data.methods.map((method) => method.name)),
       v: () => next("view", this.#offeredViews()),
@@ -202,8 +211,8 @@ class Page {
       l: () => next("map", ["", ...state.mapIds]),
       e: () => next("e", this.examples.map((_, k) => k)),
       d: () => this.#flipTheme(),
-      "[": () => this.set({ q: nearest(-1) }),
-      "]": () => this.set({ q: nearest(1) }),
+      "[": () => quantile(-1),
+      "]": () => quantile(1),
       "?": () => this.help.showModal(),
       Escape: () => this.point(-1),
     }[event.key];
@@ -222,8 +231,10 @@ class Page {
   }
 
   #offeredViews() {
-    return Object.keys(VIEWS).filter((view) =>
-      (view !== "all" || this.data.methods.length > 1) && (view !== "pair" || this.state.picks.length > 1));
+    const offered = {
+      one: true, all: this.data.methods.length > 1, pair: this.state.picks.length > 1,
+    };
+    return Object.keys(VIEWS).filter((view) => offered[view]);
   }
 
   // Drawing.
@@ -242,7 +253,7 @@ class Page {
 
   #updateTheme() {
     const jupyter = document.body.dataset.jpThemeLight;
-    const isDark = jupyter ? jupyter === "false" : matchMedia("(prefers-color-scheme: dark)").matches;
+    const isDark = jupyter ? jupyter === "false" : matchMedia(DARK).matches;
     this.theme = this.isPrinting ? "light" : this.state.values.theme || (isDark ? "dark" : "light");
     if (this.root.dataset.theme === this.theme) return;
     this.root.dataset.theme = this.theme;
@@ -262,7 +273,10 @@ class Page {
     const panels = {
       one: () => [panel(method, pick)],
       all: () => this.data.methods.map((each) => panel(each, pick)),
-      pair: () => [panel(method, pick, { other: second }), panel(method, second, { other: pick, isSecond: true })],
+      pair: () => [
+        panel(method, pick, { other: second }),
+        panel(method, second, { other: pick, isSecond: true }),
+      ],
     }[values.view]();
     const listed = values.view === "all" ? panels.filter((each) => each.method === method) : panels;
     const common = limit(listed.map(({ relevance }) => relevance), values.q);
@@ -274,55 +288,79 @@ class Page {
   }
 
   #updateControls() {
-    const { state, data } = this;
-    const { example, values, pick } = state;
-    const options = (list, text) => list.map((value) => ({ value, content: text(value) }));
-    const parts = example.isImage ? `${example.pixels.size[1]} × ${example.pixels.size[0]} pixels` : count(example.tokens.length, "token");
-    this.about.textContent = [visible(data.model), parts, example.outputs.length > 1 && `${count(example.outputs.length, "output")} explained`]
-      .filter(Boolean).join(" · ");
-
-    this.exampleChoice.node.hidden = this.examples.length < 2;
-    this.main.classList.toggle("listed", this.examples.length > 1);
-    this.exampleChoice.show(this.examples.map((each, k) => {
-      const first = each.pick("0");
-      const answer = first && each.answer(first);
-      return {
-        value: k,
-        content: [element("span", {}, visible(each.name)), answer && token(answer.text), answer && element("small", {}, percent(answer.p))],
-      };
-    }), values.e);
-    this.exampleChoice.checked?.scrollIntoView?.({ block: "nearest", inline: "nearest" });
-
+    this.#updateExamples();
     this.#updateQuestion();
+    this.#updatePicks();
+    this.#updateSettings();
+  }
+
+  #updateExamples() {
+    const { example, values } = this.state;
+    const size = example.isImage
+      ? `${example.pixels.size[1]} × ${example.pixels.size[0]} pixels`
+      : count(example.tokens.length, "token");
+    const outputs = example.outputs.length;
+    this.about.textContent = [
+      visible(this.data.model), size, ...(outputs > 1 ? [`${outputs} outputs explained`] : []),
+    ].join(" · ");
+
+    const several = this.examples.length > 1;
+    this.main.classList.toggle("listed", several);
+    this.exampleChoice.node.hidden = !several;
+    this.exampleChoice.show(this.examples.map((each, k) => {
+      const pick = each.pick("0");
+      const { text, p } = pick ? each.answer(pick) : each.outputs[0].answers[0];
+      const content = [
+        element("span", {}, visible(each.name)), token(text), element("small", {}, percent(p)),
+      ];
+      return { value: k, content };
+    }), values.e);
+    center(this.exampleChoice.checked);
+  }
+
+  #updatePicks() {
+    const { example, values, pick, picks } = this.state;
     const isPair = values.view === "pair";
     const several = example.outputs.length > 1;
     this.outputs.node.hidden = !several;
-    if (several) this.outputs.show(state.picks.map((each) => this.#chip(each)), String(pick.output));
+    if (several) this.outputs.show(picks.map((each) => this.#chip(each)), String(pick.output));
     center(this.outputs.checked);
 
+    const { answers } = example.outputs[pick.output];
+    const explained = new Set(example.picks(pick.output).map((each) => each.answer));
     this.answers.node.hidden = isPair && several;
     this.answers.caption.textContent = example.isImage ? "Classes" : "Answers here";
-    const explained = new Set(example.picks(pick.output).map((each) => each.answer));
-    this.answers.show(example.outputs[pick.output].answers.map((answer, k) =>
-      this.#answerOption({ output: pick.output, answer: k }, answer, explained.has(k))), example.written(pick));
-    for (const button of this.answers.buttons) button.disabled = button.classList.contains("bare");
+    this.answers.show(answers.map((answer, k) =>
+      this.#answerOption({ output: pick.output, answer: k }, answer, explained.has(k)),
+    ), example.written(pick));
+    this.answers.buttons.forEach((button, k) => {
+      button.disabled = !explained.has(k);
+    });
 
     this.clicks.node.hidden = !isPair;
-    this.clicks.show([{ value: false, content: "A" }, { value: true, content: "B" }], this.setsSecond);
+    this.clicks.show(options([false, true], (isSecond) => (isSecond ? "B" : "A")), this.setsSecond);
+
     const contrasts = example.contrasts(pick);
     this.contrast.node.hidden = isPair || contrasts.length < 2;
     this.contrast.show(contrasts.map((against) => {
       if (against < 0) return { value: -1, content: "none", title: "The answer by itself" };
-      const { text, p, rank } = example.outputs[pick.output].answers[against];
-      return { value: against, content: token(text), title: `${name(text)}: ${percent(p)}, rank ${rank}` };
+      const { text, p, rank } = answers[against];
+      const title = `${name(text)}: ${percent(p)}, rank ${rank}`;
+      return { value: against, content: token(text), title };
     }), values.n);
+  }
 
-    this.method.show(data.methods.map((each) => ({ value: each.name, content: visible(each.title), title: visible(each.note) })), values.m);
+  #updateSettings() {
+    const { example, values } = this.state;
+    this.method.show(this.data.methods.map((each) => ({
+      value: each.name, content: visible(each.title), title: visible(each.note),
+    })), values.m);
     const views = this.#offeredViews();
+    const pair = example.outputs.length > 1 ? VIEWS.pair : "Two answers";
     this.views.node.hidden = views.length < 2;
-    this.views.show(options(views, (view) => view === "pair" && !several ? "Two answers" : VIEWS[view]), values.view);
+    this.views.show(options(views, (view) => (view === "pair" ? pair : VIEWS[view])), values.view);
     this.units.node.hidden = example.unitNames.length < 2;
-    this.units.show(options(example.unitNames, (unit) => AFTER[unit] ?? visible(unit)), values.u);
+    this.units.show(options(example.unitNames, (unit) => UNITS[unit] ?? visible(unit)), values.u);
     this.hiding.hidden = example.isImage;
     this.own.show(!values.own);
     // Where all outputs are read at the prompt's last token, it is the own share.
@@ -351,16 +389,22 @@ class Page {
   #chip(pick) {
     const { example, values, second } = this.state;
     const { text, p } = example.answer(pick);
-    const isPinned = values.view === "pair" && second.output === pick.output;
-    const mark = values.view === "pair" && (isPinned ? "B" : pick.output === this.state.pick.output && "A");
+    const isPair = values.view === "pair";
+    const isPinned = isPair && second.output === pick.output;
+    const isFirst = isPair && pick.output === this.state.pick.output;
+    const mark = isPinned ? "B" : isFirst ? "A" : null;
+    const likeliest = example.outputs[pick.output].answers.slice(0, 5);
     const bar = element("b");
     bar.style.width = `${100 * p}%`;
     return {
       value: String(pick.output),
       className: isPinned ? "second" : null,
       label: `${name(text)}, ${percent(p)}${isPinned ? ", pinned as B" : ""}`,
-      title: example.outputs[pick.output].answers.slice(0, 5).map((each) => `${name(each.text)} ${percent(each.p)}`).join("\n"),
-      content: [token(text), element("small", {}, percent(p)), element("i", {}, bar), mark && element("em", {}, mark)],
+      title: likeliest.map((each) => `${name(each.text)} ${percent(each.p)}`).join("\n"),
+      content: [
+        token(text), element("small", {}, percent(p)), element("i", {}, bar),
+        mark && element("em", {}, mark),
+      ],
     };
   }
 
@@ -388,8 +432,10 @@ class Page {
     this.panels = panels;
     for (const panel of panels) {
       const title = panel.drawn.node.querySelector("header strong");
-      if (title) fill(title, `${panel.isSecond ? "B" : "A"} `, token(example.answer(panel.pick).text));
-      panel.drawn.node.classList.toggle("chosen", values.view === "all" && panel.method === this.state.method);
+      const letter = panel.isSecond ? "B " : "A ";
+      if (title) fill(title, letter, token(example.answer(panel.pick).text));
+      const isChosen = values.view === "all" && panel.method === this.state.method;
+      panel.drawn.node.classList.toggle("chosen", isChosen);
       panel.drawn.update(panel);
     }
   }
@@ -397,7 +443,8 @@ class Page {
   #buildPanels(kind) {
     const { values, example } = this.state;
     const scrolls = this.panels.map(({ drawn }) => drawn.scroll);
-    const focused = this.panels.findIndex(({ drawn }) => drawn.node.contains(document.activeElement));
+    const { activeElement } = document;
+    const focused = this.panels.findIndex(({ drawn }) => drawn.node.contains(activeElement));
     for (const { drawn } of this.panels) drawn.dispose();
     const isSameText = this.kind?.split(",")[0] === String(values.e);
     this.kind = kind;
@@ -405,7 +452,9 @@ class Page {
     for (const panel of panels) {
       const { method } = panel;
       panel.title = {
-        all: () => element("button", { type: "button", title: visible(method.note), onclick: () => this.set({ m: method.name }) }, visible(method.title)),
+        all: () => element("button", {
+          type: "button", title: visible(method.note), onclick: () => this.set({ m: method.name }),
+        }, visible(method.title)),
         pair: () => element("strong"),
         one: () => null,
       }[values.view]();
@@ -415,9 +464,13 @@ class Page {
     fill(this.stage, panels.map(({ drawn }) => drawn.node));
     panels.forEach(({ drawn, pick }, k) => {
       if (isSameText) drawn.scroll = scrolls[k] ?? scrolls[0];
-      else if (!example.isImage) drawn.reveal(this.view.unit.of[example.outputs[pick.output].position ?? 0]);
+      else if (!example.isImage) {
+        drawn.reveal(this.view.unit.of[example.outputs[pick.output].position ?? 0]);
+      }
     });
-    if (focused >= 0) panels[Math.min(focused, panels.length - 1)].drawn.node.querySelector("[tabindex]").focus({ preventScroll: true });
+    if (focused < 0) return;
+    const { drawn } = panels[Math.min(focused, panels.length - 1)];
+    drawn.node.querySelector("[tabindex]").focus({ preventScroll: true });
   }
 
   // The part that is pointed at: in every panel, in the list, in the map, and in words.
@@ -432,12 +485,14 @@ class Page {
     this.tip.hidden = !anchor;
     if (!anchor) return;
     const readings = this.panels.map((each) => this.#reading(each, part));
-    fill(this.tip, element("div", {}, this.#partName(part)), element("table", {}, readings.map((cells) =>
-      element("tr", {}, cells.map((text) => element("td", {}, text))))));
+    const row = (cells) => element("tr", {}, cells.map((text) => element("td", {}, text)));
+    fill(this.tip, element("div", {}, this.#partName(part)),
+      element("table", {}, readings.map(row)));
     this.#placeTip(anchor);
     if (!aloud) return;
     this.live.textContent = this.tip.textContent;
-    panel.describe(part, [this.#plainName(part), ...readings.map((cells) => cells.join(" "))].join(", "));
+    const words = readings.map((cells) => cells.join(" "));
+    panel.describe(part, [this.#plainName(part), ...words].join(", "));
   }
 
   reveal(part) {
@@ -467,7 +522,10 @@ class Page {
     const [first, end] = unit.bounds[part];
     const place = end - first > 1 ? `tokens ${first}–${end - 1}` : `token ${first}`;
     const named = unit.names[part] ? `${visible(unit.names[part])}, ` : "";
-    return [token(shorter(example.partText(unit, part))), element("span", { class: "quiet" }, ` ${named}${place}`)];
+    return [
+      token(shorter(example.partText(unit, part))),
+      element("span", { class: "quiet" }, ` ${named}${place}`),
+    ];
   }
 
   #plainName(part) {
@@ -478,14 +536,16 @@ class Page {
   #placeTip(anchor) {
     const page = this.root.getBoundingClientRect();
     const { width, height } = this.tip.getBoundingClientRect();
-    const left = anchor.left + anchor.width / 2 - width / 2;
+    const middle = anchor.left + anchor.width / 2 - width / 2;
+    const left = Math.max(page.left + 8, Math.min(middle, page.right - width - 8));
     const above = anchor.top - height - 8;
     const top = above > 4 ? above : anchor.bottom + 8;
-    this.tip.style.left = `${clamp(left, page.left + 8, Math.max(page.left + 8, page.right - width - 8)) - page.left}px`;
+    this.tip.style.left = `${left - page.left}px`;
     this.tip.style.top = `${top - page.top}px`;
   }
 }
 
+const options = (values, content) => values.map((value) => ({ value, content: content(value) }));
 const shorter = (text) => (text.length > 120 ? `${text.slice(0, 119)}…` : text);
 
 // Scroll a row so that this child is in its middle, without moving the page.

@@ -14,8 +14,8 @@ export class Sources {
     this.sum = element("p", { class: "sum" });
     this.rows = new Map();
     this.counts = new Choice("List", (k) => page.set({ k }), { caption: null });
-    this.node = element("div", {}, element("div", { class: "heading" }, this.label, this.counts.node),
-      this.list, this.sum);
+    const heading = element("div", { class: "heading" }, this.label, this.counts.node);
+    this.node = element("div", {}, heading, this.list, this.sum);
   }
 
   update(view) {
@@ -23,8 +23,9 @@ export class Sources {
     this.counts.show(COUNTS.map((value) => ({ value, content: String(value) })), state.values.k);
     const weight = (part) => Math.max(...listed.map(({ relevance }) =>
       relevance.has(part) ? Math.abs(relevance.values[part]) : 0));
-    const largest = listed.flatMap(({ relevance }) => relevance.order.slice(0, state.values.k));
-    const parts = [...new Set(largest)].sort((a, b) => weight(b) - weight(a)).slice(0, state.values.k);
+    const { k } = state.values;
+    const largest = new Set(listed.flatMap(({ relevance }) => relevance.order.slice(0, k)));
+    const parts = [...largest].sort((a, b) => weight(b) - weight(a)).slice(0, k);
     const most = weight(parts[0]) || 1;
     this.label.textContent = "Largest sources" +
       { one: "", all: ` · ${state.method.title}`, pair: " · A over B" }[state.values.view];
@@ -52,8 +53,9 @@ export class Sources {
     listed.map(({ relevance }, k) => {
       const isShown = relevance.has(part);
       const value = isShown ? relevance.values[part] : 0;
+      const place = k || example.isImage ? "" : String(unit.bounds[part][0]);
       return [
-        element("span", { class: "number quiet" }, k || example.isImage ? "" : `${unit.bounds[part][0]}`),
+        element("span", { class: "number quiet" }, place),
         bar(value / most, page.colors),
         element("span", { class: "number" }, isShown ? signed(value) : "·"),
         element("span", { class: "number" }, isShown ? percent(relevance.share(part)) : "·"),
@@ -78,10 +80,11 @@ export class Sources {
 function surroundings(example, unit, part) {
   const [first, end] = unit.bounds[part];
   const near = (from, to) => visible(example.text(Math.max(0, from), to).replace(/\s+/g, " "));
-  if (unit.names[part]) return element("span", { class: "what" }, element("bdi", { class: "token" }, visible(unit.names[part])));
+  if (unit.names[part]) return element("span", { class: "what" }, token(unit.names[part]));
   const text = example.partText(unit, part);
+  const before = near(first - AROUND, first) + (/^\s/.test(text) ? " " : "");
   return element("span", { class: "what" },
-    element("bdi", { class: "before" }, element("bdi", {}, near(first - AROUND, first) + (/^\s/.test(text) ? " " : ""))),
+    element("bdi", { class: "before" }, element("bdi", {}, before)),
     token(text),
     element("bdi", { class: "after" }, near(end, end + AROUND)));
 }
@@ -103,10 +106,12 @@ function bar(share, colors) {
 function summary({ example, unit, listed, state }) {
   const { method } = state;
   const [{ relevance, pick, against }] = listed;
+  if (relevance.isMissing) return [`The explanation has no relevance by ${method.title} for this.`];
   const texts = [`Share: of the ${count(relevance.shown, unit.name)} read`];
   if (relevance.hidden.has(relevance.own)) {
     const own = name(example.partText(unit, relevance.own));
-    texts.push(`, without “${own}”, where the prediction is made (${signed(relevance.values[relevance.own])})`);
+    const value = signed(relevance.values[relevance.own]);
+    texts.push(`, without “${own}”, where the prediction is made (${value})`);
   }
   texts.push(". ");
   if (method.adds_up) {
@@ -115,8 +120,10 @@ function summary({ example, unit, listed, state }) {
     texts.push(`All relevance adds up to ${signed(relevance.sum)}; `);
     if (relevance.score !== null) texts.push(`the explained score is ${signed(relevance.score)}.`);
     else texts.push(`the ${against < 0 ? "logit is" : "logits differ by"} ${plain(logit)}.`);
-  } else if (against >= 0 && !relevance.isDirect) {
-    texts.push(`${method.title} does not add up to the logit: the difference of two rows explains no difference of logits.`);
-  } else texts.push(`${method.title} does not add up to the logit.`);
+  } else {
+    texts.push(`${visible(method.title)} does not add up to the logit`);
+    const isDifference = against >= 0 && !relevance.isDirect;
+    texts.push(isDifference ? ", and its difference explains no difference of logits." : ".");
+  }
   return texts;
 }

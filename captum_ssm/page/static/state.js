@@ -19,7 +19,7 @@ export class State {
       b: "", // the second of two outputs
       m: this.data.methods[0].name,
       view: "one",
-      u: this.example.unitNames[0],
+      u: this.#firstUnit(),
       q: 99.5, // the quantile with the strongest color
       min: 0, // the least share that is shown, in percent
       k: 10, // how many sources are listed
@@ -30,6 +30,11 @@ export class State {
       grid: 1, // whether patches are outlined
       theme: "",
     };
+  }
+
+  #firstUnit() {
+    const { unitNames } = this.example;
+    return unitNames.includes(this.data.units) ? this.data.units : unitNames[0];
   }
 
   get example() {

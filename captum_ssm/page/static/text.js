@@ -43,7 +43,8 @@ export class TextPanel {
     });
     this.observer = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
-        this.#fill(this.blocks.find(({ node }) => node === target), isIntersecting || page.isPrinting);
+        const block = this.blocks.find(({ node }) => node === target);
+        this.#fill(block, isIntersecting || page.isPrinting);
       }
     }, { root: this.box, rootMargin: "400px" });
     for (const block of this.blocks) {
@@ -119,11 +120,13 @@ export class TextPanel {
     const shapes = this.shapes.slice(first, first + BLOCK);
     if (!isFull) {
       block.parts = [];
-      block.node.textContent = shapes.map(({ before, body, after }) => before + body + after).join("");
+      const texts = shapes.map(({ before, body, after }) => before + body + after);
+      block.node.textContent = texts.join("");
       return;
     }
     block.parts = shapes.map(({ body }, k) => {
-      const node = element("span", { class: "part", role: "option", id: `${this.id}-${first + k}` }, body);
+      const id = `${this.id}-${first + k}`;
+      const node = element("span", { class: "part", role: "option", id }, body);
       node.index = first + k;
       return node;
     });
@@ -135,7 +138,8 @@ export class TextPanel {
     const { relevance, limit } = this.panel;
     for (const node of block.parts) {
       const part = node.index;
-      const swatch = relevance.has(part) ? this.page.colors.of(relevance.values[part], limit) : null;
+      const value = relevance.values[part];
+      const swatch = relevance.has(part) ? this.page.colors.of(value, limit) : null;
       node.style.backgroundColor = swatch?.css ?? "";
       node.style.color = swatch?.text ?? "";
       node.className = ["part", ...this.#classes(part)].join(" ");
@@ -162,7 +166,8 @@ export class TextPanel {
   #outputs(part) {
     const { positions } = this.example;
     const [first, end] = this.unit.bounds[part];
-    return range(end - first).map((k) => positions.get(first + k - 1)).filter((k) => k !== undefined);
+    const outputs = range(end - first).map((k) => positions.get(first + k - 1));
+    return outputs.filter((output) => output !== undefined);
   }
 
   #holds(part, pick) {
