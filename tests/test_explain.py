@@ -296,11 +296,11 @@ def test_a_model_without_a_known_end_has_no_lens_and_says_so(model):
 def test_maps_are_those_of_the_library(model, tokenizer):
     found = explain(model, tokenizer, TEXT, target="w8", maps=["hidden-attention", "latim"])
     hidden, vectors = found.examples[0].maps
-    expected = hidden_attention(model, READ[:, :5], reduction="mean")
+    expected = hidden_attention(model, READ, reduction="mean")
     assert list(hidden.layers) == list(expected)
     for name, one in expected.items():
         assert (hidden.layers[name] == one[0].numpy()).all()
-        own = LaTIM(model).interactions(READ[:, :5], name, "l2", activation="gate")[0]
+        own = LaTIM(model).interactions(READ, name, "l2", activation="gate")[0]
         assert (vectors.layers[name] == own.numpy()).all()
     (only,) = explain(model, tokenizer, TEXT, maps=True, layers=-1).examples[0].maps
     assert list(only.layers) == list(expected)[-1:]
