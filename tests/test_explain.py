@@ -230,6 +230,8 @@ def test_tokens_join_to_the_text(text, make, slow):
             assert text[token.start : token.end] == token.text
     again = read_ids(tokenizer, reading.ids, "the text")
     assert "".join(t.text for t in again.tokens if t.end > t.start) == again.text
+    if "<unk>" not in tokenizer.decode(reading.ids):
+        assert again.text == tokenizer.decode(reading.ids)
 
 
 def test_unknown_words_stay_as_they_were_typed(model):
