@@ -274,7 +274,7 @@ def model_of(tokenizer):
     return tiny(vocab_size=len(tokenizer))
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next", "jamba"])
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "jamba"])
 def test_the_lens_ends_at_the_models_own_answers(family):
     model = build(family)
     found = explain(model, ids(1, 6)[0], lens=True, target=[5, 6])
