@@ -75,10 +75,6 @@ class Lens:
             if "cap" in name and isinstance(cap, (int, float)) and cap > 0:
                 yield partial(_capped, cap)
 
-
-def _capped(cap: float, x: Tensor) -> Tensor:
-    return cap * (x / cap).tanh()
-
     def _answers(self, norm: nn.Module, stream: Tensor) -> Tensor:
         assert self.head is not None
         weight = self.head.weight
@@ -95,3 +91,7 @@ def _capped(cap: float, x: Tensor) -> Tensor:
     def _keep_norm(self, module: nn.Module, args: Any, output: Any) -> None:
         if args and torch.is_tensor(args[0]) and args[0].dim() == 3:
             self._norm = module, args[0][0, self.positions].detach()
+
+
+def _capped(cap: float, x: Tensor) -> Tensor:
+    return cap * (x / cap).tanh()
