@@ -344,9 +344,7 @@ def test_color_where_the_terminal_has_it(stories, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert explain(*given, model=stories) == 0
     said = capsys.readouterr()
-    assert (
-        "\x1b[38;2;27;28;30;48;2;185;84;11m" in said.out
-    )  # the palette's ink and strongest orange
+    assert "\x1b[38;2;255;255;255;48;2;185;84;11m" in said.out  # white on the strongest orange
     assert "xyzzy" in said.out  # as it was typed
     assert "\x1b[2J" not in said.out  # and nothing that a terminal would obey
     assert said.err.startswith("captum_ssm: warning: the tokenizer reads the prompt as the dog")
