@@ -86,7 +86,7 @@ def _methods() -> str:
         for name, method in methods().items()
     ]
     marks = ["---"] * 5
-    head = ["`--method`", "class", "relevance", "time after the run", "flags"]
+    head = ["`--methods`", "class", "relevance", "time after the run", "flags"]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, marks, *rows])
 
 

@@ -15,6 +15,7 @@ from models import SHARED, VOCABULARY, ids, tiny, word_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from captum_ssm import (
+    Explanation,
     LaTIM,
     MambaLRP,
     MambaRollout,
@@ -155,6 +156,10 @@ EARLY = {
     "--ids 3,4 --methods unified --components conv,bias": (
         "components holds ['bias']; expected any of"
     ),
+    "--ids 3,4 --position last": "--position is 'last'; expected an integer, or 'all'",
+    "--input no/prompts.txt": "--input is no/prompts.txt, and there is no such file",
+    "--image no.png": "--image is no.png, and there is no such file; name one that exists",
+    "--ids 3,4 --against x": "--against is 'x'; expected token ids such as",
     "--ids 3,4 --output a.txt": "expected a name that ends in .html",
     "--ids 3,4 --output no/where/a.html": (
         "--output is no/where/a.html, and there is no folder no/where; create it"
@@ -164,6 +169,8 @@ LATE = {
     "--text hello": "no tokenizer could be loaded from",
     "--ids 3,99": "the model's vocabulary has ids 0 .. 26",
     "--ids 3,4 --target 99": "--target is [99]",
+    "--ids 3,4 --target 5 --against 5": "--against is '5', which is the target, or begins like",
+    "--ids 3,4 --alternatives -1": "--alternatives is -1; expected an integer from 0 on",
     "--ids 3,4 --methods latim --layer 7 --aggregation l1": "layer is 7; this model has 3 mixers",
 }
 
@@ -217,6 +224,135 @@ def test_what_the_arguments_tell_is_checked_before_transformers_is_imported(tmp_
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.fixture(scope="module")
+def stories() -> str:
+    return str(ROOT / "tutorials" / "models" / "stories-mamba")
+
+
+def test_methods_units_and_a_contrast(folder, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    given = ("--text", "w3 w4 w5", "--target", "w6", "--against", "w7", "--output", str(path))
+    assert explain(*given, "--methods", "latim", "rollout", "--units", "word", model=folder) == 0
+    said = capsys.readouterr().out
+    found = Explanation.load(path)
+    for name in ("latim", "rollout"):
+        assert f"\n{name}\n" in said
+        for against in (None, "w7"):
+            row = found.relevance(name, against=against, units="word")
+            assert all(f"{value:+.4g}" in said for value in row[:3].tolist())
+    assert said.count("'w6', not 'w7'") == 2
+    assert found.settings["units"] == "word"
+    # An option goes to those of the methods that have it.
+    options = ("--methods", "latim", "rollout", "--activation", "gate", "--output", str(path))
+    assert explain("--text", "w3 w4", *options, model=folder) == 0
+    methods = Explanation.load(path).methods
+    assert [dict(method.options) for method in methods] == [{"activation": "gate"}, {}]
+
+
+def test_many_texts_and_their_summary(folder, tmp_path, capsys):
+    texts, path = tmp_path / "prompts.txt", tmp_path / "many.json"
+    texts.write_text("w3 w4 w5\n\nw4 w6\n", encoding="utf-8")
+    given = ("--input", str(texts), "--target", "w9")
+    assert explain(*given, "--output", str(path), model=folder) == 0
+    said = capsys.readouterr().out
+    found = Explanation.load(path)
+    assert [example.text for example in found.examples] == ["w3 w4 w5 w9", "w4 w6 w9"]
+    assert "w4 w6 w9  ->  'w9' " in said
+    top = found.mean().top(count=1)[0]
+    assert f"{top.relevance:+.4g}" in said
+    assert explain(*given, "--output", str(tmp_path / "a.png"), model=folder) == 1
+    assert "expected a name that ends in .html or .json" in capsys.readouterr().err
+    texts.write_text("\n")
+    assert explain(*given, model=folder) == 1
+    assert "which holds no text; write one per line" in capsys.readouterr().err
+
+
+def test_an_image(tmp_path, capsys):
+    from PIL import Image
+
+    vim = str(ROOT / "tutorials" / "models" / "digits-vim")
+    path, data = tmp_path / "one.png", tmp_path / "a.json"
+    pixels = torch.zeros(80, 80, 3, dtype=torch.uint8)
+    pixels[20:60, 36:44] = 255
+    Image.fromarray(pixels.numpy()).save(path)
+    given = ("--image", str(path), "--mean", ".25", "--std", ".5", "--methods", "raw-attention")
+    assert explain(*given, "--output", str(data), model=vim) == 0
+    said = capsys.readouterr().out
+    (example,) = Explanation.load(data).examples
+    assert example.image.shape == (40, 40, 3)
+    assert example.image[20, 20].tolist() == [255] * 3  # as it was before it was normalized
+    assert example.image[0, 0].tolist() == [0] * 3
+    assert example.grid == (10, 10)
+    assert "the model predicts '1'" in said
+    assert "row" in said
+    assert explain(*given, "--output", str(tmp_path / "a.png"), "--target", "7", model=vim) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for wrong, message in (
+        (["--target", "77"], "--target is 77; expected a class 0 .. 9"),
+        (["--lens"], "--lens was given, which is of texts, and --image is"),
+        (["--units", "word"], "--units was given, which is of texts"),
+    ):
+        assert explain(*given, *wrong, model=vim) == 1
+        assert message in capsys.readouterr().err
+    path.write_text("no picture")
+    assert explain(*given, model=vim) == 1
+    assert "which is no picture" in capsys.readouterr().err
+
+
+def test_two_explanations_compared(folder, tmp_path, capsys):
+    paths = [tmp_path / f"{name}.json" for name in "abc"]
+    for path, activation in zip(paths, ("gate", "silu"), strict=False):
+        given = ("--text", "w3 w4", "--target", "w5", "--activation", activation)
+        assert explain(*given, "--methods", "latim", "--output", str(path), model=folder) == 0
+    capsys.readouterr()
+    assert main(["compare", *map(str, paths[:2]), "--output", str(paths[2])]) == 0
+    said = capsys.readouterr().out
+    one, other, less = (Explanation.load(path).relevance() for path in paths)
+    assert (less == one - other).all()
+    assert all(f"{value:+.4g}" in said for value in less[:2].tolist())
+    assert main(["compare", str(paths[0]), str(tmp_path / "nothing.json")]) == 1
+    assert "and there is no such file; name one" in capsys.readouterr().err
+
+
+def test_a_page_is_opened(tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    page = tmp_path / "a.html"
+    page.write_text("a page")
+    assert main(["show", str(page)]) == 0
+    assert opened == [page.as_uri()]
+    assert str(page) in capsys.readouterr().out
+    for name, message in (
+        ("no.html", "there is no such file"),
+        ("a.txt", "ends in .html or .json"),
+    ):
+        (tmp_path / "a.txt").touch()
+        assert main(["show", str(tmp_path / name)]) == 1
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr("webbrowser.open", lambda address: False)
+    assert main(["show", str(page)]) == 1
+    assert "no browser could be started; open" in capsys.readouterr().err
+
+
+def test_color_where_the_terminal_has_it(stories, capsys, monkeypatch):
+    given = ("--text", "the dog has a red ball . the dog xyzzy\x1b[2J a", "--target", "red")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert explain(*given, model=stories) == 0
+    said = capsys.readouterr()
+    assert "\x1b[38;2;255;255;255;48;2;185;84;11m" in said.out  # white on the strongest orange
+    assert "xyzzy" in said.out  # as it was typed
+    assert "\x1b[2J" not in said.out  # and nothing that a terminal would obey
+    assert said.err.startswith("captum_ssm: warning: the tokenizer reads the prompt as the dog")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert explain(*given, model=stories) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "########" in said
 
 
 def test_an_unknown_method_and_no_command(capsys):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +62,18 @@ class Lens:
             if not fits or not torch.equal(found[-1], last):
                 continue
             after = [self._answers(norm, one) for one in found]
-            scale = logits.abs().max()
-            if (after[-1] - logits).abs().max() <= 1e-3 * scale:
-                return after
+            for ending in self._endings(after[-1], logits):
+                if (ending(after[-1]) - logits).abs().max() <= 1e-3 * logits.abs().max():
+                    return [ending(one) for one in after]
         return None
+
+    def _endings(self, last: Tensor, logits: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+        # What models do with the head's output: nothing, a factor, or a soft cap.
+        factor = (last * logits).sum() / last.square().sum().clamp(min=1e-30)
+        yield lambda x: factor * x
+        for name, cap in vars(getattr(self.model, "config", None) or object).items():
+            if "cap" in name and isinstance(cap, (int, float)) and cap > 0:
+                yield partial(_capped, cap)
 
     def _answers(self, norm: nn.Module, stream: Tensor) -> Tensor:
         assert self.head is not None
@@ -82,3 +91,7 @@ class Lens:
     def _keep_norm(self, module: nn.Module, args: Any, output: Any) -> None:
         if args and torch.is_tensor(args[0]) and args[0].dim() == 3:
             self._norm = module, args[0][0, self.positions].detach()
+
+
+def _capped(cap: float, x: Tensor) -> Tensor:
+    return cap * (x / cap).tanh()

@@ -12,6 +12,8 @@ from captum_ssm._errors import InputError
 from captum_ssm.explanation import Token
 from captum_ssm.visualization import readable_tokens
 
+CONTEXT = 8  # tokens: of a character outside ASCII there are four at most
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -115,12 +117,16 @@ def _names(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     # What each token adds to the decoded text; a character that several tokens make up is the
-    # last one's.
-    decoded = [tokenizer.decode(list(ids[: i + 1])).rstrip("\ufffd") for i in range(len(ids))]
-    decoded[-1] = tokenizer.decode(list(ids))
-    ends = [min(map(len, decoded[i:])) for i in range(len(ids))]
-    starts = [0, *ends[:-1]]
-    return [decoded[-1][start:end] for start, end in zip(starts, ends, strict=True)]
+    # last one's. A few tokens before it tell how it is spaced.
+    found = []
+    for i in range(len(ids)):
+        start = max(0, i - CONTEXT)
+        before, after = (
+            tokenizer.decode(list(ids[start:end])).rstrip("\ufffd") if end > start else ""
+            for end in (i, i + 1)
+        )
+        found.append(after[len(before) :])
+    return found
 
 
 def _found(text: str, pieces: Sequence[str]) -> list[tuple[int, int]]:

@@ -98,7 +98,8 @@ def explain_text(setup: Setup, asked: TextRequest) -> Example:
         )
     L = len(whole.tokens)
     found.require_memory(L)
-    maps = _maps(setup, ids)  # first, since they are refused where they are too large
+    # First, since they are refused where they are too large.
+    maps = _maps(setup, torch.tensor([whole.ids], device=device))
     relevance, deltas = found.explained(
         ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
     )

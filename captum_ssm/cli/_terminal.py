@@ -6,12 +6,13 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from captum_ssm._colors import AGAINST, FOR, INK
+from captum_ssm._colors import AGAINST, FOR, INK, PAPER
 from captum_ssm.explanation import Answer, Example, Explanation, Output
 from captum_ssm.explanation._units import spans_of
 
 TOP = 10
-FAINTEST = 1 / 50  # of the strongest relevance: what is less has no color
+# Of the strongest relevance: what is less has no color, and what is more is read in white.
+FAINTEST, DARK = 1 / 50, 0.92
 
 
 def show(explanation: Explanation, units: str = "token") -> None:
@@ -117,7 +118,8 @@ def _in_color(row: np.ndarray, texts: list[str]) -> Text:
         shown = "\n".join(visible(line) if line else line for line in text.lstrip().split("\n"))
         found.append(lead if lead.isprintable() or set(lead) <= {" ", "\n"} else " ")
         share = value / largest
-        found.append(shown, style=f"{INK} on {_color(share)}" if abs(share) > FAINTEST else "")
+        ink = PAPER if abs(share) > DARK else INK
+        found.append(shown, style=f"{ink} on {_color(share)}" if abs(share) > FAINTEST else "")
     strongest = int(abs(row).argmax())
     found.append("\n")
     for ramp, name in ((AGAINST[:0:-1], " against "), (FOR, " for")):

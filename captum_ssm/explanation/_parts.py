@@ -142,7 +142,7 @@ class Maps:
 
         >>> (maps,) = explain(model, tokenizer, "w3 w4 w5", maps=True).examples[0].maps
         >>> {name: one.shape for name, one in maps.layers.items()}
-        {'backbone.layers.0.mixer': (3, 3), 'backbone.layers.1.mixer': (3, 3)}
+        {'backbone.layers.0.mixer': (4, 4), 'backbone.layers.1.mixer': (4, 4)}
     """
 
     name: str
