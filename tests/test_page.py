@@ -3,7 +3,7 @@
 import io
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     folder, tabs, seen = tmp_path_factory.mktemp("pages"), {}, Seen()
     made = {
         "story": lambda: pages.explanation(),
+        "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
         "image": lambda: pages.explanation(pages.picture()),
         "several": lambda: pages.explanation(
             *(pages.story(name=f"story {k}", seed=k) for k in range(3)), pages.picture()
@@ -219,6 +220,15 @@ def test_other_answers_are_explained_and_contrasted(opened):
     assert "explains no difference of logits" in tab.locator(".sum").inner_text()
     opened("story", "n=3&m=raw-attention")
     assert "difference" not in tab.locator(".sum").inner_text()
+
+
+def test_it_opens_on_the_contrast_that_was_asked_for(opened):
+    tab = opened("asked")
+    assert question(tab) == "Why “red”, not “pink”?"
+    option(tab, "Contrast with", "none").click()
+    assert question(tab) == "Why “red”?"
+    tab.reload()
+    assert question(tab) == "Why “red”?"
 
 
 def test_two_outputs_are_compared(opened):

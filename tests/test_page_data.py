@@ -15,10 +15,10 @@ import pages
 import pytest
 
 import captum_ssm.page as page_package
+from captum_ssm._colors import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
 from captum_ssm.page import notebook_bundle, page_html, widget
 from captum_ssm.page._data import MOST_CELLS, packed, page_data, pooled
 from captum_ssm.page._html import MODULES, script, stylesheet
-from captum_ssm.visualization._palette import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
 
 
 def unpacked(rows: dict) -> np.ndarray:

@@ -204,9 +204,9 @@ class Explanation:
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         # What notebooks show.
-        from captum_ssm.page import widget
+        from captum_ssm.page import notebook_bundle
 
-        return widget(self)._repr_mimebundle_(**kwargs)
+        return notebook_bundle(self, **kwargs)
 
     def mean(self) -> Summary:
         """What all examples have in common: which tokens, and which distances, matter.

@@ -30,6 +30,7 @@ def page_data(explanation: Explanation) -> dict[str, Any]:
             for m in explanation.methods
         ],
         "units": explanation.settings.get("units"),
+        "against": bool(explanation.settings.get("against")),
         "settings": {
             str(key): str(value)
             for key, value in explanation.settings.items()

@@ -14,8 +14,7 @@ export class State {
   get defaults() {
     return {
       e: 0, // example
-      t: "0", // the explained output, or "output.answer"
-      n: -1, // the answer that it is contrasted with
+      ...this.#first(), // the explained output, or "output.answer", and what it is contrasted with
       b: "", // the second of two outputs
       m: this.data.methods[0].name,
       view: "one",
@@ -30,6 +29,16 @@ export class State {
       grid: 1, // whether patches are outlined
       theme: "",
     };
+  }
+
+  // The page opens on the contrast that was asked for, if one was.
+  #first() {
+    const { outputs } = this.example;
+    for (const [k, { chosen, contrasts }] of this.data.against ? outputs.entries() : []) {
+      const asked = contrasts.find(([answer]) => answer === chosen);
+      if (asked) return { t: String(k), n: asked[1] };
+    }
+    return { t: "0", n: -1 };
   }
 
   #firstUnit() {
@@ -59,8 +68,8 @@ export class State {
   change(change) {
     const { example } = this;
     Object.assign(this.values, change);
-    if (this.example !== example) Object.assign(this.values, { t: "0", b: "", map: "" });
-    if ("t" in change || "e" in change) this.values.n = -1;
+    if (this.example !== example) Object.assign(this.values, this.#first(), { b: "", map: "" });
+    else if ("t" in change) this.values.n = -1;
     this.correct();
     this.write();
   }
