@@ -58,7 +58,7 @@ html_theme_options = {
 # A page without a section has nothing for the sidebar to list.
 html_sidebars = {"index": [], "getting_started": []}
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
-html_static_path = ["_static"]
+html_static_path = ["_static", "_build/gallery/page"]
 html_css_files = ["custom.css"]
 html_show_copyright = False
 html_copy_source = False

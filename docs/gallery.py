@@ -1,4 +1,4 @@
-"""The pictures of the gallery: every method on the same text and the same image.
+"""The pictures of the gallery, and the page: every method on the same text and the same image.
 
 They are made at every build, from the models of `tutorials/models`, so that they show what the
 library computes today. That takes a few seconds.
@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import transformers
 from matplotlib.colors import to_hex
 from safetensors.torch import load_file
-from torch import Tensor
 
-from captum_ssm import hidden_attention
+from captum_ssm import explain, hidden_attention
 from captum_ssm.attr import methods
 from captum_ssm.models import VisionMamba
 from captum_ssm.visualization import (
@@ -29,13 +29,16 @@ from captum_ssm.visualization import (
 
 ROOT = Path(__file__).resolve().parent.parent
 STORY = "Anna has a red ball. Tom has a blue kite. The dogs near the tree bark. Anna's ball is"
-OPTIONS = {"latim": {"activation": "gate"}}
+OPTIONS = {"mamba-lrp": {}, "latim": {"activation": "gate"}}  # the first two, then the others
 LAYER = -1
 
 
 def write(folder: Path) -> None:
-    """`NAME.html`, the text, and `NAME.png`, the image, for each method, and two maps."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """For each method `NAME.html`, the text, and `NAME.png`, the image; two maps; the page.
+
+    The page is `page/page.html`: a folder of its own, which the documentation serves as it is.
+    """
+    (folder / "page").mkdir(parents=True, exist_ok=True)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     path = str(ROOT / "tutorials" / "models" / "stories-mamba")
@@ -43,7 +46,10 @@ def write(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     ids = tokenizer(STORY, return_tensors="pt").input_ids
     words = readable_tokens(tokenizer.convert_ids_to_tokens(ids[0].tolist()))
-    answer = tokenizer(" red", add_special_tokens=False).input_ids[0]
+    options = OPTIONS | {name: {} for name in methods() if name not in OPTIONS}
+    asked = {"target": " red", "against": " blue", "maps": True, "lens": True}
+    why = explain(reader, tokenizer, STORY, methods=options, title="Anna's ball", **asked)
+    why.to_html(folder / "page" / "page.html")
 
     sys.path.append(str(ROOT / "benchmarks" / "vision"))
     import data
@@ -54,10 +60,9 @@ def write(folder: Path) -> None:
     image, digit = samples.images[2:], int(samples.labels[2])
 
     for name, method in methods().items():
-        options = OPTIONS.get(name, {})
-        of_words = method(reader).attribute(ids, target=answer, **options)[0]
+        of_words = why.relevance(name)[: len(words)]
         (folder / f"{name}.html").write_text(marked(of_words, words), encoding="utf-8")
-        of_pixels = method(viewer).attribute(image, target=digit, **options)
+        of_pixels = method(viewer).attribute(image, target=digit, **options[name])
         figure = image_overlay(of_pixels, ((image + 0.5) / 2).clamp(0, 1))
         figure.savefig(folder / f"{name}.png", dpi=130)
 
@@ -69,11 +74,11 @@ def write(folder: Path) -> None:
         interaction_map(found[0], words).savefig(folder / f"{name}.png", dpi=110)
 
 
-def marked(relevance: Tensor, words: Sequence[str]) -> str:
+def marked(relevance: np.ndarray, words: Sequence[str]) -> str:
     """A text with relevance as its background, less the last word, which says its number."""
     *shown, last = relevance.tolist()
     limit, colors = color_limit(relevance[:-1]), relevance_colors()
-    total = relevance.abs().sum()
+    total = np.abs(relevance).sum()
     marks = []
     for word, value in zip(words[:-1], shown, strict=True):
         color = colors(0.5 + value / limit / 2)

@@ -38,6 +38,7 @@ CONTINUATION = " red. Tom's kite is blue. The dogs near the bird bark. Mia sings
 
 # Per picture: the page, its state, the window's size, and the token that is pointed at.
 PICTURES = {
+    "page_hero": ("contrast", "", (760, 480), None),
     "page_light": ("stories", "t=0", (1240, 860), 3),
     "page_dark": ("stories", "t=13&map=0.1&theme=dark", (1240, 1100), None),
     "page_contrast": ("contrast", "n=5", (1240, 860), None),

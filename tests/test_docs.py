@@ -38,6 +38,7 @@ MODULES = (
     "captum_ssm.mixers",
     "captum_ssm.models",
     "captum_ssm.operators",
+    "captum_ssm.page",
     "captum_ssm.scans",
     "captum_ssm.kernels",
     "captum_ssm.visualization",

@@ -72,6 +72,11 @@ def page_html(explanation: Explanation, size_limit: int = 64 * 2**20) -> str:
     Raises:
         ValueError: if there is no example or no method, a value is not finite, or the page is
             larger than the limit; the message says which part is largest.
+
+    Examples::
+
+        >>> page = page_html(explain(model, tokenizer, "w3 w4 w5"))
+        >>> _ = (folder / "why.html").write_text(page, encoding="utf-8")
     """
     if not explanation.examples or not explanation.methods:
         raise ValueError(

@@ -30,6 +30,11 @@ def widget(explanation: Explanation) -> Any:
 
     Raises:
         ImportError: if anywidget is not installed.
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4 w5")
+        >>> shown = widget(explanation)  # as the last line of a cell, the same as explanation
     """
     try:
         import anywidget
@@ -59,6 +64,10 @@ def notebook_bundle(explanation: Explanation, **formats: Any) -> Any:
     Returns:
         dict or tuple: data by media type, with metadata if the widget has some: the widget, or
         the whole page in a frame of its own where anywidget is not installed.
+
+    Examples::
+
+        >>> bundle = notebook_bundle(explain(model, tokenizer, "w3 w4 w5"))
     """
     try:
         shown = widget(explanation)
