@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached
 from captum_ssm.mixers._parts import ShortConv
 from captum_ssm.operators import TokenOperator
@@ -54,6 +55,11 @@ class FrozenMixer:
             the operator. Broadcasts to ``(B, L, D)``. Default: None
         paper_components (tuple of str, optional): the components of ``"unified"`` if none are
             chosen, as in Zimerman et al.'s equation for the family. Default: all except the skip
+        readout (Callable, optional): for a mixer with a norm: computes the gated output
+            ``(B, L, D)`` of other mixed values :math:`\alpha v + s \odot v`, summed over all scans,
+            with the norm's scale computed anew. Interventions need it. Default: None
+        memory (TokenOperator, optional): the recurrence whose state the model keeps, if it is not
+            :math:`\alpha` itself. Default: None
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
 
@@ -83,6 +89,8 @@ class FrozenMixer:
     centered: bool = False
     offset: Tensor | None = None
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
+    readout: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    memory: TokenOperator | None = None
     rounding: float = 1.0
 
     @cached_property
@@ -152,7 +160,31 @@ class FrozenMixer:
                 ``gate_argument``; relevance propagation passes its own rule.
                 Default: :func:`torch.mul`
         """
-        total = self._add_up(lambda scan: scan._gated(multiply))
+        total = self._add_up(lambda scan: scan._gated(scan.mix(scan.values), multiply))
+        return total if self.offset is None else total + self.offset
+
+    def gated_output_of(self, mixed: Sequence[Tensor]) -> Tensor:
+        """The input of the output projection if the scans returned ``mixed`` instead.
+
+        Gates stay what they are. The scale of a norm is computed anew.
+
+        Args:
+            mixed (sequence of Tensor): for each of :meth:`scans_in_order`, ``(B, L, D)``, in its
+                order.
+
+        Raises:
+            UnsupportedModelError: for a norm that cannot be computed anew.
+        """
+        given = iter(mixed)
+        if self.readout is not None:
+            return self.readout(self._add_up(lambda scan: next(given)))
+        if any(scan.norm is not None for scan, _, _ in self.scans_in_order()):
+            raise UnsupportedModelError(
+                "the norm after this mixer's scan is known at the values of this run only, so what "
+                "it returns for other values cannot be computed; expected a FrozenMixer with a "
+                "readout. Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
+            )
+        total = self._add_up(lambda scan: scan._gated(next(given)))
         return total if self.offset is None else total + self.offset
 
     def output(self, multiply: Product = torch.mul) -> Tensor:
@@ -203,8 +235,8 @@ class FrozenMixer:
             parts.append(y if order is None else y[:, torch.argsort(order)])
         return sum_of(parts)
 
-    def _gated(self, multiply: Product) -> Tensor:
-        y = self.mix(self.values)
+    def _gated(self, y: Tensor, multiply: Product = torch.mul) -> Tensor:
+        # The gated output of the mixed values y, (B, L, D).
         if self.centered:
             y = y - y.mean(-1, keepdim=True)
         if self.norm is not None:

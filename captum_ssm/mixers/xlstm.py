@@ -43,14 +43,24 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
     values = (heads - heads.mean(-1, keepdim=True)).flatten(2)
     weight = None if norm.weight is None else call.parameter(norm.weight)
     gate = torch.sigmoid(o)
+    offset = None if norm.bias is None else call.parameter(norm.bias) * gate
+
+    def scale_of(y: Tensor) -> Tensor:
+        return rms_factor(y, weight, norm.eps, H)
+
+    def readout(y: Tensor) -> Tensor:
+        gated = y * scale_of(y) * gate
+        return gated if offset is None else gated + offset
+
     return FrozenMixer(
         recurrence=recurrence,
         inputs=values,
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.weight(module.out_proj),
         gate=gate,
-        norm=rms_factor(recurrence.matvec(values), weight, norm.eps, H),
-        offset=None if norm.bias is None else call.parameter(norm.bias) * gate,
+        norm=scale_of(recurrence.matvec(values)),
+        offset=offset,
+        readout=readout,
     )
 
 

@@ -1,0 +1,191 @@
+"""The user's own run of the model, with the outputs of mixers edited.
+
+A forward hook at each chosen mixer freezes the call at the current input of its layer, so that an
+edit of an earlier layer reaches it, compares the frozen mixer with what the module returned, and
+adds to that what the edit changes. Where an edit changes nothing, the module's own values go on,
+bit by bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._capture import resolve_model, unwrap
+from captum_ssm._capture.checking import Rebuilt, check_reconstruction
+from captum_ssm._capture.frozen import without_autocast
+from captum_ssm._capture.recording import ONE_RUN
+from captum_ssm._devices import weights_loaded
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._nested import detached
+from captum_ssm.interventions._selection import Layers, chosen_layers
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._call import bound_arguments
+
+# The mixers that are edited in this thread.
+_EDITED: ContextVar[frozenset[nn.Module]] = ContextVar("captum_ssm_edited", default=frozenset())
+
+
+@dataclass(frozen=True)
+class OpenMixer:
+    """A mixer frozen in the middle of a run, taken apart after its scans.
+
+    Args:
+        path (str): the module's.
+        call (MixerCall): the call, at the current input of the layer.
+        mixer (FrozenMixer): the same, frozen, with its graph.
+    """
+
+    path: str
+    call: MixerCall
+    mixer: FrozenMixer
+
+    @cached_property
+    def mixed(self) -> list[Tensor]:
+        """What each of the mixer's scans returns, ``(B, L, D)``, in the scan's order."""
+        return [scan.mix(scan.values) for scan, _, _ in self.mixer.scans_in_order()]
+
+    @cached_property
+    def gated(self) -> Tensor:
+        """The input of the output projection, ``(B, L, D)``."""
+        return self.mixer.gated_output_of(self.mixed)
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the frozen mixer returns, ``(B, L, E)``."""
+        return self.mixer.out_proj(self.gated)
+
+    def check(self, mask: Tensor | None) -> None:
+        """Raise `ReconstructionError` unless this is what the module returned."""
+        with torch.no_grad():
+            share = self.mixer.recurrence_share(self.gated)
+            rebuilt = Rebuilt(self.output.detach(), share, self.mixer.rounding)
+            check_reconstruction(self.path, self.call, rebuilt, mask)
+
+    def returning(self, gated: Tensor) -> Tensor:
+        """The module's output for another input of its output projection, ``(B, L, D)``."""
+        own = self.call.output
+        change = self.mixer.out_proj(gated) - self.output
+        if own.requires_grad and not change.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
+                "its coefficients, as mixers are that were measured, so no gradient goes through "
+                "what an intervention changes; expected torch.no_grad(). Or register an adapter "
+                "with captum_ssm.register_mixer(module_type, freeze)."
+            )
+        return own + change.reshape(own.shape).to(own.dtype)
+
+
+Edit = Callable[[OpenMixer], Tensor | None]
+
+
+@contextmanager
+def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Iterator[None]:
+    """Have ``edit`` say what the chosen mixers return, in this thread, while the block runs.
+
+    Args:
+        model (nn.Module or nnsight model): runs its own forward inside the block.
+        layers (int, str, slice or sequence, optional): mixers by index or path; None for all.
+        edit (Callable): takes an :class:`OpenMixer`; returns what takes the place of the module's
+            output, or None to leave it.
+        check (bool, optional): compare each frozen mixer with its module. Default: True
+
+    Raises:
+        ValueError: for a layer that is not there, or that is being edited already.
+        UnsupportedModelError: no mixer is known, or the block did not reach one of them.
+    """
+    root = unwrap(resolve_model(model, None))
+    chosen = chosen_layers(root, layers)
+    before = _EDITED.get()
+    twice = [path for path, module in chosen.items() if module in before]
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} is edited by another intervention around this one; expected each "
+            "layer in one at a time. Name other layers, or join the two into one."
+        )
+    run = _Edits(root, chosen, edit, check)
+    token = _EDITED.set(before.union(chosen.values()))
+    try:
+        with run.hooked():
+            yield
+    finally:
+        _EDITED.reset(token)
+    missed = [path for path in chosen if path not in run.reached]
+    if missed:
+        raise UnsupportedModelError(
+            f"the block did not reach {', '.join(missed)}, so nothing was changed there; expected "
+            "it to run the model in this thread. Name the layers that it runs, and leave models "
+            "uncompiled (torch.compile does not see hooks that are added later)."
+        )
+
+
+class _Edits:
+    # The hooks of one intervention: they act in one thread, and not within each other.
+    def __init__(
+        self, root: nn.Module, chosen: dict[str, nn.Module], edit: Edit, check: bool
+    ) -> None:
+        self.root, self.edit, self.check = root, edit, check
+        self.paths = {module: path for path, module in chosen.items()}
+        self.reached: set[str] = set()
+        self.mask: Tensor | None = None
+        self.owner, self.busy = threading.get_ident(), False
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        with ExitStack() as hooks:
+            # A model that is being recorded in another thread gets its hooks back as they were.
+            with ONE_RUN:
+                hooks.callback(
+                    self.root.register_forward_pre_hook(self._begin, with_kwargs=True).remove
+                )
+                for module in self.paths:
+                    hooks.callback(
+                        module.register_forward_hook(self._after, with_kwargs=True).remove
+                    )
+            try:
+                yield
+            finally:
+                with ONE_RUN:
+                    hooks.close()
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == self.owner:
+            mask = bound_arguments(module, args, kwargs).get("attention_mask")
+            self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        if threading.get_ident() != self.owner or self.busy:
+            return None
+        path = self.paths[module]
+        self.reached.add(path)
+        adapter = find_adapter(module)
+        assert adapter is not None
+        call = MixerCall(path, module, args, kwargs, detached(result))
+        self.busy = True
+        try:
+            with without_autocast(), weights_loaded(module):
+                mixer = adapter(call)
+                found = OpenMixer(path, replace(call, result=result), mixer)
+                if self.check:
+                    found.check(self._mask_of(found.call))
+                output = self.edit(found)
+        finally:
+            self.busy = False
+        if output is None:
+            return None
+        if isinstance(result, (tuple, list)):
+            return type(result)([output, *result[1:]])
+        return output
+
+    def _mask_of(self, call: MixerCall) -> Tensor | None:
+        mask = call.token_mask() if self.mask is None else self.mask
+        fits = mask is not None and mask.shape == call.output.shape[:2]
+        return mask if fits else None
