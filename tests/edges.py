@@ -1,8 +1,8 @@
 """Brute force for interventions: a model's own scans, with edges removed.
 
-A scan is linear in its values, so what some tokens write into others' outputs is the scan itself, of
-values that are zero elsewhere. The model's own function computes it inside the model's own forward;
-no formula of this library is in any of it. Softmax attention has its probabilities set to zero.
+A scan is linear in its values, so what is left of it without some sources is the scan itself, of
+values that are zero there. The model's own function computes it inside the model's own forward; no
+formula of this library is in any of it. Softmax attention has its probabilities set to zero.
 """
 
 from __future__ import annotations

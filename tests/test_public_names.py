@@ -109,7 +109,7 @@ ORDER = (
         "_capture.frozen",
         "_capture",
     ),
-    *("attr", "_hidden_attention", "generation", "metrics"),
+    *("attr", "_hidden_attention", "interventions", "generation", "metrics"),
     *("_receptive_field", "visualization"),
 )
 

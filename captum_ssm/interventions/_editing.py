@@ -1,19 +1,19 @@
 """The user's own run of the model, with the outputs of mixers edited.
 
-A forward hook at each chosen mixer freezes the call at the current input of its layer, so that an
-edit of an earlier layer reaches it, compares the frozen mixer with what the module returned, and
-adds to that what the edit changes. Where an edit changes nothing, the module's own values go on,
+Each call of a chosen mixer is frozen at the current input of its layer, so that an edit of an
+earlier layer reaches it, and compared with what the module returned; what the edit changes is added
+to that. Where an edit changes nothing, the module's own values go on,
 bit by bit.
 """
 
 from __future__ import annotations
 
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial, update_wrapper
 from typing import Any
 
 import torch
@@ -22,16 +22,13 @@ from torch import Tensor, nn
 from captum_ssm._capture import resolve_model, unwrap
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.frozen import without_autocast
-from captum_ssm._capture.recording import ONE_RUN
+from captum_ssm._capture.recording import IS_RECORDED, ONE_RUN
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached
 from captum_ssm.interventions._selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import bound_arguments
-
-# The mixers that are edited in this thread.
-_EDITED: ContextVar[frozenset[nn.Module]] = ContextVar("captum_ssm_edited", default=frozenset())
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,8 @@ class OpenMixer:
     @cached_property
     def gated(self) -> Tensor:
         """The input of the output projection, ``(B, L, D)``."""
-        return self.mixer.gated_output_of(self.mixed)
+        mixer = self.mixer
+        return mixer.gated_output_of(self.mixed) if mixer.is_readable else mixer.gated_output()
 
     @cached_property
     def output(self) -> Tensor:
@@ -65,9 +63,10 @@ class OpenMixer:
 
     def check(self, mask: Tensor | None) -> None:
         """Raise `ReconstructionError` unless this is what the module returned."""
+        gated, output = self.gated.detach(), self.output.detach()
         with torch.no_grad():
-            share = self.mixer.recurrence_share(self.gated)
-            rebuilt = Rebuilt(self.output.detach(), share, self.mixer.rounding)
+            share = self.mixer.recurrence_share(gated)
+            rebuilt = Rebuilt(output, share, self.mixer.rounding)
             check_reconstruction(self.path, self.call, rebuilt, mask)
 
     def returning(self, gated: Tensor) -> Tensor:
@@ -104,31 +103,27 @@ def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Ite
     """
     root = unwrap(resolve_model(model, None))
     chosen = chosen_layers(root, layers)
-    before = _EDITED.get()
-    twice = [path for path, module in chosen.items() if module in before]
+    around = _EDITS.get()
+    twice = [p for p, m in chosen.items() if any(m in e.paths for e in around.get(m, ()))]
     if twice:
         raise ValueError(
             f"{', '.join(twice)} is edited by another intervention around this one; expected each "
             "layer in one at a time. Name other layers, or join the two into one."
         )
     run = _Edits(root, chosen, edit, check)
-    token = _EDITED.set(before.union(chosen.values()))
-    try:
-        with run.hooked():
-            yield
-    finally:
-        _EDITED.reset(token)
+    with _noticed(run):
+        yield
     missed = [path for path in chosen if path not in run.reached]
     if missed:
         raise UnsupportedModelError(
             f"the block did not reach {', '.join(missed)}, so nothing was changed there; expected "
             "it to run the model in this thread. Name the layers that it runs, and leave models "
-            "uncompiled (torch.compile does not see hooks that are added later)."
+            "uncompiled (torch.compile does not see what changes later)."
         )
 
 
 class _Edits:
-    # The hooks of one intervention: they act in one thread, and not within each other.
+    # One intervention: its edits of mixers, which do not act within each other.
     def __init__(
         self, root: nn.Module, chosen: dict[str, nn.Module], edit: Edit, check: bool
     ) -> None:
@@ -136,35 +131,25 @@ class _Edits:
         self.paths = {module: path for path, module in chosen.items()}
         self.reached: set[str] = set()
         self.mask: Tensor | None = None
-        self.owner, self.busy = threading.get_ident(), False
+        self.busy = False
 
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        with ExitStack() as hooks:
-            # A model that is being recorded in another thread gets its hooks back as they were.
-            with ONE_RUN:
-                hooks.callback(
-                    self.root.register_forward_pre_hook(self._begin, with_kwargs=True).remove
-                )
-                for module in self.paths:
-                    hooks.callback(
-                        module.register_forward_hook(self._after, with_kwargs=True).remove
-                    )
-            try:
-                yield
-            finally:
-                with ONE_RUN:
-                    hooks.close()
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == self.owner:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a module runs: the model's own padding mask."""
+        if module is self.root:
             mask = bound_arguments(module, args, kwargs).get("attention_mask")
             self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        if threading.get_ident() != self.owner or self.busy:
-            return None
-        path = self.paths[module]
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        """What takes the place of a module's result."""
+        path = self.paths.get(module)
+        if path is None or self.busy:
+            return result
+        if IS_RECORDED.get():
+            raise UnsupportedModelError(
+                f"{path} is edited by an intervention, and a method of frozen mixers was called "
+                "inside of it, which would explain the mixer as it is without; expected methods of "
+                "gradients or perturbations there. Call this one outside of the block."
+            )
         self.reached.add(path)
         adapter = find_adapter(module)
         assert adapter is not None
@@ -172,15 +157,14 @@ class _Edits:
         self.busy = True
         try:
             with without_autocast(), weights_loaded(module):
-                mixer = adapter(call)
-                found = OpenMixer(path, replace(call, result=result), mixer)
+                found = OpenMixer(path, replace(call, result=result), adapter(call))
                 if self.check:
-                    found.check(self._mask_of(found.call))
+                    found.check(self._mask_of(call))
                 output = self.edit(found)
         finally:
             self.busy = False
         if output is None:
-            return None
+            return result
         if isinstance(result, (tuple, list)):
             return type(result)([output, *result[1:]])
         return output
@@ -189,3 +173,47 @@ class _Edits:
         mask = call.token_mask() if self.mask is None else self.mask
         fits = mask is not None and mask.shape == call.output.shape[:2]
         return mask if fits else None
+
+
+# The interventions of this thread, by the modules that they are about; and how many there are in
+# all threads. Hooks would not do: a module that another thread is running must not lose one.
+_EDITS: ContextVar[dict[nn.Module, tuple[_Edits, ...]]] = ContextVar("edits", default={})  # noqa: B039
+_USERS: Counter[nn.Module] = Counter()
+
+
+@contextmanager
+def _noticed(edits: _Edits) -> Iterator[None]:
+    # Calls of the modules that an intervention is about go through it, in this thread.
+    modules = {edits.root, *edits.paths}
+    token = _EDITS.set(
+        _EDITS.get() | {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
+    )
+    # A model that is recorded in another thread gets its attributes back as they were.
+    with ONE_RUN:
+        for module in modules:
+            if _USERS[module] == 0:
+                own = module.forward
+                module.__dict__["forward"] = update_wrapper(partial(_forward, module, own), own)
+            _USERS[module] += 1
+    try:
+        yield
+    finally:
+        _EDITS.reset(token)
+        with ONE_RUN:
+            for module in modules:
+                _USERS[module] -= 1
+                if _USERS[module] == 0:
+                    del _USERS[module]
+                    own = module.__dict__.pop("forward").args[1]
+                    if getattr(own, "__func__", None) is not type(module).forward:
+                        module.__dict__["forward"] = own
+
+
+def _forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    around = _EDITS.get().get(module, ())
+    for edits in around:
+        edits.enter(module, args, kwargs)
+    result = own(*args, **kwargs)
+    for edits in around:
+        result = edits.leave(module, args, kwargs, result)
+    return result

@@ -42,17 +42,17 @@ def mask_of(
     if isinstance(chosen, slice):
         mask[:, chosen] = True
         return mask
-    if not torch.is_tensor(chosen) and not isinstance(chosen, int) and len(chosen) == 0:
+    found = _as_tensor(chosen, device)
+    if found is not None and found.numel() == 0:
         return mask
-    found = torch.as_tensor(chosen, device=device)
-    if found.dtype == torch.bool:
+    if found is not None and found.dtype == torch.bool:
         if found.shape not in ((L,), (1, L), (B, L)):
             raise InputError(
                 f"{what} is a mask of shape {tuple(found.shape)}; the layer is given {L} {of} in "
                 f"{B} examples: expected ({L},) or ({B}, {L})."
             )
         return found.expand(B, L)
-    index = as_integers(chosen, device)
+    index = None if found is None else as_integers(found, device)
     if index is None or index.dim() > 2:
         raise TypeError(
             f"{what} is {chosen!r}; expected an int, a slice, integers, a bool mask, or None for "
@@ -69,6 +69,13 @@ def mask_of(
         )
     index = (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
     return mask.scatter(1, index, True)
+
+
+def _as_tensor(value: Any, device: torch.device) -> Tensor | None:
+    try:
+        return torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:

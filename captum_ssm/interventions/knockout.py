@@ -41,13 +41,13 @@ def knockout(
     norm's scale anew, and all later layers run on what comes of it (Endy et al., `Mamba Knockout
     <https://arxiv.org/abs/2505.24244>`_, 2025; of attention Geva et al., 2023). The model is called
     as ever, by its own forward or by Captum's methods. Gradients with respect to inputs and
-    activations go through what is removed, the coefficients included; the parameters of the edited
-    mixers count as constants in it. Each mixer is frozen at the input that the layer is given in this
-    run, and compared with what the module returned.
+    activations go through what is removed, the coefficients included; the parameters of the
+    edited mixers count as constants in it. Each mixer is frozen at the input that the layer is
+    given in this run, and compared with what the module returned.
 
     Positions are those of the tokens as a layer is given them. The skip connection of a mixer, the
-    residual stream, and what is computed token by token are no edges. The short convolution before a
-    scan is part of a token's values.
+    residual stream, and what is computed token by token are no edges. The short convolution before
+    a scan is part of a token's values.
 
     Args:
         model (nn.Module or nnsight model): the model that the block runs.
@@ -84,7 +84,7 @@ def knockout(
 
         >>> with captum_ssm.interventions.knockout(model, sources=2, targets=-1, layers=[0]):
         ...     logits = model(input_ids).logits
-        >>> torch.equal(logits[:, :-1], model(input_ids).logits[:, :-1])  # only the last token reads
+        >>> torch.equal(logits[:, :-1], model(input_ids).logits[:, :-1])  # earlier tokens' rows
         True
     """
     if formulation not in FORMULATIONS:

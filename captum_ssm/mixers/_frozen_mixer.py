@@ -163,6 +163,12 @@ class FrozenMixer:
         total = self._add_up(lambda scan: scan._gated(scan.mix(scan.values), multiply))
         return total if self.offset is None else total + self.offset
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether it is known what comes of other mixed values: any norm can be computed anew."""
+        norms = (scan.norm for scan, _, _ in self.scans_in_order())
+        return self.readout is not None or all(norm is None for norm in norms)
+
     def gated_output_of(self, mixed: Sequence[Tensor]) -> Tensor:
         """The input of the output projection if the scans returned ``mixed`` instead.
 
@@ -178,7 +184,7 @@ class FrozenMixer:
         given = iter(mixed)
         if self.readout is not None:
             return self.readout(self._add_up(lambda scan: next(given)))
-        if any(scan.norm is not None for scan, _, _ in self.scans_in_order()):
+        if not self.is_readable:
             raise UnsupportedModelError(
                 "the norm after this mixer's scan is known at the values of this run only, so what "
                 "it returns for other values cannot be computed; expected a FrozenMixer with a "
