@@ -168,11 +168,16 @@ def has_state(layer: FrozenLayer) -> bool:
 def _state(layer: FrozenLayer, positions: Tokens) -> LayerState:
     mixer = layer.mixer
     operator, values = _memory(mixer), mixer.values
-    _, L, _, _ = operator.sizes
+    L = operator.length
     at = mask_of("positions", positions, (1, L), values.device)[0].nonzero()[:, 0]
     with exact_arithmetic():
-        parts = [read.matvec(values)[:, at] for read in _reads(operator)]
+        parts = [part[:, at] for part in states_of(mixer)]
         return LayerState(_stacked(parts, operator), at, mixer)
+
+
+def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
+    """Each of the N states after every token, ``(B, L, D)``."""
+    return (read.matvec(mixer.values) for read in _reads(_memory(mixer)))
 
 
 def _memory(mixer: FrozenMixer) -> DiagonalOperator | LinearAttentionOperator:

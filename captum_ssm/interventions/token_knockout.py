@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from captum.attr import PerturbationAttribution
 from torch import Tensor
-from tqdm import tqdm
 
 from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._capture import (
-    FrozenModel,
-    Request,
-    check_forward,
-    freeze,
-    is_model,
-    resolve_model,
-)
-from captum_ssm._capture.recording import Recording
-from captum_ssm._capture.target import read_score
+from captum_ssm._capture import Request, check_forward, freeze, is_model, resolve_model
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._integers import as_integers
 from captum_ssm.attr._inputs import of_inputs
+from captum_ssm.interventions._runs import Runs, bar, runs_at_once
 from captum_ssm.interventions._selection import Layers, Tokens, chosen_layers
 from captum_ssm.interventions.knockout import knockout
-from captum_ssm.mixers import MixerCall
 
 READERS = ("later", "query")
 
@@ -44,6 +33,11 @@ class LayerSweep:
 
     relevance: Tensor
     layers: list[tuple[str, ...]]
+
+    def rows(self, example: int = 0) -> dict[str, Tensor]:
+        """The relevance of one example by window, ``(L,)`` each, as ``layer_overview`` takes it."""
+        names = (w[0] if len(w) == 1 else f"{w[0]} .. {w[-1]}" for w in self.layers)
+        return dict(zip(names, self.relevance[example], strict=True))
 
 
 class TokenKnockout(PerturbationAttribution):
@@ -134,10 +128,10 @@ class TokenKnockout(PerturbationAttribution):
             inputs, target, additional_forward_args, position, readers, feature_mask
         )
         options = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
-        count = _at_least_one(perturbations_per_eval)
-        with _bar(show_progress, knocked.groups) as done:
+        count = runs_at_once(perturbations_per_eval)
+        with bar(self.get_name(), knocked.groups, show_progress) as done:
             found = knocked.relevance(layers, count, options, done)
-        return of_inputs([found], knocked.frozen, "linear", None)
+        return of_inputs([found], knocked.runs.frozen, "linear", None)
 
     def sweep(
         self,
@@ -166,8 +160,7 @@ class TokenKnockout(PerturbationAttribution):
         The other arguments are those of :meth:`attribute`.
 
         Returns:
-            LayerSweep: with relevance ``(B, W, L)``;
-            :func:`captum_ssm.visualization.layer_sweep` shows it.
+            LayerSweep: with relevance ``(B, W, L)``.
 
         Examples::
 
@@ -175,6 +168,8 @@ class TokenKnockout(PerturbationAttribution):
             >>> found = method.sweep(input_ids, target=5, perturbations_per_eval=7)
             >>> found.relevance.shape
             torch.Size([1, 2, 7])
+            >>> rows = found.rows()
+            >>> figure = captum_ssm.visualization.layer_overview(rows, tokens, scale="shared")
         """
         knocked = self._prepared(
             inputs, target, additional_forward_args, position, readers, feature_mask
@@ -188,8 +183,8 @@ class TokenKnockout(PerturbationAttribution):
             )
         starts = range(0, len(paths) - window + 1, stride)
         windows = [tuple(paths[start : start + window]) for start in starts]
-        count = _at_least_one(perturbations_per_eval)
-        with _bar(show_progress, knocked.groups * len(windows)) as done:
+        count = runs_at_once(perturbations_per_eval)
+        with bar(self.get_name(), knocked.groups * len(windows), show_progress) as done:
             rows = [knocked.relevance(layers, count, options, done) for layers in windows]
         return LayerSweep(torch.stack(rows, 1), windows)
 
@@ -233,15 +228,13 @@ class TokenKnockout(PerturbationAttribution):
         query = None
         if asks:
             query = torch.stack([weights != 0 for weights in frozen.require_query()]).any(0)
-        return _Knocked(frozen, target, position, numbers.expand(B, L), query, self.check)
+        return _Knocked(Runs(frozen, target, position), numbers.expand(B, L), query, self.check)
 
 
 @dataclass(frozen=True)
 class _Knocked:
     # The runs of one input without edges.
-    frozen: FrozenModel
-    target: Any
-    position: Any
+    runs: Runs
     spans: Tensor
     query: Tensor | None
     check: bool
@@ -254,85 +247,22 @@ class _Knocked:
         self, layers: Layers, count: int, options: dict[str, Any], done: Callable[[int], Any]
     ) -> Tensor:
         """Of each of the model's tokens, ``(B, L)``."""
-        total = self._scores(1, None, layers, options)[0]
-        found = torch.zeros(self.spans.shape, dtype=total.dtype, device=self.spans.device)
-        for numbers in self.spans.unique().split(count):
-            sources = self.spans == numbers[:, None, None]  # (k, B, L)
-            scores = self._scores(len(numbers), sources, layers, options)
-            lost = (total - scores).to(found)  # (k, B)
-            found += (lost[..., None] * sources).sum(0)
-            done(len(numbers))
-        return found
-
-    def _scores(
-        self, k: int, sources: Tensor | None, layers: Layers, options: dict[str, Any]
-    ) -> Tensor:
-        # Of k runs, the first axis of sources, joined to one: (k, B).
-        request = self._repeated(k)
         with torch.no_grad():
-            if sources is None:
-                output = request.run()
-            else:
+            total = self.runs.scores()[0]
+            found = torch.zeros(self.spans.shape, dtype=total.dtype, device=self.spans.device)
+            for numbers in self.spans.unique().split(count):
+                sources = self.spans == numbers[:, None, None]  # (k, B, L)
                 targets = ~sources if self.query is None else ~sources & self.query
                 with knockout(
-                    request.model,
+                    self.runs.frozen.request.model,
                     sources=sources.flatten(0, 1),
                     targets=targets.flatten(0, 1),
                     layers=layers,
                     check=self.check,
                     **options,
                 ):
-                    output = request.run()
-            mask = self.frozen.mask
-            call = self.frozen.layers[-1].call
-            recording = Recording(
-                request,
-                output,
-                # Tells the score how many tokens there are.
-                [MixerCall(call.path, call.module, (), {}, _times(call.output, k))],
-                [],
-                {} if mask is None else {"attention_mask": _times(mask, k)},
-            )
-            target, position = (
-                _repeat(x, k, request.batch // k) for x in (self.target, self.position)
-            )
-            return read_score(recording, target, position).view(k, -1)
-
-    def _repeated(self, k: int) -> Request:
-        request = self.frozen.request
-        B = request.batch
-
-        def one(value: Any) -> Any:
-            has_examples = torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
-            return _times(value, k) if has_examples else value
-
-        return replace(
-            request,
-            inputs=tuple(map(one, request.inputs)),
-            positional=tuple(map(one, request.positional)),
-            named={name: one(value) for name, value in request.named.items()},
-        )
-
-
-def _times(x: Tensor, k: int) -> Tensor:
-    return x if k == 1 else x.repeat(k, *[1] * (x.dim() - 1))
-
-
-def _repeat(value: Any, k: int, B: int) -> Any:
-    # A target or a position of each example.
-    if isinstance(value, list):
-        return value * k if len(value) == B else value
-    is_each = torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
-    return _times(value, k) if is_each else value
-
-
-def _at_least_one(count: Any) -> int:
-    if isinstance(count, int) and count >= 1:
-        return count
-    raise ValueError(f"perturbations_per_eval is {count!r}; expected an int of at least 1.")
-
-
-@contextmanager
-def _bar(show: bool, total: int) -> Iterator[Callable[[int], Any]]:
-    with tqdm(desc="TokenKnockout", total=total, disable=not show) as bar:
-        yield bar.update
+                    scores = self.runs.scores(len(numbers))
+                lost = (total - scores).to(found)  # (k, B)
+                found += (lost[..., None] * sources).sum(0)
+                done(len(numbers))
+        return found

@@ -58,8 +58,8 @@ class FrozenMixer:
         readout (Callable, optional): for a mixer with a norm: computes the gated output
             ``(B, L, D)`` of other mixed values :math:`\alpha v + s \odot v`, summed over all scans,
             with the norm's scale computed anew. Interventions need it. Default: None
-        memory (TokenOperator, optional): the recurrence whose state the model keeps, if it is not
-            :math:`\alpha` itself. Default: None
+        memory (TokenOperator, optional): the recurrence whose state the model keeps, where that
+            is scaled by the run it is from, or not the state of :math:`\alpha`. Default: None
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
 
@@ -152,15 +152,24 @@ class FrozenMixer:
         y = self.recurrence.matvec(values)
         return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
-    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
+    def gated_output(
+        self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """The input of the output projection, ``(B, L, D)``, computed with the operator.
 
         Args:
             multiply (Callable, optional): computes signal times gate, if there is a
                 ``gate_argument``; relevance propagation passes its own rule.
                 Default: :func:`torch.mul`
+            mixed (sequence of Tensor, optional): what each of :meth:`scans_in_order` returns,
+                ``(B, L, D)``, in its order, if that is known. Default: None
         """
-        total = self._add_up(lambda scan: scan._gated(scan.mix(scan.values), multiply))
+        known = None if mixed is None else iter(mixed)
+
+        def gated(scan: FrozenMixer) -> Tensor:
+            return scan.gated(scan.mix(scan.values) if known is None else next(known), multiply)
+
+        total = self._add_up(gated)
         return total if self.offset is None else total + self.offset
 
     @property
@@ -181,8 +190,8 @@ class FrozenMixer:
         Raises:
             UnsupportedModelError: for a norm that cannot be computed anew.
         """
-        given = iter(mixed)
         if self.readout is not None:
+            given = iter(mixed)
             return self.readout(self._add_up(lambda scan: next(given)))
         if not self.is_readable:
             raise UnsupportedModelError(
@@ -190,8 +199,7 @@ class FrozenMixer:
                 "it returns for other values cannot be computed; expected a FrozenMixer with a "
                 "readout. Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
             )
-        total = self._add_up(lambda scan: scan._gated(next(given)))
-        return total if self.offset is None else total + self.offset
+        return self.gated_output(mixed=mixed)
 
     def output(self, multiply: Product = torch.mul) -> Tensor:
         """What the mixer returns, ``(B, L, E)``: the output projection of :meth:`gated_output`."""
@@ -241,8 +249,8 @@ class FrozenMixer:
             parts.append(y if order is None else y[:, torch.argsort(order)])
         return sum_of(parts)
 
-    def _gated(self, y: Tensor, multiply: Product = torch.mul) -> Tensor:
-        # The gated output of the mixed values y, (B, L, D).
+    def gated(self, y: Tensor, multiply: Product = torch.mul) -> Tensor:
+        """The gated output of one scan's mixed values ``y (B, L, D)``, its norm frozen."""
         if self.centered:
             y = y - y.mean(-1, keepdim=True)
         if self.norm is not None:
