@@ -164,7 +164,7 @@ def test_gradients_are_patching_to_first_order(family):
     model = build(family)
     corrupted = embed(model, ids(2, 6))
     generator = torch.Generator().manual_seed(0)
-    clean = corrupted + 2e-4 * torch.randn(corrupted.shape, generator=generator)
+    clean = corrupted + 1e-4 * torch.randn(corrupted.shape, generator=generator)
     components = ["output", "values", "state"]
     found = attribution_patching(
         model, clean, corrupted, target=5, rule="gradient", components=components
