@@ -1,5 +1,6 @@
 """captum_ssm: attribution for state-space models and gated linear RNNs, as a Captum plugin."""
 
+from captum_ssm import interventions as interventions
 from captum_ssm import metrics as metrics
 from captum_ssm import visualization as visualization
 from captum_ssm._cost import Estimate, estimate

@@ -31,6 +31,7 @@ MODULES = (
     "captum_ssm",
     "captum_ssm.attr",
     "captum_ssm.generation",
+    "captum_ssm.interventions",
     "captum_ssm.metrics",
     "captum_ssm.mixers",
     "captum_ssm.models",
