@@ -48,7 +48,7 @@ class OpenMixer:
     @cached_property
     def mixed(self) -> list[Tensor]:
         """What each of the mixer's scans returns, ``(B, L, D)``, in the scan's order."""
-        return [scan.mix(scan.values) for scan, _, _ in self.mixer.scans_in_order()]
+        return [scan.mixed for scan, _, _ in self.mixer.scans_in_order()]
 
     @cached_property
     def gated(self) -> Tensor:

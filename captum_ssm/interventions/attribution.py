@@ -236,7 +236,7 @@ class _Kept(Rules):
     def mixed(self, mixer: FrozenMixer) -> tuple[Tensor, Made]:
         frozen = mixer.detach_coefficients()
         scans = [scan for scan, _, _ in frozen.scans_in_order()]
-        mixed = [scan.mix(scan.values) for scan in scans]
+        mixed = [scan.mixed for scan in scans]
         rebuilt = Rebuilt.of(frozen, halves, mixed)
         self.kept.append(_Slopes(rebuilt.output, [scan.values for scan in scans], mixed))
         return rebuilt.output, Made(None, detached(rebuilt))

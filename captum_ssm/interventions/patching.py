@@ -31,6 +31,14 @@ class Patching:
             at a token patched, less that of the corrupted run.
         total (Tensor): ``(B,)``: the score of the clean run less that of the corrupted one.
         layers (list of str): the paths of the W layers.
+
+    Examples::
+
+        >>> found = captum_ssm.interventions.activation_patching(
+        ...     model, input_ids.flip(1), input_ids, target=5, layers=0, perturbations_per_eval=7
+        ... )
+        >>> found.shares.shape, list(found.rows())
+        (torch.Size([1, 1, 7]), ['backbone.layers.0.mixer'])
     """
 
     effects: Tensor

@@ -29,6 +29,13 @@ class LayerSweep:
     Args:
         relevance (Tensor): ``(B, W, L)``.
         layers (list of tuple): the paths of the W windows' mixers.
+
+    Examples::
+
+        >>> method = captum_ssm.interventions.TokenKnockout(model)
+        >>> found = method.sweep(input_ids, target=5, window=2, perturbations_per_eval=7)
+        >>> list(found.rows())
+        ['backbone.layers.0.mixer .. backbone.layers.1.mixer']
     """
 
     relevance: Tensor

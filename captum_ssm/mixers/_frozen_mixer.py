@@ -99,9 +99,16 @@ class FrozenMixer:
         v = ShortConv(self.inputs, self.conv, self.conv_bias).output
         return v if self.activation is None else v * self.activation
 
-    def with_values(self, values: Tensor) -> FrozenMixer:
-        """This mixer, with ``values``, ``(B, L, D)``, already computed."""
+    @cached_property
+    def mixed(self) -> Tensor:
+        """:math:`\\alpha v + s \\odot v`, ``(B, L, D)``: what norm and gate are applied to."""
+        return self.mix(self.values)
+
+    def with_values(self, values: Tensor, mixed: Tensor | None = None) -> FrozenMixer:
+        """This mixer, with ``values`` and ``mixed``, ``(B, L, D)``, already computed."""
         self.__dict__["values"] = values  # cached_property's cache, which copies do not share
+        if mixed is not None:
+            self.__dict__["mixed"] = mixed
         return self
 
     def operator(
@@ -167,7 +174,7 @@ class FrozenMixer:
         known = None if mixed is None else iter(mixed)
 
         def gated(scan: FrozenMixer) -> Tensor:
-            return scan.gated(scan.mix(scan.values) if known is None else next(known), multiply)
+            return scan.gated(scan.mixed if known is None else next(known), multiply)
 
         total = self._add_up(gated)
         return total if self.offset is None else total + self.offset

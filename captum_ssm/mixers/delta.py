@@ -69,6 +69,7 @@ def _freeze_delta(
     def scale_of(y: Tensor) -> Tensor:
         return rms_factor(y, weight, eps, H)
 
+    mixed_values = recurrence.matvec(values)
     conv = conv.channels(slice(2 * keys, None))
     return FrozenMixer(
         rounding=2.0,
@@ -81,9 +82,9 @@ def _freeze_delta(
         activation=factor[..., -D:],
         gate=factor_of_gate,
         gate_argument=gate if act is F.silu else None,
-        norm=scale_of(recurrence.matvec(values)),
+        norm=scale_of(mixed_values),
         readout=lambda y: y * scale_of(y) * factor_of_gate,
-    )
+    ).with_values(values, mixed_values)
 
 
 def _head_decay(call: MixerCall, a: Tensor) -> Tensor:

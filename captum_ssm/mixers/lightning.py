@@ -35,6 +35,7 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
         query=q, key=k, log_decay=log_decay.expand(*x.shape[:2], H, 1), width=P
     )
     values = v.flatten(2)
+    mixed = recurrence.matvec(values)
     norm = module.norm
     weight, gate = call.parameter(norm.weight), torch.sigmoid(call.linear(module.output_gate, x))
 
@@ -48,6 +49,6 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.weight(module.out_proj),
         gate=gate,
-        norm=scale_of(recurrence.matvec(values)),
+        norm=scale_of(mixed),
         readout=lambda y: y * scale_of(y) * gate,
-    )
+    ).with_values(values, mixed)

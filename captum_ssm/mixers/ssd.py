@@ -75,10 +75,10 @@ def freeze_scan(
         skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
 
     gate = gate_function(z)
-    scale, readout = None, None
+    scale, readout, mixed_values = None, None, None
     if norm_before_gate is not None:
         y = recurrence.matvec(values)
-        y = y if skip is None else y + skip * values
+        mixed_values = y if skip is None else torch.addcmul(y, skip, values)
         norm = module.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         # One group if the norm has no groups (transformers 4, whatever the mixer's groups).
@@ -91,7 +91,7 @@ def freeze_scan(
         def readout(y: Tensor) -> Tensor:
             return y * scale_of(y) * gate
 
-        scale = scale_of(y)
+        scale = scale_of(mixed_values)
     conv = conv.channels(slice(0, D))
     return FrozenMixer(
         recurrence=recurrence,
@@ -106,7 +106,7 @@ def freeze_scan(
         gate_argument=z if gate_function in SCALING_GATES else None,
         norm=scale,
         readout=readout,
-    )
+    ).with_values(values, mixed_values)
 
 
 @adapts(

@@ -41,6 +41,7 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
     norm = module.multihead_norm
     heads = v.unflatten(-1, (H, -1))
     values = (heads - heads.mean(-1, keepdim=True)).flatten(2)
+    mixed = recurrence.matvec(values)
     weight = None if norm.weight is None else call.parameter(norm.weight)
     gate = torch.sigmoid(o)
     offset = None if norm.bias is None else call.parameter(norm.bias) * gate
@@ -59,10 +60,10 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.weight(module.out_proj),
         gate=gate,
-        norm=scale_of(recurrence.matvec(values)),
+        norm=scale_of(mixed),
         offset=offset,
         readout=readout,
-    )
+    ).with_values(values, mixed)
 
 
 def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
