@@ -1,7 +1,7 @@
 """What interventions cost, how well cheap patching follows exact patching, and which explanation
 agrees with knockout.
 
-    python benchmarks/interventions.py cost --lengths 1024 16384
+    python benchmarks/interventions.py cost --lengths 1024 16384 --layers 24 --vocabulary 50280
     python benchmarks/interventions.py sweep
     python benchmarks/interventions.py patching
     python benchmarks/interventions.py agreement
@@ -54,10 +54,12 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
     return best
 
 
-def shaped(kind: str, width: int, layers: int) -> Any:
+def shaped(kind: str, width: int, layers: int, vocabulary: int) -> Any:
     """A model of random weights in the shape of a published one."""
     torch.manual_seed(0)
-    shared = dict(vocab_size=1000, hidden_size=width, num_hidden_layers=layers, use_cache=False)
+    shared = dict(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, use_cache=False
+    )
     if kind == "mamba":
         config = transformers.MambaConfig(**shared, state_size=16)
         return transformers.MambaForCausalLM(config).eval()
@@ -70,8 +72,8 @@ def shaped(kind: str, width: int, layers: int) -> Any:
 def cost(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One knockout run over the model's own forward."""
     rows = []
-    for kind in ("mamba", "mamba2"):
-        model = shaped(kind, options.width, options.layers)
+    for kind in options.models:
+        model = shaped(kind, options.width, options.layers, options.vocabulary)
         for length in options.lengths:
             ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
 
@@ -225,6 +227,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--examples", type=int, default=32)
     parser.add_argument("--models", nargs="+", default=["mamba", "mamba2"])

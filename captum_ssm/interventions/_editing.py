@@ -28,7 +28,7 @@ from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached
 from captum_ssm.interventions._selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.mixers._call import bound_arguments
+from captum_ssm.mixers._call import LinearCalls, bound_arguments
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,15 @@ class _Edits:
             mask = bound_arguments(module, args, kwargs).get("attention_mask")
             self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        """What takes the place of a module's result."""
-        path = self.paths.get(module)
-        if path is None or self.busy:
-            return result
+    def acts_on(self, module: nn.Module) -> bool:
+        """Whether a call of a module is edited."""
+        return module in self.paths and not self.busy
+
+    def leave(self, call: MixerCall) -> MixerCall:
+        """A call with what takes the place of its result."""
+        if not self.acts_on(call.module):
+            return call
+        path, module, result = self.paths[call.module], call.module, call.result
         if IS_RECORDED.get():
             raise UnsupportedModelError(
                 f"{path} is edited by an intervention, and a method of frozen mixers was called "
@@ -153,21 +157,21 @@ class _Edits:
         self.reached.add(path)
         adapter = find_adapter(module)
         assert adapter is not None
-        call = MixerCall(path, module, args, kwargs, detached(result))
+        call = replace(call, path=path)
         self.busy = True
         try:
             with without_autocast(), weights_loaded(module):
-                found = OpenMixer(path, replace(call, result=result), adapter(call))
+                found = OpenMixer(path, call, adapter(replace(call, result=detached(result))))
                 if self.check:
                     found.check(self._mask_of(call))
                 output = self.edit(found)
         finally:
             self.busy = False
         if output is None:
-            return result
+            return call
         if isinstance(result, (tuple, list)):
-            return type(result)([output, *result[1:]])
-        return output
+            output = type(result)([output, *result[1:]])
+        return replace(call, result=output)
 
     def _mask_of(self, call: MixerCall) -> Tensor | None:
         mask = call.token_mask() if self.mask is None else self.mask
@@ -213,7 +217,12 @@ def _forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: A
     around = _EDITS.get().get(module, ())
     for edits in around:
         edits.enter(module, args, kwargs)
-    result = own(*args, **kwargs)
+    if not any(edits.acts_on(module) for edits in around):
+        return own(*args, **kwargs)
+    # What the mixer computes itself is not computed again to freeze it.
+    with LinearCalls() as linears:
+        result = own(*args, **kwargs)
+    call = MixerCall("", module, args, kwargs, result, linears=linears)
     for edits in around:
-        result = edits.leave(module, args, kwargs, result)
-    return result
+        call = edits.leave(call)
+    return call.result
