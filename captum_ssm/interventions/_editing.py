@@ -169,9 +169,9 @@ class _Edits:
             self.busy = False
         if output is None:
             return call
-        if isinstance(result, (tuple, list)):
-            output = type(result)([output, *result[1:]])
-        return replace(call, result=output)
+        is_several = isinstance(result, (tuple, list))
+        value = type(result)([output, *result[1:]]) if is_several else output
+        return replace(call, result=value)
 
     def _mask_of(self, call: MixerCall) -> Tensor | None:
         mask = call.token_mask() if self.mask is None else self.mask
