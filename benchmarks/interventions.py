@@ -126,21 +126,31 @@ def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def pairs(kind: str) -> tuple[Any, Tensor, Tensor, Any]:
-    """A model, clean and corrupted inputs, and a score of which copy is predicted."""
-    model = copying(kind)
-    batch = held_out_batch(8, torch.Generator().manual_seed(1), LENGTH)
-    clean, corrupted = batch.inputs.clone(), batch.inputs.clone()
-    place = LENGTH - 6
-    position = LENGTH + place
-    corrupted[:, place] = (corrupted[:, place] + 11) % SEPARATOR_ID
-    rows = torch.arange(len(clean))
+def pairs(name: str) -> tuple[Any, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """A model, clean and corrupted inputs, and a score: the answer's logit less the other one's."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name).eval()
+    if name.startswith("copying"):
+        clean = held_out_batch(8, torch.Generator().manual_seed(1), LENGTH).inputs
+        place = LENGTH - 6
+        corrupted, position = clean.clone(), LENGTH + place
+        corrupted[:, place] = (corrupted[:, place] + 11) % SEPARATOR_ID
+        answers = clean[:, place], corrupted[:, place]
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(MODELS / name)
+        text = "{0} has a {1} ball. {0}'s ball is"
+        names, colors = ("Anna", "Tom"), ("red", "blue")
+        clean, corrupted = (
+            tokenizer([text.format(n, c) for n in names], return_tensors="pt").input_ids
+            for c in colors
+        )
+        position = -1
+        ids = [tokenizer(f" {c}", add_special_tokens=False).input_ids[0] for c in colors]
+        answers = torch.tensor(ids)[:, None].expand(-1, len(names)).unbind()
 
-    def difference(ids: Tensor) -> Tensor:
-        k = len(ids) // len(rows)
-        logits = model(ids).logits[:, position]
-        answers = [x[:, place].repeat(k) for x in (clean, corrupted)]
-        right, wrong = (logits.gather(1, a[:, None])[:, 0] for a in answers)
+    def difference(inputs: Tensor) -> Tensor:
+        logits = model(inputs).logits[:, position]
+        k = len(inputs) // len(clean)
+        right, wrong = (logits.gather(1, a.repeat(k)[:, None])[:, 0] for a in answers)
         return right - wrong
 
     return model, clean, corrupted, difference
@@ -149,8 +159,8 @@ def pairs(kind: str) -> tuple[Any, Tensor, Tensor, Any]:
 def patching(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Correlation of attribution patching with activation patching."""
     rows = []
-    for kind in options.models:
-        model, clean, corrupted, score = pairs(kind)
+    for name in ("copying-mamba", "copying-mamba2", "stories-qwen3next"):
+        model, clean, corrupted, score = pairs(name)
         for component in ("output", "values", "state"):
             truth = activation_patching(
                 score, clean, corrupted, model=model, component=component, perturbations_per_eval=40
@@ -162,7 +172,7 @@ def patching(options: argparse.Namespace) -> list[dict[str, Any]]:
                 x, y = (t.effects.flatten().double() for t in (found, truth))
                 ranks = [t.argsort().argsort().double() for t in (x, y)]
                 row = {
-                    "model": f"copying-{kind}",
+                    "model": name,
                     "component": component,
                     "rule": rule,
                     "pearson": float(torch.corrcoef(torch.stack([x, y]))[0, 1]),
