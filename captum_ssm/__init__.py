@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from captum_ssm import attr as attr
     from captum_ssm import explanation as explanation
     from captum_ssm import generation as generation
+    from captum_ssm import interventions as interventions
     from captum_ssm import kernels as kernels
     from captum_ssm import metrics as metrics
     from captum_ssm import mixers as mixers
     from captum_ssm import models as models
     from captum_ssm import operators as operators
+    from captum_ssm import page as page
     from captum_ssm import scans as scans
     from captum_ssm import visualization as visualization
     from captum_ssm._cost import Estimate, estimate

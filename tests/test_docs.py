@@ -34,6 +34,7 @@ MODULES = (
     "captum_ssm.attr",
     "captum_ssm.explanation",
     "captum_ssm.generation",
+    "captum_ssm.interventions",
     "captum_ssm.metrics",
     "captum_ssm.mixers",
     "captum_ssm.models",

@@ -89,11 +89,26 @@ def segmented(names, folder):
     assert (folder / "segmentation.png").stat().st_size > 0
 
 
+def intervened(names, folder):
+    """The copied symbol is missed without its edges; patching its value brings it back."""
+    assert names["whole"].argmax() == names["target"]
+    assert names["whole"][names["target"]] - names["without"][names["target"]] > 5
+    assert names["effects"][0, :20].argmax() == 19
+    assert names["sweep"].relevance.shape[2] == 40
+    assert names["exact"].shares.amax() > 0.8
+    assert names["estimate"].effects.shape == names["exact"].effects.shape
+    assert names["parts"].shape[:2] == names["ids"].shape
+    assert names["features"].shape == (1, names["state"].values[0, 0].numel())
+    assert names["agreement"].overlap.shape == (1,)
+    assert (folder / "sweep.png").stat().st_size > 0
+
+
 CHECKS = {
     "any_input": of_inputs,
     "generation": generated,
     "hybrids": of_shape,
     "images": drawn,
+    "interventions": intervened,
     "large_models": of_shape,
     "long_sequences": of_shape,
     "padding_and_positions": as_alone,

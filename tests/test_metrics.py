@@ -21,6 +21,7 @@ from captum_ssm.metrics import (
     cls_influence,
     delta_af,
     flipping,
+    knockout_agreement,
     layer_knockout,
     oversmoothing,
     perturbation,
@@ -517,3 +518,34 @@ def test_captum_methods_and_ours_in_one_table():
         assert curve.values.shape == (4, 9)
         assert 0 <= curve.estimate().value <= 1
         assert segmentation(relevance, torch.ones(4, 8, 12)).map().samples == 4
+
+
+def test_knockout_agreement_is_scipys_rank_correlation_and_a_count():
+    from scipy.stats import spearmanr
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 6, 20, generator=generator)
+    y[:, 3:6] = 0  # ties
+    mask = torch.ones(6, 20)
+    mask[2, :7] = 0
+    found = knockout_agreement(x, y, k=4, mask=mask)
+    for b in range(6):
+        keep = mask[b] != 0
+        truth = spearmanr(x[b][keep], y[b][keep]).statistic
+        assert abs(float(found.rank[b]) - truth) <= 1e-6
+        tops = [set(t[b].masked_fill(~keep, -9.0).topk(4).indices.tolist()) for t in (x, y)]
+        assert float(found.overlap[b]) == len(tops[0] & tops[1]) / 4
+    same = knockout_agreement(-y[:1], y[:1], absolute=True).estimate()
+    assert same["rank"].value == pytest.approx(1.0)
+    assert same["overlap"].value == 1.0
+    both = found.estimate(resamples=50)
+    assert both["rank"].low <= both["rank"].value <= both["rank"].high
+    flat = knockout_agreement(torch.ones(1, 5, 3), torch.randn(1, 5))
+    assert flat.rank.isnan().all()
+    assert flat.estimate()["rank"].samples == 0
+    with pytest.raises(ValueError, match="attributions has shape"):
+        knockout_agreement(x, y[:, 1:])
+    with pytest.raises(ValueError, match="k is 0"):
+        knockout_agreement(x, y, k=0)
+    with pytest.raises(ValueError, match="effects holds NaN"):
+        knockout_agreement(x, y * torch.nan)

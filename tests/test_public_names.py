@@ -127,7 +127,7 @@ ORDER = (
         "_capture.frozen",
         "_capture",
     ),
-    *("attr", "_rows", "_hidden_attention", "generation", "metrics"),
+    *("attr", "_rows", "_hidden_attention", "interventions", "generation", "metrics"),
     *("_receptive_field", "visualization"),
 )
 

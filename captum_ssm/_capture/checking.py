@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,9 +77,17 @@ class Rebuilt:
     rounding: float
 
     @classmethod
-    def of(cls, mixer: FrozenMixer, multiply: Product = torch.mul) -> Rebuilt:
-        """What ``mixer`` computes, with its rule for the product of signal and gate."""
-        gated = mixer.gated_output(multiply)
+    def of(
+        cls,
+        mixer: FrozenMixer,
+        multiply: Product = torch.mul,
+        mixed: Sequence[Tensor] | None = None,
+    ) -> Rebuilt:
+        """What ``mixer`` computes, with its rule for the product of signal and gate.
+
+        ``mixed`` is what its scans return, where that is known.
+        """
+        gated = mixer.gated_output(multiply, mixed)
         with torch.no_grad():
             share = mixer.recurrence_share(gated)
         return cls(mixer.out_proj(gated), share, mixer.rounding)

@@ -333,7 +333,7 @@ class Substitution:
         # A frozen mixer may hold the call it was read from, and is kept: without the graph of the
         # model's own result, which nothing needs.
         given = replace(call, result=detached(call.result))
-        with _without_autocast():
+        with without_autocast():
             with weights_loaded(call.module):
                 mixer = adapter(given)
             output, made = self.mixed(mixer)
@@ -460,12 +460,13 @@ def freeze(
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """Without gradients, and in the operators' own dtype wherever the caller's autocast is on."""
-    with torch.no_grad(), _without_autocast():
+    with torch.no_grad(), without_autocast():
         yield
 
 
 @contextmanager
-def _without_autocast() -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
+    """In the operators' own dtype, wherever the caller's autocast is on."""
     devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     with ExitStack() as stack:
         for device in devices:

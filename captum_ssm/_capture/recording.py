@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 # A traced model carries the trace in its modules: one run at a time, whichever the thread.
 ONE_RUN = threading.RLock()
+# Whether the model's current run, in this thread, is a recorded one.
+IS_RECORDED: ContextVar[bool] = ContextVar("captum_ssm_recorded", default=False)
 
 
 @dataclass(frozen=True)
@@ -528,7 +531,11 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
             root = model if is_wrapped(model) else _wrap(unwrap(model))
             for module in modules:
                 _make_other_threads_wait(module)
-        yield root
+        token = IS_RECORDED.set(True)
+        try:
+            yield root
+        finally:
+            IS_RECORDED.reset(token)
 
 
 @contextmanager

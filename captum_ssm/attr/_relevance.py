@@ -14,7 +14,20 @@ from captum_ssm._rules import ruled
 def relevance_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor]:
     """Relevance of the entries of each leaf for ``score`` (summed over the batch), in its shape.
 
-    Zero at a leaf that the score does not depend on. The graph can be used once.
+    The leaf times its coefficients; zero where the score does not depend on it. The graph can be
+    used once.
+
+    Raises:
+        ValueError: if no relevance can be propagated to any of the leaves.
+    """
+    found = coefficients_at(leaves, score)
+    return [_product(leaf.detach(), one) for leaf, one in zip(leaves, found, strict=True)]
+
+
+def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | None]:
+    """The gradients of ``score`` (summed over the batch) at leaves, by the rules of relevance.
+
+    None at a leaf that the score does not depend on. The graph can be used once.
 
     Raises:
         ValueError: if no relevance can be propagated to any of the leaves.
@@ -33,7 +46,7 @@ def relevance_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor]:
                 "exponential, which are constants in MambaLRP; expected logits. Let forward_func "
                 "return the logits rather than probabilities."
             )
-    return [_product(leaf.detach(), one) for leaf, one in zip(leaves, found, strict=True)]
+    return found
 
 
 def _product(x: Tensor, gradient: Tensor | None) -> Tensor:

@@ -93,7 +93,7 @@ class MambaLRP(TokenAttribution):
         The delta is the score less the sum of relevance: what the bias terms contribute, and what
         parts of the model that could not be frozen fail to conserve.
         """
-        request = _with_leaves(self._request(inputs, additional_forward_args))
+        request = with_leaves(self._request(inputs, additional_forward_args))
         find_unknown_mixers(request)
         is_new = not is_searched(request.module) and not request.remote
         rules, frozen = self._ruled(request, position, target, wiring=is_new)
@@ -111,8 +111,8 @@ class MambaLRP(TokenAttribution):
 
     def _ruled(
         self, request: Request, position: Any, target: Any, *, wiring: bool
-    ) -> tuple[_Rules, FrozenModel]:
-        rules = _Rules(request)
+    ) -> tuple[Rules, FrozenModel]:
+        rules = Rules(request)
         with (
             memory_limit(self.memory_limit),
             limited_graph(request.module, self.get_name()),
@@ -122,7 +122,7 @@ class MambaLRP(TokenAttribution):
                 request,
                 position,
                 target=target,
-                also=_has_a_rule,
+                also=has_a_rule,
                 substitution=rules,
                 query=False,
                 wiring=wiring,
@@ -132,15 +132,16 @@ class MambaLRP(TokenAttribution):
 
 def frozen_output(mixer: FrozenMixer) -> Rebuilt:
     """A mixer's output, ``(B, L, E)``, differentiable in its inputs by the rules above."""
-    return Rebuilt.of(mixer.detach_coefficients(), _halves)
+    return Rebuilt.of(mixer.detach_coefficients(), halves)
 
 
-def _halves(a: Tensor, b: Tensor) -> Tensor:
-    # The product, with half of its relevance to each factor.
+def halves(a: Tensor, b: Tensor) -> Tensor:
+    """The product, with half of its relevance to each factor."""
     return 0.5 * (a * b.detach() + a.detach() * b)
 
 
-def _has_a_rule(module: nn.Module) -> bool:
+def has_a_rule(module: nn.Module) -> bool:
+    """Whether a module outside the mixers is replaced, or holds leaves."""
     return isinstance(module, nn.Embedding) or is_norm(module) or _is_activation(module)
 
 
@@ -150,8 +151,9 @@ def _is_activation(module: nn.Module) -> bool:
     return isinstance(module, nn.Tanh) or type(module).__module__ == "transformers.activations"
 
 
-class _Rules(Substitution):
-    # Frozen forms of mixers, norms and activations, and the leaves at which relevance is read.
+class Rules(Substitution):
+    """Frozen forms of mixers, norms and activations, and the leaves at which relevance is read."""
+
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.inputs = request.inputs
@@ -239,7 +241,9 @@ class _Leaf:
         return found.view(inputs.shape)
 
 
-def _with_leaves(request: Request) -> Request:
+def with_leaves(request: Request) -> Request:
+    """The same request, its floating inputs leaves of a graph."""
+
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
 

@@ -1,6 +1,7 @@
 """Metrics: which explanation to trust."""
 
 from captum_ssm.metrics._interval import Interval, bootstrap
+from captum_ssm.metrics.agreement import Agreement, knockout_agreement
 from captum_ssm.metrics.alignment import (
     alignment_error_rate,
     alignment_scores,
@@ -27,6 +28,7 @@ from captum_ssm.metrics.perturbation import (
 from captum_ssm.metrics.segmentation import SegmentationScores, average_precision, segmentation
 
 __all__ = [
+    "Agreement",
     "Curve",
     "Interval",
     "SegmentationScores",
@@ -41,6 +43,7 @@ __all__ = [
     "evaluate",
     "flipping",
     "hit_rate",
+    "knockout_agreement",
     "layer_knockout",
     "links",
     "oversmoothing",

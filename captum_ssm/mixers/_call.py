@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from captum_ssm._devices import weights_loaded
 from captum_ssm.mixers._weights import is_plain
@@ -30,6 +31,8 @@ class MixerCall:
             ``(B, L, E)``. Default: None
         order (int, optional): its position among the recorded calls of one forward pass.
             Default: 0
+        linears (LinearCalls, optional): what its linear layers computed in the call, which is
+            then not computed again. Default: None
 
     Examples::
 
@@ -47,6 +50,7 @@ class MixerCall:
     result: Any
     gradient: Tensor | None = None
     order: int = 0
+    linears: LinearCalls | None = None
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -91,6 +95,9 @@ class MixerCall:
             weight = getattr(layer, "weight", None)
             if torch.is_tensor(weight):
                 x = x.to(weight.device)
+            known = None if self.linears is None else self.linears.find(weight, x)
+            if known is not None:
+                return known
             if not is_plain(layer):
                 return layer(x.to(self.output.dtype)).to(self.dtype)
             bias = None if layer.bias is None else self.parameter(layer.bias)
@@ -115,6 +122,38 @@ class MixerCall:
     def decay_rate(self, A_log: Tensor) -> Tensor:
         """``-exp(A_log)``, of any shape, computed in float32 whatever the model's dtype."""
         return -torch.exp(A_log.detach().float()).to(self.dtype)
+
+
+class LinearCalls(TorchFunctionMode):
+    """What linear layers are given and return, in this thread, while it is active.
+
+    Examples::
+
+        >>> layer, x = nn.Linear(2, 3), torch.randn(1, 2)
+        >>> with LinearCalls() as calls:
+        ...     y = layer(x)
+        >>> calls.find(layer.weight, x) is y, calls.find(layer.weight, 2 * x) is None
+        (True, True)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Tensor, Tensor, Tensor, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Of tensors made under inference mode nothing says whether they were changed since.
+        if func is F.linear and len(args) >= 2 and not result.is_inference():
+            self._calls.append((args[1], args[0], result, result._version))
+        return result
+
+    def find(self, weight: Any, x: Tensor) -> Tensor | None:
+        """What the layer of a weight returned for ``x``, unless that was changed in place since."""
+        for own, given, result, version in self._calls:
+            if own is weight and given.dtype == x.dtype and given.shape == x.shape:
+                is_it = result._version == version and torch.equal(given, x)
+                return result if is_it else None
+        return None
 
 
 def bound_arguments(

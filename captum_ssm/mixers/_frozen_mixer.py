@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached
 from captum_ssm.mixers._parts import ShortConv
 from captum_ssm.operators import TokenOperator
@@ -54,6 +55,11 @@ class FrozenMixer:
             the operator. Broadcasts to ``(B, L, D)``. Default: None
         paper_components (tuple of str, optional): the components of ``"unified"`` if none are
             chosen, as in Zimerman et al.'s equation for the family. Default: all except the skip
+        readout (Callable, optional): for a mixer with a norm: computes the gated output
+            ``(B, L, D)`` of other mixed values :math:`\alpha v + s \odot v`, summed over all scans,
+            with the norm's scale computed anew. Interventions need it. Default: None
+        memory (TokenOperator, optional): the recurrence whose state the model keeps, where that
+            is scaled by the run it is from, or not the state of :math:`\alpha`. Default: None
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
 
@@ -83,6 +89,8 @@ class FrozenMixer:
     centered: bool = False
     offset: Tensor | None = None
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
+    readout: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    memory: TokenOperator | None = None
     rounding: float = 1.0
 
     @cached_property
@@ -91,9 +99,16 @@ class FrozenMixer:
         v = ShortConv(self.inputs, self.conv, self.conv_bias).output
         return v if self.activation is None else v * self.activation
 
-    def with_values(self, values: Tensor) -> FrozenMixer:
-        """This mixer, with ``values``, ``(B, L, D)``, already computed."""
+    @cached_property
+    def mixed(self) -> Tensor:
+        """:math:`\\alpha v + s \\odot v`, ``(B, L, D)``: what norm and gate are applied to."""
+        return self.mix(self.values)
+
+    def with_values(self, values: Tensor, mixed: Tensor | None = None) -> FrozenMixer:
+        """This mixer, with ``values`` and ``mixed``, ``(B, L, D)``, already computed."""
         self.__dict__["values"] = values  # cached_property's cache, which copies do not share
+        if mixed is not None:
+            self.__dict__["mixed"] = mixed
         return self
 
     def operator(
@@ -144,16 +159,54 @@ class FrozenMixer:
         y = self.recurrence.matvec(values)
         return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
-    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
+    def gated_output(
+        self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """The input of the output projection, ``(B, L, D)``, computed with the operator.
 
         Args:
             multiply (Callable, optional): computes signal times gate, if there is a
                 ``gate_argument``; relevance propagation passes its own rule.
                 Default: :func:`torch.mul`
+            mixed (sequence of Tensor, optional): what each of :meth:`scans_in_order` returns,
+                ``(B, L, D)``, in its order, if that is known. Default: None
         """
-        total = self._add_up(lambda scan: scan._gated(multiply))
+        known = None if mixed is None else iter(mixed)
+
+        def gated(scan: FrozenMixer) -> Tensor:
+            return scan.gated(scan.mixed if known is None else next(known), multiply)
+
+        total = self._add_up(gated)
         return total if self.offset is None else total + self.offset
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether it is known what comes of other mixed values: any norm can be computed anew."""
+        norms = (scan.norm for scan, _, _ in self.scans_in_order())
+        return self.readout is not None or all(norm is None for norm in norms)
+
+    def gated_output_of(self, mixed: Sequence[Tensor]) -> Tensor:
+        """The input of the output projection if the scans returned ``mixed`` instead.
+
+        Gates stay what they are. The scale of a norm is computed anew.
+
+        Args:
+            mixed (sequence of Tensor): for each of :meth:`scans_in_order`, ``(B, L, D)``, in its
+                order.
+
+        Raises:
+            UnsupportedModelError: for a norm that cannot be computed anew.
+        """
+        if self.readout is not None:
+            given = iter(mixed)
+            return self.readout(self._add_up(lambda scan: next(given)))
+        if not self.is_readable:
+            raise UnsupportedModelError(
+                "the norm after this mixer's scan is known at the values of this run only, so what "
+                "it returns for other values cannot be computed; expected a FrozenMixer with a "
+                "readout. Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
+            )
+        return self.gated_output(mixed=mixed)
 
     def output(self, multiply: Product = torch.mul) -> Tensor:
         """What the mixer returns, ``(B, L, E)``: the output projection of :meth:`gated_output`."""
@@ -203,8 +256,8 @@ class FrozenMixer:
             parts.append(y if order is None else y[:, torch.argsort(order)])
         return sum_of(parts)
 
-    def _gated(self, multiply: Product) -> Tensor:
-        y = self.mix(self.values)
+    def gated(self, y: Tensor, multiply: Product = torch.mul) -> Tensor:
+        """The gated output of one scan's mixed values ``y (B, L, D)``, its norm frozen."""
         if self.centered:
             y = y - y.mean(-1, keepdim=True)
         if self.norm is not None:

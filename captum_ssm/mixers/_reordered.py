@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,8 +64,10 @@ class ReorderedMixer(FrozenMixer):
             for scan, inner, weight in self.inner.scans_in_order()
         ]
 
-    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
-        return _to_model(self.inner.gated_output(multiply), self.order)
+    def gated_output(
+        self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        return _to_model(self.inner.gated_output(multiply, mixed), self.order)
 
     def remainder(self) -> Tensor:
         return _to_model(self.inner.remainder(), self.order)

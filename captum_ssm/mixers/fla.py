@@ -104,7 +104,11 @@ def _frozen(
         mean = heads.mean(-1, keepdim=True).expand_as(heads).flatten(-2)
         conv = ShortConv(conv.output - mean)
     values = conv.output if activation is None else conv.output * activation
-    scale = rms_factor(recurrence.matvec(values), weight, eps or norm.eps, groups)
+
+    def scale_of(y: Tensor) -> Tensor:
+        return rms_factor(y, weight, eps or norm.eps, groups)
+
+    scale = scale_of(recurrence.matvec(values))
     skip, offset = None, bias
     if bonus is not None:
         weights = bonus.repeat_interleave(values.shape[-1] // bonus.shape[-1], -1)
@@ -115,6 +119,16 @@ def _frozen(
             offset = weights * mean if offset is None else offset + weights * mean
     if offset is not None and gate.factor is not None:
         offset = offset * gate.factor
+
+    def readout(y: Tensor) -> Tensor:
+        own = None if skip is None else skip * values
+        y = y if own is None else y - own
+        y = y * scale_of(y)
+        # The bonus is no part of what is normalized.
+        y = y if own is None else y + own * scale
+        y = y if gate.factor is None else y * gate.factor
+        return y if offset is None else y + offset
+
     return FrozenMixer(
         recurrence=recurrence,
         inputs=conv.inputs,
@@ -128,6 +142,7 @@ def _frozen(
         gate_argument=gate.argument,
         norm=scale,
         offset=offset,
+        readout=readout,
     )
 
 

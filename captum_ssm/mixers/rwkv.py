@@ -27,7 +27,27 @@ from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import one_state, previous
 from captum_ssm.mixers._registry import adapts
-from captum_ssm.operators import SkipOperator, SumOperator
+from captum_ssm.operators import DiagonalOperator, SkipOperator, SumOperator
+
+
+def wkv_peak(key: Tensor, decay: Tensor) -> Tensor:
+    """The largest exponent in the state after token j, max over i <= j of k_i - (j - i) w.
+
+    Args:
+        key (Tensor): k, ``(B, L, D)``.
+        decay (Tensor): w > 0, ``(D,)``.
+    """
+    L = key.shape[1]
+    faded = torch.arange(L, dtype=torch.float64, device=key.device)[:, None] * decay.double()
+    return ((key.double() + faded).cummax(1).values - faded).to(key.dtype)
+
+
+def wkv_state(key: Tensor, decay: Tensor) -> DiagonalOperator:
+    """The recurrence of WKV's numerator, of which the largest exponent is taken out."""
+    peak = wkv_peak(key, decay)
+    dt = torch.zeros_like(key)
+    dt[:, 1:] = (peak[:, 1:] - peak[:, :-1] + decay).clamp(min=0)
+    return one_state(dt, torch.exp(key - peak))
 
 
 def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
@@ -35,10 +55,8 @@ def wkv_operator(key: Tensor, decay: Tensor, bonus: Tensor) -> SumOperator:
 
     It is the past, a recurrence after a shift by one token, plus the current token.
     """
-    L, D = key.shape[1:]
-    # The largest exponent in the state after token j, max over i <= j of k_i - (j - i) w.
-    faded = torch.arange(L, dtype=torch.float64, device=key.device)[:, None] * decay.double()
-    peak = ((key.double() + faded).cummax(1).values - faded).to(key.dtype)
+    D = key.shape[-1]
+    peak = wkv_peak(key, decay)
     # The state is read one token later: shift by one.
     before = torch.cat([torch.full_like(peak[:, :1], -torch.inf), peak[:, :-1]], 1)
     top = torch.maximum(before, key + bonus)
@@ -73,11 +91,10 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
     taps = torch.stack([1 - share, share], -1)
     values = project(module.value, module.time_mix_value)
     gate = torch.sigmoid(project(module.receptance, module.time_mix_receptance))
-    recurrence = wkv_operator(
-        key, torch.exp(call.parameter(module.time_decay)), call.parameter(module.time_first)
-    )
+    decay = torch.exp(call.parameter(module.time_decay))
     return FrozenMixer(
-        recurrence=recurrence,
+        recurrence=wkv_operator(key, decay, call.parameter(module.time_first)),
+        memory=wkv_state(key, decay),
         inputs=inputs,
         out_proj=lambda y: call.linear(module.output, y),
         out_weight=call.weight(module.output),

@@ -75,17 +75,23 @@ def freeze_scan(
         skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
 
     gate = gate_function(z)
-    scale = None
+    scale, readout, mixed_values = None, None, None
     if norm_before_gate is not None:
         y = recurrence.matvec(values)
-        y = y if skip is None else y + skip * values
+        mixed_values = y if skip is None else torch.addcmul(y, skip, values)
         norm = module.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         # One group if the norm has no groups (transformers 4, whatever the mixer's groups).
         size = getattr(norm, "group_size", None) or D // getattr(norm, "n_groups", 1)
-        scale = rms_factor(
-            y if norm_before_gate else y * gate, call.parameter(norm.weight), eps, D // size
-        )
+        weight = call.parameter(norm.weight)
+
+        def scale_of(y: Tensor) -> Tensor:
+            return rms_factor(y if norm_before_gate else y * gate, weight, eps, D // size)
+
+        def readout(y: Tensor) -> Tensor:
+            return y * scale_of(y) * gate
+
+        scale = scale_of(mixed_values)
     conv = conv.channels(slice(0, D))
     return FrozenMixer(
         recurrence=recurrence,
@@ -99,7 +105,8 @@ def freeze_scan(
         gate=gate,
         gate_argument=z if gate_function in SCALING_GATES else None,
         norm=scale,
-    )
+        readout=readout,
+    ).with_values(values, mixed_values)
 
 
 @adapts(

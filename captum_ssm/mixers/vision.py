@@ -277,9 +277,16 @@ def freeze_four_directions(
     skips = call.parameter(module.Ds).view(4, D)
     recurrence = in_image_order(list(recurrences), orders)
     merged = recurrence.matvec(values) + skips.sum(0) * values
-    centered = merged - merged.mean(-1, keepdim=True)
-    norm = rms_factor(centered, call.parameter(module.out_norm.weight), module.out_norm.eps)
+    weight, eps = call.parameter(module.out_norm.weight), module.out_norm.eps
+    norm = rms_factor(merged - merged.mean(-1, keepdim=True), weight, eps)
     offset = call.parameter(module.out_norm.bias)
+    offset = offset if gate is None else offset * gate
+
+    def readout(y: Tensor) -> Tensor:
+        y = y - y.mean(-1, keepdim=True)
+        y = y * rms_factor(y, weight, eps)
+        return offset + (y if gate is None else y * gate)
+
     out_proj, out_weight = _projection(call)
     scans = tuple(
         FrozenMixer(
@@ -301,7 +308,8 @@ def freeze_four_directions(
         inputs=u,
         out_proj=out_proj,
         out_weight=out_weight,
-        offset=offset if gate is None else offset * gate,
+        offset=offset,
+        readout=readout,
         scans=scans,
         orders=orders,
         image_conv=taps,

@@ -41,17 +41,29 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
     norm = module.multihead_norm
     heads = v.unflatten(-1, (H, -1))
     values = (heads - heads.mean(-1, keepdim=True)).flatten(2)
+    mixed = recurrence.matvec(values)
     weight = None if norm.weight is None else call.parameter(norm.weight)
     gate = torch.sigmoid(o)
+    offset = None if norm.bias is None else call.parameter(norm.bias) * gate
+
+    def scale_of(y: Tensor) -> Tensor:
+        return rms_factor(y, weight, norm.eps, H)
+
+    def readout(y: Tensor) -> Tensor:
+        gated = y * scale_of(y) * gate
+        return gated if offset is None else gated + offset
+
     return FrozenMixer(
         recurrence=recurrence,
+        memory=recurrence,  # in units of its own largest exponent
         inputs=values,
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.weight(module.out_proj),
         gate=gate,
-        norm=rms_factor(recurrence.matvec(values), weight, norm.eps, H),
-        offset=None if norm.bias is None else call.parameter(norm.bias) * gate,
-    )
+        norm=scale_of(mixed),
+        offset=offset,
+        readout=readout,
+    ).with_values(values, mixed)
 
 
 def _soft_cap(x: Tensor, cap: float | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,18 @@ class SoftmaxOperator(HeadOperator):
     @property
     def is_causal(self) -> bool:
         return self.bias is None
+
+    def without(self, pairs: Tensor) -> SoftmaxOperator:
+        """The probabilities where some pairs of tokens are masked: each row is normalized anew.
+
+        Args:
+            pairs (Tensor): bool, broadcasts to ``(B, H, L, L)``, True for what is masked.
+        """
+        bias = self.bias
+        if bias is None:
+            later = torch.ones(self.length, self.length, device=self.device).triu(1).bool()
+            bias = self.query.new_zeros(later.shape).masked_fill(later, -torch.inf)
+        return replace(self, bias=torch.where(pairs, -torch.inf, bias))
 
     def matvec_heads(self, v: Tensor) -> Tensor:
         H = self.maps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,9 @@ class FrozenRecurrence(FrozenMixer):
     def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
         raise self.missing
 
-    def gated_output(self, multiply: Product = torch.mul) -> Tensor:
+    def gated_output(
+        self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """What the module returned: nothing of it is computed again."""
         return self.recorded
 

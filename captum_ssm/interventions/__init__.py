@@ -1,0 +1,21 @@
+"""What a model does without an edge, or with other values: its own run, changed inside mixers."""
+
+from captum_ssm.interventions.attribution import attribution_patching
+from captum_ssm.interventions.knockout import knockout
+from captum_ssm.interventions.patching import Patching, activation_patching, patched
+from captum_ssm.interventions.states import LayerState, states
+from captum_ssm.interventions.token_knockout import LayerSweep, TokenKnockout
+from captum_ssm.interventions.value_zeroing import value_zeroing
+
+__all__ = [
+    "LayerState",
+    "LayerSweep",
+    "Patching",
+    "TokenKnockout",
+    "activation_patching",
+    "attribution_patching",
+    "knockout",
+    "patched",
+    "states",
+    "value_zeroing",
+]

@@ -1,0 +1,228 @@
+"""The user's own run of the model, with the outputs of mixers edited.
+
+Each call of a chosen mixer is frozen at the current input of its layer, so that an edit of an
+earlier layer reaches it, and compared with what the module returned; what the edit changes is added
+to that. Where an edit changes nothing, the module's own values go on,
+bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._capture import resolve_model, unwrap
+from captum_ssm._capture.checking import Rebuilt, check_reconstruction
+from captum_ssm._capture.frozen import without_autocast
+from captum_ssm._capture.recording import IS_RECORDED, ONE_RUN
+from captum_ssm._devices import weights_loaded
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._nested import detached
+from captum_ssm.interventions._selection import Layers, chosen_layers
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._call import LinearCalls, bound_arguments
+
+
+@dataclass(frozen=True)
+class OpenMixer:
+    """A mixer frozen in the middle of a run, taken apart after its scans.
+
+    Args:
+        path (str): the module's.
+        call (MixerCall): the call, at the current input of the layer.
+        mixer (FrozenMixer): the same, frozen, with its graph.
+    """
+
+    path: str
+    call: MixerCall
+    mixer: FrozenMixer
+
+    @cached_property
+    def mixed(self) -> list[Tensor]:
+        """What each of the mixer's scans returns, ``(B, L, D)``, in the scan's order."""
+        return [scan.mixed for scan, _, _ in self.mixer.scans_in_order()]
+
+    @cached_property
+    def gated(self) -> Tensor:
+        """The input of the output projection, ``(B, L, D)``."""
+        mixer = self.mixer
+        return mixer.gated_output_of(self.mixed) if mixer.is_readable else mixer.gated_output()
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the frozen mixer returns, ``(B, L, E)``."""
+        return self.mixer.out_proj(self.gated)
+
+    def check(self, mask: Tensor | None) -> None:
+        """Raise `ReconstructionError` unless this is what the module returned."""
+        gated, output = self.gated.detach(), self.output.detach()
+        with torch.no_grad():
+            share = self.mixer.recurrence_share(gated)
+            rebuilt = Rebuilt(output, share, self.mixer.rounding)
+            check_reconstruction(self.path, self.call, rebuilt, mask)
+
+    def returning(self, gated: Tensor) -> Tensor:
+        """The module's output for another input of its output projection, ``(B, L, D)``."""
+        own = self.call.output
+        change = self.mixer.out_proj(gated) - self.output
+        if own.requires_grad and not change.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
+                "its coefficients, as mixers are that were measured, so no gradient goes through "
+                "what an intervention changes; expected torch.no_grad(). Or register an adapter "
+                "with captum_ssm.register_mixer(module_type, freeze)."
+            )
+        return own + change.reshape(own.shape).to(own.dtype)
+
+
+Edit = Callable[[OpenMixer], Tensor | None]
+
+
+@contextmanager
+def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Iterator[None]:
+    """Have ``edit`` say what the chosen mixers return, in this thread, while the block runs.
+
+    Args:
+        model (nn.Module or nnsight model): runs its own forward inside the block.
+        layers (int, str, slice or sequence, optional): mixers by index or path; None for all.
+        edit (Callable): takes an :class:`OpenMixer`; returns what takes the place of the module's
+            output, or None to leave it.
+        check (bool, optional): compare each frozen mixer with its module. Default: True
+
+    Raises:
+        ValueError: for a layer that is not there, or that is being edited already.
+        UnsupportedModelError: no mixer is known, or the block did not reach one of them.
+    """
+    root = unwrap(resolve_model(model, None))
+    chosen = chosen_layers(root, layers)
+    around = _EDITS.get()
+    twice = [p for p, m in chosen.items() if any(m in e.paths for e in around.get(m, ()))]
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} is edited by another intervention around this one; expected each "
+            "layer in one at a time. Name other layers, or join the two into one."
+        )
+    run = _Edits(root, chosen, edit, check)
+    with _noticed(run):
+        yield
+    missed = [path for path in chosen if path not in run.reached]
+    if missed:
+        raise UnsupportedModelError(
+            f"the block did not reach {', '.join(missed)}, so nothing was changed there; expected "
+            "it to run the model in this thread. Name the layers that it runs, and leave models "
+            "uncompiled (torch.compile does not see what changes later)."
+        )
+
+
+class _Edits:
+    # One intervention: its edits of mixers, which do not act within each other.
+    def __init__(
+        self, root: nn.Module, chosen: dict[str, nn.Module], edit: Edit, check: bool
+    ) -> None:
+        self.root, self.edit, self.check = root, edit, check
+        self.paths = {module: path for path, module in chosen.items()}
+        self.reached: set[str] = set()
+        self.mask: Tensor | None = None
+        self.busy = False
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a module runs: the model's own padding mask."""
+        if module is self.root:
+            mask = bound_arguments(module, args, kwargs).get("attention_mask")
+            self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
+
+    def acts_on(self, module: nn.Module) -> bool:
+        """Whether a call of a module is edited."""
+        return module in self.paths and not self.busy
+
+    def leave(self, call: MixerCall) -> MixerCall:
+        """A call with what takes the place of its result."""
+        if not self.acts_on(call.module):
+            return call
+        path, module, result = self.paths[call.module], call.module, call.result
+        if IS_RECORDED.get():
+            raise UnsupportedModelError(
+                f"{path} is edited by an intervention, and a method of frozen mixers was called "
+                "inside of it, which would explain the mixer as it is without; expected methods of "
+                "gradients or perturbations there. Call this one outside of the block."
+            )
+        self.reached.add(path)
+        adapter = find_adapter(module)
+        assert adapter is not None
+        call = replace(call, path=path)
+        self.busy = True
+        try:
+            with without_autocast(), weights_loaded(module):
+                found = OpenMixer(path, call, adapter(replace(call, result=detached(result))))
+                if self.check:
+                    found.check(self._mask_of(call))
+                output = self.edit(found)
+        finally:
+            self.busy = False
+        if output is None:
+            return call
+        is_several = isinstance(result, (tuple, list))
+        value = type(result)([output, *result[1:]]) if is_several else output
+        return replace(call, result=value)
+
+    def _mask_of(self, call: MixerCall) -> Tensor | None:
+        mask = call.token_mask() if self.mask is None else self.mask
+        fits = mask is not None and mask.shape == call.output.shape[:2]
+        return mask if fits else None
+
+
+# The interventions of this thread, by the modules that they are about; and how many there are in
+# all threads. Hooks would not do: a module that another thread is running must not lose one.
+_EDITS: ContextVar[dict[nn.Module, tuple[_Edits, ...]]] = ContextVar("edits", default={})  # noqa: B039
+_USERS: Counter[nn.Module] = Counter()
+
+
+@contextmanager
+def _noticed(edits: _Edits) -> Iterator[None]:
+    # Calls of the modules that an intervention is about go through it, in this thread.
+    modules = {edits.root, *edits.paths}
+    token = _EDITS.set(
+        _EDITS.get() | {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
+    )
+    # A model that is recorded in another thread gets its attributes back as they were.
+    with ONE_RUN:
+        for module in modules:
+            if _USERS[module] == 0:
+                own = module.forward
+                module.__dict__["forward"] = update_wrapper(partial(_forward, module, own), own)
+            _USERS[module] += 1
+    try:
+        yield
+    finally:
+        _EDITS.reset(token)
+        with ONE_RUN:
+            for module in modules:
+                _USERS[module] -= 1
+                if _USERS[module] == 0:
+                    del _USERS[module]
+                    own = module.__dict__.pop("forward").args[1]
+                    if getattr(own, "__func__", None) is not type(module).forward:
+                        module.__dict__["forward"] = own
+
+
+def _forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    around = _EDITS.get().get(module, ())
+    for edits in around:
+        edits.enter(module, args, kwargs)
+    if not any(edits.acts_on(module) for edits in around):
+        return own(*args, **kwargs)
+    # What the mixer computes itself is not computed again to freeze it.
+    with LinearCalls() as linears:
+        result = own(*args, **kwargs)
+    call = MixerCall("", module, args, kwargs, result, linears=linears)
+    for edits in around:
+        call = edits.leave(call)
+    return call.result

@@ -1,0 +1,169 @@
+"""Knockout of edges: what some tokens write is removed from what others read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.interventions._editing import OpenMixer, edited
+from captum_ssm.interventions._selection import Layers, Tokens, mask_of
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers._frozen_mixer import FORMULATIONS
+from captum_ssm.operators import SoftmaxOperator, TokenOperator
+
+
+@contextmanager
+def knockout(
+    model: Any,
+    *,
+    sources: Tokens = None,
+    targets: Tokens = None,
+    layers: Layers = None,
+    heads: Tokens = None,
+    formulation: str = "hidden",
+    keep: bool = False,
+    renormalize: bool = False,
+    check: bool = True,
+) -> Iterator[None]:
+    r"""Run the model, inside the block, without what ``targets`` read from ``sources``.
+
+    In each chosen layer the output of the recurrence at every token i of ``targets`` loses
+
+    .. math::
+        \sum_{j \in \mathrm{sources}} \alpha_{ij} v_j,
+
+    by one masked scan. Gate, norm and output projection follow as the model computes them, a
+    norm's scale anew, and all later layers run on what comes of it (Endy et al., `Mamba Knockout
+    <https://arxiv.org/abs/2505.24244>`_, 2025; of attention Geva et al., 2023). The model is called
+    as ever, by its own forward or by Captum's methods. Gradients with respect to inputs and
+    activations go through what is removed, the coefficients included; the parameters of the
+    edited mixers count as constants in it. Each mixer is frozen at the input that the layer is
+    given in this run, and compared with what the module returned.
+
+    Positions are those of the tokens as a layer is given them. The skip connection of a mixer, the
+    residual stream, and what is computed token by token are no edges. The short convolution before
+    a scan is part of a token's values.
+
+    Args:
+        model (nn.Module or nnsight model): the model that the block runs.
+        sources (int, slice, sequence or Tensor, optional): tokens that are no longer read:
+            positions, negative from the end, or a bool mask; ``(L,)``, or one row per example.
+            None for all. Default: None
+        targets (int, slice, sequence or Tensor, optional): tokens that no longer read them, given
+            alike; a token's own edge is among them where it is a source too. Default: None
+        layers (int, str, slice or sequence, optional): mixers by index or module path; None for
+            all. Default: None
+        heads (int, slice, sequence or Tensor, optional): maps of the mixer, heads or channels;
+            None for all. Default: None
+        formulation (str, optional): ``"hidden"``: the edges of the recurrence, after which the norm
+            is computed anew. ``"unified"``: those of the whole mixer up to its output projection
+            (Zimerman et al., 2025, with the paper's components), so that a source is the mixer's
+            input at a token: the convolution is part of the edge, and the norm stays as it is.
+            Default: ``"hidden"``
+        keep (bool, optional): keep only these edges, and remove all others of the layers.
+            Default: False
+        renormalize (bool, optional): in layers of softmax attention, normalize the probabilities
+            that are left, as a mask before the softmax does; takes memory quadratic in the
+            tokens there. Default: False
+        check (bool, optional): compare each frozen mixer with its module. Default: True
+
+    Raises:
+        ValueError: for an unknown formulation, a layer that is not there or is in two knockouts at
+            once, or ``renormalize`` with ``"unified"``.
+        UnsupportedModelError: on leaving, where the block did not reach a layer; for a mixer whose
+            norm cannot be computed anew.
+        InputError: from the run, for tokens outside the sequence.
+        ReconstructionError: from the run, for a mixer that computes something else.
+
+    Examples::
+
+        >>> with captum_ssm.interventions.knockout(model, sources=2, targets=-1, layers=[0]):
+        ...     logits = model(input_ids).logits
+        >>> torch.equal(logits[:, :-1], model(input_ids).logits[:, :-1])  # earlier tokens' rows
+        True
+    """
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"formulation is {formulation!r}; expected one of {FORMULATIONS}.")
+    if renormalize and formulation != "hidden":
+        raise ValueError(
+            "renormalize=True was given with formulation='unified', whose edges are those of the "
+            "frozen mixer; expected formulation='hidden'."
+        )
+
+    def edit(found: OpenMixer) -> Tensor:
+        mixer = found.mixer
+        operator = mixer.operator(formulation)
+        B, L, _, M = operator.sizes
+        edges = Edges(
+            targets=mask_of("targets", targets, (B, L), operator.device),
+            sources=mask_of("sources", sources, (B, L), operator.device),
+            heads=mask_of("heads", heads, (1, M), operator.device, "heads or channels")[0],
+            keep=keep,
+        )
+        if formulation == "unified":
+            return found.returning(found.gated - edges.carried(operator, mixer.inputs))
+        left = [
+            edges.left(y, scan, order, renormalize)
+            for y, (scan, order, _) in zip(found.mixed, mixer.scans_in_order(), strict=True)
+        ]
+        return found.returning(mixer.gated_output_of(left))
+
+    with edited(model, layers, edit, check=check):
+        yield
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The edges that are removed from a layer.
+
+    Args:
+        targets, sources (Tensor): bool, ``(B, L)``.
+        heads (Tensor): bool, ``(M,)``.
+        keep (bool): all edges except these.
+    """
+
+    targets: Tensor
+    sources: Tensor
+    heads: Tensor
+    keep: bool
+
+    def left(
+        self, mixed: Tensor, scan: FrozenMixer, order: Tensor | None, renormalize: bool
+    ) -> Tensor:
+        """What a scan that returned ``mixed (B, L, D)`` returns without the edges.
+
+        Args:
+            mixed (Tensor): in the scan's order.
+            scan (FrozenMixer): one of a mixer's.
+            order (Tensor, optional): which token of the mixer's each of the scan's is.
+            renormalize (bool): normalize probabilities of softmax attention anew.
+        """
+        if order is not None:
+            here = replace(self, targets=self.targets[:, order], sources=self.sources[:, order])
+            return here.left(mixed, scan, None, renormalize)
+        v, operator = scan.values, scan.recurrence
+        if renormalize and isinstance(operator, SoftmaxOperator):
+            pairs = self.targets[:, None, :, None] & self.sources[:, None, None, :]
+            pairs = (pairs & self.heads[:, None, None]) ^ self.keep  # (B, M, L, L)
+            return replace(scan, recurrence=operator.without(pairs)).mix(v)
+        # The scan of what is left, not the difference of two: where nothing is left it is zero.
+        left = operator.matvec(v * (self._written(v) ^ (not self.keep)))
+        left = left if scan.skip is None else torch.addcmul(left, scan.skip, v)
+        if self.keep:
+            mixed = torch.zeros_like(v) if scan.skip is None else scan.skip * v
+        return torch.where(self.targets[..., None], left, mixed)
+
+    def carried(self, operator: TokenOperator, values: Tensor) -> Tensor:
+        """What the edges carry of ``values (B, L, D)``: ``(B, L, D)``."""
+        found = operator.matvec(values * self._written(values)) * self.targets[..., None]
+        return operator.matvec(values) - found if self.keep else found
+
+    def _written(self, values: Tensor) -> Tensor:
+        # The sources' channels, bool, (B, L, D).
+        channels = self.heads.repeat_interleave(values.shape[-1] // len(self.heads))
+        return self.sources[..., None] & channels

@@ -1,0 +1,328 @@
+"""Patching: what a run would have been with some activations of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm._capture import FrozenLayer, FrozenModel, Request, freeze
+from captum_ssm._errors import InputError, UnsupportedModelError
+from captum_ssm.interventions._editing import OpenMixer, edited
+from captum_ssm.interventions._runs import Runs, bar, runs_at_once, times
+from captum_ssm.interventions._selection import Layers, Tokens, chosen_layers, mask_of
+from captum_ssm.mixers import FrozenMixer
+from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
+from captum_ssm.operators.part import part_of
+
+COMPONENTS = ("output", "values", "state")
+
+
+@dataclass(frozen=True)
+class Patching:
+    """What patching each layer at each token does to the score.
+
+    Args:
+        effects (Tensor): ``(B, W, L)``: the score of the corrupted run with a layer's activation
+            at a token patched, less that of the corrupted run.
+        total (Tensor): ``(B,)``: the score of the clean run less that of the corrupted one.
+        layers (list of str): the paths of the W layers.
+
+    Examples::
+
+        >>> found = captum_ssm.interventions.activation_patching(
+        ...     model, input_ids.flip(1), input_ids, target=5, layers=0, perturbations_per_eval=7
+        ... )
+        >>> found.shares.shape, list(found.rows())
+        (torch.Size([1, 1, 7]), ['backbone.layers.0.mixer'])
+    """
+
+    effects: Tensor
+    total: Tensor
+    layers: list[str]
+
+    @property
+    def shares(self) -> Tensor:
+        """The effects as shares of the total, ``(B, W, L)``."""
+        return self.effects / self.total[:, None, None]
+
+    def rows(self, example: int = 0) -> dict[str, Tensor]:
+        """One example's effects by layer, ``(L,)`` each, as ``layer_overview`` takes them."""
+        return dict(zip(self.layers, self.effects[example], strict=True))
+
+
+@contextmanager
+def patched(
+    model: Any,
+    inputs: Any,
+    *,
+    component: str = "output",
+    layers: Layers = None,
+    tokens: Tokens = None,
+    additional_forward_args: Any = None,
+    check: bool = True,
+) -> Iterator[None]:
+    r"""Run the model, inside the block, with activations that it has on other inputs.
+
+    Args:
+        model (nn.Module or nnsight model): the model that the block runs.
+        inputs (Tensor or dict): where the activations come from, of the same batch and length as
+            what the block runs on.
+        component (str, optional): ``"output"``: what the mixer returns. ``"values"``: what its
+            recurrence is given, :math:`v_t`; the coefficients stay those of the block's run.
+            ``"state"``: the recurrence's state after a token, :math:`h_t`, as that token and later
+            ones read it; of one token per example. Default: ``"output"``
+        layers (int, str, slice or sequence, optional): mixers by index or module path; None for
+            all (that keep a state). Default: None
+        tokens (int, slice, sequence or Tensor, optional): the patched tokens, as for
+            :func:`~captum_ssm.interventions.knockout`. Default: None, all
+        additional_forward_args (Any, optional): further arguments of the model for ``inputs``.
+            Default: None
+        check (bool, optional): compare each frozen mixer with its module. Default: True
+
+    Raises:
+        ValueError: for an unknown component, or a layer that is not there or is edited already.
+        InputError: from the run, for activations of another shape, or tokens outside of it.
+        UnsupportedModelError: for ``"state"`` of a layer without a state that can be exchanged.
+
+    Examples::
+
+        >>> other = input_ids.clone()
+        >>> other[0, 2] = 7
+        >>> with captum_ssm.interventions.patched(model, other, layers=0, tokens=2):
+        ...     logits = model(input_ids).logits
+    """
+    frozen = _recorded(Request.of(model, None, inputs, additional_forward_args), check)
+    given = {layer.name: layer for layer in frozen.layers}
+    chosen = chosen_layers(model, layers)
+    if component == "state" and layers is None:
+        chosen = {path: m for path, m in chosen.items() if _keeps_state(given[path].mixer)}
+    with edited(model, list(chosen), _patch(given, component, tokens), check=check):
+        yield
+
+
+def activation_patching(
+    forward_func: Callable[..., Any],
+    clean: Any,
+    corrupted: Any,
+    *,
+    target: Any = None,
+    position: Any = None,
+    component: str = "output",
+    layers: Layers = None,
+    model: Any = None,
+    additional_forward_args: Any = None,
+    perturbations_per_eval: int = 1,
+    show_progress: bool = False,
+    check: bool = True,
+) -> Patching:
+    """Activation patching: the corrupted run with one activation of the clean one, for each.
+
+    One run for each layer and token, several at once in a batch. Positive effects move the score
+    towards the clean run's where that is the higher one.
+
+    Args:
+        forward_func (nn.Module or Callable): what is explained.
+        clean, corrupted (Tensor): inputs of the same shape, as for ``attribute``.
+        target, position (optional): the score, as for ``attribute``. Default: None
+        component (str, optional): what is patched, see :func:`patched`. Default: ``"output"``
+        layers (int, str, slice or sequence, optional): mixers by index or module path; None for
+            all (that keep a state). Default: None
+        model (nn.Module, optional): the model that ``forward_func`` runs. Default: None
+        additional_forward_args (Any, optional): further arguments, of both. Default: None
+        perturbations_per_eval (int, optional): tokens whose runs are joined to one, in a batch so
+            many times as large. Default: 1
+        show_progress (bool, optional): show a progress bar. Default: False
+        check (bool, optional): compare each frozen mixer with its module. Default: True
+
+    Returns:
+        Patching: with effects ``(B, W, L)``.
+
+    Raises:
+        ValueError: for inputs that do not fit, an unknown component or layer, or a mixer whose
+            frozen operator does not reproduce its output.
+        UnsupportedModelError: for ``"state"`` of a layer without a state that can be exchanged.
+
+    Examples::
+
+        >>> other = input_ids.clone()
+        >>> other[0, 2] = 7
+        >>> found = captum_ssm.interventions.activation_patching(
+        ...     model, input_ids, other, target=5, perturbations_per_eval=7
+        ... )
+        >>> found.effects.shape
+        torch.Size([1, 2, 7])
+    """
+    pair = Pair.of(forward_func, model, clean, corrupted, additional_forward_args, check)
+    names = pair.layers(component, layers)
+    given = {layer.name: layer for layer in pair.clean.layers}
+    runs = Runs(pair.corrupted, target, position)
+    B, L = pair.corrupted.shape
+    count = runs_at_once(perturbations_per_eval)
+    rows = []
+    with torch.no_grad(), bar("activation patching", len(names) * L, show_progress) as done:
+        total = Runs(pair.clean, target, position).scores()[0] - (own := runs.scores()[0])
+        for name in names:
+            found = []
+            for tokens in torch.arange(L).split(count):
+                k = len(tokens)
+                at = tokens[:, None].repeat_interleave(B, 0)  # (k B, 1)
+                with edited(pair.model, name, _patch(given, component, at), check=check):
+                    found.append(runs.scores(k) - own)
+                done(k)
+            rows.append(torch.cat(found).T)
+    return Patching(torch.stack(rows, 1), total, names)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A clean and a corrupted run.
+
+    Args:
+        model (nn.Module): the model.
+        clean, corrupted (FrozenModel): the model frozen at each.
+    """
+
+    model: Any
+    clean: FrozenModel
+    corrupted: FrozenModel
+
+    @classmethod
+    def of(
+        cls,
+        forward_func: Callable[..., Any],
+        model: Any,
+        clean: Any,
+        corrupted: Any,
+        extra: Any,
+        check: bool,
+    ) -> Pair:
+        """Both runs, of inputs of the same shape."""
+        requests = [Request.of(forward_func, model, x, extra) for x in (clean, corrupted)]
+        shapes = [tuple(request.inputs[0].shape) for request in requests]
+        if shapes[0] != shapes[1]:
+            raise InputError(
+                f"clean has shape {shapes[0]} and corrupted {shapes[1]}; expected the same shape: "
+                "token t of one takes the place of token t of the other."
+            )
+        return cls(requests[0].model, *(_recorded(request, check) for request in requests))
+
+    def layers(self, component: str, layers: Layers) -> list[str]:
+        """The names of the chosen layers, whose tokens have to be the model's."""
+        check_component(component)
+        by_name = {layer.name: layer for layer in self.clean.layers}
+        names = list(chosen_layers(self.model, layers))
+        if component == "state" and layers is None:
+            names = [name for name in names if _keeps_state(by_name[name].mixer)]
+        for name in names:
+            if name not in by_name or by_name[name].shape != self.clean.shape:
+                raise UnsupportedModelError(
+                    f"{name} is not run, or works on other tokens than the last mixer; expected "
+                    "layers that all read the same tokens. Name others in layers."
+                )
+        return names
+
+
+def check_component(component: str) -> None:
+    """Raise for an unknown component."""
+    if component not in COMPONENTS:
+        raise ValueError(f"component is {component!r}; expected one of {COMPONENTS}.")
+
+
+def _recorded(request: Request, check: bool) -> FrozenModel:
+    return freeze(request, query=False, wiring=False, check=check)
+
+
+def _patch(
+    given: dict[str, FrozenLayer], component: str, tokens: Tokens
+) -> Callable[[OpenMixer], Tensor]:
+    check_component(component)
+
+    def edit(found: OpenMixer) -> Tensor:
+        layer, operator = given[found.path], found.mixer.recurrence
+        own, other = found.call.output, layer.source.output
+        k = own.shape[0] // other.shape[0]
+        if own.shape != (other.shape[0] * k, *other.shape[1:]):
+            raise InputError(
+                f"{found.path} returns a tensor of shape {tuple(own.shape)} in this run and "
+                f"{tuple(other.shape)} in the one its activations come from; expected inputs of "
+                "the same batch and length."
+            )
+        mask = mask_of("tokens", tokens, (operator.batch, operator.length), own.device)
+        if component == "output":
+            return torch.where(mask.view(*own.shape[:-1], 1), times(other, k), own)
+        mixer = layer.mixer
+        if component == "state":
+            return found.returning(found.mixer.gated_output_of(_with_state(found, mixer, mask, k)))
+        scans = zip(mixer.scans_in_order(), found.mixer.scans_in_order(), strict=True)
+        mixed = []
+        for (source, order, _), (scan, _, _) in scans:
+            here = mask if order is None else mask[:, order]
+            mixed.append(
+                scan.mix(torch.where(here[..., None], times(source.values, k), scan.values))
+            )
+        return found.returning(found.mixer.gated_output_of(mixed))
+
+    return edit
+
+
+def state_operator(mixer: FrozenMixer) -> DiagonalOperator | LinearAttentionOperator:
+    """The recurrence whose state can be exchanged for that of another run."""
+    operator = mixer.recurrence
+    is_one = isinstance(operator, (DiagonalOperator, LinearAttentionOperator))
+    if not is_one or mixer.memory is not None:
+        raise UnsupportedModelError(
+            f"this mixer is a {type(operator).__name__}, whose state after a token cannot be "
+            "exchanged for that of another run: it is all keys and values, one of several, or "
+            "scaled by what that run has seen; expected a recurrent layer with one plain state. "
+            "Patch the values or the output, or name other layers."
+        )
+    assert isinstance(operator, (DiagonalOperator, LinearAttentionOperator))
+    return operator
+
+
+def _keeps_state(mixer: FrozenMixer) -> bool:
+    try:
+        state_operator(mixer)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _with_state(found: OpenMixer, other: FrozenMixer, mask: Tensor, k: int) -> list[Tensor]:
+    # The state after a token is that of a scan whose coefficients and values, up to it, are the
+    # other run's. It is read with this run's own coefficients.
+    if not bool((mask.sum(1) == 1).all()):
+        raise InputError(
+            "tokens of a state are expected to be one per example: the state after a token holds "
+            "all tokens before it."
+        )
+    own, theirs = state_operator(found.mixer), state_operator(other)
+    examples = torch.arange(theirs.batch, device=mask.device).repeat(k)
+    theirs = part_of(theirs, examples, 0, theirs.channels)  # type: ignore[assignment]
+    last = mask.int().argmax(1)[:, None]
+    at = torch.arange(mask.shape[1], device=mask.device)
+    before, after = at <= last, at >= last
+    changed: dict[str, Any] = {}
+    names = ("dt", "right", "B") if isinstance(own, DiagonalOperator) else _WRITES
+    for name in names:
+        mine, his = getattr(own, name), getattr(theirs, name)
+        if mine is not None:
+            changed[name] = torch.where(
+                before.view(*before.shape, *[1] * (mine.dim() - 2)), his, mine
+            )
+    if getattr(own, "bonus", None) is not None:
+        after = at > last  # a token reads the state before its own write
+    operator: TokenOperator = replace(own, **changed)
+    v = found.mixer.values
+    values = torch.where(before[..., None], times(other.values, k), v)
+    y = operator.matvec(values)
+    y = y if found.mixer.skip is None else torch.addcmul(y, found.mixer.skip, v)
+    return [torch.where(after[..., None], y, found.mixed[0])]
+
+
+_WRITES: Sequence[str] = ("key", "log_decay", "erase", "probe")

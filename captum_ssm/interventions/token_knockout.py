@@ -1,0 +1,275 @@
+"""Relevance of tokens: what the score loses without the edges out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from captum.attr import PerturbationAttribution
+from torch import Tensor
+
+from captum_ssm._captum import TargetType, log_usage
+from captum_ssm._capture import Request, check_forward, freeze, is_model, resolve_model
+from captum_ssm._errors import InputError, UnsupportedModelError
+from captum_ssm._integers import as_integers
+from captum_ssm.attr._inputs import of_inputs
+from captum_ssm.interventions._runs import Runs, bar, runs_at_once
+from captum_ssm.interventions._selection import Layers, Tokens, chosen_layers
+from captum_ssm.interventions.knockout import knockout
+
+READERS = ("later", "query")
+
+
+@dataclass(frozen=True)
+class LayerSweep:
+    """Relevance of tokens for windows of layers.
+
+    Args:
+        relevance (Tensor): ``(B, W, L)``.
+        layers (list of tuple): the paths of the W windows' mixers.
+
+    Examples::
+
+        >>> method = captum_ssm.interventions.TokenKnockout(model)
+        >>> found = method.sweep(input_ids, target=5, window=2, perturbations_per_eval=7)
+        >>> list(found.rows())
+        ['backbone.layers.0.mixer .. backbone.layers.1.mixer']
+    """
+
+    relevance: Tensor
+    layers: list[tuple[str, ...]]
+
+    def rows(self, example: int = 0) -> dict[str, Tensor]:
+        """The relevance of one example by window, ``(L,)`` each, as ``layer_overview`` takes it."""
+        names = (w[0] if len(w) == 1 else f"{w[0]} .. {w[-1]}" for w in self.layers)
+        return dict(zip(names, self.relevance[example], strict=True))
+
+
+class TokenKnockout(PerturbationAttribution):
+    r"""What the explained score loses when the edges out of a token are removed.
+
+    For each token (or span of tokens, by ``feature_mask``) the model is run without what other
+    tokens read from it in the chosen layers, see :func:`knockout`. A token's own edge stays, as do
+    its residual stream and its skip connections: so the last token of a causal model, which no
+    other reads, has no relevance.
+
+    Args:
+        forward_func (nn.Module or Callable): what is explained.
+        model (nn.Module, optional): the model that ``forward_func`` runs; required where
+            ``forward_func`` is a plain callable. Default: None
+        check (bool, optional): compare each frozen mixer with its module, in every run.
+            Default: True
+
+    Raises:
+        TypeError: for a ``forward_func`` or ``model`` that is no model.
+        ValueError: for a plain callable without ``model``.
+
+    Examples::
+
+        >>> method = captum_ssm.interventions.TokenKnockout(model)
+        >>> method.attribute(input_ids, target=5, layers=[0], perturbations_per_eval=7).shape
+        torch.Size([1, 7])
+    """
+
+    def __init__(
+        self, forward_func: Callable[..., Any], model: Any = None, *, check: bool = True
+    ) -> None:
+        check_forward(forward_func)
+        resolve_model(forward_func, model)
+        super().__init__(forward_func)
+        self.model = model
+        self.check = check
+        self._constructed_with = forward_func
+
+    @log_usage()
+    def attribute(
+        self,
+        inputs: Any,
+        target: TargetType = None,
+        additional_forward_args: Any = None,
+        *,
+        position: Any = None,
+        layers: Layers = None,
+        heads: Tokens = None,
+        readers: str = "later",
+        feature_mask: Tensor | None = None,
+        formulation: str = "hidden",
+        renormalize: bool = False,
+        perturbations_per_eval: int = 1,
+        show_progress: bool = False,
+    ) -> Any:
+        """Relevance of each token: the score, less that of the run without the edges out of it.
+
+        Args:
+            inputs (Tensor, tuple of Tensor, or dict): as for the other methods' ``attribute``.
+            target (int, tuple, Tensor or list, optional): the explained output, as there.
+                Default: None
+            additional_forward_args (Any, optional): as there. Default: None
+            position (int or Tensor, optional): the token whose output is explained, as there.
+                Default: None
+            layers (int, str, slice or sequence, optional): the layers without the edges; None for
+                all. Default: None
+            heads (int, slice, sequence or Tensor, optional): maps of the mixers, heads or channels;
+                None for all. Default: None
+            readers (str, optional): which tokens no longer read it: ``"later"``, all others; or
+                ``"query"``, those that the output is read from alone. Default: ``"later"``
+            feature_mask (Tensor, optional): integers ``(B, L)`` or ``(1, L)``; tokens of the same
+                number are removed together, and each gets the relevance of all.
+                Default: None, each by itself
+            formulation (str, optional): as for :func:`knockout`. Default: ``"hidden"``
+            renormalize (bool, optional): as for :func:`knockout`. Default: False
+            perturbations_per_eval (int, optional): tokens (or spans) whose runs are joined to one,
+                in a batch so many times as large. Default: 1
+            show_progress (bool, optional): show a progress bar. Default: False
+
+        Returns:
+            Tensor or tuple of Tensor: relevance in the shape of ``inputs``, zero on padding.
+
+        Raises:
+            ValueError: for inputs, a target, a position or options that do not fit, an unsupported
+                model, or a mixer whose frozen operator does not reproduce its output.
+        """
+        knocked = self._prepared(
+            inputs, target, additional_forward_args, position, readers, feature_mask
+        )
+        options = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
+        count = runs_at_once(perturbations_per_eval)
+        with bar(self.get_name(), knocked.groups, show_progress) as done:
+            found = knocked.relevance(layers, count, options, done)
+        return of_inputs([found], knocked.runs.frozen, "linear", None)
+
+    def sweep(
+        self,
+        inputs: Any,
+        target: TargetType = None,
+        additional_forward_args: Any = None,
+        *,
+        window: int = 1,
+        stride: int = 1,
+        position: Any = None,
+        heads: Tokens = None,
+        readers: str = "later",
+        feature_mask: Tensor | None = None,
+        formulation: str = "hidden",
+        renormalize: bool = False,
+        perturbations_per_eval: int = 1,
+        show_progress: bool = False,
+    ) -> LayerSweep:
+        """Relevance of the model's tokens for each window of layers.
+
+        Args:
+            window (int, optional): the layers of a window. Default: 1
+            stride (int, optional): from the first layer of a window to that of the next.
+                Default: 1
+
+        The other arguments are those of :meth:`attribute`.
+
+        Returns:
+            LayerSweep: with relevance ``(B, W, L)``.
+
+        Examples::
+
+            >>> method = captum_ssm.interventions.TokenKnockout(model)
+            >>> found = method.sweep(input_ids, target=5, perturbations_per_eval=7)
+            >>> found.relevance.shape
+            torch.Size([1, 2, 7])
+            >>> rows = found.rows()
+            >>> figure = captum_ssm.visualization.layer_overview(rows, tokens, scale="shared")
+        """
+        knocked = self._prepared(
+            inputs, target, additional_forward_args, position, readers, feature_mask
+        )
+        options = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
+        paths = list(chosen_layers(self._model, None))
+        if not 1 <= window <= len(paths) or stride < 1:
+            raise ValueError(
+                f"window is {window} and stride {stride}; this model has {len(paths)} mixers: "
+                f"expected a window of 1 .. {len(paths)} of them and a stride of at least 1."
+            )
+        starts = range(0, len(paths) - window + 1, stride)
+        windows = [tuple(paths[start : start + window]) for start in starts]
+        count = runs_at_once(perturbations_per_eval)
+        with bar(self.get_name(), knocked.groups * len(windows), show_progress) as done:
+            rows = [knocked.relevance(layers, count, options, done) for layers in windows]
+        return LayerSweep(torch.stack(rows, 1), windows)
+
+    @property
+    def _model(self) -> Any:
+        if self.model is not None or is_model(self.forward_func):
+            return self.model or self.forward_func
+        # Captum's wrappers put a function of theirs in the place of the model it runs.
+        return self._constructed_with
+
+    def _prepared(
+        self,
+        inputs: Any,
+        target: Any,
+        extra: Any,
+        position: Any,
+        readers: str,
+        feature_mask: Tensor | None,
+    ) -> _Knocked:
+        if readers not in READERS:
+            raise ValueError(f"readers is {readers!r}; expected one of {READERS}.")
+        request = Request.of(self.forward_func, self._model, inputs, extra)
+        asks = readers == "query"
+        frozen = freeze(
+            request, position=position, target=target if asks else None, query=asks, check=False
+        )
+        for layer in frozen.layers:
+            if layer.order is not None or layer.shape != frozen.shape:
+                raise UnsupportedModelError(
+                    f"{layer.name} works on other tokens than the last mixer, or in another order, "
+                    "so one mask does not fit all layers; expected a model whose layers all read "
+                    "the same tokens. Use captum_ssm.interventions.knockout, layer by layer."
+                )
+        B, L = frozen.shape
+        spans = torch.arange(L).expand(B, L) if feature_mask is None else feature_mask
+        numbers = as_integers(spans, frozen.layers[0].call.output.device)
+        if numbers is None or numbers.shape not in ((B, L), (1, L)):
+            raise InputError(
+                f"feature_mask is {feature_mask!r}; expected integers ({B}, {L}) or (1, {L})."
+            )
+        query = None
+        if asks:
+            query = torch.stack([weights != 0 for weights in frozen.require_query()]).any(0)
+        return _Knocked(Runs(frozen, target, position), numbers.expand(B, L), query, self.check)
+
+
+@dataclass(frozen=True)
+class _Knocked:
+    # The runs of one input without edges.
+    runs: Runs
+    spans: Tensor
+    query: Tensor | None
+    check: bool
+
+    @property
+    def groups(self) -> int:
+        return len(self.spans.unique())
+
+    def relevance(
+        self, layers: Layers, count: int, options: dict[str, Any], done: Callable[[int], Any]
+    ) -> Tensor:
+        """Of each of the model's tokens, ``(B, L)``."""
+        with torch.no_grad():
+            total = self.runs.scores()[0]
+            found = torch.zeros(self.spans.shape, dtype=total.dtype, device=self.spans.device)
+            for numbers in self.spans.unique().split(count):
+                sources = self.spans == numbers[:, None, None]  # (k, B, L)
+                targets = ~sources if self.query is None else ~sources & self.query
+                with knockout(
+                    self.runs.frozen.request.model,
+                    sources=sources.flatten(0, 1),
+                    targets=targets.flatten(0, 1),
+                    layers=layers,
+                    check=self.check,
+                    **options,
+                ):
+                    scores = self.runs.scores(len(numbers))
+                lost = (total - scores).to(found)  # (k, B)
+                found += (lost[..., None] * sources).sum(0)
+                done(len(numbers))
+        return found

@@ -1,0 +1,128 @@
+"""Value zeroing (Mohebbi et al., 2023): how much a token changes when another's value is zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm._capture import Request, exact_arithmetic, freeze, unwrap
+from captum_ssm._errors import InputError
+from captum_ssm.interventions._editing import OpenMixer, edited
+from captum_ssm.interventions._runs import Runs, bar, runs_at_once
+from captum_ssm.mixers import FrozenMixer
+
+
+def value_zeroing(
+    model: Any,
+    inputs: Any,
+    layer: int | str,
+    *,
+    at: str | None = None,
+    additional_forward_args: Any = None,
+    perturbations_per_eval: int = 1,
+    show_progress: bool = False,
+    check: bool = True,
+) -> Tensor:
+    r"""How much each token changes, :math:`1 - \cos`, when the value of another one is zero.
+
+    Mohebbi et al. (`Quantifying Context Mixing in Transformers
+    <https://arxiv.org/abs/2301.12971>`_, 2023), for any mixer: :math:`v_j` is zero in one layer,
+    whose coefficients stay as they are.
+
+    Args:
+        model (nn.Module or nnsight model): the model.
+        inputs (Tensor or dict): as for ``attribute``.
+        layer (int or str): the mixer, by index or module path.
+        at (str, optional): path of a module whose output (or its first element) is compared, of a
+            run of the model with the value at zero: the block around the mixer, or a later one.
+            None compares what the mixer returns, on frozen operators, without another run.
+            Default: None
+        additional_forward_args (Any, optional): further arguments of the model. Default: None
+        perturbations_per_eval (int, optional): with ``at``, tokens whose runs are joined to one.
+            Default: 1
+        show_progress (bool, optional): show a progress bar. Default: False
+        check (bool, optional): compare the frozen mixer with its module. Default: True
+
+    Returns:
+        Tensor: ``(B, L, L)``: row i holds the change of token i without the value of each token j.
+
+    Raises:
+        ValueError: for a layer or a module that is not there, or a mixer whose frozen operator does
+            not reproduce its output.
+        InputError: for a module ``at`` that does not return one vector per token.
+
+    Examples::
+
+        >>> change = captum_ssm.interventions.value_zeroing(model, input_ids, 0)
+        >>> change.shape, bool((change.triu(1).abs() < 1e-5).all())  # later tokens change nothing
+        (torch.Size([1, 7, 7]), True)
+    """
+    request = Request.of(model, None, inputs, additional_forward_args)
+    frozen = freeze(request, query=False, wiring=False, check=check)
+    chosen = frozen.select_one(layer)
+    B, L = chosen.shape
+    columns = []
+    if at is None:
+        with exact_arithmetic(), bar("value zeroing", L, show_progress) as done:
+            mixer = chosen.mixer
+            own = mixer.output()
+            for j in range(L):
+                zeroed = mixer.out_proj(mixer.gated_output_of(_without(mixer, torch.tensor([j]))))
+                columns.append(1 - F.cosine_similarity(zeroed, own, -1))
+                done(1)
+        return torch.stack(columns, -1)
+    with torch.no_grad(), bar("value zeroing", L, show_progress) as done:
+        module, runs = _module(model, at), Runs(frozen, None, None)
+        own = _output(module, at, runs, 1, (B, L))
+        for tokens in torch.arange(L).split(runs_at_once(perturbations_per_eval)):
+            k = len(tokens)
+            zero = tokens.repeat_interleave(B)
+
+            def edit(found: OpenMixer, zero: Tensor = zero) -> Tensor:
+                return found.returning(found.mixer.gated_output_of(_without(found.mixer, zero)))
+
+            with edited(model, chosen.name, edit, check=check):
+                zeroed = _output(module, at, runs, k, (B, L))
+            change = 1 - F.cosine_similarity(zeroed.unflatten(0, (k, B)), own, -1)
+            columns += list(change)
+            done(k)
+    return torch.stack(columns, -1)
+
+
+def _without(mixer: FrozenMixer, tokens: Tensor) -> list[Tensor]:
+    # What the scans return if the value of a token, one per example, is zero.
+    found = []
+    for scan, order, _ in mixer.scans_in_order():
+        places = torch.arange(scan.values.shape[1], device=scan.values.device)
+        places = places if order is None else order
+        kept = places != tokens.to(places.device)[:, None]
+        found.append(scan.mix(scan.values * kept[..., None]))
+    return found
+
+
+def _module(model: Any, at: str) -> torch.nn.Module:
+    modules = dict(unwrap(model).named_modules())
+    if at not in modules:
+        raise ValueError(f"at is {at!r}; expected the path of a module of the model.")
+    return modules[at]
+
+
+def _output(module: torch.nn.Module, at: str, runs: Runs, k: int, shape: tuple[int, int]) -> Tensor:
+    seen: list[Any] = []
+    hook = module.register_forward_hook(lambda m, args, output: seen.append(output))
+    try:
+        runs.request(k).run()
+    finally:
+        hook.remove()
+    last = seen[-1] if seen else None
+    found = last[0] if isinstance(last, (tuple, list)) else last
+    if not torch.is_tensor(found) or tuple(found.shape[:2]) != (shape[0] * k, shape[1]):
+        got = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
+        raise InputError(
+            f"the module {at} returned {got} in this run; expected one vector per token, "
+            f"({shape[0] * k}, {shape[1]}, E). Name another module."
+        )
+    return found.float()
