@@ -181,7 +181,7 @@ def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
 
 
 def _memory(mixer: FrozenMixer) -> DiagonalOperator | LinearAttentionOperator:
-    operator = mixer.recurrence if mixer.memory is None else mixer.memory
+    operator = mixer.recurrence if mixer.memory is None else mixer.memory()
     if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)):
         return operator
     raise UnsupportedModelError(

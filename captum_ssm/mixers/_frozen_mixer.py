@@ -58,7 +58,7 @@ class FrozenMixer:
         readout (Callable, optional): for a mixer with a norm: computes the gated output
             ``(B, L, D)`` of other mixed values :math:`\alpha v + s \odot v`, summed over all scans,
             with the norm's scale computed anew. Interventions need it. Default: None
-        memory (TokenOperator, optional): the recurrence whose state the model keeps, where that
+        memory (Callable, optional): returns the recurrence whose state the model keeps, where that
             is scaled by the run it is from, or not the state of :math:`\alpha`. Default: None
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
@@ -90,7 +90,7 @@ class FrozenMixer:
     offset: Tensor | None = None
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
     readout: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
-    memory: TokenOperator | None = None
+    memory: Callable[[], TokenOperator] | None = field(default=None, repr=False)
     rounding: float = 1.0
 
     @cached_property

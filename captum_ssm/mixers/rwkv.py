@@ -94,7 +94,7 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
     decay = torch.exp(call.parameter(module.time_decay))
     return FrozenMixer(
         recurrence=wkv_operator(key, decay, call.parameter(module.time_first)),
-        memory=wkv_state(key, decay),
+        memory=lambda: wkv_state(key, decay),
         inputs=inputs,
         out_proj=lambda y: call.linear(module.output, y),
         out_weight=call.weight(module.output),

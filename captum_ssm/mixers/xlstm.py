@@ -55,7 +55,7 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
 
     return FrozenMixer(
         recurrence=recurrence,
-        memory=recurrence,  # in units of its own largest exponent
+        memory=lambda: recurrence,  # in units of its own largest exponent
         inputs=values,
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.weight(module.out_proj),
