@@ -52,8 +52,8 @@ def attribution_patching(
     larger changes.
 
     Args:
-        forward_func, clean, corrupted, target, position, layers, model, additional_forward_args,
-            check (optional): as for :func:`activation_patching`.
+        forward_func, clean, corrupted, target, position: as for :func:`activation_patching`.
+        layers, model, additional_forward_args, check (optional): as for it, too.
         rule (str, optional): ``"gradient"`` or ``"relp"``. Default: ``"relp"``
         components (sequence of str, optional): any of ``"output"``, ``"values"`` and ``"state"``.
             Default: ``("output", "values")``
