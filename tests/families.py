@@ -268,6 +268,9 @@ WITH_ATTENTION = (
     *(k for k, spec in SPECS.items() if ATTENTION.keys() <= spec[1].keys()),
 )
 HYBRIDS = tuple(k for k in WITH_ATTENTION if k != "zaya")  # all of its layers are attention
+# Explained by the adapters of others here: what methods make of their maps is tested with those.
+ALIKE = ("lfm2_moe", "lfm3", "glm5_next", "inkling2")
+METHOD_FAMILIES = tuple(k for k in FAMILIES if k not in ALIKE)
 # No residual stream that LaTIM could follow: streams that are mixed, convolutions after attention.
 NO_STREAM = ("qwen4_exp", "inkling", "inkling2")
 
