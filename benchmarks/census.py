@@ -47,6 +47,8 @@ RECURRENT = re.compile(
     r"mlstm_backend|slope_rate\b|selective_scan|chunk_scan|_delta_(rule|attention)\("
 )
 SOFTMAX = re.compile(r"get_interface\(|scaled_dot_product_attention\(|eager_attention_forward\(")
+# Modules of mamba-ssm that are no mixers.
+NO_MIXERS = ("Block", "GatedMLP")
 # The name, the bases and the body of each class of a file.
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\):\n((?:[ \t].*\n|\n)*)", re.MULTILINE)
 
@@ -144,7 +146,7 @@ def names_in(package: str) -> dict[str, bool]:
         for name, bases, body in CLASS.findall(text):
             if "Module" not in bases or "def forward(" not in body:
                 continue
-            if package != "transformers" or RECURRENT.search(body):
+            if package != "transformers" and name not in NO_MIXERS or RECURRENT.search(body):
                 found[name] = True
             elif speaks and SOFTMAX.search(body):
                 found[name] = False
@@ -187,6 +189,7 @@ def mixers_of(model: nn.Module, inputs: Tensor) -> dict[str, Row]:
     from captum_ssm import UnsupportedModelError
     from captum_ssm._capture import Request, freeze
     from captum_ssm._supported import support_of
+    from captum_ssm.mixers.measured import FrozenRecurrence
 
     names = names_in(type(model).__module__.partition(".")[0])
     held = {type(m).__name__ for m in model.modules()} & names.keys()
@@ -198,6 +201,8 @@ def mixers_of(model: nn.Module, inputs: Tensor) -> dict[str, Row]:
                 one = support_of(frozen, layer)
                 if one.problem is not None:
                     found[one.kind] = {"known": "refused", "why": one.problem}
+                elif isinstance(layer.mixer, FrozenRecurrence):
+                    found[one.kind] = {"known": "scans alone", "why": missing(layer.mixer)}
                 elif found.get(one.kind, {}).get("known") != "refused":
                     worst = max(one.error, found.get(one.kind, {}).get("error", 0.0))
                     found[one.kind] = {"known": one.known, "error": float(f"{worst:.0e}")}
@@ -213,6 +218,12 @@ def mixers_of(model: nn.Module, inputs: Tensor) -> dict[str, Row]:
         why = f"{type(error).__name__}: {first_line(error)}"
         return {name: {"known": "refused", "why": why} for name in held}
     return found | {k: {"known": "refused", "why": "no scan of it was found"} for k in held}
+
+
+def missing(mixer: Any) -> str:
+    """What of a mixer could not be measured."""
+    said = re.search(r"could be measured: (.*?)\. Methods", str(mixer.missing))
+    return said.group(1) if said else first_line(mixer.missing)
 
 
 def nearest(error: Exception, name: str) -> str:
@@ -268,10 +279,10 @@ def tiny(config_type: Any) -> dict[str, Any]:
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
         if name in found:
             found[name] = count
-    heads = given.get("num_attention_heads")
     for name in ("num_key_value_heads", "swa_num_key_value_heads"):
         if isinstance(given.get(name), int):
-            same = given[name] == (heads if name[0] == "n" else given.get("swa_" + "num_attention_heads"))
+            of = name.replace("key_value", "attention")
+            same = given[name] == given.get(of)
             found[name] = 4 if same else min(given[name], 2)
     if kinds:
         found["layer_types"] = (kinds * count)[:count]
@@ -303,7 +314,7 @@ def time_limit() -> Iterator[None]:
 
 def count_mamba_ssm(only: list[str]) -> dict[str, Row]:
     """Of mamba-ssm's modules."""
-    return {}
+    return {name: {"known": "not run"} for name in names_in("mamba_ssm")}
 
 
 def count_fla(only: list[str]) -> dict[str, Row]:
@@ -316,7 +327,21 @@ COUNTS = {"transformers": count_transformers, "mamba_ssm": count_mamba_ssm, "fla
 
 def render(table: dict[str, dict[str, Row]]) -> str:
     """The table for the docs."""
-    return ""
+    lines = ["| package | class | explained | error |", "|---|---|---|---|"]
+    short: list[str] = []
+    for package, rows in table.items():
+        recurrent = {name for name, scans in names_in(package).items() if scans}
+        others: dict[str, list[str]] = {}
+        for name, row in rows.items():
+            if name in recurrent or package != "transformers":
+                error = f"{row['error']:.0e}" if "error" in row else ""
+                why = f": {row['why']}" if "why" in row else ""
+                lines.append(f"| {package} | `{name}` | {row['known']}{why} | {error} |")
+            else:
+                others.setdefault(row["known"], []).append(f"`{name}`")
+        for known, names in sorted(others.items()):
+            short.append(f"Softmax attention, {known} ({len(names)}): {', '.join(names)}.")
+    return "\n".join([*lines, "", *(line + "\n" for line in short), ""])
 
 
 if __name__ == "__main__":

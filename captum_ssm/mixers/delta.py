@@ -142,22 +142,17 @@ def freeze_olmo_hybrid(call: MixerCall) -> FrozenMixer:
     )
 
 
-@adapts(
-    "KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention"
-)
+@adapts("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention")
 def freeze_kimi(call: MixerCall) -> FrozenMixer:
     """Kimi Delta Attention: a decay per key dimension, in Ling 3 and GLM-5 with a lower bound."""
     module = call.module
     x, _ = masked_tokens(call)
     gate = module.forget_gate
     step = _low_rank(call, gate, "f", x) + call.parameter(gate.dt_bias)
-    rate = call.decay_rate(gate.A_log).reshape(-1, 1)
     step = step.unflatten(-1, (-1, module.head_dim))
-    lowest = _lowest_decay(gate)
-    if lowest is None:
-        log_decay = rate * F.softplus(step)
-    else:
-        log_decay = lowest * torch.sigmoid(-rate * step)
+    rate, lowest = call.decay_rate(gate.A_log).reshape(-1, 1), _lowest_decay(gate)
+    softplus = rate * F.softplus(step)
+    log_decay = softplus if lowest is None else lowest * torch.sigmoid(-rate * step)
     return _freeze_delta(
         call,
         mixed=_projections(call, x),

@@ -10,6 +10,7 @@ Inkling puts a convolution with a residual after each attention and each MLP: y 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ def freeze_residual_conv(call: MixerCall) -> FrozenMixer:
     )
 
 
-def residual_scale(module: torch.nn.Module) -> float:
+def residual_scale(module: Any) -> float:
     """What Inkling's convolution with a residual multiplies their sum by."""
     size = module.conv_kernel_size
     return 1 / math.sqrt(size + 1) if type(module).__name__.startswith("Inkling2") else 1.0
