@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType, SimpleNamespace
 
+import torch
+
 
 @contextmanager
 def on_cpu() -> Iterator[SimpleNamespace]:
-    """``Mamba``, ``MambaLMHeadModel`` and ``MambaConfig`` of mamba_ssm, runnable on a CPU.
+    """``Mamba``, ``Mamba3``, ``MambaLMHeadModel``, ``MambaConfig`` of mamba_ssm, run on a CPU.
 
     At the end the package is forgotten: transformers binds mamba_ssm's functions into a modeling
     file that is imported while the package can be, and other tests would then run those.
@@ -46,13 +48,18 @@ def _import() -> SimpleNamespace:
 
     scan = load("ops.selective_scan_interface")
     norm = load("ops.triton.layer_norm")
+    gated_norm = load("ops.triton.layernorm_gated")
+    mamba3_scan = load("ops.triton.mamba3.mamba3_siso_combined")
     simple = load("modules.mamba_simple")
+    mamba3 = load("modules.mamba3")
     mixer_seq = load("models.mixer_seq_simple")
 
     references = {
         scan.selective_scan_fn: scan.selective_scan_ref,
         norm._layer_norm_fwd: _norm_forward,
         norm._layer_norm_bwd: _norm_backward,
+        gated_norm.rmsnorm_fn: gated_norm.rms_norm_ref,
+        mamba3_scan.mamba3_siso_combined: mamba3_siso,
     }
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "mamba_ssm":
@@ -62,9 +69,39 @@ def _import() -> SimpleNamespace:
     simple.causal_conv1d_fn = None  # its own nn.Conv1d then
     return SimpleNamespace(
         Mamba=simple.Mamba,
+        Mamba3=mamba3.Mamba3,
         MambaLMHeadModel=mixer_seq.MambaLMHeadModel,
         MambaConfig=load("models.config_mamba").MambaConfig,
     )
+
+
+def mamba3_siso(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D=None, Z=None, chunk_size=64, **_):
+    """What the kernel of Mamba-3 computes, token by token, by the paper's recurrence.
+
+    ``h_t = a_t h_(t-1) + a_t (1 - s_t) dt_t k_(t-1) v_(t-1) + s_t dt_t k_t v_t``
+    """
+    B, L, H, P = V.shape
+    repeat, share = H // Q.shape[2], torch.sigmoid(Trap)
+    Q, K = (t.repeat_interleave(repeat, 2) for t in (Q, K))
+    angle = Q.new_zeros(B, H, Q.shape[-1] // 2)
+    state, before = Q.new_zeros(B, H, Q.shape[-1], P), Q.new_zeros(B, H, Q.shape[-1], P)
+    out = []
+    for t in range(L):
+        dt, a, s = (x[:, :, t, None, None] for x in (DT, ADT.exp(), share))
+        turn = torch.tanh(Angles[:, t]) * torch.pi * dt[..., 0]
+        angle = angle + torch.nn.functional.pad(turn, (0, angle.shape[-1] - turn.shape[-1]))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+                               * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+            for x in (Q[:, t] + Q_bias, K[:, t] + K_bias)
+        )  # fmt: skip
+        now = k[..., None] * V[:, t, :, None]
+        state = a * (state + (1 - s) * dt * before) + s * dt * now
+        before = now
+        out.append((q[..., None] * state).sum(-2))
+    y = torch.stack(out, 1)
+    y = y if D is None else y + D[:, None] * V
+    return y if Z is None else y * torch.nn.functional.silu(Z)
 
 
 def _norm_forward(x, weight, bias, eps, residual=None, *_, is_rms_norm=False, **__):

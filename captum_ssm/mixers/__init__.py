@@ -6,6 +6,7 @@ from captum_ssm.mixers import delta as delta
 from captum_ssm.mixers import fla as fla
 from captum_ssm.mixers import griffin as griffin
 from captum_ssm.mixers import lightning as lightning
+from captum_ssm.mixers import mamba3 as mamba3
 from captum_ssm.mixers import rwkv as rwkv
 from captum_ssm.mixers import s6 as s6
 from captum_ssm.mixers import short_convolution as short_convolution
