@@ -185,14 +185,14 @@ def report(kind: str, found: dict[str, Row], build: Callable[[], tuple[nn.Module
             found[name] = row
 
 
-def mixers_of(model: nn.Module, inputs: Tensor) -> dict[str, Row]:
+def mixers_of(model: nn.Module, inputs: Tensor, package: str = "transformers") -> dict[str, Row]:
     """By class, how the mixers of a model are explained."""
     from captum_ssm import UnsupportedModelError
     from captum_ssm._capture import Request, freeze
     from captum_ssm._supported import support_of
     from captum_ssm.mixers.measured import FrozenRecurrence
 
-    names = names_in(type(model).__module__.partition(".")[0])
+    names = names_in(package)
     held = {type(m).__name__ for m in model.modules()} & names.keys()
     found: dict[str, Row] = {}
     try:
@@ -324,7 +324,7 @@ def count_mamba_ssm(only: list[str]) -> dict[str, Row]:
         for name, options in sizes.items():
             mixer = getattr(package, name)(16, **options)
             model = nn.Sequential(nn.Linear(16, 16), randomize(mixer), nn.Linear(16, 5)).eval()
-            found[name] = mixers_of(model, torch.randn(2, 9, 16))[name]
+            found[name] = mixers_of(model, torch.randn(2, 9, 16), "mamba_ssm")[name]
             print(f"{'mamba_ssm':28} {name:34} {shown(found[name])}", flush=True)
     return found
 
