@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from frozen import alter_a_head, assert_reconstructs, frozen_layers
-from mamba_ssm_cpu import mamba3_siso, on_cpu
+from mamba_ssm_cpu import mamba3_mimo, mamba3_siso, on_cpu
 from models import VOCABULARY, ids, randomize, tiny
 from torch import nn
 
@@ -17,10 +17,8 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     ReconstructionError,
-    UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm.mixers import MixerCall, find_adapter
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mamba_ssm") is None,
@@ -123,6 +121,8 @@ MAMBA3 = {
     "plain": {},
     "norm": {"is_outproj_norm": True},
     "groups": {"ngroups": 2, "rope_fraction": 1.0},
+    "mimo": {"is_mimo": True, "mimo_rank": 2, "ngroups": 2},
+    "mimo_norm": {"is_mimo": True, "mimo_rank": 3, "is_outproj_norm": True},
 }
 
 
@@ -138,13 +138,17 @@ def mamba3(mamba_ssm, variant):
 def test_mamba3_is_what_impulses_through_its_scan_measure(mamba_ssm, variant, length, monkeypatch):
     model, tokens, calls = mamba3(mamba_ssm, variant), ids(2, length), []
 
+    name, scan = "mamba3_siso_combined", mamba3_siso
+    if variant.startswith("mimo"):
+        name, scan = "mamba3_mimo_combined", mamba3_mimo
+
     def spy(**kwargs):
         calls.append(kwargs)
-        return mamba3_siso(**kwargs)
+        return scan(**kwargs)
 
     modeling = sys.modules["mamba_ssm.modules.mamba3"]
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(modeling, "mamba3_siso_combined", spy)
+        patch.setattr(modeling, name, spy)
         model(tokens)
     with torch.no_grad():
         maps = hidden_attention(model, tokens)
@@ -154,7 +158,10 @@ def test_mamba3_is_what_impulses_through_its_scan_measure(mamba_ssm, variant, le
             for j in some:
                 impulse = torch.zeros_like(call["V"])
                 impulse[:, j] = 1
-                column = mamba3_siso(**(call | {"V": impulse, "D": None, "Z": None}))
+                alone = {"V": impulse, "D": None, "Z": None, "MIMO_Out": None}
+                column = scan(**(call | alone)).flatten(2)  # (B, L, channels)
+                width = column.shape[-1] // found.shape[1]
+                column = column.unflatten(-1, (-1, width))
                 torch.testing.assert_close(column, column[..., :1].expand_as(column))
                 error = (found[..., j] - column[..., 0].mT).abs().max()
                 assert error <= 2e-5 * found.abs().max()
@@ -182,14 +189,5 @@ def test_methods_on_mamba3(mamba_ssm, variant):
     for method in METHODS[:3]:
         assert float(method(model).attribute(tokens, target=3).abs().max()) > 0
     alter_a_head(model.backbone.layers[1].mixer.out_proj)
-    with pytest.raises(ReconstructionError, match="layers.1.mixer"):
+    with pytest.raises(ReconstructionError, match=r"layers\.1\.mixer"):
         hidden_attention(model, tokens)
-
-
-def test_mamba3_of_several_inputs_per_head_is_refused(mamba_ssm):
-    model = mamba3(mamba_ssm, "plain")
-    model.backbone.layers[0].mixer.is_mimo = True
-    with pytest.raises(UnsupportedModelError, match="is_mimo=False"):
-        find_adapter(model.backbone.layers[0].mixer)(
-            MixerCall("0", model.backbone.layers[0].mixer, (), {}, torch.zeros(1, 1, 16))
-        )
