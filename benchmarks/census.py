@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import inspect
 import json
 import re
 import signal
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "benchmarks" / "results" / "census.json"
 PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- census: begin -->", "<!-- census: end -->"
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "fla")]
+sys.path.insert(0, str(ROOT / "tests"))
 
 Row = dict[str, Any]
 SECONDS = 120  # for one model
@@ -169,7 +170,12 @@ def count_transformers(only: list[str]) -> dict[str, Row]:
     return found
 
 
-def report(kind: str, found: dict[str, Row], build: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def report(
+    kind: str,
+    found: dict[str, Row],
+    build: Callable[[], tuple[nn.Module, Tensor]],
+    package: str = "transformers",
+) -> None:
     """Add the mixers of a model that is built here; print them, or why it was not built."""
     try:
         with time_limit():
@@ -179,7 +185,7 @@ def report(kind: str, found: dict[str, Row], build: Callable[[], tuple[nn.Module
     except Exception as error:
         print(f"{kind:28} not built: {type(error).__name__}: {first_line(error)}", flush=True)
         return
-    for name, row in mixers_of(model, inputs).items():
+    for name, row in mixers_of(model, inputs, package).items():
         print(f"{kind:28} {name:34} {shown(row)}", flush=True)
         if name not in found or found[name]["known"] in ("refused", "part"):
             found[name] = row
@@ -330,8 +336,99 @@ def count_mamba_ssm(only: list[str]) -> dict[str, Row]:
 
 
 def count_fla(only: list[str]) -> dict[str, Row]:
-    """Of fla's layers."""
-    return {}
+    """Of fla's layers, on a CPU by Triton's interpreter."""
+    path = ROOT / "tests" / "fla" / "conftest.py"  # which sets the interpreter up
+    spec = importlib.util.spec_from_file_location("fla_conftest", path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    import fla.layers
+
+    without_chunks()
+    found: dict[str, Row] = {}
+    for name in names_in("fla"):
+        kind = getattr(fla.layers, name, None)
+        if kind is None:
+            continue
+        if not only or name in only:
+            report(name, found, lambda k=kind: (FlaModel(k), token_ids()), "fla")
+            found.setdefault(name, {"known": "not run"})
+    return found
+
+
+def without_chunks() -> None:
+    """Let fla's layers run their recurrences, where the interpreter fails at kernels of chunks."""
+    modules = [m for name, m in sys.modules.items() if name.startswith("fla.layers.")]
+    for module in modules:
+        for name, function in list(vars(module).items()):
+            kind, _, rest = name.partition("_")
+            other = getattr(module, f"fused_recurrent_{rest}", None)
+            if kind == "chunk" and other is not None:
+                taken = inspect.signature(other).parameters
+                setattr(module, name, functools.partial(_with_some, other, frozenset(taken)))
+
+
+def _with_some(function: Callable[..., Any], taken: frozenset[str], **given: Any) -> Any:
+    return function(**{name: value for name, value in given.items() if name in taken})
+
+
+def token_ids() -> Tensor:
+    """Two texts of nine ids."""
+    from models import ids
+
+    return ids(2, 9)
+
+
+class FlaModel(nn.Module):
+    """One layer of fla in a residual stream."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        from models import VOCABULARY, randomize
+
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.norm = nn.LayerNorm(32)
+        given = inspect.signature(kind.__init__).parameters
+        options = {name: size for name, size in FLA_SIZES.items() if name in given}
+        self.layer = kind(**options | FLA_OPTIONS.get(kind.__name__, {}))
+        self.final_norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, VOCABULARY)
+        randomize(self).eval()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits, (B, L, V)."""
+        h = self.embedding(input_ids)
+        out = self.layer(self.norm(h))
+        h = h + (out[0] if isinstance(out, tuple) else out)
+        return self.head(self.final_norm(h))
+
+
+# Options of fla's layers, by name.
+FLA_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_heads": 2,
+    "head_dim": 16,
+    "layer_idx": 0,
+    "state_size": 16,
+    "num_hidden_layers": 2,
+    "expand_k": 1.0,
+    "expand_v": 1.0,
+    "num_slots": 16,
+    "gate_low_rank_dim": 8,
+    "decay_low_rank_dim": 8,
+    "a_low_rank_dim": 8,
+    "v_low_rank_dim": 8,
+    "proj_low_rank_dim": 8,
+}
+# And of single layers.
+FLA_OPTIONS: dict[str, dict[str, Any]] = {
+    "BasedLinearAttention": {"num_key_value_heads": 2, "feature_dim": 8},
+    "HGRN2Attention": {"expand_ratio": 16},
+    "Mamba2": {"num_heads": 4},
+    "LogLinearMamba2": {"num_heads": 4},
+    "NativeSparseAttention": {"num_heads": 2, "num_kv_heads": 1},
+    "Raven": {"topk": 4},
+}
 
 
 COUNTS = {"transformers": count_transformers, "mamba_ssm": count_mamba_ssm, "fla": count_fla}
