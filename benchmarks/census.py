@@ -360,7 +360,7 @@ def without_chunks() -> None:
     """Let fla's layers run their recurrences, where the interpreter fails at kernels of chunks."""
     modules = [m for name, m in sys.modules.items() if name.startswith("fla.layers.")]
     for module in modules:
-        for name, function in list(vars(module).items()):
+        for name in list(vars(module)):
             kind, _, rest = name.partition("_")
             other = getattr(module, f"fused_recurrent_{rest}", None)
             if kind == "chunk" and other is not None:

@@ -99,7 +99,8 @@ def two_gate_delta(
 
 
 @register_scan(
-    names=_UNIT | {"slow_decay": ("g_atk",), "slow_beta": ("beta_atk",), "center": ("log_atk_scale",)}
+    names=_UNIT
+    | {"slow_decay": ("g_atk",), "slow_beta": ("beta_atk",), "center": ("log_atk_scale",)}
 )
 def preconditioned_delta(
     q: Tensor,
@@ -170,24 +171,25 @@ def squared(
     v: Tensor,
     normed: bool | None = None,
     scale: float | None = None,
-    scaled: bool = True,
+    scaled: bool | None = None,
     eps: float = 1e-6,
 ) -> Iterator[Candidate]:
     """Based, whose weights are ``1 + s + s^2 / 2`` of the products s, and ReBased: ``s^2``."""
     if normed is None or not _in_heads(q, k, v) or q.shape[2] != v.shape[2]:
         return
-    q = q * ((q.shape[-1] ** -0.5 if scaled else 1.0) if scale is None else scale)
+    size = q.shape[-1] ** -0.5 if scaled is not False else 1.0
+    q = q * (size if scale is None else scale)
 
     def outer(t: Tensor) -> Tensor:
         return (t[..., :, None] * t[..., None, :]).flatten(-2)
 
     one = torch.ones_like(q[..., :1])
-    for query, key in (
-        (torch.cat([one, q, outer(q) / 2], -1), torch.cat([one, k, outer(k)], -1)),
-        (outer(q), outer(k)),
-    ):
-        total = (query * key.cumsum(1)).sum(-1, keepdim=True) + eps
-        yield _linear(query / total if normed else query, key, v, torch.zeros_like(one))
+    query, key = outer(q), outer(k)
+    if scaled is None:  # Based
+        query, key = torch.cat([one, q, query / 2], -1), torch.cat([one, k, key], -1)
+    if normed:
+        query = query / ((query * key.cumsum(1)).sum(-1, keepdim=True) + eps)
+    yield _linear(query, key, v, torch.zeros_like(one))
 
 
 @register_scan(names={"window": ("window_size",)})
@@ -265,7 +267,5 @@ def _delta(
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Candidate:
-    operator = LinearAttentionOperator(
-        q.float(), k.float(), log_decay.float(), width=v.shape[-1]
-    )
+    operator = LinearAttentionOperator(q.float(), k.float(), log_decay.float(), width=v.shape[-1])
     return Candidate(operator=operator, values=v.flatten(2), layouts=("BLHP",))
