@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import S6_FAMILIES, SHARED, randomize, tiny
+from models import S6_FAMILIES, SHARED, VOCABULARY, randomize, tiny
 from torch import Tensor, nn
 
 try:
@@ -75,6 +75,25 @@ KIMI = dict(
     v_head_dim=8,
     first_k_dense_replace=1,
 )
+KDA = dict(linear_num_heads=2, linear_head_dim=8, linear_conv_kernel_dim=4)
+LATENT = dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+SHORT_CONV = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+INKLING = dict(
+    ATTENTION,
+    head_dim=8,
+    num_hidden_layers=2,
+    layer_types=["hybrid_sliding", "hybrid"],
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    swa_head_dim=8,
+    sliding_window_size=5,
+    d_rel=4,
+    rel_extent=6,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+)
+VISION = dict(hidden_size=16, depth=1, num_heads=2, intermediate_size=16, out_hidden_size=16)
 
 # By family: the prefix of its classes in transformers, and what its configuration needs.
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -152,17 +171,108 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5Moe", dict(**ATTENTION, **DELTA, **EXPERTS, head_dim=8)),
     "olmo_hybrid": ("OlmoHybrid", ATTENTION | DELTA),
     "kimi_linear": ("KimiLinear", ATTENTION | LINEAR_FIRST | KIMI),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        ATTENTION
+        | DELTA
+        | EXPERTS
+        | dict(
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "indexed_attention"],
+            head_dim=8,
+            hc_count=2,
+            hc_lowrank=4,
+            indexer_n_heads=2,
+            indexer_kv_heads=1,
+            indexer_head_dim=8,
+            indexer_budget=4,
+            indexer_compress_ratio=2,
+        ),
+    ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        ATTENTION
+        | KDA
+        | LATENT
+        | dict(
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "full_attention"],
+            num_key_value_heads=4,
+            mlp_layer_types=["dense", "sparse"],
+            moe_intermediate_size=16,
+            num_experts=4,
+            num_experts_per_token=1,
+            num_expert_group=2,
+            topk_group=1,
+        ),
+    ),
+    "glm5_next": (
+        "Glm5Next",
+        ATTENTION
+        | KDA
+        | LATENT
+        | dict(
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "indexed_attention"],
+            mlp_layer_types=["dense", "dense"],
+            indexer_types=["full"] * 2,
+            hc_sinkhorn_iters=2,
+            num_key_value_heads=4,
+            qk_rope_head_dim=0,
+            q_lora_rank=8,
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=1,
+            index_topk=4,
+            index_kpool=2,
+            index_head_dim=8,
+            index_n_heads=2,
+            hc_mult=2,
+        ),
+    ),
+    "lfm2": ("Lfm2", ATTENTION | SHORT_CONV | dict(block_auto_adjust_ff_dim=False, conv_bias=True)),
+    "lfm2_moe": ("Lfm2Moe", ATTENTION | SHORT_CONV | EXPERTS | dict(num_dense_layers=1)),
+    "lfm3": (
+        "Lfm3",
+        ATTENTION
+        | SHORT_CONV
+        | dict(
+            head_dim=8,
+            num_hidden_layers=3,
+            layer_types=["conv", "sliding_attention", "full_attention"],
+            sliding_window=5,
+        ),
+    ),
+    "inkling": ("Inkling", INKLING | dict(mlp_layer_types=["dense", "sparse"])),
+    "inkling2": (
+        "Inkling2",
+        INKLING | dict(n_layers_per_attn_res_block=2, unpadded_vocab_size=VOCABULARY),
+    ),
+    "zaya": (
+        "Zaya",
+        ATTENTION
+        | EXPERTS
+        | dict(head_dim=8, num_hidden_layers=2, layer_types=["hybrid"] * 2, router_hidden_size=8),
+    ),
 }
 # Those that the installed transformers has.
-SPECS = {k: spec for k, spec in SPECS.items() if hasattr(transformers, f"{spec[0]}ForCausalLM")}
+SPECS = {k: spec for k, spec in SPECS.items() if hasattr(transformers, f"{spec[0]}Config")}
 FAMILIES = (*S6_FAMILIES, *SPECS)
 SSD_FAMILIES = ("mamba2", "zamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid")
-DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
-HYBRIDS = (
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+KDA_FAMILIES = ("kimi_linear", "bailing_hybrid", "glm5_next")
+CONV_FAMILIES = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2")
+WITH_ATTENTION = (
     "jamba",
     "zamba",
     *(k for k, spec in SPECS.items() if ATTENTION.keys() <= spec[1].keys()),
 )
+HYBRIDS = tuple(k for k in WITH_ATTENTION if k != "zaya")  # all of its layers are attention
+# Explained by the adapters of others here: what methods make of their maps is tested with those.
+ALIKE = ("lfm2_moe", "lfm3", "glm5_next", "inkling2")
+METHOD_FAMILIES = tuple(k for k in FAMILIES if k not in ALIKE)
+# No residual stream that LaTIM could follow: streams that are mixed, convolutions after attention.
+NO_STREAM = ("qwen4_exp", "inkling", "inkling2")
 
 
 def build(family: str, *, seed: int = 0, **changes: object) -> nn.Module:
@@ -170,10 +280,16 @@ def build(family: str, *, seed: int = 0, **changes: object) -> nn.Module:
     if family in S6_FAMILIES:
         return tiny(family, seed=seed, **changes)
     prefix, options = SPECS[family]
-    config_type = getattr(transformers, f"{prefix}TextConfig", None)
-    config_type = config_type or getattr(transformers, f"{prefix}Config")
-    model_type = getattr(transformers, f"{prefix}ForCausalLM")
-    config = config_type(**(SHARED | options | changes))
+    options = SHARED | options | changes
+    model_type = getattr(transformers, f"{prefix}ForCausalLM", None)
+    if model_type is None:  # part of a model of images and text
+        model_type = getattr(transformers, f"{prefix}ForConditionalGeneration")
+        config_type = getattr(transformers, f"{prefix}Config")
+        config = config_type(text_config=options, vision_config=VISION)
+    else:
+        config_type = getattr(transformers, f"{prefix}TextConfig", None)
+        config_type = config_type or getattr(transformers, f"{prefix}Config")
+        config = config_type(**options)
     # transformers 5 can't initialise xLSTM's fused weights, whose gates share one bias.
     with no_init_weights() if family == "xlstm_fused" else nullcontext():
         model = model_type(config)

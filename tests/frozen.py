@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -38,11 +40,12 @@ def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
 
 
 def alter_a_head(projection: nn.Module) -> None:
-    """Make a mixer compute something else in one head, before its output projection."""
+    """Make a mixer compute something else in one head, which an output projection is given."""
+    forward = projection.forward
 
-    def scale_a_head(_, args):
-        factor = torch.ones(args[0].shape[-1])
+    def scaled(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        factor = torch.ones(x.shape[-1])
         factor[: factor.numel() // 4] = 1.3
-        return (args[0] * factor,)
+        return forward(x * factor, *args, **kwargs)
 
-    projection.register_forward_pre_hook(scale_a_head)
+    projection.forward = scaled

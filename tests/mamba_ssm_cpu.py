@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType, SimpleNamespace
 
+import torch
+
 
 @contextmanager
 def on_cpu() -> Iterator[SimpleNamespace]:
-    """``Mamba``, ``MambaLMHeadModel`` and ``MambaConfig`` of mamba_ssm, runnable on a CPU.
+    """``Mamba``, ``Mamba3``, ``MambaLMHeadModel``, ``MambaConfig`` of mamba_ssm, run on a CPU.
 
     At the end the package is forgotten: transformers binds mamba_ssm's functions into a modeling
     file that is imported while the package can be, and other tests would then run those.
@@ -46,13 +48,18 @@ def _import() -> SimpleNamespace:
 
     scan = load("ops.selective_scan_interface")
     norm = load("ops.triton.layer_norm")
+    gated_norm = load("ops.triton.layernorm_gated")
+    mamba3_scan = load("ops.triton.mamba3.mamba3_siso_combined")
     simple = load("modules.mamba_simple")
+    mamba3 = load("modules.mamba3")
     mixer_seq = load("models.mixer_seq_simple")
 
     references = {
         scan.selective_scan_fn: scan.selective_scan_ref,
         norm._layer_norm_fwd: _norm_forward,
         norm._layer_norm_bwd: _norm_backward,
+        gated_norm.rmsnorm_fn: gated_norm.rms_norm_ref,
+        mamba3_scan.mamba3_siso_combined: mamba3_siso,
     }
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "mamba_ssm":
@@ -60,11 +67,64 @@ def _import() -> SimpleNamespace:
                 if isinstance(value, FunctionType) and value in references:
                     setattr(module, key, references[value])
     simple.causal_conv1d_fn = None  # its own nn.Conv1d then
+    mamba3.mamba3_mimo_combined = mamba3_mimo  # which needs TileLang
     return SimpleNamespace(
         Mamba=simple.Mamba,
+        Mamba3=mamba3.Mamba3,
         MambaLMHeadModel=mixer_seq.MambaLMHeadModel,
         MambaConfig=load("models.config_mamba").MambaConfig,
     )
+
+
+def mamba3_siso(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D=None, Z=None, **_):
+    """What the kernel of Mamba-3 computes, by the paper's recurrence, token by token."""
+    Q, K = (_rotated(x, bias, Angles, DT, -1) for x, bias in ((Q, Q_bias), (K, K_bias)))
+    y = _trapezoid(Q, K, V, ADT, DT, Trap)
+    y = y if D is None else y + D[:, None] * V
+    return y if Z is None else y * torch.nn.functional.silu(Z)
+
+
+def mamba3_mimo(
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, MIMO_V, MIMO_Z, MIMO_Out, Angles, D=None, Z=None, **_
+):
+    """The same of the kernel for several inputs and outputs per head, of which there are R."""
+    ranks = range(Q.shape[2])
+    Q, K = (
+        [_rotated(x[:, :, r], bias[:, r], Angles, DT, -2) for r in ranks]
+        for x, bias in ((Q, Q_bias), (K, K_bias))
+    )
+    outs = []
+    for r in ranks:
+        y = sum(_trapezoid(Q[r], K[s], V * MIMO_V[:, s], ADT, DT, Trap) for s in ranks)
+        y = y if D is None else y + D[:, None] * V * MIMO_V[:, r]
+        outs.append(y if Z is None else y * torch.nn.functional.silu(Z * MIMO_Z[:, r]))
+    if MIMO_Out is None:
+        return torch.stack(outs, 2)
+    return sum(y * MIMO_Out[:, r] for r, y in enumerate(outs))
+
+
+def _trapezoid(q, k, v, ADT, DT, Trap):
+    # h_t = a_t h_(t-1) + a_t (1 - s_t) dt_t k_(t-1) v_(t-1) + s_t dt_t k_t v_t
+    share = torch.sigmoid(Trap)
+    state, before = 0.0, 0.0
+    out = []
+    for t in range(v.shape[1]):
+        dt, a, s = (x[:, :, t, None, None] for x in (DT, ADT.exp(), share))
+        now = k[:, t, :, :, None] * v[:, t, :, None]
+        state = a * (state + (1 - s) * dt * before) + s * dt * now
+        before = now
+        out.append((q[:, t, :, :, None] * state).sum(-2))
+    return torch.stack(out, 1)
+
+
+def _rotated(x, bias, angles, DT, axis):
+    # Pairs of neighbors (axis -1) or of the two halves (-2), turned by the sum of the angles.
+    x = x.repeat_interleave(DT.shape[1] // x.shape[2], 2) + bias
+    turn = (torch.tanh(angles) * torch.pi * DT.transpose(1, 2)[..., None]).cumsum(1)
+    turn = torch.nn.functional.pad(turn, (0, x.shape[-1] // 2 - turn.shape[-1]))
+    pairs = x.unflatten(-1, (-1, 2) if axis == -1 else (2, -1)).movedim(axis, -1)
+    turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(turn), turn)
+    return torch.view_as_real(turned).movedim(-1, axis).flatten(-2)
 
 
 def _norm_forward(x, weight, bias, eps, residual=None, *_, is_rms_norm=False, **__):

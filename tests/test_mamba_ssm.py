@@ -1,14 +1,24 @@
 """mamba_ssm's own modules, against the same weights in transformers' model."""
 
 import importlib.util
+import sys
 
 import pytest
 import torch
-from mamba_ssm_cpu import on_cpu
+from frozen import alter_a_head, assert_reconstructs, frozen_layers
+from mamba_ssm_cpu import mamba3_mimo, mamba3_siso, on_cpu
 from models import VOCABULARY, ids, randomize, tiny
 from torch import nn
 
-from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, RawAttention, hidden_attention
+from captum_ssm import (
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    ReconstructionError,
+    hidden_attention,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mamba_ssm") is None,
@@ -105,3 +115,79 @@ def test_a_bare_mixer_is_a_model(mamba_ssm, fast_path):
         torch.testing.assert_close(mixer.out_proj(y), mixer(model[0](x)), atol=1e-5, rtol=1e-4)
     relevance = MambaAttribution(model).attribute(x, target=(-1, 2))
     assert relevance.shape == x.shape
+
+
+MAMBA3 = {
+    "plain": {},
+    "norm": {"is_outproj_norm": True},
+    "groups": {"ngroups": 2, "rope_fraction": 1.0},
+    "mimo": {"is_mimo": True, "mimo_rank": 2, "ngroups": 2},
+    "mimo_norm": {"is_mimo": True, "mimo_rank": 3, "is_outproj_norm": True},
+}
+
+
+def mamba3(mamba_ssm, variant):
+    model = language_model(mamba_ssm, fused_add_norm=False)  # of which Mamba3 is no option yet
+    for block in model.backbone.layers:
+        block.mixer = mamba_ssm.Mamba3(16, d_state=8, headdim=8, **MAMBA3[variant])
+    return randomize(model).eval()
+
+
+@pytest.mark.parametrize("variant", MAMBA3)
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 65])
+def test_mamba3_is_what_impulses_through_its_scan_measure(mamba_ssm, variant, length, monkeypatch):
+    model, tokens, calls = mamba3(mamba_ssm, variant), ids(2, length), []
+
+    name, scan = "mamba3_siso_combined", mamba3_siso
+    if variant.startswith("mimo"):
+        name, scan = "mamba3_mimo_combined", mamba3_mimo
+
+    def spy(**kwargs):
+        calls.append(kwargs)
+        return scan(**kwargs)
+
+    modeling = sys.modules["mamba_ssm.modules.mamba3"]
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(modeling, name, spy)
+        model(tokens)
+    with torch.no_grad():
+        maps = hidden_attention(model, tokens)
+        assert len(maps) == len(calls) == 2
+        for call, found in zip(calls, maps.values(), strict=True):
+            some = range(length) if length < 10 else (0, 1, length // 2, length - 2, length - 1)
+            for j in some:
+                impulse = torch.zeros_like(call["V"])
+                impulse[:, j] = 1
+                alone = {"V": impulse, "D": None, "Z": None, "MIMO_Out": None}
+                column = scan(**(call | alone)).flatten(2)  # (B, L, channels)
+                width = column.shape[-1] // found.shape[1]
+                column = column.unflatten(-1, (-1, width))
+                torch.testing.assert_close(column, column[..., :1].expand_as(column))
+                error = (found[..., j] - column[..., 0].mT).abs().max()
+                assert error <= 2e-5 * found.abs().max()
+
+
+@pytest.mark.parametrize("variant", MAMBA3)
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_mamba3_is_exact(mamba_ssm, variant, length):
+    layers = frozen_layers(mamba3(mamba_ssm, variant), ids(2, length), check=True)
+    assert len(layers) == 2
+    for layer in layers:
+        assert_reconstructs(layer)
+
+
+@pytest.mark.parametrize("variant", MAMBA3)
+def test_methods_on_mamba3(mamba_ssm, variant):
+    model, tokens = mamba3(mamba_ssm, variant), ids(2, 9)
+    relevance, delta = LaTIM(model).attribute(
+        tokens, target=3, activation="gate", return_convergence_delta=True
+    )
+    assert float(delta.abs().max()) <= 1e-5 * float(relevance.abs().sum(1).min())
+    relevance, delta = MambaLRP(model).attribute(tokens, target=3, return_convergence_delta=True)
+    assert bool(relevance.isfinite().all())
+    assert bool(delta.isfinite().all())
+    for method in METHODS[:3]:
+        assert float(method(model).attribute(tokens, target=3).abs().max()) > 0
+    alter_a_head(model.backbone.layers[1].mixer.out_proj)
+    with pytest.raises(ReconstructionError, match=r"layers\.1\.mixer"):
+        hidden_attention(model, tokens)

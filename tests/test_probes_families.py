@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from families import (
+    CONV_FAMILIES,
     DELTA_FAMILIES,
     FAMILIES,
     HYBRIDS,
+    KDA_FAMILIES,
     SSD_FAMILIES,
     build,
     modeling_of,
@@ -52,8 +54,14 @@ def impulses(scan: Scan, shape: tuple[int, ...]) -> Tensor:
     return torch.stack(columns, -1).transpose(1, 2)
 
 
-def function_probe(name: str, values: int | str, **without: Any) -> Measure:
-    """A scan that is a function of the modeling file; ``values`` names its value argument."""
+def function_probe(
+    name: str, values: int | str, *, tokens_last: bool = False, of: str = "", **without: Any
+) -> Measure:
+    """A scan that is a function of the modeling file; ``values`` names its value argument.
+
+    With ``tokens_last`` it takes ``(B, D, L)`` and may add a bias. Only calls by mixers whose class
+    has a name that ends like ``of`` count.
+    """
 
     def measure(model, inputs, monkeypatch) -> dict[str, Tensor]:
         modeling = modeling_of(model, name)
@@ -74,29 +82,37 @@ def function_probe(name: str, values: int | str, **without: Any) -> Measure:
                 for attribute, value in mixer.__dict__.items():
                     if value is original:
                         patch.setitem(mixer.__dict__, attribute, spy)
-            model(**inputs)
+            # A cache would put zeros ahead of few tokens.
+            model(**inputs, **({"use_cache": False} if tokens_last else {}))
         for hook in hooks:
             hook.remove()
 
         def matrices(args, kwargs) -> Tensor:
             given = args[values] if isinstance(values, int) else kwargs[values]
+            given = given.mT if tokens_last else given
             per_channel = given.dim() == 3
             shape = (*given.shape, 1) if per_channel else tuple(given.shape)
 
             def scan(v: Tensor) -> Tensor:
                 v = v[..., 0] if per_channel else v
+                if tokens_last:
+                    return (run(v.mT) - run(0 * v.mT)).mT[..., None]
+                out = run(v)
+                return out[..., None] if per_channel else out
+
+            def run(v: Tensor) -> Tensor:
                 positional, named = list(args), kwargs | without
                 if isinstance(values, int):
                     positional[values] = v
                 else:
                     named[values] = v
                 out = original(*positional, **named)
-                out = out[0] if isinstance(out, tuple) else out
-                return out[..., None] if per_channel else out
+                return out[0] if isinstance(out, tuple) else out
 
             return impulses(scan, shape)
 
-        return {path: matrices(*call) for path, call in calls.items()}
+        kinds = {path: type(model.get_submodule(path)).__name__ for path in calls}
+        return {p: matrices(*call) for p, call in calls.items() if kinds[p].endswith(of)}
 
     return measure
 
@@ -267,8 +283,16 @@ def probabilities(model, inputs, monkeypatch) -> dict[str, Tensor]:
     return maps
 
 
+def eager_probabilities(model, inputs, monkeypatch) -> dict[str, Tensor]:
+    """The same of a model all of whose mixers are attention."""
+    model.set_attn_implementation("eager")
+    return probabilities(model, inputs, monkeypatch)
+
+
 SSD = function_probe("mamba2_chunk_scan", 0, D=None)
 DELTA = function_probe("torch_chunk_gated_delta_rule", 2)
+CONV = function_probe("causal_conv1d_fn", 0, tokens_last=True)
+RESIDUAL_CONV = function_probe("causal_conv1d_fn", 0, tokens_last=True, of="ShortConvolution")
 PROBES: dict[str, Measure] = {
     **dict.fromkeys(S6_FAMILIES, probe_s6),
     **dict.fromkeys(SSD_FAMILIES, SSD),
@@ -278,9 +302,13 @@ PROBES: dict[str, Measure] = {
     "xlstm_fused": probe_mlstm,
     "minimax": probe_lightning,
     **dict.fromkeys(DELTA_FAMILIES, DELTA),
-    "kimi_linear": function_probe("chunk_kimi_delta_attention", 2),
+    **dict.fromkeys(KDA_FAMILIES, function_probe("chunk_kimi_delta_attention", 2)),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONV),
+    **dict.fromkeys(("inkling", "inkling2"), RESIDUAL_CONV),
+    "zaya": eager_probabilities,
 }
 PROBES = {family: probe for family, probe in PROBES.items() if family in FAMILIES}
+CHUNKED = set(PROBES) - {*S6_FAMILIES, *CONV_FAMILIES}
 
 
 def assert_same(maps: dict[str, Tensor], truth: dict[str, Tensor], mask: Tensor | None) -> None:
@@ -304,7 +332,7 @@ def test_every_family_has_a_probe():
 
 @pytest.mark.parametrize(
     ("family", "length"),
-    [(family, L) for family in PROBES for L in (S6_LENGTHS if family in S6_FAMILIES else LENGTHS)],
+    [(family, L) for family in PROBES for L in (LENGTHS if family in CHUNKED else S6_LENGTHS)],
 )
 def test_hidden_attention_is_what_impulses_measure(family, length, monkeypatch):
     skip_what_fails_by_itself(family, length)
@@ -362,6 +390,53 @@ def test_softmax_attention_is_what_the_model_computes(family, length, side, monk
     maps = hidden_attention(model, tokens, additional_forward_args=inputs or None)
     model.set_attn_implementation("eager")
     truth = probabilities(model, {"input_ids": tokens} | inputs, monkeypatch)
+    if family == "inkling2":  # the map of full attention includes a convolution, see below
+        truth = {path: p for path, p in truth.items() if maps[path].shape == p.shape}
     assert_same(maps, truth, mask)
     again = hidden_attention(model, tokens, additional_forward_args=inputs or None)
     assert_same(again, truth, mask)
+
+
+@pytest.mark.parametrize(("length", "side"), [(1, None), (2, None), (9, "left"), (9, "right")])
+def test_a_convolution_with_taps_of_each_token_is_part_of_the_map(length, side, monkeypatch):
+    if "inkling2" not in FAMILIES:
+        pytest.skip("not in this transformers")
+    model, tokens = build("inkling2"), ids(2, length)
+    path, module = next(
+        (p, m) for p, m in find_mixers(model) if type(m).__name__ == "Inkling2FullAttention"
+    )
+    mask = None if side is None else padded(side)
+    inputs = {} if mask is None else {"attention_mask": mask}
+    maps = hidden_attention(model, tokens, layers=[path], additional_forward_args=inputs or None)
+    calls: list[dict[str, Any]] = []
+    norms: list[Tensor] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda m, a, kw: calls.append(kw), with_kwargs=True),
+        module.v_norm.register_forward_hook(lambda m, a, y: norms.append(y / a[0])),
+    ]
+    with torch.no_grad():
+        model(tokens, **inputs)
+    for hook in hooks:
+        hook.remove()
+    call = calls[0] | {"past_key_values": None}
+
+    class Gives(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.forward = function
+
+    open_gate = Gives(lambda x: torch.full((*x.shape[:2], 32), torch.inf))
+    columns = []
+    with monkeypatch.context() as patch, torch.no_grad():
+        for name, stub in {
+            "v_norm": Gives(lambda v: v * norms[0]),
+            "gate_proj": open_gate,
+            "o_proj": nn.Identity(),
+        }.items():
+            patch.setitem(module._modules, name, stub)
+        for j in range(length):
+            impulse = torch.zeros(2, length, 16)
+            impulse[:, j] = 1
+            patch.setitem(module._modules, "v_proj", Gives(lambda x, v=impulse: v))
+            columns.append(module(**call)[0])
+    assert_same(maps, {path: torch.stack(columns, -1).transpose(1, 2)}, mask)

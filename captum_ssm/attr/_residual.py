@@ -58,7 +58,8 @@ class ResidualStream:
         """Read the stream off a model frozen with gradients and norms.
 
         Raises:
-            ValueError: where the norms of a pre-norm residual stream are not found.
+            ValueError: where the norms of a pre-norm residual stream are not found, or a mixer
+                does not add to it.
         """
         groups: list[list[FrozenLayer]] = []
         for layer in frozen.layers:
@@ -76,6 +77,12 @@ class ResidualStream:
         stages = []
         for group, before, following in zip(groups, streams, [*streams[1:], final], strict=True):
             mixed = torch.stack([layer.call.output.to(before.dtype) for layer in group]).sum(0)
+            if following is not final and torch.equal(following, mixed):
+                raise ValueError(
+                    f"what {group[0].name} returned is given to the next mixer as it is, so there "
+                    "is no residual stream between the two; expected each mixer to add to one. Use "
+                    "MambaLRP, or pass layer= and another aggregation for a map of one layer."
+                )
             stages.append(Stage(group, before, mixed, following - before - mixed))
         return cls(stages, final, direction)
 

@@ -1,12 +1,15 @@
 """Adapters: one small file per architecture family, from a recorded call to a frozen mixer."""
 
 from captum_ssm.mixers import attention as attention
+from captum_ssm.mixers import convolved_attention as convolved_attention
 from captum_ssm.mixers import delta as delta
 from captum_ssm.mixers import fla as fla
 from captum_ssm.mixers import griffin as griffin
 from captum_ssm.mixers import lightning as lightning
+from captum_ssm.mixers import mamba3 as mamba3
 from captum_ssm.mixers import rwkv as rwkv
 from captum_ssm.mixers import s6 as s6
+from captum_ssm.mixers import short_convolution as short_convolution
 from captum_ssm.mixers import ssd as ssd
 from captum_ssm.mixers import vision as vision
 from captum_ssm.mixers import xlstm as xlstm

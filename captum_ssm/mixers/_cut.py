@@ -24,6 +24,7 @@ from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in
 from captum_ssm._rules import is_norm
 from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._unfused import unfused
 from captum_ssm.scans import (
     FunctionCall,
     Scan,
@@ -133,6 +134,7 @@ def run_cut(
 
         run = CutRun(leaf, leaf, silent)
         with (
+            unfused(module),
             _norms_noted(module, run),
             _Layers(run),
             intercepted(lambda c: _cut(c, run), functions),

@@ -27,19 +27,32 @@ _INTERFACE = "captum_ssm_record"
 
 
 @adapts(
+    "BailingHybridAttention",
     "BambaAttention",
     "FalconH1Attention",
+    "FlintAttention",
+    "Gemma2Attention",
+    "Glm5NextTextAttention",
+    "GptOssAttention",
     "GraniteMoeHybridAttention",
+    "GraniteMoeSWAAttention",
+    "GraniteSWAAttention",
+    "HYV4Attention",
     "JambaAttention",
     "KimiLinearAttention",
+    "Lfm2Attention",
+    "Lfm2MoeAttention",
+    "Lfm3Attention",
     "MiniMaxAttention",
     "NemotronHAttention",
     "OlmoHybridAttention",
     "Qwen3NextAttention",
     "Qwen3_5Attention",
     "Qwen3_5MoeAttention",
+    "Qwen4ExpTextAttention",
     "RecurrentGemmaAttention",
     "RecurrentGemmaSdpaAttention",
+    "VaultGemmaAttention",
     "Zamba2Attention",
     "ZambaAttention",
 )
@@ -50,6 +63,7 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     H, P = value.shape[1], value.shape[-1]
+    sinks = seen.get("s_aux") if seen.get("sinks") is None else seen["sinks"]
     operator = SoftmaxOperator(
         query=query,
         key=key,
@@ -57,7 +71,7 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
         width=P,
         bias=_bias(seen, query),
         softcap=seen.get("softcap"),
-        sinks=None if seen.get("s_aux") is None else seen["s_aux"].to(call.dtype),
+        sinks=None if sinks is None else sinks.to(call.dtype),
     )
     projection = call.module._modules[_output_name(call.module)]
     return FrozenMixer(
@@ -161,6 +175,16 @@ def _output_name(module: nn.Module) -> str:
 
 
 def _bias(seen: dict[str, Any], query: Tensor) -> Tensor | None:
+    masked, position = _masked(seen, query), seen.get("position_bias")
+    if position is None:
+        return masked
+    if masked is None:
+        L = query.shape[2]
+        masked = _added(query.new_ones(L, L, dtype=torch.bool).tril()[None, None], query)
+    return masked + position.to(query)
+
+
+def _masked(seen: dict[str, Any], query: Tensor) -> Tensor | None:
     mask, L = seen["mask"], query.shape[2]
     window = seen.get("sliding_window")
     if torch.is_tensor(mask) and mask.dim() == 4:

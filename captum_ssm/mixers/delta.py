@@ -1,8 +1,8 @@
 """The delta rule: Gated DeltaNet (Yang et al., 2025) and Kimi Delta Attention.
 
-In transformers: Qwen3-Next, Qwen3.5 and their mixture-of-experts variants, OLMo-hybrid, and
-Kimi-Linear with its decay per key dimension. Before a value is written, the state is read at the
-key, and what is found there is subtracted:
+In transformers: Qwen3-Next, Qwen3.5 and their mixture-of-experts variants, Qwen4, OLMo-hybrid; and
+with a decay per key dimension Kimi-Linear, Ling 3 and GLM-5. Before a value is written, the state
+is read at the key, and what is found there is subtracted:
 
     q, k, v = SiLU(conv(proj(x)));  q, k normalized;  S = diag(a) S
     S = S - beta k (k^T S) + beta k v^T;  y = out_proj(norm(q^T S / sqrt(N)) gate)
@@ -114,9 +114,9 @@ def freeze_qwen3_next(call: MixerCall) -> FrozenMixer:
     )
 
 
-@adapts("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+@adapts("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet")
 def freeze_qwen3_5(call: MixerCall) -> FrozenMixer:
-    """Qwen3.5, with separate projections."""
+    """Qwen3.5 and Qwen4, with separate projections."""
     module = call.module
     x, _ = masked_tokens(call)
     return _freeze_delta(
@@ -149,24 +149,42 @@ def freeze_olmo_hybrid(call: MixerCall) -> FrozenMixer:
     )
 
 
-@adapts("KimiLinearDeltaAttention")
+@adapts("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention")
 def freeze_kimi(call: MixerCall) -> FrozenMixer:
-    """Kimi Delta Attention: a decay per key dimension."""
+    """Kimi Delta Attention: a decay per key dimension, in Ling 3 and GLM-5 with a lower bound."""
     module = call.module
     x, _ = masked_tokens(call)
     gate = module.forget_gate
-    step = call.linear(gate.f_b_proj, call.linear(gate.f_a_proj, x))
-    step = (step + call.parameter(gate.dt_bias)).unflatten(-1, (-1, module.head_dim))
+    step = _low_rank(call, gate, "f", x) + call.parameter(gate.dt_bias)
+    step = step.unflatten(-1, (-1, module.head_dim))
+    rate, lowest = call.decay_rate(gate.A_log).reshape(-1, 1), _lowest_decay(gate)
+    softplus = rate * F.softplus(step)
+    log_decay = softplus if lowest is None else lowest * torch.sigmoid(-rate * step)
     return _freeze_delta(
         call,
         mixed=_projections(call, x),
         key_width=module.head_dim,
-        log_decay=call.decay_rate(gate.A_log) * F.softplus(step),
+        log_decay=log_decay,
         beta=torch.sigmoid(call.linear(module.b_proj, x)),
-        gate=call.linear(module.g_b_proj, call.linear(module.g_a_proj, x)),
+        gate=_low_rank(call, module, "g", x),
         norm=module.o_norm,
         out_proj=module.o_proj,
     )
+
+
+def _lowest_decay(gate: Any) -> float | None:
+    # The logarithm of the strongest decay, if the gate has one.
+    if getattr(gate, "safe_gate", False):
+        return gate.lower_bound
+    return getattr(gate, "safe_gate_lower_bound", None)
+
+
+def _low_rank(call: MixerCall, parent: Any, name: str, x: Tensor) -> Tensor:
+    # One projection, or two through fewer channels.
+    if hasattr(parent, f"{name}_proj"):
+        return call.linear(getattr(parent, f"{name}_proj"), x)
+    down, up = (getattr(parent, f"{name}_{part}_proj") for part in "ab")
+    return call.linear(up, call.linear(down, x))
 
 
 def _projections(call: MixerCall, x: Tensor) -> Tensor:

@@ -85,12 +85,15 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
         found = x[rows] if x.shape[0] > 1 else x.expand(len(rows), *x.shape[1:])
         return found.flatten(1, 2) if rows.dim() == 2 and x.shape[0] > 1 else found
 
+    sinks = operator.sinks
+    if sinks is not None:
+        sinks = sinks[heads].repeat(several) if sinks.dim() == 1 else of_heads(sinks)
     return replace(
         operator,
         query=of_heads(operator.query),
         key=of_heads(operator.key),
         bias=None if operator.bias is None else of_heads(operator.bias),
-        sinks=None if operator.sinks is None else operator.sinks[heads].repeat(several),
+        sinks=sinks,
     )
 
 

@@ -25,8 +25,8 @@ class SoftmaxOperator(HeadOperator):
         bias (Tensor, optional): added to the scores, -inf for the pairs that are masked;
             broadcasts to ``(B, H, L, L)``. None means causal. Default: None
         softcap (float, optional): scores s become ``softcap * tanh(s / softcap)``. Default: None
-        sinks (Tensor, optional): ``(H,)``, a score per head that takes part in the softmax without
-            a value. Default: None
+        sinks (Tensor, optional): ``(H,)``, or ``(B, H, L, 1)``, a score per head, or per row of
+            it, that takes part in the softmax without a value. Default: None
 
     Examples::
 
@@ -120,5 +120,9 @@ class SoftmaxOperator(HeadOperator):
         if self.sinks is None:
             # A row whose scores are all masked (padding) has only zeros.
             return torch.softmax(scores, -1).nan_to_num(0.0)
-        sinks = self.sinks[start:stop, None, None].expand(*scores.shape[:3], 1)
+        if self.sinks.dim() == 1:
+            sinks = self.sinks[start:stop, None, None].expand(*scores.shape[:3], 1)
+        else:
+            at = index[:, None, :, None].expand(-1, stop - start, -1, 1)
+            sinks = self.sinks[:, start:stop].gather(2, at)
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]

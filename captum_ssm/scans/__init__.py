@@ -5,6 +5,7 @@ dt, A, B and C) is a candidate, and it is a scan only if the form's operator, ma
 arguments, returns what it returned.
 """
 
+from captum_ssm.scans import _flash as _flash
 from captum_ssm.scans import _known as _known
 from captum_ssm.scans._calls import FunctionCall as FunctionCall
 from captum_ssm.scans._calls import candidate_functions as candidate_functions

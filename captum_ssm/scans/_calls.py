@@ -131,6 +131,9 @@ def _is_candidate(function: FunctionType) -> bool:
     own = module.startswith("captum_ssm.") and not module.startswith("captum_ssm.models.")
     if own or module == "torch" or module.startswith("torch."):
         return False
+    # A Triton kernel takes pointers, and Triton's interpreter looks at its parameters.
+    if any("constexpr" in str(kind) for kind in function.__annotations__.values()):
+        return False
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     # An autograd function's forward does not know the graph.
     fits = "ctx" not in names[:1] and any(True for _ in forms_of(names))

@@ -1,0 +1,78 @@
+"""Fused parts of flash-linear-attention, run by their equations while a module is measured.
+
+Their kernels are nodes of the autograd graph that tell nothing of what they do to which token. The
+results are the same up to rounding, and are compared with what the module returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@contextmanager
+def unfused(module: nn.Module) -> Iterator[None]:
+    """Run the fused norms and convolutions inside of ``module`` by their equations."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            plain = _PLAIN.get(type(part).__name__)
+            if plain is None or type(part).__module__.partition(".")[0] != "fla":
+                continue
+            before = vars(part).get("forward")
+            part.forward = partial(plain, part, part.forward)
+            stack.callback(_put_back, part, before)
+        yield
+
+
+def _put_back(part: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del part.forward
+    else:
+        part.forward = forward
+
+
+def _is_more(args: Any, kwargs: dict[str, Any]) -> bool:
+    # Whether a call asks for more than the equation: a residual, a cache, packed sequences.
+    return bool(args) or any(v is not None and v is not False for v in kwargs.values())
+
+
+def _rms_norm(norm: Any, fused: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _is_more(args, kwargs):
+        return fused(x, *args, **kwargs)
+    y = F.rms_norm(x.float(), x.shape[-1:], eps=norm.eps)
+    y = y if norm.weight is None else y * norm.weight
+    return (y if norm.bias is None else y + norm.bias).to(x.dtype)
+
+
+def _gated_norm(norm: Any, fused: Any, x: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _is_more(args, kwargs):
+        return fused(x, g, *args, **kwargs)
+    return (_rms_norm(norm, None, x).float() * _ACTIVATIONS[norm.activation](g.float())).to(x.dtype)
+
+
+def _short_conv(conv: Any, fused: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _is_more(args, kwargs):
+        return fused(x, *args, **kwargs)
+    size = conv.weight.shape[-1]
+    y = F.conv1d(x.mT, conv.weight, conv.bias, padding=size - 1, groups=x.shape[-1])
+    y = y[..., : x.shape[1]].mT
+    return (y if conv.activation is None else _ACTIVATIONS[conv.activation](y)), None
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "RMSNorm": _rms_norm,
+    "FusedRMSNormGated": _gated_norm,
+    "ShortConvolution": _short_conv,
+}

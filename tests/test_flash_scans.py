@@ -1,0 +1,207 @@
+"""The forms of flash-linear-attention's scans, against their recurrences, token by token."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from test_scans import proven
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def unit(t: Tensor) -> Tensor:
+    return t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def recurrence(q, k, v, decay, probe=None, late=True):
+    """``S = diag(decay) S``; what the state holds at ``probe`` is taken from v; ``S += k v``."""
+    state, out = torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1]), []
+    for t in range(v.shape[1]):
+        found = 0.0 if probe is None else (probe[:, t, ..., None] * state).sum(-2)
+        state = decay[:, t, ..., None] * state
+        if late and probe is not None:
+            found = (probe[:, t, ..., None] * state).sum(-2)
+        state = state + k[:, t, ..., None] * (v[:, t] - found)[..., None, :]
+        out.append((q[:, t, ..., None] * state).sum(-2))
+    return torch.stack(out, 1)
+
+
+def kda(q, k, v, g, beta, A_log, dt_bias, lower_bound=None, use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True):  # fmt: skip
+    q, k = (unit(t).repeat_interleave(2, 2) for t in (q, k))
+    step, speed = g + dt_bias.view(g.shape[-2:]), A_log.exp()[:, None]
+    bounded = lower_bound is not None
+    log = lower_bound * torch.sigmoid(speed * step) if bounded else -speed * F.softplus(step)
+    b = 2 * torch.sigmoid(beta)[..., None]
+    return recurrence(q * q.shape[-1] ** -0.5, k, b * v, log.exp(), b * k), None
+
+
+def comba(q, k, v, p, g, beta, use_qk_l2norm_in_kernel=True):
+    q, k, p = (unit(t).repeat_interleave(2, 2) for t in (q, k, p))
+    b = beta[..., None]
+    return recurrence(q * q.shape[-1] ** -0.5, k, b * v, g.exp()[..., None], b * p, late=False)
+
+
+def comba_naive(q, k, v, p, g, beta, scale=0.5):
+    q, k, p = (t.repeat_interleave(2, 2) for t in (q, k, p))
+    b = beta[..., None]
+    return recurrence(q * scale, k, b * v, g.exp()[..., None], b * p)
+
+
+def gdn2(q, k, v, g, b, w, use_qk_l2norm_in_kernel=True):
+    q, k = unit(q), unit(k)
+    return recurrence(q * q.shape[-1] ** -0.5, k, w * v, g.exp(), b * k)
+
+
+def precond(q, k, v, g, beta, g_atk, beta_atk, log_atk_scale, x=1.5, eps=1e-6,
+            use_qk_l2norm_in_kernel=True):  # fmt: skip
+    q, k = unit(q), unit(k)
+    seen, keys = torch.zeros_like(k[:, 0]), []
+    for t in range(k.shape[1]):
+        seen = g_atk[:, t, :, None].exp() * seen + beta_atk[:, t, :, None] * k[:, t] ** 2
+        rest = torch.log(seen + eps) - log_atk_scale[:, None]
+        keys.append(k[:, t] * x ** (-rest / (1 + rest.abs())))
+    b = beta[..., None]
+    # Written with one key, read with another: (k' v) - k' (b k S), in a loop of its own.
+    write, state, out = torch.stack(keys, 1) * b, torch.zeros(*k.shape[::2], 4, 3), []
+    for t in range(k.shape[1]):
+        state = g[:, t, ..., None].exp() * state
+        left = v[:, t] - (k[:, t, ..., None] * state).sum(-2)
+        state = state + write[:, t, ..., None] * left[..., None, :]
+        out.append((q[:, t, ..., None] * state).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(out, 1), None
+
+
+def gsa(q, k, v, s, g, scale=0.7):
+    q = q * scale
+    weights = (q[:, :, None] * k[:, None]).sum(-1)  # (B, i, j, H)
+    total = g.cumsum(1)
+    L, out = q.shape[1], []
+    for i in range(L):
+        held = sum(
+            weights[:, i, j, :, None] * (total[:, i] - total[:, j]).exp() * s[:, j]
+            for j in range(i + 1)
+        )
+        read = held.softmax(-1)
+        out.append(
+            sum(
+                (read * (total[:, i] - total[:, j]).exp() * s[:, j]).sum(-1, keepdim=True) * v[:, j]
+                for j in range(i + 1)
+            )
+        )
+    return torch.stack(out, 1), None
+
+
+def masked(weights: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhij,bjhp->bihp", weights, v)
+
+
+def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return torch.einsum("bihn,bjhn->bhij", q, k) * scale
+
+
+def based(q, k, v, scale=0.5, use_norm=True):
+    s = products(q, k, scale)
+    weights = (1 + s + s * s / 2).tril()
+    return masked(weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
+
+
+def rebased(q, k, v, eps=1e-5, use_scale=True, use_normalize=True):
+    weights = products(q, k, q.shape[-1] ** -0.5).square().tril()
+    return masked(weights / (weights.sum(-1, keepdim=True) + eps), v)
+
+
+def linear(q, k, v, scale=None, normalize=True):
+    weights = products(q.abs(), k.abs(), q.shape[-1] ** -0.5).tril()
+    return masked(weights / (weights.sum(-1, keepdim=True) + 1e-10), v)
+
+
+def forgetting(q, k, v, g, scale=None, window_size=None):
+    k, v = (t.repeat_interleave(2, 2) for t in (k, v))
+    total = g.cumsum(1).mT
+    scores = products(q, k, q.shape[-1] ** -0.5) + total[..., None] - total[..., None, :]
+    at = torch.arange(q.shape[1])
+    far = at[:, None] - at >= (window_size or q.shape[1])
+    blocked = far | (at > at[:, None])
+    return masked(scores.masked_fill(blocked, -torch.inf).softmax(-1), v)
+
+
+def given(name: str, L: int) -> dict[str, Tensor]:
+    B, H, N, P = 2, 2, 4, 3
+    grouped = name in ("kda", "comba", "comba_naive")
+    heads = 2 * H if grouped else H
+    q, k, p = (torch.randn(B, L, H, N) for _ in range(3))
+    v = torch.randn(B, L, heads, P)
+    per_head, per_key = -torch.rand(B, L, heads), -torch.rand(B, L, heads, N)
+    beta = torch.rand(B, L, heads)
+    found = {"q": q, "k": k, "v": v}
+    if name.startswith("kda"):
+        found |= {"g": torch.randn(B, L, heads, N), "beta": beta, "A_log": torch.randn(heads)}
+        found |= {"dt_bias": torch.randn(heads * N)}
+    elif name.startswith("comba"):
+        found |= {"p": p, "g": per_head, "beta": beta}
+    elif name == "gdn2":
+        found |= {"g": per_key, "b": torch.rand(B, L, H, N), "w": torch.rand(B, L, H, P)}
+    elif name == "precond":
+        found |= {"g": per_key, "beta": beta, "g_atk": per_head, "beta_atk": beta.flip(1)}
+        found |= {"log_atk_scale": torch.randn(H)}
+    elif name == "gsa":
+        found |= {"s": torch.rand(B, L, H, 5), "g": -torch.rand(B, L, H, 5)}
+    elif name == "linear":
+        found |= {"q": q.abs(), "k": k.abs()}
+    elif name == "forgetting":
+        found |= {"q": torch.randn(B, L, 2 * H, N), "g": -torch.rand(B, L, 2 * H)}
+    return found
+
+
+SCANS = {
+    f.__name__: f
+    for f in (kda, comba, comba_naive, gdn2, precond, gsa, based, rebased, linear, forgetting)
+}
+
+
+def matrices(function, arguments) -> Tensor:
+    """Impulses of the values through the function: ``(B, channels, L, L)``."""
+    v, columns = arguments["v"], []
+    for j in range(v.shape[1]):
+        impulse = torch.zeros_like(v)
+        impulse[:, j] = 1
+        out = function(**arguments | {"v": impulse})
+        columns.append((out[0] if isinstance(out, tuple) else out).flatten(2))
+    return torch.stack(columns, -1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 65])
+@pytest.mark.parametrize("name", SCANS)
+def test_a_call_is_proven_and_its_map_is_what_impulses_measure(name, length):
+    torch.manual_seed(0)
+    arguments = given(name, length)
+    scan = proven(SCANS[name], **arguments)
+    assert scan is not None
+    if length > 7:
+        return
+    truth, found = matrices(SCANS[name], arguments), scan.operator.matrix()
+    found = found.repeat_interleave(truth.shape[1] // found.shape[1], 1)
+    assert (found - truth).abs().max() <= 2e-5 * truth.abs().max()
+
+
+def test_options_of_kda_and_of_forgetting_attention():
+    torch.manual_seed(0)
+    assert proven(kda, **given("kda", 7), lower_bound=-5.0) is not None
+    assert proven(forgetting, **given("forgetting", 7), window_size=3) is not None
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_another_recurrence_is_none(name):
+    torch.manual_seed(0)
+
+    def altered(**arguments):
+        out = SCANS[name](**arguments)
+        y = (out[0] if isinstance(out, tuple) else out).clone()
+        y[:, :, 0] *= 1.01
+        return y
+
+    altered.__signature__ = inspect.signature(SCANS[name])
+    assert proven(altered, **given(name, 7)) is None
