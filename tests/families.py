@@ -268,9 +268,11 @@ WITH_ATTENTION = (
     *(k for k, spec in SPECS.items() if ATTENTION.keys() <= spec[1].keys()),
 )
 HYBRIDS = tuple(k for k in WITH_ATTENTION if k != "zaya")  # all of its layers are attention
-# Explained by the adapters of others here: what methods make of their maps is tested with those.
-ALIKE = ("lfm2_moe", "lfm3", "glm5_next", "inkling2")
-METHOD_FAMILIES = tuple(k for k in FAMILIES if k not in ALIKE)
+# Explained by the adapters of others here, in the same way: see conftest.py.
+ALIKE = (
+    *("falcon_mamba", "bamba", "granitemoehybrid", "falcon_h1_norm_first", "falcon_h1_no_norm"),
+    *("xlstm_fused", "qwen3_5", "qwen3_5_moe", "glm5_next", "lfm2_moe", "lfm3", "inkling2"),
+)
 # No residual stream that LaTIM could follow: streams that are mixed, convolutions after attention.
 NO_STREAM = ("qwen4_exp", "inkling", "inkling2")
 

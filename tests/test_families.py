@@ -15,7 +15,6 @@ from families import (
     FAMILIES,
     HYBRIDS,
     KDA_FAMILIES,
-    METHOD_FAMILIES,
     NO_STREAM,
     SSD_FAMILIES,
     build,
@@ -81,7 +80,7 @@ def test_hybrids_have_layers_of_both_kinds(family):
     assert 0 < sum(isinstance(op, SoftmaxOperator) for op in operators) < len(operators)
 
 
-@pytest.mark.parametrize("family", METHOD_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_components_are_what_they_are_called(family):
     for layer in frozen_layers(build(family), ids(2, 7)):
         mixer = layer.mixer
@@ -117,7 +116,7 @@ def stages(maps: dict[str, Tensor], family: str) -> list[Tensor]:
     return [*by_layer.values()]
 
 
-@pytest.mark.parametrize("family", METHOD_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rollout_is_the_product_of_the_layers_matrices(family):
     model, tokens = build(family), ids(2, 11)
     for formulation, method, options in (
@@ -135,7 +134,7 @@ def test_rollout_is_the_product_of_the_layers_matrices(family):
         torch.testing.assert_close(row, rho[:, 7], atol=2e-5 * scale, rtol=0)
 
 
-@pytest.mark.parametrize("family", METHOD_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_unified_implicit_attention_in_its_three_aggregations(family):
     model, tokens = build(family), ids(2, 9)
     method = UnifiedImplicitAttention(model)
@@ -170,7 +169,7 @@ def test_latim_adds_up_and_mamba_lrp_runs(family):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", METHOD_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_row_is_explained_like_the_row_alone(family, side):
     skip_what_fails_by_itself(family, 9, side)
     model, tokens, mask = build(family), ids(2, 9), padded(side)
@@ -262,7 +261,7 @@ def test_models_in_half_precision_pass_the_check(family):
         assert bool(torch.isfinite(matrix).all())
 
 
-@pytest.mark.parametrize("family", METHOD_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_double_precision_stays_double(family):
     model, tokens = build(family), ids(2, 9)
     single = hidden_attention(model, tokens, reduction="mean")
@@ -320,7 +319,7 @@ def test_unified_attention_of_rwkv_is_the_papers_equation_21():
     torch.testing.assert_close(found, torch.stack(truths).mean(0)[:, -1])
 
 
-@pytest.mark.parametrize("family", METHOD_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_the_matrix_row(family):
     model, tokens = build(family), ids(2, 9)
     for formulation in ("hidden", "unified"):
