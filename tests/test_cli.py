@@ -402,9 +402,9 @@ def test_what_it_says_is_exact_is_what_the_methods_measure(capsys):
 def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys):
     model = build("mamba2")
     model.save_pretrained(tmp_path)
-    said = lines(str(tmp_path), "--length", "400", capsys=capsys)
-    assert "for one text of 400 tokens, extrapolated from calls on fewer:" in said
-    ids = torch.zeros(1, 400, dtype=torch.long)
+    said = lines(str(tmp_path), "--length", "600", capsys=capsys)
+    assert "for one text of 600 tokens, extrapolated from calls on fewer:" in said
+    ids = torch.zeros(1, 600, dtype=torch.long)
     calls = {name: partial(method(model).attribute, target=3) for name, method in methods().items()}
     calls |= {
         "rollout, sign='clamp'": partial(MambaRollout(model).attribute, sign="clamp"),
