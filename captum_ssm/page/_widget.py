@@ -84,8 +84,10 @@ def notebook_bundle(explanation: Explanation, **formats: Any) -> Any:
 
 
 def _frame(explanation: Explanation) -> str:
+    title = html.escape(explanation.title)
+    # One line: a notebook's file has each line as a string of its own.
+    page = html.escape(page_html(explanation)).replace("\n", "&#10;")
     # What removes frames, as GitHub does, removes styles as well: then the text is seen.
-    title, page = html.escape(explanation.title), html.escape(page_html(explanation))
     return (
         f'<iframe title="{title}" srcdoc="{page}" sandbox="allow-scripts" '
         'style="width: 100%; height: 720px; border: 0"></iframe>'
