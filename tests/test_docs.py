@@ -14,6 +14,7 @@ from pathlib import Path
 import captum
 import matplotlib
 import nbformat
+import pages
 import pytest
 import torch
 from models import VOCABULARY, ids, tiny, word_tokenizer
@@ -22,6 +23,7 @@ from typing_extensions import is_typeddict
 import captum_ssm
 import captum_ssm.visualization
 from captum_ssm.generation import continuation_relevance
+from captum_ssm.page import notebook_bundle
 
 matplotlib.use("Agg")
 
@@ -214,7 +216,9 @@ def test_every_tutorial_is_listed():
 def test_a_tutorial_is_committed_with_its_outputs(path, check_outputs):
     notebook = check_outputs.read(path)
     assert all(cell.execution_count for cell in check_outputs.code_cells(notebook))
-    assert "image/png" in path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    assert "image/png" in text
+    assert check_outputs.WIDGET not in text
     assert not check_outputs.problems(notebook, notebook)
 
 
@@ -237,6 +241,30 @@ def test_the_tutorials_stay_small():
 )
 def test_outputs_are_compared_up_to_rounding(committed, run, same, check_outputs):
     assert check_outputs.agree(committed, run) == same
+
+
+def test_pages_are_compared_by_their_data_up_to_rounding(check_outputs, tmp_path):
+    def saved(explanation):
+        output = nbformat.v4.new_output("execute_result", data=notebook_bundle(explanation)[0])
+        cells = [nbformat.v4.new_code_cell("explain(...)", outputs=[output])]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "saved.ipynb")
+        return check_outputs.read(tmp_path / "saved.ipynb")
+
+    def scaled(factor):
+        example = pages.story()
+        rows = {name: rows * factor for name, rows in example.relevance.items()}
+        return pages.explanation(dataclasses.replace(example, relevance=rows))
+
+    committed = saved(pages.explanation())
+    (output,) = committed.cells[0].outputs
+    assert sorted(output.data) == ["text/html", "text/plain"]
+    later = dataclasses.replace(pages.explanation(), versions={"torch": "99.0"})
+    for same in (later, scaled(1.001)):
+        assert not check_outputs.problems(committed, saved(same))
+    (found,) = check_outputs.problems(committed, saved(scaled(1.1)))
+    assert "other outputs" in found
+    output.data["text/html"] = output.data["text/html"].replace("srcdoc=", "src=")
+    assert check_outputs.problems(committed, saved(later))
 
 
 def test_what_depends_on_the_machine_is_refused(check_outputs):

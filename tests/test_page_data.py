@@ -2,6 +2,7 @@
 
 import base64
 import builtins
+import html
 import json
 import re
 import subprocess
@@ -109,17 +110,22 @@ def test_without_anywidget_a_notebook_shows_the_page_in_a_frame(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"captum-ssm\[notebook\]"):
         widget(pages.hostile())
-    shown = notebook_bundle(pages.hostile())["text/html"]
-    assert shown.startswith("<iframe")
-    assert shown.count("<") == 2
-    assert 'sandbox="allow-scripts"' in shown
+    shown, _ = notebook_bundle(pages.hostile())
+    assert sorted(shown) == ["text/html", "text/plain"]
+    assert shown["text/html"].startswith("<iframe")
+    assert shown["text/html"].count("<") == 4
+    assert 'sandbox="allow-scripts"' in shown["text/html"]
 
 
-def test_with_anywidget_a_notebook_shows_the_widget():
+def test_with_anywidget_a_notebook_shows_the_widget_and_a_saved_one_the_page():
     pytest.importorskip("anywidget", reason="anywidget is not installed")
-    shown = notebook_bundle(pages.explanation())
-    shown = shown[0] if isinstance(shown, tuple) else shown
+    explanation = pages.explanation()
+    shown, _ = notebook_bundle(explanation)
     assert "application/vnd.jupyter.widget-view+json" in shown
+    assert page_html(explanation) in html.unescape(shown["text/html"])
+    assert "\n" not in shown["text/html"]
+    assert f'title="{html.escape(explanation.title)}"' in shown["text/html"]
+    assert shown["text/plain"] == explanation.title
 
 
 def test_the_page_package_needs_no_torch():

@@ -4,7 +4,8 @@
     python tutorials/check_outputs.py Copying_Mamba --write  # commits the outputs of that run
 
 Text is compared word by word and number by number. Of figures, that they are there: their pixels
-depend on matplotlib and on fonts. Numbers of a cell with the tag ``varies`` are not compared: a
+depend on matplotlib and on fonts. Of the page of an explanation, its data: not its script, and not
+the versions of packages. Numbers of a cell with the tag ``varies`` are not compared: a
 model that was trained on another processor is another model. Each figure has a text that says what
 it shows, in the metadata of its cell, which is where the documentation takes it from.
 """
@@ -12,15 +13,20 @@ it shows, in the metadata of its cell, which is where the documentation takes it
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
 import difflib
+import html
+import json
 import math
 import re
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +39,10 @@ COLOR = re.compile(r"#[0-9a-f]{6}\b")
 UNSTABLE = re.compile(
     rf"0x[0-9a-f]{{6,}}|(?<![\w.<])/(?:home|root|tmp|usr|opt|Users)/|{re.escape(str(HERE.parent))}"
 )
+# What a kernel shows, by its id: nothing once the kernel is gone.
+WIDGET = "application/vnd.jupyter.widget-view+json"
+PAGE = re.compile(r'<iframe [^>]*srcdoc="([^"]*)"')
+PAGE_DATA = re.compile(r'<script [^>]*id="captum-data">(.*?)</script>', re.DOTALL)
 RELATIVE, ABSOLUTE = 0.02, 1e-4
 
 
@@ -59,8 +69,11 @@ def problems(committed: Any, run: Any) -> list[str]:
 
 
 def read(path: Path) -> Any:
-    """A notebook in which what a cell prints is one output, however the kernel sent it."""
+    """A notebook without widgets, in which what a cell prints is one output, however sent."""
     notebook = nbformat.read(path, as_version=4)
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            output.get("data", {}).pop(WIDGET, None)
     return CoalesceStreamsPreprocessor(enabled=True)(notebook, {})[0]
 
 
@@ -73,14 +86,39 @@ def alt(cell: Any) -> str:
 
 
 def lines_of(cell: Any) -> list[str]:
-    """The outputs of a cell as lines, a figure by its kind."""
+    """The outputs of a cell as lines, a figure by its kind, a page by its data."""
     lines: list[str] = []
     for output in cell.outputs:
         if output.output_type == "error":
             lines.append(f"{output.ename}: {output.evalue}")
         for kind, content in output.get("data", {"text/plain": output.get("text", "")}).items():
-            lines.extend([kind] if kind.startswith("image/") else content.splitlines())
+            page = PAGE.search(content)
+            if kind.startswith("image/"):
+                lines.append(kind)
+            elif page:
+                lines.extend(page_lines(html.unescape(page[1])))
+            else:
+                lines.extend(content.splitlines())
     return lines
+
+
+def page_lines(page: str) -> list[str]:
+    """The data of a page (see docs/how_to/page.md), without the versions that made it."""
+    data = json.loads(PAGE_DATA.search(page)[1], object_hook=unpacked)
+    del data["versions"]
+    return json.dumps(data, indent=1, ensure_ascii=False).splitlines()
+
+
+def unpacked(part: dict[str, Any]) -> Any:
+    """Of packed rows, each one's largest magnitude and its values as shares of that."""
+    if "scale" not in part:
+        return part
+    steps = np.frombuffer(zlib.decompress(base64.b64decode(part["data"])), "<i2")
+    shares = [steps / 32767 * abs(steps / 32767) for steps in steps.reshape(part["shape"])]
+    return [
+        f"{scale * 32767**2:.3f}: " + " ".join(f"{share:.3f}" for share in row)
+        for scale, row in zip(part["scale"], shares, strict=True)
+    ]
 
 
 def agree(one: str, other: str, varies: bool = False) -> bool:

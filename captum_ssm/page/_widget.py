@@ -1,4 +1,4 @@
-"""The same page in a notebook: a widget where anywidget is installed, else a frame."""
+"""The same page in a notebook: a widget where it is live, and a frame where it is read."""
 
 from __future__ import annotations
 
@@ -57,25 +57,39 @@ def widget(explanation: Explanation) -> Any:
 def notebook_bundle(explanation: Explanation, **formats: Any) -> Any:
     """What a notebook shows of an explanation: for ``Explanation._repr_mimebundle_``.
 
+    A live notebook shows the widget, where anywidget is installed. A saved notebook is read without
+    its kernel, so the whole page, in a frame of its own, is always there as well.
+
     Args:
         explanation (Explanation): what to show.
         **formats: ``include`` and ``exclude``, as IPython passes them.
 
     Returns:
-        dict or tuple: data by media type, with metadata if the widget has some: the widget, or
-        the whole page in a frame of its own where anywidget is not installed.
+        tuple of dict: data by media type (the page in a frame as ``text/html``, the title as
+        ``text/plain``, and the widget if there is one), and metadata.
 
     Examples::
 
-        >>> bundle = notebook_bundle(explain(model, tokenizer, "w3 w4 w5"))
+        >>> data, metadata = notebook_bundle(explain(model, tokenizer, "w3 w4 w5"))
+        >>> data["text/html"].startswith("<iframe")
+        True
     """
+    data = {"text/html": _frame(explanation), "text/plain": explanation.title}
     try:
-        shown = widget(explanation)
+        shown = widget(explanation)._repr_mimebundle_(**formats)
     except ImportError:
-        page = html.escape(page_html(explanation))
-        frame = (
-            f'<iframe title="{html.escape(explanation.title)}" srcdoc="{page}" '
-            'sandbox="allow-scripts" style="width: 100%; height: 720px; border: 0"></iframe>'
-        )
-        return {"text/html": frame, "text/plain": explanation.title}
-    return shown._repr_mimebundle_(**formats)
+        return data, {}
+    live, metadata = shown if isinstance(shown, tuple) else (shown, {})
+    return {**live, **data}, metadata
+
+
+def _frame(explanation: Explanation) -> str:
+    title = html.escape(explanation.title)
+    # One line: a notebook's file has each line as a string of its own.
+    page = html.escape(page_html(explanation)).replace("\n", "&#10;")
+    # What removes frames, as GitHub does, removes styles as well: then the text is seen.
+    return (
+        f'<iframe title="{title}" srcdoc="{page}" sandbox="allow-scripts" '
+        'style="width: 100%; height: 720px; border: 0"></iframe>'
+        f'<p style="display: none">{title} (An interactive page, which is not shown here.)</p>'
+    )
