@@ -764,15 +764,14 @@ def test_other_instruction_sets(isa):
     run_again(selection, CAPTUM_SSM_ISA=isa)
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
-        "(matches and f64 or test_extreme_steps) and -kernel]",
-        pytest.param("test_gradients or opcheck", marks=pytest.mark.slow),
-    ],
-)
-def test_forced_torch_forms(selection):
-    run_again(selection, CAPTUM_SSM_PURE_TORCH="1")
+def test_forced_torch_forms():
+    calls = "(matches and f64 or test_extreme_steps) and -kernel]"
+    run_again(calls, CAPTUM_SSM_PURE_TORCH="1")
+
+
+@pytest.mark.slow
+def test_forced_torch_forms_have_gradients():
+    run_again("test_gradients or opcheck", CAPTUM_SSM_PURE_TORCH="1")
 
 
 def test_missing_extension_warns_once():
