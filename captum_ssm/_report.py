@@ -24,8 +24,9 @@ from captum_ssm._hidden_attention import hidden_attention
 from captum_ssm._memory import readable_bytes
 from captum_ssm._supported import ERRORS, between, first_line, likeliest, support_of
 from captum_ssm.attr import LaTIM, MambaLRP, MambaRollout, methods
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._named import nearest_misses
+from captum_ssm.mixers._registry import supported_classes
 from captum_ssm.models import VisionMamba
 
 PROBE_LENGTH = 16
@@ -46,7 +47,7 @@ def report(model: nn.Module, length: int, *, with_weights: bool = True) -> None:
     if not mixers:
         raise UnsupportedModelError(
             f"{type(model).__name__} holds no token mixer that captum_ssm knows. Supported: "
-            f"{', '.join(registered())}. Register a new one with captum_ssm.register_mixer. "
+            f"{supported_classes()}. Register a new one with captum_ssm.register_mixer. "
             f"{nearest_misses(model)}"
         )
     print(f"{len(mixers)} token mixers that captum_ssm knows:")

@@ -33,9 +33,10 @@ from captum_ssm._graph import past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm._rules import is_norm as is_norm
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import bound_arguments
 from captum_ssm.mixers._named import nearest_misses
+from captum_ssm.mixers._registry import supported_classes
 
 if TYPE_CHECKING:
     from nnsight import Envoy
@@ -642,7 +643,7 @@ def _unsupported(model: nn.Module) -> UnsupportedModelError:
         f"{type(model).__name__} holds no token mixer that captum_ssm knows. Found: "
         f"{shown or 'no submodules'}. "
         + (f"Nearest to a mixer: {near}. " if near else "")
-        + f"Supported: {', '.join(registered())}. A new mixer is registered with "
+        + f"Supported: {supported_classes()}. A new mixer is registered with "
         "captum_ssm.register_mixer(module_type, freeze); docs/add_a_family.md shows how."
     )
 

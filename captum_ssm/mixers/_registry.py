@@ -133,6 +133,14 @@ def registered() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def supported_classes() -> str:
+    """What is registered, in a line of an error."""
+    return (
+        f"{len(_REGISTRY)} classes, such as MambaMixer and Mamba2Mixer "
+        "(captum_ssm.mixers.registered() lists them)"
+    )
+
+
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of ``model`` that have an adapter, except those inside of another such module.
 
