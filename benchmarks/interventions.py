@@ -215,7 +215,9 @@ class Asked:
     cause: Tensor | None = None
 
 
-def of_text(model: Any, ids: Tensor, answer: Tensor, position: Tensor, cause: Tensor) -> Asked:
+def of_text(
+    model: Any, ids: Tensor, answer: Tensor, position: Tensor, cause: Tensor, formulation: str
+) -> Asked:
     """Questions to a language model whose answer rests on one known token."""
     examples = torch.arange(len(ids))
     asked = {"target": answer, "position": position}
@@ -233,6 +235,7 @@ def of_text(model: Any, ids: Tensor, answer: Tensor, position: Tensor, cause: Te
                 TokenKnockout(model).attribute,
                 ids,
                 readers=readers,
+                formulation=formulation,
                 perturbations_per_eval=TOGETHER,
                 **asked,
             )
@@ -245,7 +248,7 @@ def of_text(model: Any, ids: Tensor, answer: Tensor, position: Tensor, cause: Te
     )
 
 
-def of_copying(kind: str, count: int) -> Asked:
+def of_copying(kind: str, count: int, formulation: str) -> Asked:
     """Symbols in the middle of a copied string."""
     batch = held_out_batch(count, torch.Generator().manual_seed(2), LENGTH)
     k = 4 + torch.arange(count) % (LENGTH - 8)
@@ -256,28 +259,37 @@ def of_copying(kind: str, count: int) -> Asked:
         target,
         predicting_positions(LENGTH)[k],
         source_positions(LENGTH)[k],
+        formulation,
     )
 
 
-def of_passkey(count: int) -> Asked:
+def of_passkey(count: int, formulation: str) -> Asked:
     """Values looked up by their key."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / "passkey-mamba").eval()
     batch = records.held_out_batch(count, torch.Generator().manual_seed(2), records.CONTEXT)
     position = batch.predicting_positions.expand(count)
-    return of_text(model, batch.inputs, batch.targets[:, 0], position, batch.answer_positions[:, 0])
+    return of_text(
+        model,
+        batch.inputs,
+        batch.targets[:, 0],
+        position,
+        batch.answer_positions[:, 0],
+        formulation,
+    )
 
 
-def of_stories(name: str, count: int) -> Asked:
+def of_stories(name: str, count: int, formulation: str) -> Asked:
     """A third of the questions of each kind."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name).eval()
     drawn = [stories.held_out_questions(count // 3, kind) for kind in stories.KINDS]
     ids, answers, causes = (
         torch.cat([getattr(q, key) for q in drawn]) for key in ("tokens", "answers", "causes")
     )
-    return of_text(model, ids, answers, torch.full_like(answers, ids.shape[1] - 1), causes)
+    position = torch.full_like(answers, ids.shape[1] - 1)
+    return of_text(model, ids, answers, position, causes, formulation)
 
 
-def of_digits(count: int) -> Asked:
+def of_digits(count: int, formulation: str) -> Asked:
     """Images and their predicted class, patch by patch."""
     weights = load_file(MODELS / "digits-vim" / "model.safetensors")
     model = VisionMamba.from_state_dict(weights)
@@ -296,6 +308,7 @@ def of_digits(count: int) -> Asked:
             images,
             target=classes,
             readers=readers,
+            formulation=formulation,
             perturbations_per_eval=TOGETHER,
         )
         for readers in READERS
@@ -313,7 +326,7 @@ def of_digits(count: int) -> Asked:
 
 def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Each method's relevance against TokenKnockout's effects, on four tasks."""
-    tasks: dict[str, Callable[[int], Asked]] = {
+    tasks: dict[str, Callable[[int, str], Asked]] = {
         "copying-mamba": partial(of_copying, "mamba"),
         "copying-mamba2": partial(of_copying, "mamba2"),
         "passkey-mamba": of_passkey,
@@ -324,7 +337,7 @@ def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for task in options.tasks or tasks:
         torch.manual_seed(0)
-        asked = tasks[task](options.examples)
+        asked = tasks[task](options.examples, options.formulation)
         effects = {readers: run() for readers, run in asked.effects.items()}
         found = {KNOCKOUT[readers]: one for readers, one in effects.items()}
         found |= {name: run().detach() for name, run in asked.explanations.items()}
@@ -352,14 +365,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--examples", type=int, default=24)
     parser.add_argument("--tasks", nargs="+", help="of agreement, by model; default: all")
+    parser.add_argument("--formulation", choices=("hidden", "unified"), default="hidden")
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=["mamba", "mamba2"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     found = globals()[options.what](options)
-    save(
-        options.out / f"interventions-{options.what}.json", f"interventions: {options.what}", found
-    )
+    name = options.what if options.formulation == "hidden" else f"{options.what}-unified"
+    save(options.out / f"interventions-{name}.json", f"interventions: {name}", found)
 
 
 if __name__ == "__main__":
