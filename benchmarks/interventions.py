@@ -10,7 +10,8 @@ agrees with knockout.
 with no source, which it has to equal. ``sweep``: TokenKnockout in batches over one run per token.
 ``patching``: rank correlation of attribution patching (gradients, RelP) with activation patching.
 ``agreement``: rank correlation and top-5 overlap of each method's relevance with TokenKnockout's,
-on the copying task, next to how often its largest entry is the copied token.
+on copying, passkey, stories and digits, with 95% intervals over examples, and how often its largest
+entry is the token that decides.
 """
 
 from __future__ import annotations
@@ -19,29 +20,42 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from _record import RESULTS, save
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
 
-from captum_ssm.attr import methods
 from captum_ssm.interventions import (
     TokenKnockout,
     activation_patching,
     attribution_patching,
     knockout,
 )
-from captum_ssm.metrics import knockout_agreement
+from captum_ssm.metrics import bootstrap, knockout_agreement
+from captum_ssm.models import VisionMamba
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "tutorials" / "models"
-sys.path.append(str(ROOT / "benchmarks" / "copying"))
+for folder in ("copying", "passkey", "language", "vision", "papers"):
+    sys.path.append(str(ROOT / "benchmarks" / folder))
+import records  # noqa: E402
+import stories  # noqa: E402
+from data import held_out  # noqa: E402
+from explanations import of_images, of_this_library, of_token_ids  # noqa: E402
 from task import SEPARATOR_ID, held_out_batch, predicting_positions, source_positions  # noqa: E402
 
 LENGTH = 20
+PATCH, EMPTY = 4, -0.5  # of the digits model, and of its canvas
+TOGETHER = 40  # runs of a knockout that are joined to one
+READERS = ("later", "query")
+KNOCKOUT = {"later": "Knockout, from all later tokens", "query": "Knockout, from the query only"}
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
@@ -184,50 +198,160 @@ def patching(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Examples of a task, one question each, and what explains them.
+
+    Args:
+        effects (dict): names to functions from nothing to the effects of knockout, ``(B, L)``.
+        explanations (dict): names to functions from nothing to relevance, ``(B, L)``.
+        mask (Tensor): the tokens that count, ``(B, L)``: those before the query.
+        cause (Tensor, optional): the token that is known to decide the answer, ``(B,)``.
+    """
+
+    effects: dict[str, Callable[[], Tensor]]
+    explanations: dict[str, Callable[[], Tensor]]
+    mask: Tensor
+    cause: Tensor | None = None
+
+
+def of_text(
+    model: Any, ids: Tensor, answer: Tensor, position: Tensor, cause: Tensor, formulation: str
+) -> Asked:
+    """Questions to a language model whose answer rests on one known token."""
+    examples = torch.arange(len(ids))
+    asked = {"target": answer, "position": position}
+
+    def logits(x: Tensor) -> Tensor:
+        at = position.repeat_interleave(len(x) // len(ids))
+        return model(x, use_cache=False).logits[torch.arange(len(x)), at]
+
+    captum = of_token_ids(logits, model.get_input_embeddings(), unknown=0)
+    captum.pop("Integrated gradients")  # it starts from a token that these models do not know
+    own = of_this_library(model)
+    return Asked(
+        {
+            readers: partial(
+                TokenKnockout(model).attribute,
+                ids,
+                readers=readers,
+                formulation=formulation,
+                perturbations_per_eval=TOGETHER,
+                **asked,
+            )
+            for readers in READERS
+        },
+        {name: partial(m.attribute, ids, **options, **asked) for name, (m, options) in own.items()}
+        | {name: partial(method, ids, target=answer) for name, method in captum.items()},
+        torch.arange(ids.shape[1]) < position[examples, None],
+        cause,
+    )
+
+
+def of_copying(kind: str, count: int, formulation: str) -> Asked:
+    """Symbols in the middle of a copied string."""
+    batch = held_out_batch(count, torch.Generator().manual_seed(2), LENGTH)
+    k = 4 + torch.arange(count) % (LENGTH - 8)
+    target = batch.targets.gather(1, k[:, None])[:, 0]
+    return of_text(
+        copying(kind),
+        batch.inputs,
+        target,
+        predicting_positions(LENGTH)[k],
+        source_positions(LENGTH)[k],
+        formulation,
+    )
+
+
+def of_passkey(count: int, formulation: str) -> Asked:
+    """Values looked up by their key."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / "passkey-mamba").eval()
+    batch = records.held_out_batch(count, torch.Generator().manual_seed(2), records.CONTEXT)
+    position = batch.predicting_positions.expand(count)
+    return of_text(
+        model,
+        batch.inputs,
+        batch.targets[:, 0],
+        position,
+        batch.answer_positions[:, 0],
+        formulation,
+    )
+
+
+def of_stories(name: str, count: int, formulation: str) -> Asked:
+    """A third of the questions of each kind."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name).eval()
+    drawn = [stories.held_out_questions(count // 3, kind) for kind in stories.KINDS]
+    ids, answers, causes = (
+        torch.cat([getattr(q, key) for q in drawn]) for key in ("tokens", "answers", "causes")
+    )
+    position = torch.full_like(answers, ids.shape[1] - 1)
+    return of_text(model, ids, answers, position, causes, formulation)
+
+
+def of_digits(count: int, formulation: str) -> Asked:
+    """Images and their predicted class, patch by patch."""
+    weights = load_file(MODELS / "digits-vim" / "model.safetensors")
+    model = VisionMamba.from_state_dict(weights)
+    images = held_out(count).images
+    with torch.no_grad():
+        classes = model(images).argmax(1)
+
+    def by_patch(explain: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        relevance = explain(*args, **options).detach().sum(1, keepdim=True)
+        return F.avg_pool2d(relevance, PATCH).flatten(1)
+
+    effects = {
+        readers: partial(
+            by_patch,
+            TokenKnockout(model).attribute,
+            images,
+            target=classes,
+            readers=readers,
+            formulation=formulation,
+            perturbations_per_eval=TOGETHER,
+        )
+        for readers in READERS
+    }
+    found = of_images(model, EMPTY)
+    found["Random scores"] = found.pop("Random maps")
+    found.pop("Integrated gradients")
+    patches = images[0, 0].numel() // PATCH**2
+    return Asked(
+        effects,
+        {name: partial(by_patch, method, images, classes) for name, method in found.items()},
+        torch.ones(count, patches, dtype=torch.bool),
+    )
+
+
 def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each method's relevance against TokenKnockout's effects, on the copying task."""
+    """Each method's relevance against TokenKnockout's effects, on four tasks."""
+    tasks: dict[str, Callable[[int, str], Asked]] = {
+        "copying-mamba": partial(of_copying, "mamba"),
+        "copying-mamba2": partial(of_copying, "mamba2"),
+        "passkey-mamba": of_passkey,
+        "stories-mamba": partial(of_stories, "stories-mamba"),
+        "stories-mamba2": partial(of_stories, "stories-mamba2"),
+        "digits-vim": of_digits,
+    }
     rows = []
-    for kind in ("mamba", "mamba2"):
-        model = copying(kind)
-        batch = held_out_batch(options.examples, torch.Generator().manual_seed(2), LENGTH)
-        ids = batch.inputs
-        for k in (4, 10, 16):
-            position = int(predicting_positions(LENGTH)[k])
-            answer = int(source_positions(LENGTH)[k])
-            asked = {"target": batch.targets[:, k], "position": position}
-            mask = (torch.arange(ids.shape[1]) < position).expand_as(ids)
-            effects = {
-                readers: TokenKnockout(model).attribute(
-                    ids, readers=readers, perturbations_per_eval=40, **asked
-                )
-                for readers in ("later", "query")
-            }
-            found = {f"token-knockout, {readers}": one for readers, one in effects.items()}
-            for name, method in methods().items():
-                if method.__module__.startswith("captum_ssm"):
-                    found[name] = method(model).attribute(ids, **asked)
-            for name, relevance in found.items():
-                hits = relevance.masked_fill(~mask, -torch.inf).argmax(1) == answer
-                row = {"model": f"copying-{kind}", "copied": k, "method": name}
-                for readers, one in effects.items():
-                    scores = knockout_agreement(relevance, one, mask=mask)
-                    row |= {
-                        f"rank, {readers}": float(scores.rank.nanmean()),
-                        f"overlap, {readers}": float(scores.overlap.mean()),
-                    }
-                rows.append(row | {"hits": float(hits.double().mean())})
-    table: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        table.setdefault((row["model"], row["method"]), []).append(row)
-    numbers = [key for key in rows[0] if key not in ("model", "method", "copied")]
-    joined = [
-        {"model": m, "method": name}
-        | {key: sum(r[key] for r in part) / len(part) for key in numbers}
-        for (m, name), part in table.items()
-    ]
-    for row in joined:
-        print(row)
-    return joined
+    for task in options.tasks or tasks:
+        torch.manual_seed(0)
+        asked = tasks[task](options.examples, options.formulation)
+        effects = {readers: run() for readers, run in asked.effects.items()}
+        found = {KNOCKOUT[readers]: one for readers, one in effects.items()}
+        found |= {name: run().detach() for name, run in asked.explanations.items()}
+        for name, relevance in found.items():
+            row: dict[str, Any] = {"model": task, "n": len(relevance), "method": name}
+            for readers, one in effects.items():
+                agreed = knockout_agreement(relevance, one, mask=asked.mask, k=options.k)
+                row[readers] = {key: asdict(e) for key, e in agreed.estimate().items()}
+            if asked.cause is not None:
+                largest = relevance.masked_fill(~asked.mask, -torch.inf).argmax(1)
+                row["cause"] = asdict(bootstrap((largest == asked.cause).double()))
+            rows.append(row)
+            print(task, name, *(f"{row['later'][key]['value']:.2f}" for key in ("rank", "overlap")))
+    return rows
 
 
 def main() -> None:
@@ -239,14 +363,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--examples", type=int, default=32)
+    parser.add_argument("--examples", type=int, default=24)
+    parser.add_argument("--tasks", nargs="+", help="of agreement, by model; default: all")
+    parser.add_argument("--formulation", choices=("hidden", "unified"), default="hidden")
+    parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=["mamba", "mamba2"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     found = globals()[options.what](options)
-    save(
-        options.out / f"interventions-{options.what}.json", f"interventions: {options.what}", found
-    )
+    name = options.what if options.formulation == "hidden" else f"{options.what}-unified"
+    save(options.out / f"interventions-{name}.json", f"interventions: {name}", found)
 
 
 if __name__ == "__main__":
