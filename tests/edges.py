@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from families import DELTA_FAMILIES, FAMILIES, SSD_FAMILIES, modeling_of
+from families import DELTA_FAMILIES, FAMILIES, KDA_FAMILIES, SSD_FAMILIES, modeling_of
 from models import S6_FAMILIES
 from torch import Tensor, nn
 
@@ -211,7 +211,7 @@ SCANS: dict[str, Patched] = {
     "xlstm_fused": mlstm,
     "minimax": lightning,
     **dict.fromkeys(DELTA_FAMILIES, DELTA),
-    "kimi_linear": function_of("chunk_kimi_delta_attention", "value"),
+    **dict.fromkeys(KDA_FAMILIES, function_of("chunk_kimi_delta_attention", "value")),
 }
 SCANS = {family: scan for family, scan in SCANS.items() if family in FAMILIES}
 

@@ -268,6 +268,8 @@ WITH_ATTENTION = (
     *(k for k, spec in SPECS.items() if ATTENTION.keys() <= spec[1].keys()),
 )
 HYBRIDS = tuple(k for k in WITH_ATTENTION if k != "zaya")  # all of its layers are attention
+# Short convolutions and attention, and no recurrence: nothing keeps a state.
+WITHOUT_STATE = (*(k for k in CONV_FAMILIES if k in SPECS), "zaya")
 # Explained by the adapters of others here, in the same way: see conftest.py.
 ALIKE = (
     *("falcon_mamba", "bamba", "granitemoehybrid", "falcon_h1_norm_first", "falcon_h1_no_norm"),

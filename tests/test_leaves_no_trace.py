@@ -15,7 +15,7 @@ from threading import Barrier, Event
 
 import pytest
 import torch
-from families import HYBRIDS, build
+from families import HYBRIDS, NO_STREAM, build
 from methods import METHODS, each_method
 from models import S6_FAMILIES, Classifier, embed, ids, tiny
 from torch import nn
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import captum_ssm
-from captum_ssm import hidden_attention
+from captum_ssm import LaTIM, hidden_attention
 from captum_ssm._capture import Request, freeze
 from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import attention
@@ -105,10 +105,17 @@ def test_after_success(method, family, training):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_after_explaining_a_hybrid(method, family):
     model, tokens = build(family), ids(2, 7)
-    # What is registered or cached once, at the first use.
-    method(model).attribute(tokens, target=4)
+
+    def run():
+        if method is LaTIM and family in NO_STREAM:
+            with pytest.raises(ValueError, match="residual stream"):
+                method(model).attribute(tokens, target=4)
+        else:
+            method(model).attribute(tokens, target=4)
+
+    run()  # What is registered or cached once, at the first use.
     before, table, tensors = fingerprint(model), dict(ALL_ATTENTION_FUNCTIONS), tensors_alive()
-    method(model).attribute(tokens, target=4)
+    run()
     assert_unchanged(model, before)
     assert dict(ALL_ATTENTION_FUNCTIONS) == table
     assert tensors_alive() == tensors

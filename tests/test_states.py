@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, TRANSFORMERS_4, build
+from families import FAMILIES, TRANSFORMERS_4, WITHOUT_STATE, build
 from models import ids
 from torch import Tensor, nn
 
@@ -57,6 +57,10 @@ def test_states_are_those_of_the_models_own_cache(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_tokens_wrote_adds_up(family):
     model, tokens = build(family), ids(2, L)
+    if family in WITHOUT_STATE:
+        with pytest.raises(UnsupportedModelError, match="keeps a state"):
+            states(model, tokens)
+        return
     for state in states(model, tokens, positions=[2, L - 1]).values():
         size = state.values.abs().max()
         for r, t in enumerate((2, -1)):
