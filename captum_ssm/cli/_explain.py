@@ -32,9 +32,8 @@ from captum_ssm.cli._loading import (
     quiet,
 )
 from captum_ssm.cli._options import add_options, options_of
-from captum_ssm.cli._terminal import show, show_summary, visible
+from captum_ssm.cli._terminal import show, show_summary, unit_texts, visible
 from captum_ssm.explanation import Explanation
-from captum_ssm.explanation._units import summed
 
 DEFAULT_METHOD = "mamba-lrp"
 DATA = (".html", ".json")
@@ -252,16 +251,12 @@ def _figure(explanation: Explanation, units: str) -> Any:
         }
         pixels = torch.from_numpy(example.image).permute(2, 0, 1)[None]
         return image_overlay(rows, pixels, title=title)
-    spans = example.units.get(units)
-    bounds = [(i, i + 1) for i in range(len(example.tokens))]
-    if spans is not None:
-        bounds = [(span.first, span.end) for span in spans]
-    texts = [visible("".join(t.text for t in example.tokens[a:b])) for a, b in bounds]
+    texts = [visible(text) for text in unit_texts(example, units)]
     several = len(explanation.methods) > 1
     names, values = [], []
     for method in explanation.methods:
         for k, output in enumerate(example.outputs):
             answer = visible(output.answers[output.chosen].text)
             names.append(f"{answer} ({method.name})" if several else answer)
-            values.append(summed(explanation.relevance(method.name, k), spans))
+            values.append(explanation.relevance(method.name, k, units=units))
     return interaction_map(np.stack(values), texts, row_tokens=names, title=title)

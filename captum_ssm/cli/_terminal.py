@@ -34,7 +34,7 @@ def show(explanation: Explanation, units: str = "token") -> None:
                     if example.image is not None:
                         _print_patches(row, example.grid)
                     elif colored:
-                        console.print(_in_color(row, _texts(example, units)))
+                        console.print(_in_color(row, unit_texts(example, units)))
                     else:
                         _print_table(row, example, units, output.position)
 
@@ -79,7 +79,8 @@ def _bounds(example: Example, units: str) -> list[tuple[int, int]]:
     return [(span.first, span.end) for span in spans]
 
 
-def _texts(example: Example, units: str) -> list[str]:
+def unit_texts(example: Example, units: str) -> list[str]:
+    """The text of each token, word or other unit."""
     return [
         "".join(token.text for token in example.tokens[first:end])
         for first, end in _bounds(example, units)
@@ -87,7 +88,7 @@ def _texts(example: Example, units: str) -> list[str]:
 
 
 def _print_table(row: np.ndarray, example: Example, units: str, position: int | None) -> None:
-    texts, largest = _texts(example, units), float(abs(row).max()) or 1.0
+    texts, largest = unit_texts(example, units), float(abs(row).max()) or 1.0
     # The answer and what comes after it is not read.
     places = [
         first for first, _ in _bounds(example, units) if position is None or first <= position
