@@ -23,13 +23,19 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm._capture import Request, freeze
+from captum_ssm._capture import Request, freeze, measure
 from captum_ssm._graph import Point, RankOneProducts, gradients
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 
 E = 16
 THROUGH_LAYERS = [MambaRollout, MambaAttribution, UnifiedImplicitAttention, RawAttention]
+
+
+@pytest.fixture(autouse=True)
+def as_if_wide(monkeypatch):
+    """Measured by products of rank one, as models of real widths are."""
+    monkeypatch.setattr(measure, "_WIDE", 0)
 
 
 def mixer() -> nn.Module:

@@ -46,14 +46,18 @@ def operation(
         return (*args[:first], container(*args[first:last]), *args[last:])
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+        # Where autograd has no gradient for the result, there is nothing to compute.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:last])
         ctx.constants = inputs[last:]
 
     def register(form: Form) -> Form:
-        def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            args = [*ctx.saved_tensors, *ctx.constants]
+        def gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
             needed = list(ctx.needs_input_grad)
-            grads: list[Tensor | None] = [None] * len(args)
+            grads: list[Tensor | None] = [None] * len(needed)
+            if grad is None:
+                return tuple(grads)
+            args = [*ctx.saved_tensors, *ctx.constants]
             if backward is not None and needed[0]:
                 grads[0], needed[0] = backward(grad, *gathered(args)), False
             wanted = [k for k, need in enumerate(needed) if need]
