@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import ALIKE
 
 # That mixers are exact is tested of every family, everywhere.
 EXACT = "test_the_unified_operator_and_the_biases_are_the_mixer"
@@ -13,11 +12,17 @@ EXACT = "test_the_unified_operator_and_the_biases_are_the_mixer"
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave families like others to slow runs, and out what needs a CUDA device without one."""
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        is_alike = callspec is not None and callspec.params.get("family") in ALIKE
-        if is_alike and item.originalname != EXACT:
-            item.add_marker(pytest.mark.slow)
+    of_family = [
+        (item.callspec.params["family"], item)
+        for item in items
+        if "family" in getattr(getattr(item, "callspec", None), "params", ())
+    ]
+    if of_family:
+        from families import ALIKE  # with all of transformers, which tests of kernels do not need
+
+        for family, item in of_family:
+            if family in ALIKE and item.originalname != EXACT:
+                item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("cuda")]

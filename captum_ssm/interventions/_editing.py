@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from captum_ssm._capture import resolve_model, unwrap
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
@@ -61,18 +62,37 @@ class OpenMixer:
         """What the frozen mixer returns, ``(B, L, E)``."""
         return self.mixer.out_proj(self.gated)
 
+    @cached_property
+    def projected(self) -> Tensor | None:
+        """What the module's output projection was given, ``(B, L, D)``.
+
+        None where it is no plain linear layer, or is not the last that the module computes.
+        """
+        call, linears = self.call, self.call.linears
+        found = None if linears is None else linears.given_for(call.output, self.mixer.out_weight)
+        if found is None or found.shape != self.gated.shape or found.dtype != call.output.dtype:
+            return None
+        return found
+
     def check(self, mask: Tensor | None) -> None:
-        """Raise `ReconstructionError` unless this is what the module returned."""
-        gated, output = self.gated.detach(), self.output.detach()
+        """Raise `ReconstructionError` unless this is what the module computed."""
+        gated, own = self.gated.detach(), self.projected
         with torch.no_grad():
             share = self.mixer.recurrence_share(gated)
+            if own is None:
+                call, output = self.call, self.output.detach()
+            else:  # before the projection, which is then not computed again
+                call, output = replace(self.call, result=own), gated
             rebuilt = Rebuilt(output, share, self.mixer.rounding)
-            check_reconstruction(self.path, self.call, rebuilt, mask)
+            check_reconstruction(self.path, call, rebuilt, mask)
 
     def returning(self, gated: Tensor) -> Tensor:
         """The module's output for another input of its output projection, ``(B, L, D)``."""
         own = self.call.output
-        change = self.mixer.out_proj(gated) - self.output
+        if self.projected is None:
+            change = self.mixer.out_proj(gated) - self.output
+        else:
+            change = F.linear(gated - self.gated, self.mixer.out_weight)
         if own.requires_grad and not change.requires_grad and torch.is_grad_enabled():
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "

@@ -155,6 +155,17 @@ class LinearCalls(TorchFunctionMode):
                 return result if is_it else None
         return None
 
+    def given_for(self, output: Tensor, weight: Tensor) -> Tensor | None:
+        """What the layer with the matrix ``weight`` was given when it returned ``output``."""
+        for own, given, result, version in self._calls:
+            if (
+                result.is_set_to(output)
+                and result._version == version
+                and own.data_ptr() == weight.data_ptr()
+            ):
+                return given
+        return None
+
 
 def bound_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
