@@ -17,6 +17,7 @@ accumulated in float32. :func:`tap_rows` is the exception: it writes into its ar
 that tensor's dtype, and has no gradient.
 """
 
+from captum_ssm.kernels import _diagonal_backward, _linear_attention_backward  # noqa: F401
 from captum_ssm.kernels._extension import ExtensionWarning, extension_loaded
 from captum_ssm.kernels.diagonal import (
     DiagonalCoefficients,
