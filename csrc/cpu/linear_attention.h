@@ -316,9 +316,10 @@ static void read_tokens(const Heads<T>& heads, int64_t h, int64_t t0, int64_t st
   }
 }
 
-// All coefficients of a span.
+// The coefficients of a span before a delta rule's probes are solved: with found = find S + rk x -
+// re found, y = read S + scores x - qe found and S <- S + diag(m) S + write^T x - take^T found.
 template <class T>
-static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t steps, Span<T>& s) {
+static void make_rows(const Heads<T>& heads, int64_t h, int64_t t0, int64_t steps, Span<T>& s) {
   constexpr int64_t W = lanes<T>;
   const int64_t padded = heads_padded<T>(heads.N);
   const bool delta = bool(heads.erase), bonus = bool(heads.bonus);
@@ -352,7 +353,14 @@ static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t step
       store(s.m + n, through);
     }
   }
-  if (!delta) return;
+}
+
+// All coefficients of a span.
+template <class T>
+static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t steps, Span<T>& s) {
+  const int64_t padded = heads_padded<T>(heads.N);
+  make_rows(heads, h, t0, steps, s);
+  if (!heads.erase) return;
 
   // What a probe finds depends on what the probes before it found and had taken away: solved
   // here for the coefficients, so that the state sees products only.
