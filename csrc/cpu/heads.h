@@ -43,12 +43,12 @@ struct HeadsRun {
   double* elapsed;      // (heads, heads_padded(N)) sums of the log decays, or null
 };
 
-// All of time of one head: the gradients of linear_attention_scan.
+// All of time of a few heads: the gradients of linear_attention_scan.
 template <class T>
 struct HeadsGradient {
   Heads<T> heads;
   Rows<const T> v, output;  // P; the values, and the gradient of the output
-  int64_t P, h;
+  int64_t P, h0, h1;
   // The gradients to write, each null where it is not wanted.
   Rows<T> of_v;                                   // P
   Rows<T> of_query, of_key, of_erase, of_probe;   // N

@@ -185,21 +185,23 @@ SevenTensors linear_attention_scan_backward(
   if (!empty)
     dispatch(a.query, [&](auto zero) {
       using T = decltype(zero);
+      const int64_t together = std::min(kHeadsTogether, per_part(a.H, a.batch));
+      const int64_t groups = up(a.H, together);
       auto make_task = [&](int64_t task) {
-        const int64_t b = task / a.H;
+        const int64_t b = task / groups, h0 = task % groups * together;
         auto to = [&](Tensor& x, int64_t size) {
           T* p = if_wanted<T>(x);
           return p ? Rows<T>{p + b * a.L * a.H * size, a.H * size, size} : Rows<T>{};
         };
-        HeadsGradient<T> r{heads<T>(a, b), rows_of<T>(in, b), rows_of<T>(output, b), P,
-                           task % a.H};
+        HeadsGradient<T> r{heads<T>(a, b), rows_of<T>(in, b), rows_of<T>(output, b),
+                           P, h0, std::min(a.H, h0 + together)};
         r.of_v = to(of_v, P), r.of_query = to(of_query, a.N), r.of_key = to(of_key, a.N);
         r.of_erase = to(of_erase, a.N), r.of_probe = to(of_probe, a.N);
         r.of_log_decay = to(of_log_decay, a.log_decay.size(3)), r.of_bonus = to(of_bonus, 1);
         return r;
       };
       const HeadsKernels<T>& k = kernels<T>().heads;
-      each_task<T>(a.batch * a.H, k.gradient_scratch(make_task(0)),
+      each_task<T>(a.batch * groups, k.gradient_scratch(make_task(0)),
                    [&](int64_t task, T* space) { k.gradient(make_task(task), space); });
     });
   return {of_v, of_query, of_key, of_log_decay, of_erase, of_probe, of_bonus};

@@ -9,9 +9,11 @@
 // with the coefficients as gradient. Nothing is subtracted, and no decay is divided by.
 //
 // The states are kept at the start of each segment of spans only, and computed again, segment by
-// segment, from the last one to the first.
+// segment, from the last one to the first. The heads of a task take turns by segments: those of one
+// token share its pages of memory.
 
-constexpr int64_t kSegmentBytes = 8 << 20;  // of the states of a segment
+constexpr int64_t kSegmentSpans = 32;
+constexpr int64_t kSegmentBytes = 4 << 20;  // of the states of a segment
 
 template <class T>
 struct GradientSpace {
@@ -27,8 +29,9 @@ struct GradientSpace {
   T* through;                 // (padded) sums of R S over columns
   T* found;                   // (tokens of a segment, columns), the negative of it
   T* states;                  // (per_segment + 1, columns, padded)
-  T* starts;                  // (segments, columns, padded)
-  T* adjoint;                 // (columns, padded)
+  T* starts;                  // (heads, segments, columns, padded)
+  T* adjoints;                // (heads, columns, padded)
+  T* adjoint;                 // the one of the head at hand
   int64_t total;
 
   static int64_t span_size(const HeadsGradient<T>& r) {
@@ -38,7 +41,8 @@ struct GradientSpace {
   GradientSpace(const HeadsGradient<T>& r, T* base)
       : padded(heads_padded<T>(r.heads.N)), columns(round_up(r.P, larger(kRows, lanes<T>))),
         size(columns * padded), spans(round_up(r.heads.L, kSteps) / kSteps),
-        per_segment(smaller(spans, larger(4, kSegmentBytes / int64_t(size * sizeof(T))))),
+        per_segment(smaller(smaller(spans, kSegmentSpans),
+                            larger(4, kSegmentBytes / int64_t(size * sizeof(T))))),
         segments((spans + per_segment - 1) / per_segment), span(base, r.heads, 0, 0) {
     total = span_size(r);
     auto take = [&](int64_t count) {
@@ -66,8 +70,8 @@ struct GradientSpace {
     through = take(padded);
     found = take(per_segment * kSteps * columns);
     states = take((per_segment + 1) * size);
-    starts = take(segments * size);
-    adjoint = take(size);
+    starts = take((r.h1 - r.h0) * segments * size);
+    adjoints = take((r.h1 - r.h0) * size);
   }
 };
 
@@ -187,14 +191,33 @@ static void read_values(const GradientSpace<T>& s, const Rows<const T>& from, in
             i < steps && p < P ? load_part(from.at(t0 + i, h) + p, P - p) : Vec<T>{});
 }
 
+// Asks for what the next span reads: the tokens of one head lie pages apart, which no hardware
+// foresees.
+template <class T>
+static void prefetch_tokens(const HeadsGradient<T>& r, int64_t h, int64_t t0, bool backward) {
+  const Heads<T>& m = r.heads;
+  auto ask = [&](const Rows<const T>& x, int64_t t, int64_t count) {
+    if (!x) return;
+    for (int64_t k = 0; k < count; k += 64 / int64_t(sizeof(T)))
+      __builtin_prefetch(x.at(t, h) + k);
+  };
+  for (int64_t t = larger(t0, 0); t < smaller(t0 + kSteps, m.L); ++t) {
+    ask(m.query, t, m.N), ask(m.key, t, m.N), ask(m.erase, t, m.N), ask(m.probe, t, m.N);
+    ask(m.log_decay, t, m.per_key ? m.N : 1);
+    ask(r.v, t, r.P);
+    if (backward) ask(r.output, t, r.P);
+  }
+}
+
 // One span of the states: the next one, and the negative of what was found.
 template <class T>
-static void pass_forward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_t t0, const T* state,
-                         T* found, T* next) {
+static void pass_forward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_t h, int64_t t0,
+                         const T* state, T* found, T* next) {
   const int64_t steps = smaller(kSteps, r.heads.L - t0);
   const bool delta = bool(r.heads.erase);
-  make_rows(r.heads, r.h, t0, steps, s.span);
-  read_values(s, r.v, r.h, t0, steps, r.P, s.v);
+  prefetch_tokens(r, h, t0 + kSteps, false);
+  make_rows(r.heads, h, t0, steps, s.span);
+  read_values(s, r.v, h, t0, steps, r.P, s.v);
   if (delta) {
     read_columns(s, s.span.find, state, found);
     for (int64_t i = 0; i < kSteps; ++i) {
@@ -224,34 +247,36 @@ struct SpanVectors {
   Vec<T> of_q[kSteps], of_k[kSteps], of_r[kSteps], of_e[kSteps], of_decay[kSteps];
 };
 
-// Adds what a read of token i reads of the state before the span and of the writes before it, given
-// how they have decayed. `last` is the last token whose decay lies before the read.
+// The gradient of a read: the state before the span and `writes` writes, as they have decayed, times
+// the products of their values. Tokens up to `last` decay between those writes and the read.
 template <bool delta, class T>
 INLINE Vec<T> gradient_of_read(Vec<T> read, Vec<T> of_state, const Vec<T>* k, const T* v,
                                const Vec<T>* e, const T* f, int64_t writes, int64_t last,
                                Vec<T>* of_decay) {
   Vec<T> sum = of_state;
-  for (int64_t j = 0; j < writes; ++j) {
+#pragma GCC unroll 8
+  for (int64_t j = 0; j < kSteps; ++j) {
     if (j <= last) of_decay[j] += read * sum;
+    if (j >= writes) continue;
     sum += k[j] * splat(v[j]);
     if (delta) sum += e[j] * splat(f[j]);
   }
-  for (int64_t j = writes; j <= last; ++j) of_decay[j] += read * sum;
   return sum;
 }
 
-// Reads of each token, from the first one on, with the decays on the way.
+// Reads of each token, from the first one on, with the decays on the way. Missing tokens are zero.
 template <bool delta, bool bonus, class T>
-INLINE void gradients_of_reads(const GradientSpace<T>& s, int64_t n, int64_t steps,
-                               SpanVectors<T>& c) {
+INLINE void gradients_of_reads(const GradientSpace<T>& s, int64_t n, SpanVectors<T>& c) {
   Vec<T> k[kSteps], e[kSteps], decay = splat(T(1));
   auto own = [&](const T* from, int64_t i) INLINE_LAMBDA { return load(from + i * s.padded + n); };
-  for (int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kSteps; ++i) {
     const T *gv = s.gv + i * kSteps, *gf = s.gf + i * kSteps;
     if (bonus)
       c.of_q[i] = gradient_of_read<delta>(c.q[i], decay * own(s.from_q, i), k, gv, e, gf, i, i - 1,
                                           c.of_decay);
     decay += decay * c.m[i];
+#pragma GCC unroll 8
     for (int64_t j = 0; j < i; ++j) {
       k[j] += k[j] * c.m[i];
       if (delta) e[j] += e[j] * c.m[i];
@@ -267,7 +292,8 @@ INLINE void gradients_of_reads(const GradientSpace<T>& s, int64_t n, int64_t ste
   }
   // The state after the span is one more read.
   Vec<T> sum = decay * load(s.through + n);
-  for (int64_t j = 0; j < steps; ++j) {
+#pragma GCC unroll 8
+  for (int64_t j = 0; j < kSteps; ++j) {
     c.of_decay[j] += sum;
     sum += k[j] * own(s.from_k, j);
     if (delta) sum += e[j] * own(s.from_e, j);
@@ -276,28 +302,32 @@ INLINE void gradients_of_reads(const GradientSpace<T>& s, int64_t n, int64_t ste
 
 // Writes of each token, from the last one on.
 template <bool delta, bool bonus, class T>
-INLINE void gradients_of_writes(const GradientSpace<T>& s, int64_t n, int64_t steps,
-                                SpanVectors<T>& c) {
+INLINE void gradients_of_writes(const GradientSpace<T>& s, int64_t n, SpanVectors<T>& c) {
   Vec<T> q[kSteps], r[kSteps], decay = splat(T(1));
-  for (int64_t i = steps - 1; i >= 0; --i) {
+#pragma GCC unroll 8
+  for (int64_t i = kSteps - 1; i >= 0; --i) {
     if (!bonus) q[i] = c.q[i];
     Vec<T> of_k = decay * load(s.from_k + i * s.padded + n), of_e{};
     if (delta) of_e = decay * load(s.from_e + i * s.padded + n);
-    for (int64_t j = bonus ? i + 1 : i; j < steps; ++j) {
+#pragma GCC unroll 8
+    for (int64_t j = bonus ? i + 1 : i; j < kSteps; ++j) {
       of_k += q[j] * splat(s.gv[j * kSteps + i]);
       if (delta) of_e += q[j] * splat(s.gf[j * kSteps + i]);
     }
     if (delta)
-      for (int64_t j = i + 1; j < steps; ++j) {
+#pragma GCC unroll 8
+      for (int64_t j = i + 1; j < kSteps; ++j) {
         of_k += r[j] * splat(s.zv[j * kSteps + i]);
         of_e += r[j] * splat(s.zf[j * kSteps + i]);
       }
     c.of_k[i] = of_k, c.of_e[i] = of_e;
     if (delta) r[i] = c.r[i];
     decay += decay * c.m[i];
-    for (int64_t j = bonus ? i + 1 : i; j < steps; ++j) q[j] += q[j] * c.m[i];
+#pragma GCC unroll 8
+    for (int64_t j = bonus ? i + 1 : i; j < kSteps; ++j) q[j] += q[j] * c.m[i];
     if (delta)
-      for (int64_t j = i; j < steps; ++j) r[j] += r[j] * c.m[i];
+#pragma GCC unroll 8
+      for (int64_t j = i; j < kSteps; ++j) r[j] += r[j] * c.m[i];
     if (bonus) q[i] = c.q[i];
   }
 }
@@ -305,25 +335,25 @@ INLINE void gradients_of_writes(const GradientSpace<T>& s, int64_t n, int64_t st
 // The gradients of all coefficients of a span, from the products with the states and between values.
 template <bool delta, bool bonus, class T>
 NOINLINE void gradients_of_coefficients(const HeadsGradient<T>& r, const GradientSpace<T>& s,
-                                        int64_t t0, int64_t steps) {
+                                        int64_t h, int64_t t0, int64_t steps) {
   const Heads<T>& m = r.heads;
   Vec<T> of_head[kSteps] = {};
   for (int64_t n = 0; n < m.N; n += lanes<T>) {
     SpanVectors<T> c;
-    for (int64_t i = 0; i < steps; ++i) {
+    for (int64_t i = 0; i < kSteps; ++i) {
       auto row = [&](const Rows<const T>& x) INLINE_LAMBDA {
-        return load_part(x.at(t0 + i, r.h) + n, m.N - n);
+        return i < steps ? load_part(x.at(t0 + i, h) + n, m.N - n) : Vec<T>{};
       };
       c.q[i] = row(m.query), c.k[i] = row(m.key);
       if (delta) c.r[i] = row(m.probe), c.e[i] = row(m.erase);
       c.m[i] = i ? load(s.span.m + i * s.padded + n) : load(s.first_m + n);
       c.of_decay[i] = Vec<T>{};
     }
-    if (r.states()) gradients_of_reads<delta, bonus>(s, n, steps, c);
-    if (r.adjoint()) gradients_of_writes<delta, bonus>(s, n, steps, c);
+    if (r.states()) gradients_of_reads<delta, bonus>(s, n, c);
+    if (r.adjoint()) gradients_of_writes<delta, bonus>(s, n, c);
     for (int64_t i = 0; i < steps; ++i) {
       auto put = [&](const Rows<T>& to, Vec<T> x) INLINE_LAMBDA {
-        if (to) store_part(to.at(t0 + i, r.h) + n, x, m.N - n);
+        if (to) store_part(to.at(t0 + i, h) + n, x, m.N - n);
       };
       put(r.of_query, c.of_q[i]);
       put(r.of_key, c.of_k[i]);
@@ -336,8 +366,8 @@ NOINLINE void gradients_of_coefficients(const HeadsGradient<T>& r, const Gradien
     }
   }
   for (int64_t i = 0; i < steps; ++i) {
-    if (r.of_log_decay && !m.per_key) *r.of_log_decay.at(t0 + i, r.h) = total<T>(of_head[i]);
-    if (r.of_bonus) *r.of_bonus.at(t0 + i, r.h) = s.gv[i * kSteps + i];
+    if (r.of_log_decay && !m.per_key) *r.of_log_decay.at(t0 + i, h) = total<T>(of_head[i]);
+    if (r.of_bonus) *r.of_bonus.at(t0 + i, h) = s.gv[i * kSteps + i];
   }
 }
 
@@ -367,23 +397,24 @@ static void gradients_of_values(GradientSpace<T>& s, bool delta) {
 
 // One span of the gradients.
 template <class T>
-static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_t t0,
+static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_t h, int64_t t0,
                           const T* state, const T* found) {
   const int64_t steps = smaller(kSteps, r.heads.L - t0), P = r.P;
   const bool delta = bool(r.heads.erase), bonus = bool(r.heads.bonus);
   Span<T>& span = s.span;
-  make_rows(r.heads, r.h, t0, steps, span);
-  const T* a = r.heads.log_decay.at(t0, r.h);
+  prefetch_tokens(r, h, t0 - kSteps, true);
+  make_rows(r.heads, h, t0, steps, span);
+  const T* a = r.heads.log_decay.at(t0, h);
   for (int64_t n = 0; n < s.padded; n += lanes<T>)
     store(s.first_m + n, decay_minus_one<T>(r.heads.per_key ? load_part(a + n, r.heads.N - n)
                                                             : splat(*a)));
-  read_values(s, r.v, r.h, t0, steps, P, s.v);
-  read_values(s, r.output, r.h, t0, steps, P, s.g);
+  read_values(s, r.v, h, t0, steps, P, s.v);
+  read_values(s, r.output, h, t0, steps, P, s.g);
   if (r.adjoint()) gradients_of_values(s, delta);
   if (r.of_v)
     for (int64_t i = 0; i < steps; ++i)
       for (int64_t p = 0; p < P; p += lanes<T>)
-        store_part(r.of_v.at(t0 + i, r.h) + p, load(s.of_v + i * s.columns + p), P - p);
+        store_part(r.of_v.at(t0 + i, h) + p, load(s.of_v + i * s.columns + p), P - p);
 
   multiply_values(s, s.g, s.v, s.gv);
   if (delta) {
@@ -405,7 +436,7 @@ static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_
   (delta ? (bonus ? gradients_of_coefficients<true, true, T>
                   : gradients_of_coefficients<true, false, T>)
          : (bonus ? gradients_of_coefficients<false, true, T>
-                  : gradients_of_coefficients<false, false, T>))(r, s, t0, steps);
+                  : gradients_of_coefficients<false, false, T>))(r, s, h, t0, steps);
   if (r.adjoint())
     write_rows(s, s.adjoint, s.g, span.read, delta ? s.z : nullptr, span.find, s.adjoint);
 }
@@ -413,30 +444,45 @@ static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_
 template <class T>
 static void head_gradient(const HeadsGradient<T>& r, T* scratch) {
   GradientSpace<T> s(r, scratch);
-  const bool states = r.states();
-  for (int64_t k = 0; k < s.size; ++k) s.starts[k] = s.adjoint[k] = 0;
-
-  auto forward = [&](int64_t segment, int64_t kept) {
+  const int64_t heads = r.h1 - r.h0;
+  for (int64_t k = 0; k < heads * s.segments * s.size; ++k) s.starts[k] = 0;
+  for (int64_t k = 0; k < heads * s.size; ++k) s.adjoints[k] = 0;
+  auto start_of = [&](int64_t h, int64_t segment) {
+    return s.starts + ((h - r.h0) * s.segments + segment) * s.size;
+  };
+  // Calls f(first token of a span, its number in the segment).
+  auto each_span = [&](int64_t segment, bool backward, auto&& f) {
     const int64_t first = segment * s.per_segment;
     const int64_t count = smaller(s.per_segment, s.spans - first);
-    for (int64_t k = 0; k < s.size; ++k) s.states[k] = s.starts[segment * s.size + k];
     for (int64_t x = 0; x < count; ++x) {
-      T* state = s.states + x * kept * s.size;
-      pass_forward(r, s, (first + x) * kSteps, state, s.found + x * kSteps * s.columns,
-                   kept ? state + s.size : state);
+      const int64_t span = backward ? count - 1 - x : x;
+      f((first + span) * kSteps, span);
     }
   };
-  if (states)
-    for (int64_t segment = 0; segment + 1 < s.segments; ++segment) {
-      forward(segment, 0);
-      for (int64_t k = 0; k < s.size; ++k) s.starts[(segment + 1) * s.size + k] = s.states[k];
+
+  if (r.states())
+    for (int64_t segment = 0; segment + 1 < s.segments; ++segment)
+      for (int64_t h = r.h0; h < r.h1; ++h) {
+        const T* state = start_of(h, segment);
+        each_span(segment, false, [&](int64_t t0, int64_t) {
+          T* next = start_of(h, segment + 1);
+          pass_forward(r, s, h, t0, state, s.found, next);
+          state = next;
+        });
+      }
+  for (int64_t segment = s.segments - 1; segment >= 0; --segment)
+    for (int64_t h = r.h0; h < r.h1; ++h) {
+      auto state = [&](int64_t span) {
+        return span ? s.states + span * s.size : start_of(h, segment);
+      };
+      auto found = [&](int64_t span) { return s.found + span * kSteps * s.columns; };
+      if (r.states())
+        each_span(segment, false, [&](int64_t t0, int64_t span) {
+          pass_forward(r, s, h, t0, state(span), found(span), s.states + (span + 1) * s.size);
+        });
+      s.adjoint = s.adjoints + (h - r.h0) * s.size;
+      each_span(segment, true, [&](int64_t t0, int64_t span) {
+        pass_backward(r, s, h, t0, state(span), found(span));
+      });
     }
-  for (int64_t segment = s.segments - 1; segment >= 0; --segment) {
-    const int64_t first = segment * s.per_segment;
-    const int64_t count = smaller(s.per_segment, s.spans - first);
-    if (states) forward(segment, 1);
-    for (int64_t x = count - 1; x >= 0; --x)
-      pass_backward(r, s, (first + x) * kSteps, s.states + x * s.size,
-                    s.found + x * kSteps * s.columns);
-  }
 }
