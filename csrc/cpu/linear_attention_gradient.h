@@ -22,7 +22,8 @@ struct GradientSpace {
   int64_t spans, per_segment, segments;
   Span<T> span;
   T* first_m;                 // (padded) exp(log_decay) - 1 of the first token
-  T *v, *g, *z, *of_v;        // (kSteps, columns)
+  T* v;                       // (kLongSteps, columns)
+  T *g, *z, *of_v;            // (kSteps, columns)
   T *gv, *zv, *gf, *zf;       // (kSteps, kSteps) products of the values of reads and writes
   T *from_q, *from_r;         // (kSteps, padded) S times the values of reads
   T *from_k, *from_e;         // R times the values of writes
@@ -55,7 +56,7 @@ struct GradientSpace {
       return p;
     };
     first_m = take(padded);
-    v = take(kSteps * columns);
+    v = take(kLongSteps * columns);
     g = take(kSteps * columns);
     z = take(kSteps * columns);
     of_v = take(kSteps * columns);
@@ -97,10 +98,11 @@ INLINE void add_products(const T* A, int64_t row, int64_t step, const T* B, int6
   }
 }
 
-// The vectors from n on of to <- from + diag(m) from + values^T rows, plus more^T others where given.
+// The vectors from n on of to <- from + diag(m) from + values^T rows, plus more^T others where given,
+// over `steps` tokens.
 template <int V, class T>
-INLINE void write_vectors(const GradientSpace<T>& s, const T* from, const T* values, const T* rows,
-                          const T* more, const T* others, int64_t n, T* to) {
+INLINE void write_vectors(const GradientSpace<T>& s, int64_t steps, const T* from, const T* values,
+                          const T* rows, const T* more, const T* others, int64_t n, T* to) {
   for (int64_t p = 0; p < s.columns; p += kRows) {
     Vec<T> sum[kRows][V];
 #pragma GCC unroll 16
@@ -110,8 +112,8 @@ INLINE void write_vectors(const GradientSpace<T>& s, const T* from, const T* val
         const Vec<T> h = load(from + (p + r) * s.padded + n + v * lanes<T>);
         sum[r][v] = h + h * load(s.span.m + n + v * lanes<T>);
       }
-    add_products<V>(values + p, 1, s.columns, rows + n, s.padded, kSteps, sum);
-    if (more) add_products<V>(more + p, 1, s.columns, others + n, s.padded, kSteps, sum);
+    add_products<V>(values + p, 1, s.columns, rows + n, s.padded, steps, sum);
+    if (more) add_products<V>(more + p, 1, s.columns, others + n, s.padded, steps, sum);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -121,12 +123,12 @@ INLINE void write_vectors(const GradientSpace<T>& s, const T* from, const T* val
 }
 
 template <class T>
-NOINLINE void write_rows(const GradientSpace<T>& s, const T* from, const T* values, const T* rows,
-                         const T* more, const T* others, T* to) {
+NOINLINE void write_rows(const GradientSpace<T>& s, int64_t steps, const T* from, const T* values,
+                         const T* rows, const T* more, const T* others, T* to) {
   int64_t n = 0;
   for (; n + 2 * lanes<T> <= s.padded; n += 2 * lanes<T>)
-    write_vectors<2>(s, from, values, rows, more, others, n, to);
-  if (n < s.padded) write_vectors<1>(s, from, values, rows, more, others, n, to);
+    write_vectors<2>(s, steps, from, values, rows, more, others, n, to);
+  if (n < s.padded) write_vectors<1>(s, steps, from, values, rows, more, others, n, to);
 }
 
 // to[i][n] = sum_p values[i][p] state[p][n]
@@ -149,6 +151,18 @@ NOINLINE void collect(const GradientSpace<T>& s, const T* values, const T* state
   for (; n + 2 * lanes<T> <= s.padded; n += 2 * lanes<T>)
     collect_vectors<2>(s, values, state, n, to);
   if (n < s.padded) collect_vectors<1>(s, values, state, n, to);
+}
+
+// to[n] = sum_p state[p][n] adjoint[p][n]
+template <class T>
+NOINLINE void multiply_states(const GradientSpace<T>& s, const T* state, T* to) {
+  for (int64_t n = 0; n < s.padded; n += lanes<T>) store(to + n, Vec<T>{});
+  for (int64_t p = 0; p < s.columns; p += 2) {
+    const T *x = state + p * s.padded, *y = s.adjoint + p * s.padded;
+    for (int64_t n = 0; n < s.padded; n += lanes<T>)
+      store(to + n, load(to + n) + load(x + n) * load(y + n) +
+                        load(x + s.padded + n) * load(y + s.padded + n));
+  }
 }
 
 // to[i][p] = sum_n rows[i][n] state[p][n]
@@ -185,51 +199,35 @@ INLINE void add_columns(const GradientSpace<T>& s, T factor, const T* x, T* to) 
 template <class T>
 static void read_values(const GradientSpace<T>& s, const Rows<const T>& from, int64_t h, int64_t t0,
                         int64_t steps, int64_t P, T* to) {
-  for (int64_t i = 0; i < kSteps; ++i)
+  for (int64_t i = 0; i < round_up(steps, kSteps); ++i)
     for (int64_t p = 0; p < s.columns; p += lanes<T>)
       store(to + i * s.columns + p,
             i < steps && p < P ? load_part(from.at(t0 + i, h) + p, P - p) : Vec<T>{});
 }
 
-// Asks for what the next span reads: the tokens of one head lie pages apart, which no hardware
-// foresees.
-template <class T>
-static void prefetch_tokens(const HeadsGradient<T>& r, int64_t h, int64_t t0, bool backward) {
-  const Heads<T>& m = r.heads;
-  auto ask = [&](const Rows<const T>& x, int64_t t, int64_t count) {
-    if (!x) return;
-    for (int64_t k = 0; k < count; k += 64 / int64_t(sizeof(T)))
-      __builtin_prefetch(x.at(t, h) + k);
-  };
-  for (int64_t t = larger(t0, 0); t < smaller(t0 + kSteps, m.L); ++t) {
-    ask(m.query, t, m.N), ask(m.key, t, m.N), ask(m.erase, t, m.N), ask(m.probe, t, m.N);
-    ask(m.log_decay, t, m.per_key ? m.N : 1);
-    ask(r.v, t, r.P);
-    if (backward) ask(r.output, t, r.P);
-  }
-}
-
-// One span of the states: the next one, and the negative of what was found.
+// The state after `steps` tokens, at most kSteps with a delta rule and kLongSteps without; `found` is
+// the negative of what was found.
 template <class T>
 static void pass_forward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_t h, int64_t t0,
-                         const T* state, T* found, T* next) {
-  const int64_t steps = smaller(kSteps, r.heads.L - t0);
-  const bool delta = bool(r.heads.erase);
-  prefetch_tokens(r, h, t0 + kSteps, false);
-  make_rows(r.heads, h, t0, steps, s.span);
+                         int64_t steps, const T* state, T* found, T* next) {
   read_values(s, r.v, h, t0, steps, r.P, s.v);
-  if (delta) {
-    read_columns(s, s.span.find, state, found);
-    for (int64_t i = 0; i < kSteps; ++i) {
-      T* own = found + i * s.columns;
-      for (int64_t p = 0; p < s.columns; ++p) own[p] = -own[p];
-      for (int64_t j = 0; j < i; ++j) {
-        add_columns(s, -s.span.rk[i * kSteps + j], s.v + j * s.columns, own);
-        add_columns(s, -s.span.re[i * kSteps + j], found + j * s.columns, own);
-      }
+  if (!r.heads.erase) {
+    make_writes(r.heads, h, t0, steps, s.span);
+    const T* none = nullptr;
+    write_rows(s, steps, state, s.v, s.span.write, none, none, next);
+    return;
+  }
+  make_rows(r.heads, h, t0, steps, s.span);
+  read_columns(s, s.span.find, state, found);
+  for (int64_t i = 0; i < kSteps; ++i) {
+    T* own = found + i * s.columns;
+    for (int64_t p = 0; p < s.columns; ++p) own[p] = -own[p];
+    for (int64_t j = 0; j < i; ++j) {
+      add_columns(s, -s.span.rk[i * kSteps + j], s.v + j * s.columns, own);
+      add_columns(s, -s.span.re[i * kSteps + j], found + j * s.columns, own);
     }
   }
-  write_rows(s, state, s.v, s.span.write, delta ? found : nullptr, s.span.take, next);
+  write_rows(s, kSteps, state, s.v, s.span.write, found, s.span.take, next);
 }
 
 // to[i][j] = x[i] . y[j], over all columns
@@ -402,7 +400,6 @@ static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_
   const int64_t steps = smaller(kSteps, r.heads.L - t0), P = r.P;
   const bool delta = bool(r.heads.erase), bonus = bool(r.heads.bonus);
   Span<T>& span = s.span;
-  prefetch_tokens(r, h, t0 - kSteps, true);
   make_rows(r.heads, h, t0, steps, span);
   const T* a = r.heads.log_decay.at(t0, h);
   for (int64_t n = 0; n < s.padded; n += lanes<T>)
@@ -426,19 +423,13 @@ static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_
   if (delta && (r.of_probe || r.of_log_decay)) collect(s, s.z, state, s.from_r);
   if (r.of_key || r.of_log_decay) collect(s, s.v, s.adjoint, s.from_k);
   if (delta && (r.of_erase || r.of_log_decay)) collect(s, found, s.adjoint, s.from_e);
-  if (r.of_log_decay)
-    for (int64_t n = 0; n < s.padded; n += lanes<T>) {
-      Vec<T> sum{};
-      for (int64_t p = 0; p < s.columns; ++p)
-        sum += load(state + p * s.padded + n) * load(s.adjoint + p * s.padded + n);
-      store(s.through + n, sum);
-    }
+  if (r.of_log_decay) multiply_states(s, state, s.through);
   (delta ? (bonus ? gradients_of_coefficients<true, true, T>
                   : gradients_of_coefficients<true, false, T>)
          : (bonus ? gradients_of_coefficients<false, true, T>
                   : gradients_of_coefficients<false, false, T>))(r, s, h, t0, steps);
   if (r.adjoint())
-    write_rows(s, s.adjoint, s.g, span.read, delta ? s.z : nullptr, span.find, s.adjoint);
+    write_rows(s, kSteps, s.adjoint, s.g, span.read, delta ? s.z : nullptr, span.find, s.adjoint);
 }
 
 template <class T>
@@ -450,25 +441,17 @@ static void head_gradient(const HeadsGradient<T>& r, T* scratch) {
   auto start_of = [&](int64_t h, int64_t segment) {
     return s.starts + ((h - r.h0) * s.segments + segment) * s.size;
   };
-  // Calls f(first token of a span, its number in the segment).
-  auto each_span = [&](int64_t segment, bool backward, auto&& f) {
-    const int64_t first = segment * s.per_segment;
-    const int64_t count = smaller(s.per_segment, s.spans - first);
-    for (int64_t x = 0; x < count; ++x) {
-      const int64_t span = backward ? count - 1 - x : x;
-      f((first + span) * kSteps, span);
-    }
-  };
-
+  const int64_t L = r.heads.L, tokens = s.per_segment * kSteps;
   if (r.states())
     for (int64_t segment = 0; segment + 1 < s.segments; ++segment)
       for (int64_t h = r.h0; h < r.h1; ++h) {
+        const int64_t end = (segment + 1) * tokens, most = r.heads.erase ? kSteps : kLongSteps;
         const T* state = start_of(h, segment);
-        each_span(segment, false, [&](int64_t t0, int64_t) {
-          T* next = start_of(h, segment + 1);
-          pass_forward(r, s, h, t0, state, s.found, next);
+        T* const next = start_of(h, segment + 1);
+        for (int64_t t0 = segment * tokens; t0 < end; t0 += most) {
+          pass_forward(r, s, h, t0, smaller(most, end - t0), state, s.found, next);
           state = next;
-        });
+        }
       }
   for (int64_t segment = s.segments - 1; segment >= 0; --segment)
     for (int64_t h = r.h0; h < r.h1; ++h) {
@@ -476,13 +459,16 @@ static void head_gradient(const HeadsGradient<T>& r, T* scratch) {
         return span ? s.states + span * s.size : start_of(h, segment);
       };
       auto found = [&](int64_t span) { return s.found + span * kSteps * s.columns; };
+      const int64_t first = segment * tokens;
+      const int64_t spans = smaller(s.per_segment, s.spans - segment * s.per_segment);
       if (r.states())
-        each_span(segment, false, [&](int64_t t0, int64_t span) {
-          pass_forward(r, s, h, t0, state(span), found(span), s.states + (span + 1) * s.size);
-        });
+        for (int64_t span = 0; span < spans; ++span) {
+          const int64_t t0 = first + span * kSteps;
+          pass_forward(r, s, h, t0, smaller(kSteps, L - t0), state(span), found(span),
+                       s.states + (span + 1) * s.size);
+        }
       s.adjoint = s.adjoints + (h - r.h0) * s.size;
-      each_span(segment, true, [&](int64_t t0, int64_t span) {
-        pass_backward(r, s, h, t0, state(span), found(span));
-      });
+      for (int64_t span = spans - 1; span >= 0; --span)
+        pass_backward(r, s, h, first + span * kSteps, state(span), found(span));
     }
 }
