@@ -154,6 +154,11 @@ static void run(const Run<T>& r, T* scratch) {
       const T* after = r.backward ? m.right : m.left;
       for (int64_t t = 0; t < steps; ++t) {
         const int64_t i = begin + way * t, step = r.backward ? i + 1 : i;
+        // The next block's: tokens lie too far apart for the hardware to foresee.
+        const int64_t next = i * D + smaller(d + W, D - 1);
+        __builtin_prefetch(m.dt + next);
+        if (before) __builtin_prefetch(before + next);
+        if (!r.shared) __builtin_prefetch(r.input + next);
         Vec<T> dt = step < m.L ? load_part(m.dt + step * D + d, count) : Vec<T>{};
         dt = dt < splat(T(kHugeStep)) ? dt : splat(T(kHugeStep));
         store(tile.dt + t * W, dt);
