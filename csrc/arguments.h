@@ -7,6 +7,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <vector>
 
 namespace captum_ssm {
 
@@ -61,6 +62,33 @@ inline Tensor row_index(const Tensor& x, const Tensor& like) {
 inline void check_range(int64_t start, int64_t stop, int64_t L) {
   STD_TORCH_CHECK(0 <= start && start < stop && stop <= L,
                   "captum_ssm: the rows asked for are outside the sequence");
+}
+
+// The gradients of an operation: a tensor for each argument. Those that are not wanted are empty.
+class Gradients {
+ public:
+  Gradients(const Tensor& like, const std::vector<bool>& wanted) : like_(like), wanted_(wanted) {}
+
+  // The gradient of the next argument, of its shape and contiguous; zero at first where it is added
+  // up.
+  Tensor next(const std::optional<Tensor>& x, bool zero = false) {
+    STD_TORCH_CHECK(at_ < wanted_.size(), "captum_ssm: expected as many wanted as arguments");
+    if (!wanted_[at_++]) return torch::stable::new_empty(like_, {0});
+    STD_TORCH_CHECK(x.has_value(), "captum_ssm: the gradient of a missing argument is wanted");
+    const auto sizes = x->sizes();
+    return zero ? torch::stable::new_zeros(like_, sizes) : torch::stable::new_empty(like_, sizes);
+  }
+
+ private:
+  const Tensor& like_;
+  const std::vector<bool>& wanted_;
+  size_t at_ = 0;
+};
+
+// Where a gradient goes; null where it is not wanted.
+template <class T>
+T* if_wanted(Tensor& x) {
+  return x.numel() ? x.mutable_data_ptr<T>() : nullptr;
 }
 
 // The coefficients of a diagonal recurrence.

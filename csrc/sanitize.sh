@@ -34,5 +34,5 @@ import os, captum_ssm.kernels, captum_ssm._C as C
 assert os.path.samefile(os.path.dirname(C.__file__), 'captum_ssm'), C.__file__
 print('== $isa:', C.__file__)"
     "$python" -m pytest -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root" \
-        "$root"/tests/test_kernels.py -k "$selection" "$@"
+        "$root"/tests/test_kernels.py "$root"/tests/test_kernel_gradients.py -k "$selection" "$@"
 done

@@ -22,6 +22,7 @@ from captum_ssm.kernels import diagonal as diagonal_module
 from captum_ssm.kernels import linear_attention as linear_attention_module
 from captum_ssm.kernels import taps as taps_module
 
+FILES = [__file__, __file__.replace("test_kernels", "test_kernel_gradients")]
 Coefficients = DiagonalCoefficients | LinearAttentionCoefficients
 TORCH_FORMS = vars(diagonal_module) | vars(linear_attention_module)
 ON_CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
@@ -743,13 +744,13 @@ def test_the_kernel_of_taps_guards_memory_itself(changes, message):
 
 
 def run_again(selection: str, **environment: str) -> None:
-    """Run tests of this file in a fresh process, where kernels are chosen anew.
+    """Run tests of this file, and of gradients, in a fresh process: kernels are chosen anew.
 
     The PyTorch forms themselves are the same there: of tests in several forms ``-kernel]``
     selects those that call the kernels.
     """
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", selection],
+        [sys.executable, "-m", "pytest", "-q", "-x", *FILES, "-k", selection],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

@@ -8,7 +8,11 @@
   kernels are experimental: they compile and are checked thread by thread on a CPU, but have not
   been run on a GPU yet;
 * a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
-  argument: the fallback for any device, from which gradients of coefficients are computed, too.
+  argument: the fallback for any device.
+
+The gradients of the scans, and of products with row vectors, are operations of their own
+(``diagonal_scan_backward``, ``linear_attention_scan_backward``), those of means and rows are
+autograd's through the PyTorch form. All are differentiable again.
 
 Two naive matrices, the equations line by line in float64, define what is computed.
 
@@ -17,6 +21,7 @@ accumulated in float32. :func:`tap_rows` is the exception: it writes into its ar
 that tensor's dtype, and has no gradient.
 """
 
+from captum_ssm.kernels import _diagonal_backward, _linear_attention_backward  # noqa: F401
 from captum_ssm.kernels._extension import ExtensionWarning, extension_loaded
 from captum_ssm.kernels.diagonal import (
     DiagonalCoefficients,

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Form = TypeVar("Form", bound=Callable[..., Tensor])
+Form = TypeVar("Form", bound=Callable[..., Any])
+Gradients = Sequence[Tensor | None]
 
 
 def operation(
     schema: str,
     container: type,
     *,
-    fake: Callable[..., Tensor],
-    backward: Callable[..., Tensor] | None = None,
+    fake: Callable[..., Any],
+    backward: Callable[..., Gradients] | None = None,
 ) -> Callable[[Form], Form]:
     """Define an operation, and register the decorated function as its PyTorch form.
 
@@ -30,14 +31,14 @@ def operation(
         schema (str): the operation's name and schema.
         container (type): the dataclass of the coefficients.
         fake (callable): an empty result of the right shape, for tracing.
-        backward (callable, optional): the gradient of the first argument, from that of the result
-            and all arguments. All other gradients are computed with the PyTorch form, run again in
-            the backward pass: they are rarely needed (the methods freeze the coefficients),
-            so nothing is saved for them. Default: None
+        backward (callable, optional): the gradients of all arguments of the schema, in its order,
+            from those of the results, all arguments, and a list of which gradients are needed; the
+            others may be None. None computes them with the PyTorch form, run again in the backward
+            pass. Either way the gradients are differentiable. Default: None
     """
     name = f"captum_ssm::{schema[: schema.index('(')]}"
     torch.library.define(name, schema[schema.index("(") :])
-    arguments = re.findall(r"(\w+)[,)]", schema)
+    arguments = re.findall(r"(\w+)[,)]", schema[: schema.index("->")])
     of_container = {field.name for field in fields(container)}
     own = [k for k, argument in enumerate(arguments) if argument in of_container]
     first, last = own[0], own[-1] + 1
@@ -45,44 +46,78 @@ def operation(
     def gathered(args: Sequence[Any]) -> tuple[Any, ...]:
         return (*args[:first], container(*args[first:last]), *args[last:])
 
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        # Where autograd has no gradient for the result, there is nothing to compute.
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        # Where autograd has no gradient for a result, there is nothing to compute.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:last])
         ctx.constants = inputs[last:]
 
     def register(form: Form) -> Form:
-        def gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             needed = list(ctx.needs_input_grad)
-            grads: list[Tensor | None] = [None] * len(needed)
-            if grad is None:
-                return tuple(grads)
+            if all(g is None for g in grads):
+                return (None,) * len(needed)
             args = [*ctx.saved_tensors, *ctx.constants]
-            if backward is not None and needed[0]:
-                grads[0], needed[0] = backward(grad, *gathered(args)), False
-            wanted = [k for k, need in enumerate(needed) if need]
-            if wanted:
-                with torch.enable_grad():
-                    for k in wanted:
-                        args[k] = args[k].detach().requires_grad_()
-                    # One token alone does not depend on the rates: nothing came before it.
-                    found = torch.autograd.grad(
-                        form(*gathered(args)),
-                        [args[k] for k in wanted],
-                        grad,
-                        allow_unused=True,
-                        materialize_grads=True,
-                    )
-                for k, g in zip(wanted, found, strict=True):
-                    grads[k] = g
-            return tuple(grads)
+            if backward is None:
+                return tuple(_through(lambda *args: form(*gathered(args)), args, needed, grads))
+            found = backward(*grads, *gathered(args), needed)
+            return tuple(g if need else None for g, need in zip(found, needed, strict=True))
 
-        # Results must not alias arguments, and must be contiguous like the kernels' own.
-        torch.library.impl(name, "CompositeExplicitAutograd")(
-            lambda *args: form(*gathered(args)).contiguous()
-        )
+        def implementation(*args: Any) -> Any:
+            # Results must not alias arguments, and must be contiguous like the kernels' own.
+            found = form(*gathered(args))
+            if isinstance(found, Tensor):
+                return found.contiguous()
+            return tuple(x.contiguous() for x in found)
+
+        torch.library.impl(name, "CompositeExplicitAutograd")(implementation)
         torch.library.register_fake(name)(lambda *args: fake(*gathered(args)))
         torch.library.register_autograd(name, gradients, setup_context=setup_context)
         return form
 
     return register
+
+
+def _through(
+    function: Callable[..., Any], args: list[Any], needed: Sequence[bool], grads: Gradients
+) -> Gradients:
+    """The gradients of a differentiable function that is run again.
+
+    They have a graph of their own if a second derivative is asked for.
+    """
+    again = torch.is_grad_enabled()
+    wanted = [k for k, need in enumerate(needed) if need]
+    with torch.enable_grad():
+        for k in wanted:
+            args[k] = args[k].view_as(args[k]) if again else args[k].detach().requires_grad_()
+        results = function(*args)
+        results = (results,) if isinstance(results, Tensor) else results
+        known = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None]
+        pairs = [(y, g) for y, g in known if y.requires_grad]
+        # One token alone does not depend on the rates: nothing came before it.
+        found = torch.autograd.grad(
+            [y for y, _ in pairs],
+            [args[k] for k in wanted],
+            [g for _, g in pairs],
+            create_graph=again,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    by_position = dict(zip(wanted, found, strict=True))
+    return [by_position.get(k) for k in range(len(args))]
+
+
+def only_wanted(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    """The tensors that are wanted, an empty one in place of each other."""
+    like = next(x for x in tensors if x is not None)
+    return tuple(
+        like.new_empty(0) if x is None or not want else x
+        for x, want in zip(tensors, wanted, strict=True)
+    )
+
+
+def empty_like_wanted(
+    tensors: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Empty gradients of the arguments that are wanted, for tracing."""
+    return only_wanted([None if x is None else x.new_empty(x.shape) for x in tensors], wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,3 +31,10 @@ def causal_conv(x: Tensor, taps: Tensor | None) -> Tensor:
 def causal_conv_transpose(x: Tensor, taps: Tensor | None) -> Tensor:
     """The adjoint of :func:`causal_conv`: ``(..., L, D)`` to ``(..., L, D)``."""
     return x if taps is None else causal_conv(x.flip(-2), taps).flip(-2)
+
+
+def causal_conv_taps(x: Tensor, grad: Tensor, taps: int) -> Tensor:
+    """The gradient ``(D, K)`` of the taps, from that of the convolution of ``x (B, L, D)``."""
+    length = x.shape[1]
+    lags = [(grad[:, lag:] * x[:, : max(0, length - lag)]).sum((0, 1)) for lag in range(taps)]
+    return torch.stack(lags[::-1], 1)

@@ -16,8 +16,8 @@ Selective state spaces (S6) have ``right = dt``; gated linear RNNs have ``N = 1`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ from torch import Tensor
 from captum_ssm.kernels._arguments import promote, row_index, row_range, shape_error
 from captum_ssm.kernels._extension import warn_if_missing
 from captum_ssm.kernels._registration import operation
-from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
+from captum_ssm.kernels.convolution import (
+    causal_conv,
+    causal_conv_taps,
+    causal_conv_transpose,
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def _checked(c: DiagonalCoefficients, **first: Tensor) -> list[Any]:
 
 
 # The tensors of the schemas, in the order of the fields; the convolution comes after them.
-_RECURRENCE = "Tensor dt, Tensor right, Tensor A, Tensor B, Tensor C, Tensor? left"
+RECURRENCE = "Tensor dt, Tensor right, Tensor A, Tensor B, Tensor C, Tensor? left"
 
 
 def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
@@ -123,8 +127,8 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
         coefficients (DiagonalCoefficients): the recurrence.
 
     Returns:
-        Tensor: ``(B, L, D)``. Differentiable; the gradient with respect to ``v`` is one
-        :func:`diagonal_rmatvec`.
+        Tensor: ``(B, L, D)``. Differentiable; the gradient with respect to ``v`` alone is one
+        :func:`diagonal_rmatvec`, all gradients are one ``diagonal_scan_backward``.
 
     Raises:
         ValueError, TypeError: an argument has an unexpected shape, dtype or device.
@@ -144,14 +148,25 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
 
 
 @operation(
-    f"diagonal_scan(Tensor v, {_RECURRENCE}) -> Tensor",
+    f"diagonal_scan(Tensor v, {RECURRENCE}) -> Tensor",
     DiagonalCoefficients,
     fake=lambda v, c: v.new_empty(v.shape),
-    backward=lambda grad, v, c: diagonal_rmatvec(grad, c),
+    backward=lambda grad, v, c, needed: _scan_backward(grad, v, c, needed),
 )
 def diagonal_scan_torch(v: Tensor, c: DiagonalCoefficients) -> Tensor:
     x = (causal_conv(v, c.conv) * c.right)[:, None]
-    return _scaled(_recurrence(x, c.dt, c.A, c.B, c.C)[:, 0], c.left)
+    return scaled(_recurrence(x, c.dt, c.A, c.B, c.C)[:, 0], c.left)
+
+
+def _scan_backward(
+    grad: Tensor, v: Tensor, c: DiagonalCoefficients, wanted: list[bool]
+) -> Sequence[Tensor | None]:
+    """The gradients of v and of the coefficients except conv; those not wanted are empty."""
+    if not any(wanted[1:]):
+        return diagonal_rmatvec(grad, replace(c, conv=None)), *[None] * 6
+    return torch.ops.captum_ssm.diagonal_scan_backward(
+        grad, v, c.dt, c.right, c.A, c.B, c.C, c.left, wanted
+    )
 
 
 def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool = False) -> Tensor:
@@ -184,28 +199,41 @@ def diagonal_rmatvec(w: Tensor, coefficients: DiagonalCoefficients, mean: bool =
     return torch.ops.captum_ssm.diagonal_rmatvec(w, *tensors, bool(mean))
 
 
-def _rmatvec_backward(grad: Tensor, w: Tensor, c: DiagonalCoefficients, mean: bool) -> Tensor:
+def _rmatvec_backward(
+    grad: Tensor, w: Tensor, c: DiagonalCoefficients, mean: bool, needed: list[bool]
+) -> Sequence[Tensor | None]:
     if mean:
-        channels = c.dt.shape[2]
-        grad = (grad / channels).unsqueeze(-1).expand(-1, -1, channels)
-    back = diagonal_scan(grad, c)
-    return back if w.dim() == 3 else back.sum(-1)
+        grad = (grad / c.dt.shape[2]).unsqueeze(-1).expand_as(c.dt)
+    back: Tensor | None = None
+    if needed[0]:
+        back = diagonal_scan(grad, c)
+        back = back if w.dim() == 3 else back.sum(-1)
+    if not any(needed[1:]):
+        return back, *[None] * 8
+    # w^T alpha Conv grad is bilinear: w takes the place of a scan's gradient, grad of its values.
+    v = causal_conv(grad, c.conv)
+    w = w if w.dim() == 3 else w[..., None].expand_as(c.dt)
+    of_v, *others = _scan_backward(w, v, c, [needed[7], *needed[1:7]])
+    of_conv = None
+    if c.conv is not None and of_v is not None and needed[7]:
+        of_conv = causal_conv_taps(grad, of_v, c.conv.shape[1])
+    return back, *others, of_conv, None
 
 
 @operation(
-    f"diagonal_rmatvec(Tensor w, {_RECURRENCE}, Tensor? conv, bool mean) -> Tensor",
+    f"diagonal_rmatvec(Tensor w, {RECURRENCE}, Tensor? conv, bool mean) -> Tensor",
     DiagonalCoefficients,
     fake=lambda w, c, mean: c.dt.new_empty(c.dt.shape[:2] if mean else c.dt.shape),
     backward=_rmatvec_backward,
 )
 def diagonal_rmatvec_torch(w: Tensor, c: DiagonalCoefficients, mean: bool = False) -> Tensor:
     w = w if w.dim() == 3 else w[..., None].expand_as(c.dt)
-    s = _reversed_recurrence(_scaled(w, c.left)[:, None], c.dt, c.A, c.C, c.B)[:, 0]
+    s = _reversed_recurrence(scaled(w, c.left)[:, None], c.dt, c.A, c.C, c.B)[:, 0]
     u = causal_conv_transpose(s * c.right, c.conv)
     return u.mean(-1) if mean else u
 
 
-_HUGE = 1e30  # stands for an infinite decay step: any A < 0 times this underflows
+HUGE = 1e30  # stands for an infinite decay step: any A < 0 times this underflows
 
 
 def _decay(exponent: Tensor) -> Tensor:
@@ -213,33 +241,25 @@ def _decay(exponent: Tensor) -> Tensor:
     return exponent.clamp(min=-700.0 if exponent.dtype == torch.float64 else -70.0).exp()
 
 
-def _recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Tensor:
-    """y_t = read_t . h_t with h_t = exp(A dt_t) h_(t-1) + write_t x_t.
+def _steps(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, chunk: int) -> Iterator[Tensor]:
+    """The states h_t = exp(A dt_t) h_(t-1) + write_t x_t, of one token of every chunk at a time.
 
-    x is (B, R, L, D), with R inputs for the same coefficients; dt (B, L, D), write and read
-    (B, L, G, N). The sequence is cut into about sqrt(L) chunks that step in parallel: first
-    from zero, for each chunk's final state, then from the correct initial states.
+    x is (B, R, L, D), with R inputs for the same coefficients; dt (B, L, D), write (B, L, G, N);
+    each state is (B, R, chunks, G, D/G, N). The chunks step in parallel: first from zero, for each
+    chunk's final state, then from the correct initial states.
     """
-    length, groups, _ = write.shape[1:]
-    chunk = 1 << max(0, (length - 1).bit_length() // 2)
-    chunks = -(-length // chunk)
-    padding = chunks * chunk - length
-
-    def cut(t: Tensor, axis: int) -> Tensor:
-        pad = [0, 0] * (t.dim() - 1 - axis) + [0, padding]
-        return F.pad(t, pad).unflatten(axis, (chunks, chunk))
-
-    x = cut(x, 2).unflatten(-1, (groups, -1))  # (B, R, chunks, chunk, G, D/G)
-    dt = cut(dt.clamp(max=_HUGE), 1).unflatten(-1, (groups, -1)).unsqueeze(1)
-    write = cut(write, 1)[:, None, :, :, :, None]  # (B, 1, chunks, chunk, G, 1, N)
-    read = cut(read, 1)[:, None, :, :, :, None]
+    groups = write.shape[2]
+    x = _cut(x, 2, chunk).unflatten(-1, (groups, -1))  # (B, R, chunks, chunk, G, D/G)
+    dt = _cut(dt.clamp(max=HUGE), 1, chunk).unflatten(-1, (groups, -1)).unsqueeze(1)
+    write = _cut(write, 1, chunk)[:, None, :, :, :, None]  # (B, 1, chunks, chunk, G, 1, N)
     rate = A.unflatten(0, (groups, -1))
+    chunks = x.shape[2]
 
     def step(h: Tensor | None, t: int) -> Tensor:
         enter = x[:, :, :, t, ..., None] * write[:, :, :, t]
         return enter if h is None else enter + _decay(dt[:, :, :, t, ..., None] * rate) * h
 
-    start = None
+    h = None
     if chunks > 1:
         last = None
         for t in range(chunk):
@@ -249,24 +269,58 @@ def _recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -
         carried = [torch.zeros_like(last[:, :, 0])]
         for c in range(chunks - 1):
             carried.append(last[:, :, c] + across[:, :, c] * carried[-1])
-        start = torch.stack(carried, 2)
-
-    outputs = []
-    h = start
+        h = torch.stack(carried, 2)
     for t in range(chunk):
         h = step(h, t)
-        outputs.append((h * read[:, :, :, t]).sum(-1))
+        yield h
+
+
+def _cut(x: Tensor, axis: int, chunk: int) -> Tensor:
+    """Cut the tokens into chunks, the last one padded with zeros."""
+    chunks = -(-x.shape[axis] // chunk)
+    pad = [0, 0] * (x.dim() - 1 - axis) + [0, chunks * chunk - x.shape[axis]]
+    return F.pad(x, pad).unflatten(axis, (chunks, chunk))
+
+
+def _chunk_length(length: int) -> int:
+    """About sqrt(L), a power of two."""
+    return 1 << max(0, (length - 1).bit_length() // 2)
+
+
+def _recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Tensor:
+    """y_t = read_t . h_t for the states of :func:`_steps`: (B, R, L, D)."""
+    length = x.shape[2]
+    chunk = _chunk_length(length)
+    read = _cut(read, 1, chunk)[:, None, :, :, :, None]  # (B, 1, chunks, chunk, G, 1, N)
+    steps = enumerate(_steps(x, dt, A, write, chunk))
+    outputs = [(h * read[:, :, :, t]).sum(-1) for t, h in steps]
     y = torch.stack(outputs, 3).flatten(4)  # (B, R, chunks, chunk, D)
     return y.flatten(2, 3)[:, :, :length]
 
 
+def states(x: Tensor, dt: Tensor, A: Tensor, write: Tensor) -> Tensor:
+    """All states of x (B, L, D): (B, L, G, D/G, N)."""
+    length = x.shape[1]
+    steps = _steps(x[:, None], dt, A, write, _chunk_length(length))
+    return torch.stack([h[:, 0] for h in steps], 2).flatten(1, 2)[:, :length]
+
+
+def _late(dt: Tensor) -> Tensor:
+    """The steps of a recurrence from the last token to the first: each the next token's."""
+    return F.pad(dt[:, 1:], (0, 0, 0, 1)).flip(1)
+
+
 def _reversed_recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Tensor:
     """u_t = read_t . s_t with s_t = write_t x_t + exp(A dt_(t+1)) s_(t+1)."""
-    late = F.pad(dt[:, 1:], (0, 0, 0, 1)).flip(1)
-    return _recurrence(x.flip(2), late, A, write.flip(1), read.flip(1)).flip(2)
+    return _recurrence(x.flip(2), _late(dt), A, write.flip(1), read.flip(1)).flip(2)
 
 
-def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+def reversed_states(x: Tensor, dt: Tensor, A: Tensor, write: Tensor) -> Tensor:
+    """All states of :func:`_reversed_recurrence`, for x (B, L, D)."""
+    return states(x.flip(1), _late(dt), A, write.flip(1)).flip(1)
+
+
+def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
@@ -304,7 +358,7 @@ def diagonal_mean(
 
 
 @operation(
-    f"diagonal_mean({_RECURRENCE}, Tensor? conv, int start, int stop) -> Tensor",
+    f"diagonal_mean({RECURRENCE}, Tensor? conv, int start, int stop) -> Tensor",
     DiagonalCoefficients,
     fake=lambda c, start, stop: c.dt.new_empty(len(c.dt), stop - start, c.dt.shape[1]),
 )
@@ -333,7 +387,7 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
 
     for part in _channel_chunks(c, max(1, 1024 // states)):
         A, B, right, conv = part.A, part.B, part.right, part.conv
-        t = part.dt.clamp(max=_HUGE).double()
+        t = part.dt.clamp(max=HUGE).double()
         t_near, r_near, b_near, c_near = near(t), near(right), near(B), near(part.C)
         f = None if part.left is None else near(part.left)
 
@@ -361,7 +415,7 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
             triangles[h] += p @ _fold(q, conv).mT
 
         z = (b_near * c_near).sum(-1, keepdim=True) * r_near.unflatten(-1, (B.shape[2], -1))
-        z = _scaled(z.flatten(2), f)
+        z = scaled(z.flatten(2), f)
         diagonal += z.sum(-1, keepdim=True) if conv is None else z @ conv
 
     for h in halves:
@@ -444,7 +498,7 @@ def diagonal_rows(index: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
 
 
 @operation(
-    f"diagonal_rows(Tensor index, {_RECURRENCE}, Tensor? conv) -> Tensor",
+    f"diagonal_rows(Tensor index, {RECURRENCE}, Tensor? conv) -> Tensor",
     DiagonalCoefficients,
     fake=lambda index, c: c.dt.new_empty(len(c.dt), c.dt.shape[2], index.shape[1], c.dt.shape[1]),
 )
@@ -453,7 +507,7 @@ def diagonal_rows_torch(index: Tensor, c: DiagonalCoefficients) -> Tensor:
     batch, length, channels = c.dt.shape
     if index.shape[1] == 0:
         return c.dt.new_zeros(batch, channels, 0, length)
-    one = _scaled(torch.ones_like(c.dt), c.left)[:, None]
+    one = scaled(torch.ones_like(c.dt), c.left)[:, None]
     together = max(1, 2**23 // max(1, c.dt.numel()))
     parts = []
     for at in index.split(together, 1):
@@ -485,7 +539,7 @@ def naive_diagonal_matrix(coefficients: DiagonalCoefficients) -> Tensor:
         h = B[:, j, group] * right[:, j, :, None]
         for i in range(j, length):
             if i > j:
-                h = h * torch.exp(A * dt[:, i, :, None].clamp(max=_HUGE))
+                h = h * torch.exp(A * dt[:, i, :, None].clamp(max=HUGE))
             out[:, :, i, j] = (C[:, i, group] * h).sum(-1)
     if c.left is not None:
         out *= c.left.double().mT[..., None]

@@ -20,7 +20,7 @@ Transformers with the Delta Rule over Sequence Length*, 2024).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -104,7 +104,7 @@ def _checked(c: LinearAttentionCoefficients, **first: Tensor) -> list[Any]:
 
 
 # The tensors of the schemas, in the order of the fields.
-_TENSORS = "Tensor query, Tensor key, Tensor log_decay, Tensor? erase, Tensor? probe, Tensor? bonus"
+TENSORS = "Tensor query, Tensor key, Tensor log_decay, Tensor? erase, Tensor? probe, Tensor? bonus"
 
 
 def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
@@ -115,8 +115,8 @@ def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) 
         coefficients (LinearAttentionCoefficients): the recurrence.
 
     Returns:
-        Tensor: ``(B, L, H, P)``. Differentiable; the gradient with respect to ``v`` is one
-        :func:`linear_attention_rmatvec`.
+        Tensor: ``(B, L, H, P)``. Differentiable; the gradient with respect to ``v`` alone is one
+        :func:`linear_attention_rmatvec`, all gradients are one ``linear_attention_scan_backward``.
 
     Raises:
         ValueError, TypeError: an argument has an unexpected shape, dtype or device.
@@ -137,17 +137,17 @@ def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) 
 
 
 @operation(
-    f"linear_attention_scan(Tensor v, {_TENSORS}) -> Tensor",
+    f"linear_attention_scan(Tensor v, {TENSORS}) -> Tensor",
     LinearAttentionCoefficients,
     fake=lambda v, c: v.new_empty(v.shape),
-    backward=lambda grad, v, c: linear_attention_rmatvec(grad, c),
+    backward=lambda grad, v, c, needed: _scan_backward(grad, v, c, needed),
 )
 def linear_attention_scan_torch(v: Tensor, c: LinearAttentionCoefficients) -> Tensor:
     B, _, H, N = c.query.shape
     state = v.new_zeros(B, H, N, v.shape[-1])
     out = []
-    for at in _chunks(c.log_decay):
-        chunk = _chunk(at, c)
+    for at in chunks(c.log_decay):
+        chunk = chunk_of(at, c)
         x = v[:, at].transpose(1, 2)
         y = chunk.q_in @ state + chunk.qk @ x
         after = chunk.through * state + chunk.k_out.mT @ x
@@ -160,6 +160,17 @@ def linear_attention_scan_torch(v: Tensor, c: LinearAttentionCoefficients) -> Te
         state = after
         out.append(y)
     return torch.cat(out, 2).transpose(1, 2)
+
+
+def _scan_backward(
+    grad: Tensor, v: Tensor, c: LinearAttentionCoefficients, wanted: list[bool]
+) -> Sequence[Tensor | None]:
+    """The gradients of v and of the coefficients; those not wanted are empty."""
+    if not any(wanted[1:]):
+        return linear_attention_rmatvec(grad, c), *[None] * 6
+    return torch.ops.captum_ssm.linear_attention_scan_backward(
+        grad, v, *_tensors(c).values(), wanted
+    )
 
 
 def linear_attention_rmatvec(w: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
@@ -191,13 +202,22 @@ def linear_attention_rmatvec(w: Tensor, coefficients: LinearAttentionCoefficient
     return torch.ops.captum_ssm.linear_attention_rmatvec(*tensors)
 
 
-def _rmatvec_backward(grad: Tensor, w: Tensor, c: LinearAttentionCoefficients) -> Tensor:
-    back = linear_attention_scan(grad, c)
-    return back if w.shape[2] == back.shape[2] else back.sum(2, keepdim=True)
+def _rmatvec_backward(
+    grad: Tensor, w: Tensor, c: LinearAttentionCoefficients, needed: list[bool]
+) -> Sequence[Tensor | None]:
+    back = None
+    if needed[0]:
+        back = linear_attention_scan(grad, c)
+        back = back if w.shape[2] == back.shape[2] else back.sum(2, keepdim=True)
+    if not any(needed[1:]):
+        return back, *[None] * 6
+    # w^T alpha grad is bilinear: w takes the place of a scan's gradient, grad that of its values.
+    _, *others = _scan_backward(w.expand_as(grad), grad, c, [False, *needed[1:]])
+    return back, *others
 
 
 @operation(
-    f"linear_attention_rmatvec(Tensor w, {_TENSORS}) -> Tensor",
+    f"linear_attention_rmatvec(Tensor w, {TENSORS}) -> Tensor",
     LinearAttentionCoefficients,
     fake=lambda w, c: w.new_empty(*c.query.shape[:3], w.shape[3]),
     backward=_rmatvec_backward,
@@ -207,8 +227,8 @@ def linear_attention_rmatvec_torch(w: Tensor, c: LinearAttentionCoefficients) ->
     w = w.expand(B, L, H, -1)
     state = w.new_zeros(B, H, N, w.shape[-1])
     out = []
-    for at in reversed(list(_chunks(c.log_decay))):
-        chunk = _chunk(at, c)
+    for at in reversed(list(chunks(c.log_decay))):
+        chunk = chunk_of(at, c)
         x = w[:, at].transpose(1, 2)
         u = chunk.qk.mT @ x + chunk.k_out @ state
         before = chunk.q_in.mT @ x + chunk.through * state
@@ -222,12 +242,46 @@ def linear_attention_rmatvec_torch(w: Tensor, c: LinearAttentionCoefficients) ->
     return torch.cat(out[::-1], 2).transpose(1, 2)
 
 
-def _chunks(log_decay: Tensor) -> Iterator[slice]:
-    # With a decay per key dimension a chunk's scores are (T, T, N) before the sum over N.
+def chunks(log_decay: Tensor) -> Iterator[slice]:
+    """Stretches of tokens. With a decay per key scores are (T, T, N) before the sum over N."""
     L = log_decay.shape[1]
     size = 64 if log_decay.shape[-1] == 1 else 16
     for start in range(0, L, size):
         yield slice(start, min(L, start + size))
+
+
+@dataclass(frozen=True)
+class Decays:
+    """The decays within a chunk: each (B, H, T, N), or with N = 1 for a decay per head."""
+
+    seen: Tensor  # from the boundary to a token's read
+    total: Tensor  # from the boundary to a token's write
+    to_end: Tensor  # from a token's write to the end
+    read: Tensor  # (B, H, T, T, N), from the write of j to the read of i, zero where it is later
+    probe: Tensor  # likewise to the probe of i
+    through: Tensor  # (B, H, N, 1), from the boundary to the end
+
+
+def decays_of(at: slice, c: LinearAttentionCoefficients) -> Decays:
+    dtype = c.query.dtype
+    steps = c.log_decay[:, at].transpose(1, 2).double().clamp(min=MIN_LOG_DECAY)
+    total = steps.cumsum(2)
+    seen, own = total, 0
+    if c.bonus is not None:
+        seen, own = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2), -1
+
+    def between(seen: Tensor, diagonal: int) -> Tensor:
+        exponent = seen[:, :, :, None] - total[:, :, None]
+        return _exp(exponent.clamp(max=0.0), dtype) * _triangle(exponent, diagonal)
+
+    return Decays(
+        seen=_exp(seen, dtype),
+        total=_exp(total, dtype),
+        to_end=_exp(total[:, :, -1:] - total, dtype),
+        read=between(seen, own),
+        probe=between(total, -1),
+        through=_exp(total[:, :, -1], dtype)[..., None],
+    )
 
 
 @dataclass(frozen=True)
@@ -246,8 +300,9 @@ class _Delta:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    # The coefficients of T tokens: (B, H, T, N), scores (B, H, T, T), through (B, H, 1 or N, 1).
+class Chunk:
+    """The coefficients of T tokens: (B, H, T, N), scores (B, H, T, T), through (B, H, N, 1)."""
+
     q_in: Tensor
     k_out: Tensor
     qk: Tensor
@@ -255,52 +310,44 @@ class _Chunk:
     delta: _Delta | None
 
 
-def _chunk(at: slice, c: LinearAttentionCoefficients) -> _Chunk:
-    def part(x: Tensor) -> Tensor:
-        return x[:, at].transpose(1, 2)  # (B, H, T, N)
+def part_of(x: Tensor, at: slice) -> Tensor:
+    """Some tokens of (B, L, H, N), as (B, H, T, N)."""
+    return x[:, at].transpose(1, 2)
 
-    q, k = part(c.query), part(c.key)
-    steps = part(c.log_decay).double().clamp(min=MIN_LOG_DECAY)
-    total = steps.cumsum(2)  # from the boundary to the token
-    seen, own = total, 0
-    if c.bonus is not None:
-        seen, own = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2), -1
-    qk = _scores(q, k, seen, total, own)
+
+def chunk_of(at: slice, c: LinearAttentionCoefficients) -> Chunk:
+    decays = decays_of(at, c)
+    q, k = part_of(c.query, at), part_of(c.key, at)
+    qk = _scores(q, k, decays.read)
     if c.bonus is not None:
         qk = qk + torch.diag_embed(c.bonus[:, at].mT)
-    to_end = _exp(total[:, :, -1:] - total, q.dtype)
     delta = None
     if c.erase is not None and c.probe is not None:
-        e, r = part(c.erase), part(c.probe)
+        e, r = part_of(c.erase, at), part_of(c.probe, at)
         delta = _Delta(
-            r_in=r * _exp(total, q.dtype),
-            e_out=e * to_end,
-            rk=_scores(r, k, total, total, -1),
-            qe=_scores(q, e, seen, total, own),
-            re=_scores(r, e, total, total, -1),
+            r_in=r * decays.total,
+            e_out=e * decays.to_end,
+            rk=_scores(r, k, decays.probe),
+            qe=_scores(q, e, decays.read),
+            re=_scores(r, e, decays.probe),
         )
-    return _Chunk(
-        q_in=q * _exp(seen, q.dtype),
-        k_out=k * to_end,
-        qk=qk,
-        through=_exp(total[:, :, -1], q.dtype)[..., None],
-        delta=delta,
-    )
+    return Chunk(q * decays.seen, k * decays.to_end, qk, decays.through, delta)
 
 
 def _exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return exponent.clamp(min=MIN_EXPONENT).to(dtype).exp()
 
 
-def _scores(x: Tensor, y: Tensor, seen: Tensor, total: Tensor, diagonal: int) -> Tensor:
-    # sum_n x_in y_jn exp(seen_in - total_jn) for j <= i + diagonal: (B, H, T, T).
-    exponent = seen[:, :, :, None] - total[:, :, None]  # (B, H, T, T, 1 or N)
-    decay = _exp(exponent.clamp(max=0.0), x.dtype)
+def _triangle(exponent: Tensor, diagonal: int) -> Tensor:
+    T = exponent.shape[2]
+    return exponent.new_ones(T, T, dtype=torch.bool).tril(diagonal)[..., None]
+
+
+def _scores(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
+    """sum_n x_in y_jn decay_ijn: (B, H, T, T)."""
     if decay.shape[-1] == 1:
-        scores = (x @ y.mT) * decay[..., 0]
-    else:
-        scores = torch.einsum("bhin,bhjn,bhijn->bhij", x, y, decay)
-    return scores.tril(diagonal)
+        return (x @ y.mT) * decay[..., 0]
+    return torch.einsum("bhin,bhjn,bhijn->bhij", x, y, decay)
 
 
 def linear_attention_mean(
@@ -335,7 +382,7 @@ def linear_attention_mean(
 
 
 @operation(
-    f"linear_attention_mean({_TENSORS}, int start, int stop) -> Tensor",
+    f"linear_attention_mean({TENSORS}, int start, int stop) -> Tensor",
     LinearAttentionCoefficients,
     fake=lambda c, start, stop: c.query.new_empty(len(c.query), stop - start, c.query.shape[1]),
 )
@@ -381,7 +428,7 @@ def linear_attention_rows(index: Tensor, coefficients: LinearAttentionCoefficien
 
 
 @operation(
-    f"linear_attention_rows(Tensor index, {_TENSORS}) -> Tensor",
+    f"linear_attention_rows(Tensor index, {TENSORS}) -> Tensor",
     LinearAttentionCoefficients,
     fake=lambda index, c: c.query.new_empty(
         len(c.query), c.query.shape[2], index.shape[1], c.query.shape[1]

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "../arguments.h"
@@ -155,6 +156,87 @@ Tensor diagonal_rmatvec(const Tensor& w, const Tensor& dt, const Tensor& right, 
     recurrence<T>(a, true, in, mean ? nullptr : p, mean ? p : nullptr);
   });
   return out;
+}
+
+// ---- gradients ------------------------------------------------------------------------------
+
+// The gradients of diagonal_scan: those of B and C are summed over ranges of channels, in order.
+template <class T>
+void scan_gradients(const DiagonalArguments& a, const T* grad, const T* v, RunGradient<T> to) {
+  const Kernels<T>& k = kernels<T>();
+  const Division part(a, k.lanes);
+  const int64_t width = part.per_group * k.lanes, units = a.batch * part.groups;
+  auto make = [&](int64_t unit) {
+    const int64_t b = unit / part.groups, at = b * a.L * a.D;
+    RunGradient<T> r = to;
+    r.maps = maps<T>(a, b);
+    r.v = v + at, r.output = grad + at;
+    r.d0 = unit % part.groups * width, r.d1 = std::min(a.D, r.d0 + width);
+    for (T** p : {&r.of_v, &r.of_dt, &r.of_right, &r.of_left})
+      if (*p) *p += at;
+    return r;
+  };
+  // Each task has sums of its own, of the groups that it has channels of.
+  int64_t groups = 0;
+  for (int64_t unit = 0; unit < part.groups; ++unit) groups = std::max(groups, make(unit).groups());
+  const int64_t rates = a.D * a.N, sums = a.L * groups * a.N;
+  auto zeros = [](bool wanted, int64_t count) {
+    Buffer<T> buffer(wanted ? count : 0);
+    std::fill_n(buffer.get(), wanted ? count : 0, T(0));
+    return buffer;
+  };
+  const Buffer<T> of_A = zeros(to.of_A, a.batch * rates);
+  const Buffer<T> of_B = zeros(to.of_B, units * sums), of_C = zeros(to.of_C, units * sums);
+
+  each_task<T>(units, k.gradient_scratch(make(0)), [&](int64_t unit, T* space) {
+    RunGradient<T> r = make(unit);
+    if (r.of_A) r.of_A = of_A.get() + unit / part.groups * rates;
+    if (r.of_B) r.of_B = of_B.get() + unit * sums;
+    if (r.of_C) r.of_C = of_C.get() + unit * sums;
+    k.gradient(r, space);
+  });
+
+  if (to.of_A)
+    for (int64_t x = 0; x < a.batch * rates; ++x) to.of_A[x % rates] += of_A.get()[x];
+  each_task<T>(a.batch, 0, [&](int64_t b, T*) {
+    for (int64_t unit = b * part.groups; unit < (b + 1) * part.groups; ++unit) {
+      const RunGradient<T> r = make(unit);
+      const int64_t row = r.groups() * a.N, first = r.maps.group(r.d0) * a.N;
+      for (int64_t i = 0; i < a.L; ++i) {
+        const int64_t at = (b * a.L + i) * a.G * a.N + first, from = unit * sums + i * row;
+        for (int64_t x = 0; x < row; ++x) {
+          if (to.of_B) to.of_B[at + x] += of_B.get()[from + x];
+          if (to.of_C) to.of_C[at + x] += of_C.get()[from + x];
+        }
+      }
+    }
+  });
+}
+
+using SevenTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+SevenTensors diagonal_scan_backward(const Tensor& grad, const Tensor& v, const Tensor& dt,
+                                    const Tensor& right, const Tensor& A, const Tensor& B,
+                                    const Tensor& C, const std::optional<Tensor>& left,
+                                    std::vector<bool> wanted) {
+  const DiagonalArguments a(dt, right, A, B, C, left, std::nullopt);
+  const Tensor out = whole(grad, dt, 3), in = whole(v, dt, 3);
+  STD_TORCH_CHECK(in.numel() == a.dt.numel() && out.numel() == a.dt.numel(),
+                  "captum_ssm: grad and v must have the shape of dt");
+  Gradients make(a.dt, wanted);
+  Tensor of_v = make.next(v), of_dt = make.next(dt), of_right = make.next(right);
+  Tensor of_A = make.next(A, true), of_B = make.next(B, true), of_C = make.next(C, true);
+  Tensor of_left = make.next(left);
+  if (a.batch > 0)
+    dispatch(a.dt, [&](auto zero) {
+      using T = decltype(zero);
+      RunGradient<T> to{};
+      to.of_v = if_wanted<T>(of_v), to.of_dt = if_wanted<T>(of_dt);
+      to.of_right = if_wanted<T>(of_right), to.of_left = if_wanted<T>(of_left);
+      to.of_A = if_wanted<T>(of_A), to.of_B = if_wanted<T>(of_B), to.of_C = if_wanted<T>(of_C);
+      scan_gradients<T>(a, out.const_data_ptr<T>(), in.const_data_ptr<T>(), to);
+    });
+  return {of_v, of_dt, of_right, of_A, of_B, of_C, of_left};
 }
 
 // ---- matrices -------------------------------------------------------------------------------
@@ -310,6 +392,7 @@ Tensor diagonal_rows(const Tensor& index, const Tensor& dt, const Tensor& right,
 
 STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
   m.impl("diagonal_scan", TORCH_BOX(&captum_ssm::diagonal_scan));
+  m.impl("diagonal_scan_backward", TORCH_BOX(&captum_ssm::diagonal_scan_backward));
   m.impl("diagonal_rmatvec", TORCH_BOX(&captum_ssm::diagonal_rmatvec));
   m.impl("diagonal_mean", TORCH_BOX(&captum_ssm::diagonal_mean));
   m.impl("diagonal_rows", TORCH_BOX(&captum_ssm::diagonal_rows));

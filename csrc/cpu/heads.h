@@ -43,6 +43,23 @@ struct HeadsRun {
   double* elapsed;      // (heads, heads_padded(N)) sums of the log decays, or null
 };
 
+// All of time of a few heads: the gradients of linear_attention_scan.
+template <class T>
+struct HeadsGradient {
+  Heads<T> heads;
+  Rows<const T> v, output;  // P; the values, and the gradient of the output
+  int64_t P, h0, h1;
+  // The gradients to write, each null where it is not wanted.
+  Rows<T> of_v;                                   // P
+  Rows<T> of_query, of_key, of_erase, of_probe;   // N
+  Rows<T> of_log_decay;                           // 1, or N where per_key
+  Rows<T> of_bonus;                               // 1
+
+  // Do they need the states, and the gradients of the states?
+  bool states() const { return of_query || of_probe || of_erase || of_log_decay; }
+  bool adjoint() const { return of_v || of_key || of_probe || of_erase || of_log_decay; }
+};
+
 // Rows of the maps of heads [h0, h1): the backward run whose inputs are unit vectors, one per
 // column.
 template <class T>
@@ -73,6 +90,9 @@ struct HeadsKernels {
   int64_t (*wide_scratch)(const Heads<T>&, int64_t heads, int64_t columns);
   void (*wide)(const HeadsRun<T>&, T* scratch);
   void (*rows)(const HeadRows<T>&, T* scratch);
+
+  int64_t (*gradient_scratch)(const HeadsGradient<T>&);
+  void (*gradient)(const HeadsGradient<T>&, T* scratch);
 
   int64_t widest_narrow;  // columns up to which narrow is the faster one
   int64_t block;          // columns of one block of wide

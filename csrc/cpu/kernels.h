@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
@@ -47,6 +48,24 @@ struct Run {
   int64_t emit;         // the first step whose output is wanted
 };
 
+// A run over all of time of a range of channels: the gradients of diagonal_scan.
+template <class T>
+struct RunGradient {
+  Maps<T> maps;     // without a convolution
+  const T* v;       // (L, D)
+  const T* output;  // (L, D), the gradient of the output
+  int64_t d0, d1;   // channels; d0 is a multiple of the number of lanes
+  // The gradients to write, each null where it is not wanted.
+  T *of_v, *of_dt, *of_right, *of_left;  // (L, D)
+  T* of_A;                               // (D, N)
+  T *of_B, *of_C;                        // (L, groups of these channels, N); added to
+
+  int64_t groups() const { return maps.group(d1 - 1) - maps.group(d0) + 1; }
+  // Do they need the states, and the gradients of the states?
+  bool states() const { return of_dt || of_A || of_C || of_left; }
+  bool adjoint() const { return of_v || of_dt || of_right || of_A || of_B; }
+};
+
 // Rows [r0, r1) and columns [c0, c1) of a matrix. Either c1 <= r0, and the sources from c1 on are
 // left to other tiles except where taps bring them into these columns; or c0 == r0 and c1 == r1,
 // the tile on the diagonal, whose sources extend to the left of c0 where there is a convolution.
@@ -65,6 +84,10 @@ struct Kernels {
   // state <- state + exp(A elapsed) before, for blocks of channels as in Run: joins two stretches.
   void (*join)(const Maps<T>&, int64_t d0, int64_t d1, const double* elapsed, const T* before,
                T* state);
+
+  // The gradients of a run, and the elements of scratch that they need.
+  int64_t (*gradient_scratch)(const RunGradient<T>&);
+  void (*gradient)(const RunGradient<T>&, T* scratch);
 
   // Elements of scratch for tiles of at most `size` rows and columns.
   int64_t (*tile_scratch)(const Maps<T>&, int64_t size);

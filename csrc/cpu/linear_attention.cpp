@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "../arguments.h"
@@ -165,6 +166,47 @@ Tensor linear_attention_rmatvec(const Tensor& w, const Tensor& query, const Tens
   return run(HeadArguments(query, key, log_decay, erase, probe, bonus), true, w);
 }
 
+using SevenTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+SevenTensors linear_attention_scan_backward(
+    const Tensor& grad, const Tensor& v, const Tensor& query, const Tensor& key,
+    const Tensor& log_decay, const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
+    const std::optional<Tensor>& bonus, std::vector<bool> wanted) {
+  const HeadArguments a(query, key, log_decay, erase, probe, bonus);
+  const Tensor in = a.values(v, false), output = a.values(grad, false);
+  const int64_t P = in.size(3);
+  STD_TORCH_CHECK(output.size(3) == P, "captum_ssm: grad must have the shape of v");
+  Gradients make(a.query, wanted);
+  const bool empty = in.numel() == 0;
+  Tensor of_v = make.next(v, empty), of_query = make.next(query, empty);
+  Tensor of_key = make.next(key, empty), of_log_decay = make.next(log_decay, empty);
+  Tensor of_erase = make.next(erase, empty), of_probe = make.next(probe, empty);
+  Tensor of_bonus = make.next(bonus, empty);
+  if (!empty)
+    dispatch(a.query, [&](auto zero) {
+      using T = decltype(zero);
+      const int64_t together = std::min(kHeadsTogether, per_part(a.H, a.batch));
+      const int64_t groups = up(a.H, together);
+      auto make_task = [&](int64_t task) {
+        const int64_t b = task / groups, h0 = task % groups * together;
+        auto to = [&](Tensor& x, int64_t size) {
+          T* p = if_wanted<T>(x);
+          return p ? Rows<T>{p + b * a.L * a.H * size, a.H * size, size} : Rows<T>{};
+        };
+        HeadsGradient<T> r{heads<T>(a, b), rows_of<T>(in, b), rows_of<T>(output, b),
+                           P, h0, std::min(a.H, h0 + together)};
+        r.of_v = to(of_v, P), r.of_query = to(of_query, a.N), r.of_key = to(of_key, a.N);
+        r.of_erase = to(of_erase, a.N), r.of_probe = to(of_probe, a.N);
+        r.of_log_decay = to(of_log_decay, a.log_decay.size(3)), r.of_bonus = to(of_bonus, 1);
+        return r;
+      };
+      const HeadsKernels<T>& k = kernels<T>().heads;
+      each_task<T>(a.batch * groups, k.gradient_scratch(make_task(0)),
+                   [&](int64_t task, T* space) { k.gradient(make_task(task), space); });
+    });
+  return {of_v, of_query, of_key, of_log_decay, of_erase, of_probe, of_bonus};
+}
+
 template <class T>
 void head_rows(const HeadArguments& a, const int64_t* index, int64_t count, T* out) {
   const HeadsKernels<T>& k = kernels<T>().heads;
@@ -254,6 +296,8 @@ Tensor linear_attention_mean(const Tensor& query, const Tensor& key, const Tenso
 
 STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CPU, m) {
   m.impl("linear_attention_scan", TORCH_BOX(&captum_ssm::linear_attention_scan));
+  m.impl("linear_attention_scan_backward",
+         TORCH_BOX(&captum_ssm::linear_attention_scan_backward));
   m.impl("linear_attention_rmatvec", TORCH_BOX(&captum_ssm::linear_attention_rmatvec));
   m.impl("linear_attention_rows", TORCH_BOX(&captum_ssm::linear_attention_rows));
   m.impl("linear_attention_mean", TORCH_BOX(&captum_ssm::linear_attention_mean));

@@ -117,6 +117,15 @@ NOINLINE void run_narrow(const HeadsRun<T>& r, T* decays) {
         store(decays + h, decay_minus_one<T>(load(decays + h)));
     }
     for (int64_t h = r.h0; h < r.h1; ++h) {
+      // The same head of the next token: backwards the hardware does not foresee it.
+      const int64_t next = backward ? larger(t - 1, 0) : smaller(t + 1, m.L - 1);
+      for (int64_t n = 0; n < m.N; n += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(m.query.at(next, h) + n, 0, 2);
+        __builtin_prefetch(m.key.at(next, h) + n, 0, 2);
+        if (m.per_key) __builtin_prefetch(m.log_decay.at(next, h) + n, 0, 2);
+        if (delta) __builtin_prefetch(m.erase.at(next, h) + n, 0, 2);
+        if (delta) __builtin_prefetch(m.probe.at(next, h) + n, 0, 2);
+      }
       Step<T> c{m.query.at(t, h), m.key.at(t, h), m.log_decay.at(t, h), nullptr, nullptr,
                 decays[h - r.h0], T(0), m.N, m.per_key};
       if (delta) c.erase = m.erase.at(t, h), c.probe = m.probe.at(t, h);
@@ -316,9 +325,10 @@ static void read_tokens(const Heads<T>& heads, int64_t h, int64_t t0, int64_t st
   }
 }
 
-// All coefficients of a span.
+// The coefficients of a span before a delta rule's probes are solved: with found = find S + rk x -
+// re found, y = read S + scores x - qe found and S <- S + diag(m) S + write^T x - take^T found.
 template <class T>
-static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t steps, Span<T>& s) {
+static void make_rows(const Heads<T>& heads, int64_t h, int64_t t0, int64_t steps, Span<T>& s) {
   constexpr int64_t W = lanes<T>;
   const int64_t padded = heads_padded<T>(heads.N);
   const bool delta = bool(heads.erase), bonus = bool(heads.bonus);
@@ -352,7 +362,14 @@ static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t step
       store(s.m + n, through);
     }
   }
-  if (!delta) return;
+}
+
+// All coefficients of a span.
+template <class T>
+static void make_span(const Heads<T>& heads, int64_t h, int64_t t0, int64_t steps, Span<T>& s) {
+  const int64_t padded = heads_padded<T>(heads.N);
+  make_rows(heads, h, t0, steps, s);
+  if (!heads.erase) return;
 
   // What a probe finds depends on what the probes before it found and had taken away: solved
   // here for the coefficients, so that the state sees products only.

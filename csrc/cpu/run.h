@@ -106,6 +106,19 @@ INLINE void store_part(T* p, Vec<T> v, int64_t count) {
   for (int64_t k = 0; k < count; ++k) p[k] = v[k];
 }
 
+// The coefficients of `steps` positions from `begin` on for each of `count` channels: (steps, N,
+// lanes), for OwnCoefficients.
+template <class T>
+static void own_coefficients(const Maps<T>& m, int64_t d, int64_t count, int64_t begin, int64_t way,
+                             int64_t steps, const T* from, T* own) {
+  constexpr int64_t W = lanes<T>;
+  for (int64_t t = 0; t < steps; ++t)
+    for (int64_t x = 0; x < W; ++x) {
+      const int64_t at = ((begin + way * t) * m.G + m.group(x < count ? d + x : d)) * m.N;
+      for (int64_t n = 0; n < m.N; ++n) own[(t * m.N + n) * W + x] = from[at + n];
+    }
+}
+
 template <class T>
 static void run(const Run<T>& r, T* scratch) {
   constexpr int64_t W = lanes<T>;
@@ -141,6 +154,11 @@ static void run(const Run<T>& r, T* scratch) {
       const T* after = r.backward ? m.right : m.left;
       for (int64_t t = 0; t < steps; ++t) {
         const int64_t i = begin + way * t, step = r.backward ? i + 1 : i;
+        // The next block's: tokens lie too far apart for the hardware to foresee.
+        const int64_t next = i * D + smaller(d + W, D - 1);
+        __builtin_prefetch(m.dt + next);
+        if (before) __builtin_prefetch(before + next);
+        if (!r.shared) __builtin_prefetch(r.input + next);
         Vec<T> dt = step < m.L ? load_part(m.dt + step * D + d, count) : Vec<T>{};
         dt = dt < splat(T(kHugeStep)) ? dt : splat(T(kHugeStep));
         store(tile.dt + t * W, dt);
@@ -165,15 +183,8 @@ static void run(const Run<T>& r, T* scratch) {
         else
           run_all_states<false>(tile, c, rates + k * N * W, state, N, steps);
       } else {
-        for (int64_t t = 0; t < steps; ++t)
-          for (int64_t x = 0; x < W; ++x) {
-            const int64_t at =
-                ((begin + way * t) * m.G + m.group(x < count ? d + x : d)) * N;
-            for (int64_t n = 0; n < N; ++n) {
-              own[(t * N + n) * W + x] = write[at + n];
-              own_read[(t * N + n) * W + x] = read[at + n];
-            }
-          }
+        own_coefficients(m, d, count, begin, way, steps, write, own);
+        own_coefficients(m, d, count, begin, way, steps, read, own_read);
         const OwnCoefficients<T> c{own, own_read, N};
         run_all_states<true>(tile, c, rates + k * N * W, state, N, steps);
       }

@@ -26,9 +26,6 @@ constexpr double kGone = sizeof(T) == 4 ? -126 : -1022;
 template <class T>
 constexpr int64_t kPanel = kColumnVectors * lanes<T>;  // columns of a micro tile
 
-INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Scratch of one thread, and where things lie in it.
 template <class T>

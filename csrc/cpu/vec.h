@@ -1,6 +1,10 @@
 // Vectors of CAPTUM_SSM_VECTOR_BYTES and the exponentials. Compiled once per instruction set, inside
 // a namespace of its own: no includes here.
 
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 template <class T>
 struct VecOf;
 template <>
