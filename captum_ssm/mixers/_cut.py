@@ -24,10 +24,11 @@ from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in
 from captum_ssm._rules import is_norm
 from captum_ssm.mixers._call import MixerCall
-from captum_ssm.mixers._unfused import unfused
+from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.scans import (
     FunctionCall,
     Scan,
+    candidate_functions,
     first_tensor,
     intercepted,
     not_intercepted,
@@ -132,12 +133,18 @@ def run_cut(
                 return value.to(working) if half else value
             return value
 
-        run = CutRun(leaf, leaf, silent)
+        run, fused = CutRun(leaf, leaf, silent), fused_functions()
+
+        def handle(call: FunctionCall) -> Any:
+            plain = fused.get(call.source)
+            return _cut(call, run) if plain is None else plain(call)
+
+        scans = candidate_functions() if functions is None else functions
         with (
             unfused(module),
             _norms_noted(module, run),
             _Layers(run),
-            intercepted(lambda c: _cut(c, run), functions),
+            intercepted(handle, [*scans, *fused]),
         ):
             output = module(*tree_map(put, args), **tree_map(put, kwargs))
     found = first_tensor(output)

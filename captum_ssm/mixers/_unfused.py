@@ -6,14 +6,18 @@ results are the same up to rounding, and are compared with what the module retur
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from captum_ssm.scans import FunctionCall
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -34,6 +38,18 @@ def unfused(module: nn.Module) -> Iterator[None]:
             part.forward = partial(plain, part, part.forward)
             stack.callback(_put_back, part, before)
         yield
+
+
+def fused_functions() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
+    """Fused functions of the process, each with what computes a call of it by its equation."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.modules."):
+            for known, plain in _PLAIN_FUNCTIONS.items():
+                function = vars(module).get(known)
+                if isinstance(function, FunctionType) and function.__name__ == known:
+                    found[function] = plain
+    return found
 
 
 def _put_back(part: nn.Module, forward: Any) -> None:
@@ -75,4 +91,24 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "RMSNorm": _rms_norm,
     "FusedRMSNormGated": _gated_norm,
     "ShortConvolution": _short_conv,
+}
+
+
+
+def _norm_linear(call: FunctionCall) -> Any:
+    """A norm, a gate where one is given, and a linear layer."""
+    given = call.arguments
+    if given["residual"] is not None or given["prenorm"]:
+        return call.run()
+    x, gate, weight, bias = (given.get(k) for k in ("x", "g", "norm_weight", "norm_bias"))
+    y = F.rms_norm(x.float(), x.shape[-1:], eps=given["eps"])
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    y = y if gate is None else y * F.silu(gate.float())
+    return F.linear(y.to(x.dtype), given["linear_weight"].to(x.dtype), given["linear_bias"])
+
+
+_PLAIN_FUNCTIONS: dict[str, Callable[[FunctionCall], Any]] = {
+    "rms_norm_linear": _norm_linear,
+    "rms_norm_swish_gate_linear": _norm_linear,
 }
