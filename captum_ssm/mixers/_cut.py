@@ -28,11 +28,10 @@ from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.scans import (
     FunctionCall,
     Scan,
+    ScanCalls,
     candidate_functions,
     first_tensor,
     intercepted,
-    not_intercepted,
-    prove,
 )
 
 _CACHES = ("cache", "past_key_value", "inference_params")
@@ -137,14 +136,15 @@ def run_cut(
 
         def handle(call: FunctionCall) -> Any:
             plain = fused.get(call.source)
-            return _cut(call, run) if plain is None else plain(call)
+            return scans(call) if plain is None else plain(call)
 
-        scans = candidate_functions() if functions is None else functions
+        scans = ScanCalls(lambda call, scan, result: _cut(scan, result, run))
+        known = candidate_functions() if functions is None else functions
         with (
             unfused(module),
             _norms_noted(module, run),
             _Layers(run),
-            intercepted(handle, [*scans, *fused]),
+            intercepted(handle, [*known, *fused]),
         ):
             output = module(*tree_map(put, args), **tree_map(put, kwargs))
     found = first_tensor(output)
@@ -177,12 +177,7 @@ def _is_cache(name: str) -> bool:
     return any(part in name for part in _CACHES)
 
 
-def _cut(call: FunctionCall, run: CutRun) -> Any:
-    with torch.no_grad(), not_intercepted():
-        result = call.run()
-    scan = prove(call, result)
-    if scan is None:
-        return call.run()
+def _cut(scan: Scan, result: Any, run: CutRun) -> Any:
     leaf = scan.mixed.detach().clone().requires_grad_()
     values = Point.of(scan.values) if scan.values.requires_grad else None
     run.scans.append(CutScan(scan, leaf, values))

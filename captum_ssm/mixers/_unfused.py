@@ -42,7 +42,7 @@ def unfused(module: nn.Module) -> Iterator[None]:
 
 def fused_functions() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
     """Fused functions of the process, each with what computes a call of it by its equation."""
-    found = {}
+    found: dict[Callable[..., Any], Callable[[FunctionCall], Any]] = {}
     for name, module in list(sys.modules.items()):
         if name.startswith("fla.modules."):
             for known, plain in _PLAIN_FUNCTIONS.items():
@@ -94,13 +94,12 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-
 def _norm_linear(call: FunctionCall) -> Any:
     """A norm, a gate where one is given, and a linear layer."""
     given = call.arguments
     if given["residual"] is not None or given["prenorm"]:
         return call.run()
-    x, gate, weight, bias = (given.get(k) for k in ("x", "g", "norm_weight", "norm_bias"))
+    x, gate, weight, bias = given["x"], given.get("g"), given["norm_weight"], given["norm_bias"]
     y = F.rms_norm(x.float(), x.shape[-1:], eps=given["eps"])
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias

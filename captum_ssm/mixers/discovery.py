@@ -28,7 +28,7 @@ from captum_ssm.mixers._named import form_of, note_miss
 from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
 from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
 from captum_ssm.mixers.recognized import recognize_all
-from captum_ssm.scans import FunctionCall, intercepted, not_intercepted, prove
+from captum_ssm.scans import FunctionCall, Scan, ScanCalls, intercepted
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,20 @@ class _Found:
     named: dict[nn.Module, MixerCall] = field(default_factory=dict)
     unproven: dict[nn.Module, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.calls = ScanCalls(self._take)
+
     def handle(self, call: FunctionCall) -> Any:
         if self.known:
             return call.run()
+        before, inner = self.calls.taken, self.stack[-1].module if self.stack else None
         with torch.no_grad():
-            with not_intercepted():
-                result = call.run()
-            scan = prove(call, result)
-        if scan is None:
-            if self.stack:
-                self.unproven.setdefault(self.stack[-1].module, call.function.__qualname__)
-            return call.run()
+            result = self.calls(call)
+        if self.calls.taken == before and inner is not None:
+            self.unproven[inner] = call.function.__qualname__  # the outermost call comes last
+        return result
+
+    def _take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
         self.scans.append((list(self.stack), call.source))
         return result
 
@@ -256,27 +259,24 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     measured = {m: a.functions for m, a in mixers if isinstance(a, MeasuredAdapter)}
     # The rule of PyTorch's softmax attention is attached to the graph.
     functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
-    frozen, inside, thread = 0, 0, threading.get_ident()
+    inside, thread = 0, threading.get_ident()
+
+    def take(call: FunctionCall, scan: Scan, result: Any) -> Any:
+        if is_constant(scan.values):
+            raise UnsupportedModelError(
+                f"{scan.name} is given the logarithms of its values; expected values, as an "
+                "exponential counts as a constant and no relevance would go through. Use "
+                "MambaRollout, or register an adapter with captum_ssm.register_mixer."
+            )
+        return scan.result(scan.mixed, result)
+
+    calls = ScanCalls(take)
 
     def freeze(call: FunctionCall) -> Any:
-        nonlocal frozen
         if not inside:
             return call.run()
-        with torch.no_grad(), not_intercepted():
-            result = call.run()
-        scan = prove(call, result)
-        if scan is not None:
-            frozen += 1
-            if is_constant(scan.values):
-                raise UnsupportedModelError(
-                    f"{scan.name} is given the logarithms of its values; expected values, as an "
-                    "exponential counts as a constant and no relevance would go through. Use "
-                    "MambaRollout, or register an adapter with captum_ssm.register_mixer."
-                )
-            return scan.result(scan.mixed, result)
-        before = frozen
-        result = call.run()
-        if frozen == before:
+        before, result = calls.taken, calls(call)
+        if calls.taken == before:
             raise ReconstructionError(
                 f"{call.function.__qualname__} was called with the arguments of a scan and does "
                 "not return what the scan returns, as it did when the model was first run; "

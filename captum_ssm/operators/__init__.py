@@ -13,6 +13,7 @@ from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
+from captum_ssm.operators.weights import WeightsOperator
 from captum_ssm.operators.windowed import WindowedOperator
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "SoftmaxOperator",
     "SumOperator",
     "TokenOperator",
+    "WeightsOperator",
     "WindowedOperator",
 ]

@@ -12,7 +12,7 @@ import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType, ModuleType
@@ -102,13 +102,18 @@ def intercepted(
 
 
 @contextmanager
-def not_intercepted() -> Iterator[None]:
-    """Calls run as they are, in this thread."""
-    before, _THIS.handler = _THIS.handler, None
+def handled_by(handler: Handler | None) -> Iterator[None]:
+    """Have another handler compute the intercepted calls of this thread; None runs them as is."""
+    before, _THIS.handler = _THIS.handler, handler
     try:
         yield
     finally:
         _THIS.handler = before
+
+
+def not_intercepted() -> AbstractContextManager[None]:
+    """Calls run as they are, in this thread."""
+    return handled_by(None)
 
 
 def candidate_functions() -> list[Callable[..., Any]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.operators import LinearAttentionOperator, SoftmaxOperator, TokenOperator
+from captum_ssm.operators import LinearAttentionOperator, TokenOperator
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
 
@@ -190,36 +190,6 @@ def squared(
     if normed:
         query = query / ((query * key.cumsum(1)).sum(-1, keepdim=True) + eps)
     yield _linear(query, key, v, torch.zeros_like(one))
-
-
-@register_scan(names={"window": ("window_size",)})
-def forgetting(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Iterator[Candidate]:
-    """Forgetting attention: softmax attention whose scores decay by g ``(B, L, H)``."""
-    if not (q.dim() == k.dim() == v.dim() == 4) or g.shape != q.shape[:3]:
-        return
-    if k.shape[:3] != v.shape[:3] or k.shape[1] != q.shape[1] or q.shape[2] % k.shape[2]:
-        return
-    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
-    total = g.float().cumsum(1).transpose(1, 2)
-    at = torch.arange(q.shape[1], device=q.device)
-    distance = at[:, None] - at
-    allowed = (distance >= 0) & (distance < (window or q.shape[1]))
-    bias = (total[..., None] - total[..., None, :]).masked_fill(~allowed, -torch.inf)
-    query, key = (t.float().transpose(1, 2) for t in (q, k))
-    yield Candidate(
-        operator=SoftmaxOperator(
-            query, key, q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1], bias=bias
-        ),
-        values=v.flatten(2),
-        layouts=("BLHP",),
-    )
 
 
 def _in_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from captum_ssm.operators import TokenOperator
-from captum_ssm.scans._calls import FunctionCall, not_intercepted
+from captum_ssm.scans._calls import FunctionCall, handled_by, not_intercepted
 from captum_ssm.scans._candidate import Candidate, in_layout
 from captum_ssm.scans._form import ScanForm, forms_of
+from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
 
 # The largest error relative to what the recurrence adds, by the coarsest dtype of the arguments.
 # In float32 right operators err by at most 1e-6.
@@ -90,6 +91,65 @@ def prove(call: FunctionCall, result: Any) -> Scan | None:
         if scan is not None:
             return scan
     return None
+
+
+def prove_by_impulses(call: FunctionCall, result: Any) -> Scan | None:
+    """The call as a scan, if it is linear in its values head by head: its maps are measured.
+
+    Args:
+        call (FunctionCall): what was called. Values keep their graph.
+        result (Any): what it returned.
+    """
+    want = first_tensor(result)
+    if want is None or not can_be_measured(call, want):
+        return None
+    for candidate in candidates_by_impulses(call, want.detach()):
+        v = candidate.values.to(candidate.operator.dtype)
+        mixed = candidate.operator.matvec(v)
+        for layout in candidate.layouts:
+            with torch.no_grad():
+                error, _ = _error(mixed, mixed, None, layout, want)
+            if error <= TOLERANCE[want.dtype]:
+                name = call.function.__qualname__
+                return Scan(candidate.operator, v, None, None, layout, mixed, name, error)
+    return None
+
+
+class ScanCalls:
+    """Handles the calls of a run, for :func:`intercepted`: what is a scan is taken.
+
+    A form explains a call best, then a form inside of the call, then impulses of its values.
+
+    Args:
+        take (Callable): takes a call, its scan and its result, and returns what takes the place of
+            the result.
+    """
+
+    def __init__(self, take: Callable[[FunctionCall, Scan, Any], Any]) -> None:
+        self.take = take
+        self.taken = 0
+        self._forms_only = False
+
+    def __call__(self, call: FunctionCall) -> Any:
+        with torch.no_grad(), not_intercepted():
+            result = call.run()
+        scan = prove(call, result)
+        if scan is None and not self._forms_only and self._has_no_scan_inside(call, result):
+            scan = prove_by_impulses(call, result)
+        if scan is None:
+            return call.run()
+        self.taken += 1
+        return self.take(call, scan, result)
+
+    def _has_no_scan_inside(self, call: FunctionCall, result: Any) -> bool:
+        want = first_tensor(result)
+        if want is None or not can_be_measured(call, want):
+            return False
+        look = ScanCalls(lambda call, scan, result: result)
+        look._forms_only = True
+        with torch.no_grad(), handled_by(look):
+            call.run()
+        return look.taken == 0
 
 
 def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) -> Scan | None:

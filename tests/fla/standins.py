@@ -1,0 +1,109 @@
+"""fla's naive forms in the place of what no CPU runs: flash-attn, and kernels that fail interpreted.
+
+Each stand-in takes the arguments of what it replaces. The layers are fla's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fla.ops.abc.naive import naive_recurrent_abc
+from fla.ops.attn.naive import naive_parallel_attn
+from fla.ops.deltaformer.naive import naive_deltaformer_attn
+from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
+from fla.ops.mesa_net.naive import naive_mesa_net_exact
+from fla.ops.nsa.naive import naive_nsa
+from fla.ops.parallax.naive import naive_parallax
+from torch import Tensor
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
+) -> Tensor:
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    return naive_parallel_attn(q, k, v, softmax_scale, window, causal)[0]
+
+
+def chunk_gated_delta_product(
+    q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, num_householder=1,
+):  # fmt: skip
+    if use_qk_l2norm_in_kernel:
+        q, k = unit(q), unit(k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return naive_recurrent_gated_delta_product(
+        q, k, v, g, beta, scale, num_householder=num_householder
+    )
+
+
+def chunk_mesa_net(
+    q, k, v, g, beta, lamb, h_kk_init=None, h_kv_init=None, output_final_state=False,
+    max_CG_iteration=30, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+):  # fmt: skip
+    if use_qk_l2norm_in_kernel:
+        q, k = unit(q), unit(k)
+    return naive_mesa_net_exact(q, k, v, g, lamb, beta)
+
+
+def chunk_abc(q, k, v, s, initial_state=None, output_final_state=False):
+    y, _ = naive_recurrent_abc(*(t.transpose(1, 2) for t in (q, k, v, s)))
+    return y.transpose(1, 2), None
+
+
+def fused_additive_gate(
+    x, initial_state=None, cu_seqlens=None, output_dtype=None, gate_dtype=None
+):
+    z = x.float().logcumsumexp(1)
+    before = torch.cat([torch.full_like(z[:, :1], -torch.inf), z[:, :-1]], 1)
+    g = torch.where(before.isinf(), torch.zeros_like(z), before - z)
+    return torch.exp(x - z), g, z[:, -1:]
+
+
+def deltaformer_attn(q, k, v, beta=None, attention_mask=None, cu_seqlens=None, C=None):
+    return naive_deltaformer_attn(q, k, v, beta)
+
+
+def parallel_parallax(q, r, k, v, scale=None, window_size=None, cu_seqlens=None):
+    return naive_parallax(q, r, k, v, scale, window_size)
+
+
+def parallel_nsa(
+    q, k, v, g_cmp=None, g_slc=None, g_swa=None, block_indices=None, block_counts=16,
+    block_size=64, window_size=0, scale=None, cu_seqlens=None,
+):  # fmt: skip
+    return naive_nsa(
+        q, k, v, g_cmp, g_slc, g_swa, block_indices, block_counts, block_size, window_size, scale
+    )
+
+
+STANDINS: dict[str, dict[str, Callable[..., Any]]] = {
+    **{
+        name: {"flash_attn_func": flash_attn_func}
+        for name in ("layers.attn", "layers.bitattn", "layers.mla", "layers.rodimus")
+    },
+    "ops.nsa.naive": {"flash_attn_func": flash_attn_func},
+    "layers.gated_deltaproduct": {"chunk_gated_delta_product": chunk_gated_delta_product},
+    "layers.mesa_net": {"chunk_mesa_net": chunk_mesa_net},
+    "layers.abc": {"chunk_abc": chunk_abc},
+    "layers.deltaformer": {"deltaformer_attn": deltaformer_attn},
+    "layers.parallax": {"parallel_parallax": parallel_parallax},
+    "layers.nsa": {"parallel_nsa": parallel_nsa},
+    "ops.lightnet.fused_recurrent": {"fused_additive_gate": fused_additive_gate},
+    "ops.lightnet.chunk": {"fused_additive_gate": fused_additive_gate},
+}
+
+
+def install() -> None:
+    """Put them in, for the rest of the process."""
+    for path, functions in STANDINS.items():
+        module = importlib.import_module(f"fla.{path}")
+        for name, function in functions.items():
+            getattr(module, name)  # fails where a later fla has renamed it
+            setattr(module, name, function)
