@@ -391,6 +391,8 @@ class FlaModel(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, 32)
         self.norm = nn.LayerNorm(32)
         given = inspect.signature(kind.__init__).parameters
+        taken = inspect.signature(kind.forward).parameters
+        self.passed = {"attention_mask": None} if "attention_mask" in taken else {}
         options = {name: size for name, size in FLA_SIZES.items() if name in given}
         self.layer = kind(**options | FLA_OPTIONS.get(kind.__name__, {}))
         self.final_norm = nn.LayerNorm(32)
@@ -400,7 +402,7 @@ class FlaModel(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits, (B, L, V)."""
         h = self.embedding(input_ids)
-        out = self.layer(self.norm(h))
+        out = self.layer(self.norm(h), **self.passed)
         h = h + (out[0] if isinstance(out, tuple) else out)
         return self.head(self.final_norm(h))
 
@@ -428,7 +430,21 @@ FLA_OPTIONS: dict[str, dict[str, Any]] = {
     "HGRN2Attention": {"expand_ratio": 16},
     "Mamba2": {"num_heads": 4},
     "LogLinearMamba2": {"num_heads": 4},
-    "NativeSparseAttention": {"num_heads": 2, "num_kv_heads": 1},
+    "MultiheadLatentAttention": {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "qk_head_dim": 24,
+        "v_head_dim": 16,
+    },
+    "NativeSparseAttention": {
+        "num_heads": 16,
+        "num_kv_heads": 1,
+        "block_size": 4,
+        "block_counts": 1,
+        "window_size": 3,
+    },
     "Raven": {"topk": 4},
     "ReBasedLinearAttention": {"num_key_value_heads": 2},
     "RodimusAttention": {"expand_ratio": 16},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from captum_ssm.operators import TokenOperator
 
@@ -13,7 +14,7 @@ from captum_ssm.operators import TokenOperator
 _LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BLD": lambda y, like: y,
     "BDL": lambda y, like: y.mT,
-    "BLHP": lambda y, like: y.reshape(like.shape),
+    "BLHP": lambda y, like: _padded(y.unflatten(-1, (like.shape[2], -1)), like.shape[-1]),
     "BHLP": lambda y, like: y.unflatten(-1, (like.shape[1], -1)).transpose(1, 2),
 }
 
@@ -47,9 +48,14 @@ class Candidate:
     gates: tuple[Tensor, ...] = ()
 
 
+def _padded(y: Tensor, width: int) -> Tensor:
+    # Heads of values that were padded with zeros, to the width of their keys.
+    return F.pad(y, (0, width - y.shape[-1])) if y.shape[-1] < width else y
+
+
 def in_layout(y: Tensor, layout: str, like: Tensor) -> Tensor | None:
     """``y (B, L, D)`` in a function's layout; None where that has another shape than ``like``."""
-    if layout == "BLHP" and y.numel() != like.numel():
+    if layout == "BLHP" and (like.dim() != 4 or y.shape[-1] % like.shape[2]):
         return None
     if layout == "BHLP" and (like.dim() != 4 or y.shape[-1] % like.shape[1]):
         return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from captum_ssm.operators import TokenOperator
 from captum_ssm.scans._calls import FunctionCall, handled_by, not_intercepted
@@ -118,38 +119,46 @@ def prove_by_impulses(call: FunctionCall, result: Any) -> Scan | None:
 class ScanCalls:
     """Handles the calls of a run, for :func:`intercepted`: what is a scan is taken.
 
-    A form explains a call best, then a form inside of the call, then impulses of its values.
+    A form explains a call best, then forms of calls inside of it that are all that its values go
+    through, then impulses of its values, then anything inside of it.
 
     Args:
         take (Callable): takes a call, its scan and its result, and returns what takes the place of
             the result.
+        forms_only (bool, optional): nothing is measured with impulses. Default: False
     """
 
-    def __init__(self, take: Callable[[FunctionCall, Scan, Any], Any]) -> None:
+    def __init__(
+        self, take: Callable[[FunctionCall, Scan, Any], Any], *, forms_only: bool = False
+    ) -> None:
         self.take = take
+        self.forms_only = forms_only
         self.taken = 0
-        self._forms_only = False
 
     def __call__(self, call: FunctionCall) -> Any:
         with torch.no_grad(), not_intercepted():
             result = call.run()
         scan = prove(call, result)
-        if scan is None and not self._forms_only and self._has_no_scan_inside(call, result):
+        if scan is None and not self.forms_only and _does_more_than_inside(call, result):
             scan = prove_by_impulses(call, result)
         if scan is None:
             return call.run()
         self.taken += 1
         return self.take(call, scan, result)
 
-    def _has_no_scan_inside(self, call: FunctionCall, result: Any) -> bool:
-        want = first_tensor(result)
-        if want is None or not can_be_measured(call, want):
-            return False
-        look = ScanCalls(lambda call, scan, result: result)
-        look._forms_only = True
-        with torch.no_grad(), handled_by(look):
-            call.run()
-        return look.taken == 0
+
+def _does_more_than_inside(call: FunctionCall, result: Any) -> bool:
+    # Whether a call that may be measured returns something where scans inside of it return zeros.
+    want = first_tensor(result)
+    if want is None or not can_be_measured(call, want):
+        return False
+
+    def silence(call: FunctionCall, scan: Scan, result: Any) -> Any:
+        return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
+
+    with torch.no_grad(), handled_by(ScanCalls(silence, forms_only=True)):
+        rest = first_tensor(call.run())
+    return rest is None or float(rest.norm()) > _SMALL * float(want.norm())
 
 
 def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) -> Scan | None:

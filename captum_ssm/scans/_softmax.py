@@ -45,6 +45,9 @@ def attention_of_tokens(
         return
     if decay is not None and decay.shape != q.shape[:3]:
         return
+    # Values of fewer channels than their keys are padded for flash-attn.
+    used = v.detach().flatten(0, 2).any(0).nonzero()[:, 0]
+    v = v[..., : int(used[-1]) + 1] if len(used) else v
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
     query, key = (t.float().transpose(1, 2) for t in (q, k))
     yield Candidate(

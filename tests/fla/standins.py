@@ -1,4 +1,4 @@
-"""fla's naive forms in the place of what no CPU runs: flash-attn, and kernels that fail interpreted.
+"""fla's naive forms in the place of what no CPU runs: flash-attn, kernels that fail interpreted.
 
 Each stand-in takes the arguments of what it replaces. The layers are fla's own.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from fla.ops.abc.naive import naive_recurrent_abc
 from fla.ops.attn.naive import naive_parallel_attn
+from fla.ops.cyfa.naive import naive_recurrent_cyfa
 from fla.ops.deltaformer.naive import naive_deltaformer_attn
 from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
 from fla.ops.mesa_net.naive import naive_mesa_net_exact
@@ -57,9 +58,7 @@ def chunk_abc(q, k, v, s, initial_state=None, output_final_state=False):
     return y.transpose(1, 2), None
 
 
-def fused_additive_gate(
-    x, initial_state=None, cu_seqlens=None, output_dtype=None, gate_dtype=None
-):
+def fused_additive_gate(x, initial_state=None, cu_seqlens=None, output_dtype=None, gate_dtype=None):
     z = x.float().logcumsumexp(1)
     before = torch.cat([torch.full_like(z[:, :1], -torch.inf), z[:, :-1]], 1)
     g = torch.where(before.isinf(), torch.zeros_like(z), before - z)
@@ -83,11 +82,22 @@ def parallel_nsa(
     )
 
 
+def fused_recurrent_cyfa(
+    q, k, v, g, delta, beta, readout, q_norm_weight, k_norm_weight, q_norm_eps, k_norm_eps,
+    scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    checkpoint_level=None,
+):  # fmt: skip
+    norms = (q_norm_weight, k_norm_weight, q_norm_eps, k_norm_eps)
+    return naive_recurrent_cyfa(q, k, v, g, delta, beta, readout, *norms, scale)
+
+
 STANDINS: dict[str, dict[str, Callable[..., Any]]] = {
     **{
         name: {"flash_attn_func": flash_attn_func}
-        for name in ("layers.attn", "layers.bitattn", "layers.mla", "layers.rodimus")
+        for name in ("layers.attn", "layers.bitattn", "layers.mla")
     },
+    # Which casts what flash-attn is given to half precision.
+    "layers.rodimus": {"flash_attn_func": flash_attn_func, "autocast_to_fp16": lambda x: x},
     "ops.nsa.naive": {"flash_attn_func": flash_attn_func},
     "layers.gated_deltaproduct": {"chunk_gated_delta_product": chunk_gated_delta_product},
     "layers.mesa_net": {"chunk_mesa_net": chunk_mesa_net},
@@ -95,6 +105,7 @@ STANDINS: dict[str, dict[str, Callable[..., Any]]] = {
     "layers.deltaformer": {"deltaformer_attn": deltaformer_attn},
     "layers.parallax": {"parallel_parallax": parallel_parallax},
     "layers.nsa": {"parallel_nsa": parallel_nsa},
+    "layers.cyfa": dict.fromkeys(("chunk_cyfa", "fused_recurrent_cyfa"), fused_recurrent_cyfa),
     "ops.lightnet.fused_recurrent": {"fused_additive_gate": fused_additive_gate},
     "ops.lightnet.chunk": {"fused_additive_gate": fused_additive_gate},
 }
