@@ -177,7 +177,7 @@ def _rule(node: Node, carrying: set[int], centered: bool = True) -> Rule | None:
         return _group_norm(node, centered)
     if kind == "FusedRmsNorm":
         return _norm(node, node._saved_result1, centered=False)
-    if kind == "LayerNormFn":
+    if kind == "LayerNormFn" and hasattr(node, "prenorm"):
         return _added_norm(node)
     # Fused functions of flash-linear-attention.
     if kind == "SquaredReLUFunction":

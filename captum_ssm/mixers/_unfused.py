@@ -78,6 +78,18 @@ def _gated_norm(norm: Any, fused: Any, x: Tensor, g: Tensor, *args: Any, **kwarg
     return (_rms_norm(norm, None, x).float() * _ACTIVATIONS[norm.activation](g.float())).to(x.dtype)
 
 
+def _grouped_norm(norm: Any, fused: Any, x: Tensor, z: Tensor | None = None) -> Any:
+    y = x.float()
+    if z is not None and not norm.norm_before_gate:
+        y = y * F.silu(z.float())
+    size = norm.group_size or y.shape[-1]
+    y = F.rms_norm(y.unflatten(-1, (-1, size)), (size,), eps=norm.eps).flatten(-2) * norm.weight
+    y = y if norm.bias is None else y + norm.bias
+    if z is not None and norm.norm_before_gate:
+        y = y * F.silu(z.float())
+    return y.to(x.dtype)
+
+
 def _short_conv(conv: Any, fused: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if _is_more(args, kwargs):
         return fused(x, *args, **kwargs)
@@ -89,6 +101,7 @@ def _short_conv(conv: Any, fused: Any, x: Tensor, *args: Any, **kwargs: Any) -> 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     "RMSNorm": _rms_norm,
+    "RMSNormGated": _grouped_norm,
     "FusedRMSNormGated": _gated_norm,
     "ShortConvolution": _short_conv,
 }

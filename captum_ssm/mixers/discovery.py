@@ -26,6 +26,7 @@ from captum_ssm.mixers._cut import is_depthwise, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._named import form_of, note_miss
 from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
+from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
 from captum_ssm.mixers.recognized import recognize_all
 from captum_ssm.scans import FunctionCall, Scan, ScanCalls, intercepted
@@ -250,7 +251,7 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     """Let the scans of measured mixers run with their coefficients held constant.
 
     They return the very values that they return otherwise, linear in their values (and in their
-    gate) on the graph.
+    gate) on the graph. Fused norms run by their equations, whose nodes there are rules for.
 
     Raises:
         ReconstructionError: from the run, for a scan that is none on the tokens of this run.
@@ -259,6 +260,7 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     measured = {m: a.functions for m, a in mixers if isinstance(a, MeasuredAdapter)}
     # The rule of PyTorch's softmax attention is attached to the graph.
     functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
+    fused = fused_functions() if measured else {}
     inside, thread = 0, threading.get_ident()
 
     def take(call: FunctionCall, scan: Scan, result: Any) -> Any:
@@ -275,6 +277,8 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     def freeze(call: FunctionCall) -> Any:
         if not inside:
             return call.run()
+        if call.source in fused:
+            return fused[call.source](call)
         before, result = calls.taken, calls(call)
         if calls.taken == before:
             raise ReconstructionError(
@@ -296,8 +300,9 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in measured:
+            stack.enter_context(unfused(module))
             stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         if functions:
-            stack.enter_context(intercepted(freeze, functions))
+            stack.enter_context(intercepted(freeze, [*functions, *fused]))
         yield

@@ -110,6 +110,9 @@ STANDINS: dict[str, dict[str, Callable[..., Any]]] = {
     "ops.lightnet.chunk": {"fused_additive_gate": fused_additive_gate},
 }
 
+# The files of the layers that run on them.
+LAYERS = {path.split(".")[1] for path in STANDINS}
+
 
 def install() -> None:
     """Put them in, for the rest of the process."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from frozen import assert_reconstructs, frozen_layers
 from models import ids
+
+from captum_ssm import LaTIM, MambaLRP
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import census
@@ -20,8 +22,7 @@ MEASURED = sorted(name for name, row in ROWS.items() if row["known"] == "measure
 
 @pytest.fixture(autouse=True, scope="module")
 def recurrences():
-    importlib.import_module("fla.layers.simple_gla")  # which fla.layers leaves out
-    census.without_chunks()
+    census.on_cpu()
 
 
 def build(name: str) -> census.FlaModel:
@@ -29,12 +30,37 @@ def build(name: str) -> census.FlaModel:
     return census.FlaModel(next(getattr(m, name) for m in modules if hasattr(m, name)))
 
 
+@pytest.mark.parametrize("length", [1, 2, 9])
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_measured_layer_is_the_layer(name):
-    for layer in frozen_layers(build(name), ids(2, 9), check=True):
+def test_a_measured_layer_is_the_layer(name, length):
+    for layer in frozen_layers(build(name), ids(2, length), check=True):
         assert_reconstructs(layer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [64, 65])
+@pytest.mark.parametrize("name", MEASURED)
+def test_over_a_chunk_of_tokens(name, length):
+    for layer in frozen_layers(build(name), ids(1, length), check=True):
+        assert_reconstructs(layer)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_relevance_sums_to_the_logit(name):
+    model, tokens = build(name), ids(2, 9)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith("bias") and "dt" not in path:
+                parameter.zero_()
+    for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
+        relevance, delta = method(model).attribute(
+            tokens, target=3, return_convergence_delta=True, **options
+        )
+        assert float(delta.abs().max()) < 1e-5
+        assert float(relevance.abs().max()) > 1e-3
 
 
 def test_the_table_names_every_layer():
     assert census.names_in("fla").keys() == ROWS.keys()
-    assert len(MEASURED) >= 9
+    explained = [r for r in ROWS.values() if r["known"] in ("registered", "measured", "recognized")]
+    assert len(explained) >= 30
