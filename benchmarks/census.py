@@ -410,17 +410,18 @@ class FlaModel(nn.Module):
         self.norm = nn.LayerNorm(32)
         given = inspect.signature(kind.__init__).parameters
         taken = inspect.signature(kind.forward).parameters
-        self.passed = {"attention_mask": None} if "attention_mask" in taken else {}
+        self.takes_mask = "attention_mask" in taken
         options = {name: size for name, size in FLA_SIZES.items() if name in given}
         self.layer = kind(**options | FLA_OPTIONS.get(kind.__name__, {}))
         self.final_norm = nn.LayerNorm(32)
         self.head = nn.Linear(32, VOCABULARY)
         randomize(self).eval()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits, (B, L, V)."""
         h = self.embedding(input_ids)
-        out = self.layer(self.norm(h), **self.passed)
+        passed = {"attention_mask": attention_mask} if self.takes_mask else {}
+        out = self.layer(self.norm(h), **passed)
         h = h + (out[0] if isinstance(out, tuple) else out)
         return self.head(self.final_norm(h))
 

@@ -44,6 +44,7 @@ class CutScan:
     scan: Scan
     leaf: Tensor
     values: Point | None
+    function: Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +113,7 @@ def run_cut(
         UnsupportedModelError: for a module that does not return one token for each given one.
     """
     module, given = call.module, token_argument(call)
-    args, kwargs = call.args, {k: None if _is_cache(k) else v for k, v in call.kwargs.items()}
+    args, kwargs = call.args, {k: None if is_cache(k) else v for k, v in call.kwargs.items()}
     with torch.inference_mode(False), torch.enable_grad():
         working = torch.promote_types(given.dtype, torch.float32)
         if silent or working != call.output.dtype:
@@ -138,7 +139,7 @@ def run_cut(
             plain = fused.get(call.source)
             return scans(call) if plain is None else plain(call)
 
-        scans = ScanCalls(lambda call, scan, result: _cut(scan, result, run))
+        scans = ScanCalls(lambda call, scan, result: _cut(call, scan, result, run))
         known = candidate_functions() if functions is None else functions
         with (
             unfused(module),
@@ -173,14 +174,15 @@ def token_argument(call: MixerCall) -> Tensor:
     )
 
 
-def _is_cache(name: str) -> bool:
+def is_cache(name: str) -> bool:
+    """Whether an argument is a generation cache, by its name."""
     return any(part in name for part in _CACHES)
 
 
-def _cut(scan: Scan, result: Any, run: CutRun) -> Any:
+def _cut(call: FunctionCall, scan: Scan, result: Any, run: CutRun) -> Any:
     leaf = scan.mixed.detach().clone().requires_grad_()
     values = Point.of(scan.values) if scan.values.requires_grad else None
-    run.scans.append(CutScan(scan, leaf, values))
+    run.scans.append(CutScan(scan, leaf, values, call.source))
     if run.silent:
         return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
     return scan.result(leaf.clone(), result)

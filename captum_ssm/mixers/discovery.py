@@ -177,7 +177,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
     outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
     adapters: dict[nn.Module, Freeze] = {
         module: MeasuredAdapter(
-            frozenset().union(*(f for m, f in functions.items() if m in {module, *_inside(module)}))
+            trials.also.union(*(f for m, f in functions.items() if m in {module, *_inside(module)}))
         )
         for module in functions
         if module in outer
@@ -200,7 +200,13 @@ class _Trials:
     # Which module calls can be measured; of modules that look alike, one is tried.
     def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
         self.functions = functions
+        self.used = set(functions)
         self.known: dict[str, str | None] = {}
+
+    @property
+    def also(self) -> frozenset[Callable[..., Any]]:
+        """Functions that modules call only when they are measured."""
+        return frozenset(self.used - self.functions)
 
     def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, bool]:
         """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
@@ -230,7 +236,7 @@ class _Trials:
         look = f"{type(visit.module).__qualname__}: {visit.module}"
         if look not in self.known:
             try:
-                found = freeze_measured(visit.call, self.functions)
+                found = freeze_measured(visit.call, self.functions, used=self.used)
                 is_part = isinstance(found, FrozenRecurrence)
                 self.known[look] = "partly" if is_part else "whole"
             except UnsupportedModelError:

@@ -12,6 +12,7 @@ from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.permuted import PermutedOperator
+from captum_ssm.operators.placed import PlacedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.weights import WeightsOperator
 from captum_ssm.operators.windowed import WindowedOperator
@@ -23,6 +24,7 @@ __all__ = [
     "HeadOperator",
     "LinearAttentionOperator",
     "PermutedOperator",
+    "PlacedOperator",
     "ScaledOperator",
     "SkipOperator",
     "SoftmaxOperator",

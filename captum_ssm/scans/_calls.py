@@ -10,14 +10,16 @@ from __future__ import annotations
 import builtins
 import gc
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -172,9 +174,21 @@ class _Exchange:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _THIS.handler
-        if handler is None:
+        if handler is None or _in_autograd_function():
             return self.original(*args, **kwargs)
         return handler(FunctionCall(self.original, args, kwargs, self.function))
+
+
+def _in_autograd_function() -> bool:
+    # What the forward or backward of a custom function calls does not know the graph.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(
+            frame.f_locals.get("ctx"), (FunctionCtx, BackwardCFunction)
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stub(*args: Any, **kwargs: Any) -> Any:

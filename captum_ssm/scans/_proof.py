@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,6 +16,7 @@ from captum_ssm.scans._calls import FunctionCall, handled_by, not_intercepted
 from captum_ssm.scans._candidate import Candidate, in_layout
 from captum_ssm.scans._form import ScanForm, forms_of
 from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
+from captum_ssm.scans._packed import joined, sequences
 
 # The largest error relative to what the recurrence adds, by the coarsest dtype of the arguments.
 # In float32 right operators err by at most 1e-6.
@@ -138,13 +139,59 @@ class ScanCalls:
     def __call__(self, call: FunctionCall) -> Any:
         with torch.no_grad(), not_intercepted():
             result = call.run()
-        scan = prove(call, result)
-        if scan is None and not self.forms_only and _does_more_than_inside(call, result):
-            scan = prove_by_impulses(call, result)
+        scan = self._find(call, result)
         if scan is None:
             return call.run()
         self.taken += 1
         return self.take(call, scan, result)
+
+    def _find(self, call: FunctionCall, result: Any) -> Scan | None:
+        parts = sequences(call)
+        if parts is not None:
+            return self._find_in_each(parts, result)
+        scan = prove(call, result)
+        if scan is None and not self.forms_only and _does_more_than_inside(call, result):
+            scan = prove_by_impulses(call, result)
+        return scan
+
+    def _find_in_each(self, parts: list[tuple[FunctionCall, slice]], result: Any) -> Scan | None:
+        want, scans, results = first_tensor(result), [], []
+        for call, _ in parts:
+            with torch.no_grad(), not_intercepted():
+                results.append(first_tensor(call.run()))
+            scan = self._find(call, results[-1])
+            if scan is None:
+                return None
+            scans.append(scan)
+        first = scans[0]
+        if want is None or any(scan.layout != first.layout for scan in scans):
+            return None
+        tokens = 0 if first.layout == "LHP" else 1
+        whole = torch.cat([one for one in results if one is not None], tokens)
+        if whole.shape != want.shape or not float((whole - want).norm()) <= (
+            TOLERANCE[want.dtype] * float(want.norm())
+        ):
+            return None
+
+        def together(name: str) -> Tensor | None:
+            values = [getattr(scan, name) for scan in scans]
+            if any(value is None for value in values):
+                return None
+            shapes = [scan.values.shape for scan in scans]
+            return torch.cat([v.expand(s) for v, s in zip(values, shapes, strict=True)], 1)
+
+        mixed, values = together("mixed"), together("values")
+        assert mixed is not None
+        assert values is not None
+        return replace(
+            first,
+            operator=joined([scan.operator for scan in scans], [at for _, at in parts]),
+            values=values,
+            skip=together("skip"),
+            gate=together("gate"),
+            mixed=mixed,
+            error=max(scan.error for scan in scans),
+        )
 
 
 def _does_more_than_inside(call: FunctionCall, result: Any) -> bool:

@@ -35,10 +35,12 @@ def attention_of_tokens(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Iterator[Candidate]:
-    """q ``(B, L, H, N)``; scores decay by g ``(B, L, H)`` where there is one (forgetting).
+    """q ``(B, L, H, N)`` or ``(L, H, N)``; scores decay by g ``(B, L, H)``, if any (forgetting).
 
     A window is the number of tokens that are seen, or how many before and after the token itself.
     """
+    layout = "LHP" if q.dim() == 3 else "BLHP"
+    q, k, v = (t[None] if t.dim() == 3 else t for t in (q, k, v))
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3]:
         return
     if k.shape[1] != q.shape[1] or q.shape[2] % k.shape[2] or k.shape[-1] != q.shape[-1]:
@@ -61,7 +63,7 @@ def attention_of_tokens(
             sinks=None if sinks is None else sinks.float(),
         ),
         values=v.flatten(2),
-        layouts=("BLHP",),
+        layouts=(layout,),
     )
 
 

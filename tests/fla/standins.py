@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +23,30 @@ from fla.ops.parallax.naive import naive_parallax
 from torch import Tensor
 
 
+def per_sequence(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a function of packed tensors ``(1, T, ...)`` on each sequence by itself."""
+
+    @wraps(function)
+    def wrapped(*args, cu_seqlens=None, **kwargs):
+        if cu_seqlens is None:
+            return function(*args, **kwargs)
+        cu_seqlens = cu_seqlens[0] if isinstance(cu_seqlens, tuple) else cu_seqlens
+        ends, found = cu_seqlens.tolist(), []
+        for start, stop in pairwise(ends):
+
+            def part(x, start=start, stop=stop):
+                packed = torch.is_tensor(x) and x.dim() > 1 and x.shape[1] == ends[-1]
+                return x[:, start:stop] if packed else x
+
+            found.append(function(*map(part, args), **{k: part(x) for k, x in kwargs.items()}))
+        if torch.is_tensor(found[0]):
+            return torch.cat(found, 1)
+        columns = zip(*found, strict=True)
+        return tuple(torch.cat(one, 1) if torch.is_tensor(one[0]) else None for one in columns)
+
+    return wrapped
+
+
 def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
 
@@ -30,6 +56,21 @@ def flash_attn_func(
 ) -> Tensor:
     window = None if window_size[0] < 0 else window_size[0] + 1
     return naive_parallel_attn(q, k, v, softmax_scale, window, causal)[0]
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1),
+):  # fmt: skip
+    given = (t[None] for t in (q, k, v))
+    options = (0.0, softmax_scale, causal, window_size)
+    return per_sequence(flash_attn_func)(*given, *options, cu_seqlens=cu_seqlens_q)[0]
+
+
+FLASH = {
+    "flash_attn_func": flash_attn_func,
+    "flash_attn_varlen_func": flash_attn_varlen_func,
+}
 
 
 def chunk_gated_delta_product(
@@ -44,6 +85,7 @@ def chunk_gated_delta_product(
     )
 
 
+@per_sequence
 def chunk_mesa_net(
     q, k, v, g, beta, lamb, h_kk_init=None, h_kv_init=None, output_final_state=False,
     max_CG_iteration=30, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
@@ -58,6 +100,7 @@ def chunk_abc(q, k, v, s, initial_state=None, output_final_state=False):
     return y.transpose(1, 2), None
 
 
+@per_sequence
 def fused_additive_gate(x, initial_state=None, cu_seqlens=None, output_dtype=None, gate_dtype=None):
     z = x.float().logcumsumexp(1)
     before = torch.cat([torch.full_like(z[:, :1], -torch.inf), z[:, :-1]], 1)
@@ -69,10 +112,12 @@ def deltaformer_attn(q, k, v, beta=None, attention_mask=None, cu_seqlens=None, C
     return naive_deltaformer_attn(q, k, v, beta)
 
 
+@per_sequence
 def parallel_parallax(q, r, k, v, scale=None, window_size=None, cu_seqlens=None):
     return naive_parallax(q, r, k, v, scale, window_size)
 
 
+@per_sequence
 def parallel_nsa(
     q, k, v, g_cmp=None, g_slc=None, g_swa=None, block_indices=None, block_counts=16,
     block_size=64, window_size=0, scale=None, cu_seqlens=None,
@@ -82,6 +127,7 @@ def parallel_nsa(
     )
 
 
+@per_sequence
 def fused_recurrent_cyfa(
     q, k, v, g, delta, beta, readout, q_norm_weight, k_norm_weight, q_norm_eps, k_norm_eps,
     scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
@@ -92,12 +138,9 @@ def fused_recurrent_cyfa(
 
 
 STANDINS: dict[str, dict[str, Callable[..., Any]]] = {
-    **{
-        name: {"flash_attn_func": flash_attn_func}
-        for name in ("layers.attn", "layers.bitattn", "layers.mla")
-    },
+    **{name: FLASH for name in ("layers.attn", "layers.bitattn", "layers.mla")},
     # Which casts what flash-attn is given to half precision.
-    "layers.rodimus": {"flash_attn_func": flash_attn_func, "autocast_to_fp16": lambda x: x},
+    "layers.rodimus": FLASH | {"autocast_to_fp16": lambda x: x},
     "ops.nsa.naive": {"flash_attn_func": flash_attn_func},
     "layers.gated_deltaproduct": {"chunk_gated_delta_product": chunk_gated_delta_product},
     "layers.mesa_net": {"chunk_mesa_net": chunk_mesa_net},
@@ -119,5 +162,6 @@ def install() -> None:
     for path, functions in STANDINS.items():
         module = importlib.import_module(f"fla.{path}")
         for name, function in functions.items():
-            getattr(module, name)  # fails where a later fla has renamed it
+            if name not in FLASH:  # which cannot be imported
+                getattr(module, name)  # fails where a later fla has renamed it
             setattr(module, name, function)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import padded
 from frozen import assert_reconstructs, frozen_layers
 from models import ids
 
@@ -15,8 +16,13 @@ from captum_ssm import LaTIM, MambaLRP
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import census
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # fla's advice on options
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # fla's advice on options
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of kernels that NumPy runs
+]
 ROWS = census.load()["fla"]
+# Whose recurrences, unlike their kernels of chunks, have no backward pass.
+NO_BACKWARD = ("Comba", "PrecondGatedDeltaNet")
 MEASURED = sorted(name for name, row in ROWS.items() if row["known"] == "measured")
 
 
@@ -37,6 +43,15 @@ def test_a_measured_layer_is_the_layer(name, length):
         assert_reconstructs(layer)
 
 
+# Path attention needs a cache where there is a mask; momentum DeltaNet takes no mask.
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", sorted(set(MEASURED) - {"PaTHAttention", "MomentumDeltaNet"}))
+def test_a_padded_batch(name, side):
+    mask = padded(side)
+    for layer in frozen_layers(build(name), ids(2, 9), mask, check=True):
+        assert_reconstructs(layer, mask)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [64, 65])
 @pytest.mark.parametrize("name", MEASURED)
@@ -52,7 +67,8 @@ def test_relevance_sums_to_the_logit(name):
         for path, parameter in model.named_parameters():
             if path.endswith("bias") and "dt" not in path:
                 parameter.zero_()
-    for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
+    methods = [(MambaLRP, {}), (LaTIM, {"activation": "gate"})]
+    for method, options in methods[: 1 if name in NO_BACKWARD else 2]:
         relevance, delta = method(model).attribute(
             tokens, target=3, return_convergence_delta=True, **options
         )
