@@ -317,6 +317,35 @@ def test_what_is_not_linear_in_each_head_is_not_measured(function):
     assert not seen_by(function, measured(function.__name__, 7))
 
 
+def delta_product(q, k, v, beta, g, num_householder):
+    out, state = [], torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1])
+    for t in range(q.shape[1]):
+        state = g[:, t, :, None, None].exp() * state
+        for i in range(t * num_householder, (t + 1) * num_householder):
+            left = v[:, i] - (k[:, i, ..., None] * state).sum(-2)
+            write = beta[:, i, :, None] * k[:, i]
+            state = state + write[..., None] * left[..., None, :]
+        out.append((q[:, t, ..., None] * state).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(out, 1), state
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 65])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_several_steps_per_token(length, steps):
+    torch.manual_seed(0)
+    k, v = unit(torch.randn(2, length * steps, 2, 4)), torch.randn(2, length * steps, 2, 3)
+    q, beta, g = torch.randn(2, length, 2, 4), torch.rand(2, length * steps, 2), -torch.rand(2, 1)
+    arguments = dict(q=q, k=k, v=v, beta=beta, g=g.expand(2, length)[..., None].expand(-1, -1, 2))
+    scan = proven(delta_product, **arguments, num_householder=steps)
+    assert scan is not None
+    if length > 7:
+        return
+    found = scan.operator.matrix().unflatten(1, (steps, 2))  # by step and head
+    columns = matrices(delta_product, arguments | {"num_householder": steps})
+    truth = columns.unflatten(-1, (length, steps)).unflatten(1, (2, 3))[:, :, 0].movedim(-1, 1)
+    assert (found - truth).abs().max() <= 2e-5 * truth.abs().max()
+
+
 def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=True):
     ends = cu_seqlens_q.tolist()
     assert max_seqlen_q == max(b - a for a, b in pairwise(ends))

@@ -19,6 +19,7 @@ from captum_ssm.operators import (
     ScaledOperator,
     SkipOperator,
     SoftmaxOperator,
+    SubstepOperator,
     SumOperator,
     TokenOperator,
     WeightsOperator,
@@ -127,6 +128,9 @@ KINDS = {
     "softmax, softcap": lambda L: make_softmax(L, softcap=1.5),
     "softmax, sinks": lambda L: make_softmax(L, sinks=normal(H)),
     "weights": lambda L: WeightsOperator(normal(B, H, L, L), WIDTH),
+    "substeps": lambda L: SubstepOperator(
+        part_of(make_linear(3 * L, delta=True), torch.arange(B), 0, WIDTH), 3
+    ),
     "placed": make_placed,
     "placed, convolved": lambda L: make_placed(L).compose(right=normal(B, L, D), conv=normal(D, 3)),
     **{
@@ -217,6 +221,9 @@ def naive_maps(op: TokenOperator) -> Tensor:
         return naive_softmax(op).nan_to_num(0.0)
     if isinstance(op, WeightsOperator):
         return op.weights.clone()
+    if isinstance(op, SubstepOperator):
+        rows = naive_maps(op.inner)[:, :, op.steps - 1 :: op.steps]
+        return torch.cat([rows[..., step :: op.steps] for step in range(op.steps)], 1)
     if isinstance(op, PlacedOperator):
         maps = torch.zeros(B, op.maps, op.length, op.length, dtype=op.dtype)
         for part, example, at in zip(op.parts, op.examples, op.positions, strict=True):

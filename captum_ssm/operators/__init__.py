@@ -14,6 +14,7 @@ from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.placed import PlacedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
+from captum_ssm.operators.substeps import SubstepOperator
 from captum_ssm.operators.weights import WeightsOperator
 from captum_ssm.operators.windowed import WindowedOperator
 
@@ -28,6 +29,7 @@ __all__ = [
     "ScaledOperator",
     "SkipOperator",
     "SoftmaxOperator",
+    "SubstepOperator",
     "SumOperator",
     "TokenOperator",
     "WeightsOperator",

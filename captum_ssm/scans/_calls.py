@@ -19,7 +19,7 @@ from functools import cached_property
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -184,7 +184,7 @@ def _in_autograd_function() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(
-            frame.f_locals.get("ctx"), (FunctionCtx, BackwardCFunction)
+            frame.f_locals.get("ctx"), FunctionCtx
         ):
             return True
         frame = frame.f_back

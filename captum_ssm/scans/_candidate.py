@@ -15,6 +15,7 @@ _LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BLD": lambda y, like: y,
     "BDL": lambda y, like: y.mT,
     "BLHP": lambda y, like: _padded(y.unflatten(-1, (like.shape[2], -1)), like.shape[-1]),
+    "BLSHP": lambda y, like: y.unflatten(-1, (-1, *like.shape[2:])).sum(2),
     "LHP": lambda y, like: _padded(y[0].unflatten(-1, (like.shape[1], -1)), like.shape[-1]),
     "BHLP": lambda y, like: y.unflatten(-1, (like.shape[1], -1)).transpose(1, 2),
 }
@@ -28,7 +29,8 @@ class Candidate:
         operator (TokenOperator): :math:`\alpha`.
         values (Tensor): v, ``(B, L, D)``, with its graph.
         layouts (tuple of str): the layouts in which the function may return y: ``"BLD"``,
-            ``"BDL"``, ``"BLHP"``, ``"BHLP"`` or, of one example, ``"LHP"`` (heads of P channels).
+            ``"BDL"``, ``"BLHP"``, ``"BHLP"`` or, of one example, ``"LHP"`` (heads of P channels);
+            ``"BLSHP"``, whose sum over S steps is returned as ``"BLHP"``.
         skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. The function may leave it out.
             Default: None
         gates (tuple of Tensor, optional): what g may be, ``(B, L, D)`` each, with its graph; or no
@@ -57,6 +59,8 @@ def _padded(y: Tensor, width: int) -> Tensor:
 def in_layout(y: Tensor, layout: str, like: Tensor) -> Tensor | None:
     """``y (B, L, D)`` in a function's layout; None where that has another shape than ``like``."""
     if layout == "LHP" and (like.dim() != 3 or len(y) != 1 or y.shape[-1] % like.shape[1]):
+        return None
+    if layout == "BLSHP" and (like.dim() != 4 or y.shape[-1] % like.shape[2:].numel()):
         return None
     if layout == "BLHP" and (like.dim() != 4 or y.shape[-1] % like.shape[2]):
         return None

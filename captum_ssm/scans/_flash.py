@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.operators import LinearAttentionOperator, TokenOperator
+from captum_ssm.operators import LinearAttentionOperator, SubstepOperator, TokenOperator
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
 
@@ -77,6 +77,40 @@ def closed_loop_delta(
     # The kernels read the state before it decays, the naive form after.
     for probe in (p * torch.exp(-g.float())[..., None], p):
         yield _delta(q, k, v, g[..., None], write=k * beta[..., None], probe=probe)
+
+
+@register_scan(names=_UNIT | {"steps": ("num_householder",)})
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    steps: int | None = None,
+    scale: float | None = None,
+    unit: bool = False,
+) -> Iterator[Candidate]:
+    """The gated delta product: several steps of the delta rule per token, and one decay."""
+    if steps is None or q.dim() != 4 or k.shape != (len(q), q.shape[1] * steps, *q.shape[2:]):
+        return
+    if v.shape[:3] != k.shape[:3] or beta.shape != k.shape[:3]:
+        return
+    q, k = _shared(q, k, v, unit=unit, scale=scale)
+    # The token decays at its first step, and is read at its last.
+    query, log_decay = torch.zeros_like(k), torch.zeros_like(k[..., :1])
+    query[:, steps - 1 :: steps] = q
+    if g is not None:
+        log_decay[:, ::steps, :, 0] = g.float()
+    inner = LinearAttentionOperator(
+        query=query,
+        key=k * beta[..., None].float(),
+        log_decay=log_decay,
+        width=v.shape[-1],
+        erase=k * beta[..., None].float(),
+        probe=k,
+    )
+    values = v.unflatten(1, (-1, steps)).flatten(2)
+    yield Candidate(operator=SubstepOperator(inner, steps), values=values, layouts=("BLSHP",))
 
 
 @register_scan(names=_UNIT | {"erase": ("b",), "write": ("w",)})

@@ -101,6 +101,10 @@ def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | Non
     # The factor of a norm after the scans, and that of what follows it, in the module's order;
     # without such a norm, None and the whole factor.
     channels = direction.channels
+    steps = len(channels) // len(channels.unique())
+    channels = channels[: len(channels) // steps]  # the same for each step of a token
+    if not torch.equal(channels.repeat(steps), direction.channels):
+        raise rerun.refused("some of what its scans return is added up, and some is not")
     whole = direction.factor[:, torch.argsort(direction.order)]
     leaf = Point.of(direction.cut.leaf)
     for norm in reversed(rerun.run.norms):
@@ -116,7 +120,7 @@ def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | Non
         rows = torch.arange(rerun.T, device=channels.device)[:, None]
         if bool((found.token != rows).any() | (found.channel != channels).any()):
             continue
-        after = found.factor.reshape(whole.shape).to(whole)
+        after = found.factor.reshape(*whole.shape[:2], -1).repeat(1, 1, steps).to(whole)
         return whole / after, after
     return None, whole
 
