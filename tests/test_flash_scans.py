@@ -98,6 +98,25 @@ def gsa(q, k, v, s, g, scale=0.7):
     return torch.stack(out, 1), None
 
 
+def abc(q, k, v, s):
+    total = s.logcumsumexp(1)
+    before = torch.cat([total[:, :1], total[:, :-1]], 1)
+    return gsa(q, k, v, torch.exp(s - total), before - total, scale=q.shape[-1] ** -0.5)
+
+
+def mesa(q, k, v, g, beta, lamb, use_qk_l2norm_in_kernel=True):
+    q, k = unit(q), unit(k)
+    keys = values = torch.zeros(*k.shape[::2], 1, 1)
+    out = []
+    for t in range(v.shape[1]):
+        decay, write = g[:, t, :, None, None].exp(), (beta[:, t, :, None] * k[:, t])[..., None]
+        keys = decay * keys + write * k[:, t, ..., None, :]
+        values = decay * values + write * v[:, t, ..., None, :]
+        query = torch.linalg.solve(keys + torch.diag_embed(lamb), q[:, t])
+        out.append((query[..., None] * values).sum(-2))
+    return torch.stack(out, 1)
+
+
 def masked(weights: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhij,bjhp->bihp", weights, v)
 
@@ -153,6 +172,10 @@ def given(name: str, L: int) -> dict[str, Tensor]:
         found |= {"log_atk_scale": torch.randn(H)}
     elif name == "gsa":
         found |= {"s": torch.rand(B, L, H, 5), "g": -torch.rand(B, L, H, 5)}
+    elif name == "abc":
+        found |= {"s": torch.randn(B, L, H, 5)}
+    elif name == "mesa":
+        found |= {"g": per_head, "beta": beta, "lamb": 0.3 + torch.rand(H, N)}
     elif name == "linear":
         found |= {"q": q.abs(), "k": k.abs()}
     elif name == "forgetting":
@@ -162,7 +185,20 @@ def given(name: str, L: int) -> dict[str, Tensor]:
 
 SCANS = {
     f.__name__: f
-    for f in (kda, comba, comba_naive, gdn2, precond, gsa, based, rebased, linear, forgetting)
+    for f in (
+        kda,
+        comba,
+        comba_naive,
+        gdn2,
+        precond,
+        gsa,
+        abc,
+        mesa,
+        based,
+        rebased,
+        linear,
+        forgetting,
+    )
 }
 
 

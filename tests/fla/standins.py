@@ -17,7 +17,7 @@ from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.cyfa.naive import naive_recurrent_cyfa
 from fla.ops.deltaformer.naive import naive_deltaformer_attn
 from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
-from fla.ops.mesa_net.naive import naive_mesa_net_exact
+from fla.ops.mesa_net.naive import naive_mesa_net_CG
 from fla.ops.nsa.naive import naive_nsa
 from fla.ops.parallax.naive import naive_parallax
 from torch import Tensor
@@ -81,7 +81,7 @@ def chunk_gated_delta_product(
         q, k = unit(q), unit(k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return naive_recurrent_gated_delta_product(
-        q, k, v, g, beta, scale, num_householder=num_householder
+        q, k, v, g, beta, scale, cu_seqlens, num_householder=num_householder
     )
 
 
@@ -92,7 +92,7 @@ def chunk_mesa_net(
 ):  # fmt: skip
     if use_qk_l2norm_in_kernel:
         q, k = unit(q), unit(k)
-    return naive_mesa_net_exact(q, k, v, g, lamb, beta)
+    return naive_mesa_net_CG(q, k, v, g, lamb, beta, 1, max_CG_iteration)  # chunks of one token
 
 
 def chunk_abc(q, k, v, s, initial_state=None, output_final_state=False):
