@@ -10,7 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,11 +86,13 @@ class CutRun:
         tokens (Tensor): the leaf that took the place of the module's input.
         output (Tensor): what the module returned.
         silent (bool): whether zeros took the place of what was cut off.
+        called (bool): whether a function was called that may be a scan.
     """
 
     tokens: Tensor
     output: Tensor
     silent: bool
+    called: bool = False
     scans: list[CutScan] = field(default_factory=list)
     convs: list[CutConv] = field(default_factory=list)
     linears: list[CutLinear] = field(default_factory=list)
@@ -133,11 +135,13 @@ def run_cut(
                 return value.to(working) if half else value
             return value
 
+        half = given.dtype if given.dtype.itemsize == 2 else None
         run, fused = CutRun(leaf, leaf, silent), fused_functions()
 
         def handle(call: FunctionCall) -> Any:
             plain = fused.get(call.source)
-            return scans(call) if plain is None else plain(call)
+            run.called |= plain is None
+            return scans(replace(call, half=half)) if plain is None else plain(call)
 
         scans = ScanCalls(lambda call, scan, result: _cut(call, scan, result, run))
         known = candidate_functions() if functions is None else functions

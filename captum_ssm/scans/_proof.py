@@ -111,7 +111,7 @@ def prove_by_impulses(call: FunctionCall, result: Any) -> Scan | None:
         for layout in candidate.layouts:
             with torch.no_grad():
                 error, _ = _error(mixed, mixed, None, layout, want)
-            if error <= TOLERANCE[want.dtype]:
+            if error <= _tolerance(call, want):
                 name = call.function.__qualname__
                 return Scan(candidate.operator, v, None, None, layout, mixed, name, error)
     return None
@@ -169,7 +169,7 @@ class ScanCalls:
         tokens = 0 if first.layout == "LHP" else 1
         whole = torch.cat([one for one in results if one is not None], tokens)
         if whole.shape != want.shape or not float((whole - want).norm()) <= (
-            TOLERANCE[want.dtype] * float(want.norm())
+            _tolerance(parts[0][0], want) * float(want.norm())
         ):
             return None
 
@@ -213,7 +213,7 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) ->
     if given is None:
         return None
     tolerance = max(TOLERANCE.get(given[role].dtype, 1.0) for role in form.needed)
-    tolerance = max(tolerance, TOLERANCE.get(want.dtype, 1.0))
+    tolerance = max(tolerance, _tolerance(call, want))
     if tolerance == 1.0:  # not floating point
         return None
     with torch.no_grad():
@@ -238,6 +238,10 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) ->
             if enlarged and error <= tolerance:
                 return scan
     return None
+
+
+def _tolerance(call: FunctionCall, want: Tensor) -> float:
+    return TOLERANCE.get(call.half or want.dtype, 1.0)
 
 
 def _variants(

@@ -51,7 +51,8 @@ def attention_of_tokens(
     used = v.detach().flatten(0, 2).any(0).nonzero()[:, 0]
     v = v[..., : int(used[-1]) + 1] if len(used) else v
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
-    query, key = (t.float().transpose(1, 2) for t in (q, k))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    query, key = (t.to(wide).transpose(1, 2) for t in (q, k))
     yield Candidate(
         operator=SoftmaxOperator(
             query,
@@ -60,7 +61,7 @@ def attention_of_tokens(
             v.shape[-1],
             bias=_bias(query, causal, window, decay),
             softcap=softcap or None,
-            sinks=None if sinks is None else sinks.float(),
+            sinks=None if sinks is None else sinks.to(wide),
         ),
         values=v.flatten(2),
         layouts=(layout,),
@@ -83,6 +84,6 @@ def _bias(
         hidden |= distance < -after
     bias = query.new_zeros(1, 1, *hidden.shape)
     if decay is not None:
-        total = decay.float().cumsum(1).transpose(1, 2)
+        total = decay.to(query).cumsum(1).transpose(1, 2)
         bias = total[..., None] - total[..., None, :]
     return bias.masked_fill(hidden, -torch.inf)

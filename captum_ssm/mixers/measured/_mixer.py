@@ -51,7 +51,7 @@ def freeze_measured(
     """
     with torch.inference_mode(False), torch.no_grad():
         rerun = Rerun(call, run_cut(call, functions))
-        if not rerun.run.scans and functions is not None:
+        if not rerun.run.called and functions is not None:
             # A module may call others with gradients, or without padding.
             functions = None
             rerun = Rerun(call, run_cut(call))
