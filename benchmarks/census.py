@@ -447,6 +447,7 @@ FLA_SIZES: dict[str, Any] = {
 REASONS = {
     "LogLinearMamba2": "needs a GPU; its naive form is explained",
     "Mamba3": "needs mamba-ssm's kernels on a GPU; mamba-ssm's own Mamba3 is explained",
+    "MoBA": "needs the inner kernels of flash-attn",
     "MomAttention": "its tokens are sorted into memories, and no recurrence runs over all",
     "StickBreakingAttention": "needs a GPU; its naive form is explained",
     "YOCOCrossAttention": "mixes values that another layer projected, of which it is not told",

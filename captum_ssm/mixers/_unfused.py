@@ -90,9 +90,12 @@ def _grouped_norm(norm: Any, fused: Any, x: Tensor, z: Tensor | None = None) -> 
     return y.to(x.dtype)
 
 
-def _short_conv(conv: Any, fused: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _short_conv(
+    conv: Any, fused: Any, x: Tensor, *args: Any, mask: Tensor | None = None, **kwargs: Any
+) -> Any:
     if _is_more(args, kwargs):
-        return fused(x, *args, **kwargs)
+        return fused(x, *args, mask=mask, **kwargs)
+    x = x if mask is None else x * mask[..., None]
     size = conv.weight.shape[-1]
     y = F.conv1d(x.mT, conv.weight, conv.bias, padding=size - 1, groups=x.shape[-1])
     y = y[..., : x.shape[1]].mT
