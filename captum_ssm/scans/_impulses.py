@@ -20,10 +20,15 @@ _NAMES = (
     ("k", "key", "keys"),
     ("v", "value", "values"),
 )
+# The numbers of all maps together; those of longer sequences would not fit into memory.
+_LARGEST = 1 << 28
 
 
 def can_be_measured(call: FunctionCall, returned: Tensor) -> bool:
-    """Whether a call takes q, k and v, four axes each, and returns a result for each token."""
+    """Whether a call takes q, k and v, four axes each, and returns a result for each token.
+
+    Not where the maps would have more than 2^28 numbers (4096 tokens of 16 heads).
+    """
     names = _roles(call)
     if names is None:
         return False
@@ -31,6 +36,8 @@ def can_be_measured(call: FunctionCall, returned: Tensor) -> bool:
     if not all(torch.is_tensor(t) and t.dim() == 4 for t in (q, k, v, returned)):
         return False
     if not v.is_floating_point() or v.shape[-1] != returned.shape[-1]:
+        return False
+    if returned.shape[:3].numel() * max(returned.shape[1:3]) > _LARGEST:
         return False
     return k.shape[:3] == v.shape[:3] and q.shape[:3] == returned.shape[:3]
 
