@@ -29,6 +29,7 @@ _CONSTANT = (
     "Rsqrt",
     "SafeSoftmax",
     "Sigmoid",
+    "SigmoidFunction",  # of flash-linear-attention
     "Softmax",
 )
 # Products, and which inputs are the factors: each gets half of the relevance if both depend on
@@ -176,7 +177,7 @@ def _rule(node: Node, carrying: set[int], centered: bool = True) -> Rule | None:
         return _group_norm(node, centered)
     if kind == "FusedRmsNorm":
         return _norm(node, node._saved_result1, centered=False)
-    if kind == "LayerNormFn":
+    if kind == "LayerNormFn" and hasattr(node, "prenorm"):
         return _added_norm(node)
     # Fused functions of flash-linear-attention.
     if kind == "SquaredReLUFunction":
@@ -212,6 +213,8 @@ def _factor(node: Node, kind: str) -> Tensor | None:
         y = node._saved_result.detach()
         size = y.abs().double().clamp(1e-4, 1 - torch.finfo(y.dtype).eps / 2)
         return (size / torch.atanh(size)).to(y.dtype)
+    if kind == "SwishFunction":  # of flash-linear-attention
+        return torch.sigmoid(node.saved_tensors[0].detach())
     act = _ACTIVATIONS.get(kind)
     if kind == "Gelu":
         act = partial(F.gelu, approximate=node._saved_approximate)

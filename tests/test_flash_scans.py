@@ -1,14 +1,18 @@
-"""The forms of flash-linear-attention's scans, against their recurrences, token by token."""
+"""flash-linear-attention's scans, by form or by impulses, against their equations."""
 
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 
 import pytest
 import torch
 from test_scans import proven
 from torch import Tensor
 from torch.nn import functional as F
+
+from captum_ssm.operators import SoftmaxOperator
+from captum_ssm.scans import ScanCalls, intercepted
 
 
 def unit(t: Tensor) -> Tensor:
@@ -94,6 +98,25 @@ def gsa(q, k, v, s, g, scale=0.7):
     return torch.stack(out, 1), None
 
 
+def abc(q, k, v, s):
+    total = s.logcumsumexp(1)
+    before = torch.cat([total[:, :1], total[:, :-1]], 1)
+    return gsa(q, k, v, torch.exp(s - total), before - total, scale=q.shape[-1] ** -0.5)
+
+
+def mesa(q, k, v, g, beta, lamb, use_qk_l2norm_in_kernel=True):
+    q, k = unit(q), unit(k)
+    keys = values = torch.zeros(*k.shape[::2], 1, 1)
+    out = []
+    for t in range(v.shape[1]):
+        decay, write = g[:, t, :, None, None].exp(), (beta[:, t, :, None] * k[:, t])[..., None]
+        keys = decay * keys + write * k[:, t, ..., None, :]
+        values = decay * values + write * v[:, t, ..., None, :]
+        query = torch.linalg.solve(keys + torch.diag_embed(lamb), q[:, t])
+        out.append((query[..., None] * values).sum(-2))
+    return torch.stack(out, 1)
+
+
 def masked(weights: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhij,bjhp->bihp", weights, v)
 
@@ -149,6 +172,10 @@ def given(name: str, L: int) -> dict[str, Tensor]:
         found |= {"log_atk_scale": torch.randn(H)}
     elif name == "gsa":
         found |= {"s": torch.rand(B, L, H, 5), "g": -torch.rand(B, L, H, 5)}
+    elif name == "abc":
+        found |= {"s": torch.randn(B, L, H, 5)}
+    elif name == "mesa":
+        found |= {"g": per_head, "beta": beta, "lamb": 0.3 + torch.rand(H, N)}
     elif name == "linear":
         found |= {"q": q.abs(), "k": k.abs()}
     elif name == "forgetting":
@@ -158,7 +185,20 @@ def given(name: str, L: int) -> dict[str, Tensor]:
 
 SCANS = {
     f.__name__: f
-    for f in (kda, comba, comba_naive, gdn2, precond, gsa, based, rebased, linear, forgetting)
+    for f in (
+        kda,
+        comba,
+        comba_naive,
+        gdn2,
+        precond,
+        gsa,
+        abc,
+        mesa,
+        based,
+        rebased,
+        linear,
+        forgetting,
+    )
 }
 
 
@@ -205,3 +245,156 @@ def test_another_recurrence_is_none(name):
 
     altered.__signature__ = inspect.signature(SCANS[name])
     assert proven(altered, **given(name, 7)) is None
+
+
+def attention(q, k, v, causal=True, window_size=(-1, -1), softmax_scale=None, softcap=0.0):
+    """As flash-attn's function, also of packed tokens ``(T, H, N)``."""
+    q, k, v = (t[None] if t.dim() == 3 else t for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+    scores = products(q, k, softmax_scale or q.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    at = torch.arange(q.shape[1])
+    ahead, (before, after) = at - at[:, None], window_size
+    hidden = (ahead > 0) if causal else (after >= 0) & (ahead > after)
+    hidden = hidden | ((before >= 0) & (-ahead > before))
+    return masked(scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window_size": (2, 0)},
+        {"causal": False, "window_size": (1, 2)},
+        {"softcap": 2.0, "softmax_scale": 0.7},
+    ],
+)
+def test_attention_as_flash_attn_computes_it(options):
+    torch.manual_seed(0)
+    arguments = given("forgetting", 7)
+    del arguments["g"]
+    scan = proven(attention, **arguments, **options)
+    truth, found = matrices(attention, arguments | options), scan.operator.matrix()
+    found = found.repeat_interleave(truth.shape[1] // found.shape[1], 1)
+    if options == {}:  # query heads that share a value's
+        truth = matrices(attention, arguments)
+    assert isinstance(scan.operator, SoftmaxOperator)
+    assert (found - truth).abs().max() <= 2e-5
+
+
+def stick_breaking(q, k, v, attend_current=True):
+    z = products(q, k, q.shape[-1] ** -0.5)
+    seen = torch.ones_like(z).tril(0 if attend_current else -1) > 0
+    weights = torch.zeros_like(z)
+    for i in range(z.shape[-1]):
+        left = torch.ones_like(z[..., 0, 0])
+        for j in range(i if attend_current else i - 1, -1, -1):
+            share = torch.sigmoid(z[..., i, j])
+            weights[..., i, j], left = left * share, left * (1 - share)
+    assert not weights[~seen].any()
+    return masked(weights, v), None
+
+
+def momentum(q, k, v, log_alpha, log_mu, beta):
+    """The delta rule whose writes have momentum: a state of two parts."""
+    state = moving = torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1])
+    out = []
+    for t in range(v.shape[1]):
+        alpha, mu, b = (x[:, t, :, None, None] for x in (log_alpha.exp(), log_mu.exp(), beta))
+        left = v[:, t] - (k[:, t, ..., None] * state).sum(-2)
+        moving = mu * moving - k[:, t, ..., None] * left[..., None, :]
+        state = alpha * state - b * moving
+        out.append((q[:, t, ..., None] * state).sum(-2))
+    return torch.stack(out, 1)
+
+
+def dependent(q, k, v):
+    return masked(products(q, k, 1.0).softmax(-1), v / v.norm(dim=-1, keepdim=True))
+
+
+def mixing_heads(q, k, v):
+    return masked(products(q, k, 1.0).softmax(-1), v.flip(2))
+
+
+def seen_by(function, arguments):
+    """The scans that a run of the function holds."""
+    found = []
+    handler = ScanCalls(lambda call, scan, result: found.append(scan) or result)
+    with intercepted(handler, [function]), torch.no_grad():
+        function(**arguments)
+    return found
+
+
+def measured(name: str, L: int) -> dict[str, Tensor]:
+    extra = {} if name != "momentum" else given("comba", L)
+    found = {name: t for name, t in given("based", L).items() if name in "qkv"}
+    if extra:
+        found |= dict(log_alpha=-torch.rand(2, L, 2), log_mu=-torch.rand(2, L, 2))
+        found |= dict(beta=torch.rand(2, L, 2))
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("function", [stick_breaking, momentum])
+def test_a_call_without_a_form_is_measured_with_impulses(function, length):
+    torch.manual_seed(0)
+    arguments = measured(function.__name__, length)
+    assert length == 1 or proven(function, **arguments) is None
+    (scan,) = seen_by(function, arguments)
+    truth, found = matrices(function, arguments), scan.operator.matrix()
+    found = found.repeat_interleave(truth.shape[1] // found.shape[1], 1)
+    assert (found - truth).abs().max() <= 2e-5 * truth.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("function", [dependent, mixing_heads])
+def test_what_is_not_linear_in_each_head_is_not_measured(function):
+    torch.manual_seed(0)
+    assert not seen_by(function, measured(function.__name__, 7))
+
+
+def delta_product(q, k, v, beta, g, num_householder):
+    out, state = [], torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1])
+    for t in range(q.shape[1]):
+        state = g[:, t, :, None, None].exp() * state
+        for i in range(t * num_householder, (t + 1) * num_householder):
+            left = v[:, i] - (k[:, i, ..., None] * state).sum(-2)
+            write = beta[:, i, :, None] * k[:, i]
+            state = state + write[..., None] * left[..., None, :]
+        out.append((q[:, t, ..., None] * state).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(out, 1), state
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 65])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_several_steps_per_token(length, steps):
+    torch.manual_seed(0)
+    k, v = unit(torch.randn(2, length * steps, 2, 4)), torch.randn(2, length * steps, 2, 3)
+    q, beta, g = torch.randn(2, length, 2, 4), torch.rand(2, length * steps, 2), -torch.rand(2, 1)
+    arguments = dict(q=q, k=k, v=v, beta=beta, g=g.expand(2, length)[..., None].expand(-1, -1, 2))
+    scan = proven(delta_product, **arguments, num_householder=steps)
+    assert scan is not None
+    if length > 7:
+        return
+    found = scan.operator.matrix().unflatten(1, (steps, 2))  # by step and head
+    columns = matrices(delta_product, arguments | {"num_householder": steps})
+    truth = columns.unflatten(-1, (length, steps)).unflatten(1, (2, 3))[:, :, 0].movedim(-1, 1)
+    assert (found - truth).abs().max() <= 2e-5 * truth.abs().max()
+
+
+def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=True):
+    ends = cu_seqlens_q.tolist()
+    assert max_seqlen_q == max(b - a for a, b in pairwise(ends))
+    return torch.cat([attention(q[a:b], k[a:b], v[a:b], causal)[0] for a, b in pairwise(ends)])
+
+
+def test_packed_sequences_are_proven_one_by_one():
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 3, 4, 9])
+    q, k, v = torch.randn(3, 9, 2, 4)
+    arguments = dict(q=q, k=k, v=v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5)
+    (scan,) = seen_by(packed, arguments)
+    found = scan.operator.matrix()[0]
+    block = torch.block_diag(*(torch.ones(n, n) for n in (3, 1, 5))).bool()
+    assert not found[:, ~block].any()
+    assert (found @ v.transpose(0, 1) - packed(**arguments).transpose(0, 1)).abs().max() <= 2e-5

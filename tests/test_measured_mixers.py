@@ -1,6 +1,7 @@
 """Mixers without an adapter: found by a run, measured, and explained."""
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -402,3 +403,61 @@ def test_two_threads_explain_two_models():
         thread.join()
     for model, relevance in zip(models, found, strict=True):
         torch.testing.assert_close(relevance, MambaLRP(model).attribute(x, target=(3, 1)))
+
+
+def attention(q, k, v, causal=True, cu_seqlens=None):
+    """Over each of the packed sequences, as a kernel that takes half precision or float64 only."""
+    assert q.dtype != torch.float32
+    ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    parts = [tuple(t[:, a:b].transpose(1, 2) for t in (q, k, v)) for a, b in pairwise(ends)]
+    found = []
+    for query, key, value in parts:
+        scores = query @ key.mT * q.shape[-1] ** -0.5
+        later = torch.ones_like(scores).triu(1) > 0
+        found.append((scores.masked_fill(later, -torch.inf).softmax(-1) @ value).transpose(1, 2))
+    return torch.cat(found, 1)
+
+
+class Unpadding(nn.Module):
+    """Attention that removes padding and packs what is left into one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.gate, self.out = nn.Linear(6, 24), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x, attention_mask=None):
+        real = torch.ones(x.shape[:2]) if attention_mask is None else attention_mask
+        at = real.flatten().nonzero()[:, 0]
+        ends = F.pad(real.sum(1).cumsum(0), (1, 0)).long()
+        packed = x.flatten(0, 1)[at][None]
+        q, k, v = (t.unflatten(-1, (2, 4)) for t in self.qkv(packed).chunk(3, -1))
+        y = attention(q, k, v, cu_seqlens=ends).flatten(2) * torch.sigmoid(self.gate(packed))
+        flat = torch.zeros(real.numel(), 6, dtype=x.dtype)
+        return flat.index_copy(0, at, self.out(y)[0]).view_as(x)
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_a_padded_batch_that_a_module_packs(side):
+    torch.manual_seed(0)
+    module, x = Unpadding().double().eval(), torch.randn(3, 7, 6).double()
+    mask = torch.ones(3, 7)
+    if side is not None:
+        mask[1, slice(0, 4) if side == "left" else slice(3, 7)] = 0
+    with torch.no_grad():
+        call = MixerCall("mixer", module, (x, mask), {}, module(x, mask))
+    mixer = freeze_measured(call, {attention})
+    torch.testing.assert_close(mixer.output() * mask[..., None], call.output)
+    maps = mixer.operator("hidden").matrix()
+    assert not maps[:, :, mask[1] == 0][1].any()
+    assert not maps[1][..., mask[1] == 0].any()
+    assert (maps.sum(-1) - mask[:, None]).abs().max() <= 1e-12
+
+
+def test_a_kernel_that_takes_half_precision_only():
+    torch.manual_seed(0)
+    module, x = Unpadding().bfloat16().eval(), torch.randn(1, 7, 6).bfloat16()
+    with torch.no_grad():
+        call = MixerCall("mixer", module, (x,), {}, module(x))
+    mixer = freeze_measured(call, {attention})
+    error = (mixer.output() - call.output.float()).abs().max()
+    assert float(error) <= 2e-2 * float(call.output.abs().max())

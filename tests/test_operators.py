@@ -15,11 +15,14 @@ from captum_ssm.operators import (
     DiagonalOperator,
     LinearAttentionOperator,
     PermutedOperator,
+    PlacedOperator,
     ScaledOperator,
     SkipOperator,
     SoftmaxOperator,
+    SubstepOperator,
     SumOperator,
     TokenOperator,
+    WeightsOperator,
 )
 from captum_ssm.operators.part import examples, part_of
 
@@ -73,6 +76,17 @@ def make_softmax(L: int, **changes: object) -> SoftmaxOperator:
     return SoftmaxOperator(normal(B, H, L, N), normal(B, H, L, N), 0.6, WIDTH, **changes)
 
 
+def make_placed(L: int) -> PlacedOperator:
+    """The first example padded on the left, the second one on the right."""
+    lengths = (max(1, L - 3), max(1, L - 5))
+    parts = tuple(
+        part_of(make_linear(length, delta=True), torch.tensor([row]), 0, D)
+        for row, length in enumerate(lengths)
+    )
+    at = (torch.arange(L - lengths[0], L), torch.arange(lengths[1]))
+    return PlacedOperator(parts, (0, 1), at, (B, L))
+
+
 def arange_back(L: int) -> Tensor:
     return torch.arange(L).flip(0)
 
@@ -113,6 +127,12 @@ KINDS = {
     "softmax, bias per head": lambda L: make_softmax(L, bias=normal(1, H, L, L)),
     "softmax, softcap": lambda L: make_softmax(L, softcap=1.5),
     "softmax, sinks": lambda L: make_softmax(L, sinks=normal(H)),
+    "weights": lambda L: WeightsOperator(normal(B, H, L, L), WIDTH),
+    "substeps": lambda L: SubstepOperator(
+        part_of(make_linear(3 * L, delta=True), torch.arange(B), 0, WIDTH), 3
+    ),
+    "placed": make_placed,
+    "placed, convolved": lambda L: make_placed(L).compose(right=normal(B, L, D), conv=normal(D, 3)),
     **{
         f"convolved over an image, {K} x {K}": lambda L, K=K: ConvolvedOperator(
             make_diagonal(L), normal(D, K, K), grid_of(L)
@@ -199,6 +219,16 @@ def naive_maps(op: TokenOperator) -> Tensor:
         return naive_diagonal_matrix(op)
     if isinstance(op, SoftmaxOperator):
         return naive_softmax(op).nan_to_num(0.0)
+    if isinstance(op, WeightsOperator):
+        return op.weights.clone()
+    if isinstance(op, SubstepOperator):
+        rows = naive_maps(op.inner)[:, :, op.steps - 1 :: op.steps]
+        return torch.cat([rows[..., step :: op.steps] for step in range(op.steps)], 1)
+    if isinstance(op, PlacedOperator):
+        maps = torch.zeros(B, op.maps, op.length, op.length, dtype=op.dtype)
+        for part, example, at in zip(op.parts, op.examples, op.positions, strict=True):
+            maps[example, :, at[:, None], at] = naive_maps(part)[0]
+        return maps
     assert isinstance(op, LinearAttentionOperator)
     return naive_linear_attention_matrix(op)
 

@@ -10,7 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,14 +24,14 @@ from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in
 from captum_ssm._rules import is_norm
 from captum_ssm.mixers._call import MixerCall
-from captum_ssm.mixers._unfused import unfused
+from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.scans import (
     FunctionCall,
     Scan,
+    ScanCalls,
+    candidate_functions,
     first_tensor,
     intercepted,
-    not_intercepted,
-    prove,
 )
 
 _CACHES = ("cache", "past_key_value", "inference_params")
@@ -44,6 +44,7 @@ class CutScan:
     scan: Scan
     leaf: Tensor
     values: Point | None
+    function: Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +86,13 @@ class CutRun:
         tokens (Tensor): the leaf that took the place of the module's input.
         output (Tensor): what the module returned.
         silent (bool): whether zeros took the place of what was cut off.
+        called (bool): whether a function was called that may be a scan.
     """
 
     tokens: Tensor
     output: Tensor
     silent: bool
+    called: bool = False
     scans: list[CutScan] = field(default_factory=list)
     convs: list[CutConv] = field(default_factory=list)
     linears: list[CutLinear] = field(default_factory=list)
@@ -112,7 +115,7 @@ def run_cut(
         UnsupportedModelError: for a module that does not return one token for each given one.
     """
     module, given = call.module, token_argument(call)
-    args, kwargs = call.args, {k: None if _is_cache(k) else v for k, v in call.kwargs.items()}
+    args, kwargs = call.args, {k: None if is_cache(k) else v for k, v in call.kwargs.items()}
     with torch.inference_mode(False), torch.enable_grad():
         working = torch.promote_types(given.dtype, torch.float32)
         if silent or working != call.output.dtype:
@@ -132,12 +135,21 @@ def run_cut(
                 return value.to(working) if half else value
             return value
 
-        run = CutRun(leaf, leaf, silent)
+        half = given.dtype if given.dtype.itemsize == 2 else None
+        run, fused = CutRun(leaf, leaf, silent), fused_functions()
+
+        def handle(call: FunctionCall) -> Any:
+            plain = fused.get(call.source)
+            run.called |= plain is None
+            return scans(replace(call, half=half)) if plain is None else plain(call)
+
+        scans = ScanCalls(lambda call, scan, result: _cut(call, scan, result, run))
+        known = candidate_functions() if functions is None else functions
         with (
             unfused(module),
             _norms_noted(module, run),
             _Layers(run),
-            intercepted(lambda c: _cut(c, run), functions),
+            intercepted(handle, [*known, *fused]),
         ):
             output = module(*tree_map(put, args), **tree_map(put, kwargs))
     found = first_tensor(output)
@@ -166,19 +178,15 @@ def token_argument(call: MixerCall) -> Tensor:
     )
 
 
-def _is_cache(name: str) -> bool:
+def is_cache(name: str) -> bool:
+    """Whether an argument is a generation cache, by its name."""
     return any(part in name for part in _CACHES)
 
 
-def _cut(call: FunctionCall, run: CutRun) -> Any:
-    with torch.no_grad(), not_intercepted():
-        result = call.run()
-    scan = prove(call, result)
-    if scan is None:
-        return call.run()
+def _cut(call: FunctionCall, scan: Scan, result: Any, run: CutRun) -> Any:
     leaf = scan.mixed.detach().clone().requires_grad_()
     values = Point.of(scan.values) if scan.values.requires_grad else None
-    run.scans.append(CutScan(scan, leaf, values))
+    run.scans.append(CutScan(scan, leaf, values, call.source))
     if run.silent:
         return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
     return scan.result(leaf.clone(), result)

@@ -6,14 +6,18 @@ results are the same up to rounding, and are compared with what the module retur
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from captum_ssm.scans import FunctionCall
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -34,6 +38,18 @@ def unfused(module: nn.Module) -> Iterator[None]:
             part.forward = partial(plain, part, part.forward)
             stack.callback(_put_back, part, before)
         yield
+
+
+def fused_functions() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
+    """Fused functions of the process, each with what computes a call of it by its equation."""
+    found: dict[Callable[..., Any], Callable[[FunctionCall], Any]] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.modules."):
+            for known, plain in _PLAIN_FUNCTIONS.items():
+                function = vars(module).get(known)
+                if isinstance(function, FunctionType) and function.__name__ == known:
+                    found[function] = plain
+    return found
 
 
 def _put_back(part: nn.Module, forward: Any) -> None:
@@ -62,9 +78,24 @@ def _gated_norm(norm: Any, fused: Any, x: Tensor, g: Tensor, *args: Any, **kwarg
     return (_rms_norm(norm, None, x).float() * _ACTIVATIONS[norm.activation](g.float())).to(x.dtype)
 
 
-def _short_conv(conv: Any, fused: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _grouped_norm(norm: Any, fused: Any, x: Tensor, z: Tensor | None = None) -> Any:
+    y = x.float()
+    if z is not None and not norm.norm_before_gate:
+        y = y * F.silu(z.float())
+    size = norm.group_size or y.shape[-1]
+    y = F.rms_norm(y.unflatten(-1, (-1, size)), (size,), eps=norm.eps).flatten(-2) * norm.weight
+    y = y if norm.bias is None else y + norm.bias
+    if z is not None and norm.norm_before_gate:
+        y = y * F.silu(z.float())
+    return y.to(x.dtype)
+
+
+def _short_conv(
+    conv: Any, fused: Any, x: Tensor, *args: Any, mask: Tensor | None = None, **kwargs: Any
+) -> Any:
     if _is_more(args, kwargs):
-        return fused(x, *args, **kwargs)
+        return fused(x, *args, mask=mask, **kwargs)
+    x = x if mask is None else x * mask[..., None]
     size = conv.weight.shape[-1]
     y = F.conv1d(x.mT, conv.weight, conv.bias, padding=size - 1, groups=x.shape[-1])
     y = y[..., : x.shape[1]].mT
@@ -73,6 +104,26 @@ def _short_conv(conv: Any, fused: Any, x: Tensor, *args: Any, **kwargs: Any) -> 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     "RMSNorm": _rms_norm,
+    "RMSNormGated": _grouped_norm,
     "FusedRMSNormGated": _gated_norm,
     "ShortConvolution": _short_conv,
+}
+
+
+def _norm_linear(call: FunctionCall) -> Any:
+    """A norm, a gate where one is given, and a linear layer."""
+    given = call.arguments
+    if given["residual"] is not None or given["prenorm"]:
+        return call.run()
+    x, gate, weight, bias = given["x"], given.get("g"), given["norm_weight"], given["norm_bias"]
+    y = F.rms_norm(x.float(), x.shape[-1:], eps=given["eps"])
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    y = y if gate is None else y * F.silu(gate.float())
+    return F.linear(y.to(x.dtype), given["linear_weight"].to(x.dtype), given["linear_bias"])
+
+
+_PLAIN_FUNCTIONS: dict[str, Callable[[FunctionCall], Any]] = {
+    "rms_norm_linear": _norm_linear,
+    "rms_norm_swish_gate_linear": _norm_linear,
 }

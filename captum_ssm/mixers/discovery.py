@@ -26,9 +26,10 @@ from captum_ssm.mixers._cut import is_depthwise, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._named import form_of, note_miss
 from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
+from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
 from captum_ssm.mixers.recognized import recognize_all
-from captum_ssm.scans import FunctionCall, intercepted, not_intercepted, prove
+from captum_ssm.scans import FunctionCall, Scan, ScanCalls, intercepted
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,20 @@ class _Found:
     named: dict[nn.Module, MixerCall] = field(default_factory=dict)
     unproven: dict[nn.Module, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.calls = ScanCalls(self._take)
+
     def handle(self, call: FunctionCall) -> Any:
         if self.known:
             return call.run()
+        before, inner = self.calls.taken, self.stack[-1].module if self.stack else None
         with torch.no_grad():
-            with not_intercepted():
-                result = call.run()
-            scan = prove(call, result)
-        if scan is None:
-            if self.stack:
-                self.unproven.setdefault(self.stack[-1].module, call.function.__qualname__)
-            return call.run()
+            result = self.calls(call)
+        if self.calls.taken == before and inner is not None:
+            self.unproven[inner] = call.function.__qualname__  # the outermost call comes last
+        return result
+
+    def _take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
         self.scans.append((list(self.stack), call.source))
         return result
 
@@ -173,7 +177,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
     outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
     adapters: dict[nn.Module, Freeze] = {
         module: MeasuredAdapter(
-            frozenset().union(*(f for m, f in functions.items() if m in {module, *_inside(module)}))
+            trials.also.union(*(f for m, f in functions.items() if m in {module, *_inside(module)}))
         )
         for module in functions
         if module in outer
@@ -196,7 +200,13 @@ class _Trials:
     # Which module calls can be measured; of modules that look alike, one is tried.
     def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
         self.functions = functions
+        self.used = set(functions)
         self.known: dict[str, str | None] = {}
+
+    @property
+    def also(self) -> frozenset[Callable[..., Any]]:
+        """Functions that modules call only when they are measured."""
+        return frozenset(self.used - self.functions)
 
     def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, bool]:
         """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
@@ -226,7 +236,7 @@ class _Trials:
         look = f"{type(visit.module).__qualname__}: {visit.module}"
         if look not in self.known:
             try:
-                found = freeze_measured(visit.call, self.functions)
+                found = freeze_measured(visit.call, self.functions, used=self.used)
                 is_part = isinstance(found, FrozenRecurrence)
                 self.known[look] = "partly" if is_part else "whole"
             except UnsupportedModelError:
@@ -247,7 +257,7 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     """Let the scans of measured mixers run with their coefficients held constant.
 
     They return the very values that they return otherwise, linear in their values (and in their
-    gate) on the graph.
+    gate) on the graph. Fused norms run by their equations, whose nodes there are rules for.
 
     Raises:
         ReconstructionError: from the run, for a scan that is none on the tokens of this run.
@@ -256,27 +266,27 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     measured = {m: a.functions for m, a in mixers if isinstance(a, MeasuredAdapter)}
     # The rule of PyTorch's softmax attention is attached to the graph.
     functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
-    frozen, inside, thread = 0, 0, threading.get_ident()
+    fused = fused_functions() if measured else {}
+    inside, thread = 0, threading.get_ident()
+
+    def take(call: FunctionCall, scan: Scan, result: Any) -> Any:
+        if is_constant(scan.values):
+            raise UnsupportedModelError(
+                f"{scan.name} is given the logarithms of its values; expected values, as an "
+                "exponential counts as a constant and no relevance would go through. Use "
+                "MambaRollout, or register an adapter with captum_ssm.register_mixer."
+            )
+        return scan.result(scan.mixed, result)
+
+    calls = ScanCalls(take)
 
     def freeze(call: FunctionCall) -> Any:
-        nonlocal frozen
         if not inside:
             return call.run()
-        with torch.no_grad(), not_intercepted():
-            result = call.run()
-        scan = prove(call, result)
-        if scan is not None:
-            frozen += 1
-            if is_constant(scan.values):
-                raise UnsupportedModelError(
-                    f"{scan.name} is given the logarithms of its values; expected values, as an "
-                    "exponential counts as a constant and no relevance would go through. Use "
-                    "MambaRollout, or register an adapter with captum_ssm.register_mixer."
-                )
-            return scan.result(scan.mixed, result)
-        before = frozen
-        result = call.run()
-        if frozen == before:
+        if call.source in fused:
+            return fused[call.source](call)
+        before, result = calls.taken, calls(call)
+        if calls.taken == before:
             raise ReconstructionError(
                 f"{call.function.__qualname__} was called with the arguments of a scan and does "
                 "not return what the scan returns, as it did when the model was first run; "
@@ -296,8 +306,9 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in measured:
+            stack.enter_context(unfused(module))
             stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         if functions:
-            stack.enter_context(intercepted(freeze, functions))
+            stack.enter_context(intercepted(freeze, [*functions, *fused]))
         yield

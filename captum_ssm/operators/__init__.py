@@ -12,7 +12,10 @@ from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
 from captum_ssm.operators.permuted import PermutedOperator
+from captum_ssm.operators.placed import PlacedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
+from captum_ssm.operators.substeps import SubstepOperator
+from captum_ssm.operators.weights import WeightsOperator
 from captum_ssm.operators.windowed import WindowedOperator
 
 __all__ = [
@@ -22,10 +25,13 @@ __all__ = [
     "HeadOperator",
     "LinearAttentionOperator",
     "PermutedOperator",
+    "PlacedOperator",
     "ScaledOperator",
     "SkipOperator",
     "SoftmaxOperator",
+    "SubstepOperator",
     "SumOperator",
     "TokenOperator",
+    "WeightsOperator",
     "WindowedOperator",
 ]

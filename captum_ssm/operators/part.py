@@ -20,6 +20,7 @@ from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
+from captum_ssm.operators.weights import WeightsOperator
 
 
 def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> TokenOperator:
@@ -78,13 +79,15 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
         some = operator.narrow(heads.start, heads.stop)
         names = tuple(field.name for field in fields(some))
         return LinearAttentionOperator(**_at(some, rows, names), width=operator.width)
-    assert isinstance(operator, SoftmaxOperator)
 
     def of_heads(x: Tensor) -> Tensor:  # (B', H, ...)
         x = x[:, heads] if x.shape[1] > 1 else x.expand(-1, heads.stop - heads.start, -1, -1)
         found = x[rows] if x.shape[0] > 1 else x.expand(len(rows), *x.shape[1:])
         return found.flatten(1, 2) if rows.dim() == 2 and x.shape[0] > 1 else found
 
+    if isinstance(operator, WeightsOperator):
+        return WeightsOperator(of_heads(operator.weights), operator.width)
+    assert isinstance(operator, SoftmaxOperator)
     sinks = operator.sinks
     if sinks is not None:
         sinks = sinks[heads].repeat(several) if sinks.dim() == 1 else of_heads(sinks)

@@ -7,6 +7,7 @@ arguments, returns what it returned.
 
 from captum_ssm.scans import _flash as _flash
 from captum_ssm.scans import _known as _known
+from captum_ssm.scans import _softmax as _softmax
 from captum_ssm.scans._calls import FunctionCall as FunctionCall
 from captum_ssm.scans._calls import candidate_functions as candidate_functions
 from captum_ssm.scans._calls import intercepted as intercepted
@@ -14,6 +15,7 @@ from captum_ssm.scans._calls import not_intercepted as not_intercepted
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
 from captum_ssm.scans._proof import Scan as Scan
+from captum_ssm.scans._proof import ScanCalls as ScanCalls
 from captum_ssm.scans._proof import first_tensor as first_tensor
 from captum_ssm.scans._proof import prove as prove
 

@@ -10,17 +10,22 @@ from __future__ import annotations
 import builtins
 import gc
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -35,16 +40,28 @@ class FunctionCall:
         args (tuple): positional arguments.
         kwargs (dict): keyword arguments.
         source (Callable): the function as the model knows it.
+        half (torch.dtype, optional): of the model, where it runs in float32 for now. A kernel that
+            does not take that runs in this dtype. Default: None
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: Callable[..., Any]
+    half: torch.dtype | None = None
 
     def run(self) -> Any:
         """What the function returns. Calls inside of it are intercepted too."""
-        return self.function(*self.args, **self.kwargs)
+        if self.half is None:
+            return self.function(*self.args, **self.kwargs)
+        try:
+            return self.function(*self.args, **self.kwargs)
+        except (AssertionError, RuntimeError, TypeError, ValueError):
+            args, kwargs = map_tensors(self._narrow, (self.args, self.kwargs))
+            return map_tensors(_wide, self.function(*args, **kwargs))
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        return x.to(self.half) if x.dtype == torch.float32 else x
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -102,13 +119,22 @@ def intercepted(
 
 
 @contextmanager
-def not_intercepted() -> Iterator[None]:
-    """Calls run as they are, in this thread."""
-    before, _THIS.handler = _THIS.handler, None
+def handled_by(handler: Handler | None) -> Iterator[None]:
+    """Have another handler compute the intercepted calls of this thread; None runs them as is."""
+    before, _THIS.handler = _THIS.handler, handler
     try:
         yield
     finally:
         _THIS.handler = before
+
+
+def not_intercepted() -> AbstractContextManager[None]:
+    """Calls run as they are, in this thread."""
+    return handled_by(None)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 2 else x
 
 
 def candidate_functions() -> list[Callable[..., Any]]:
@@ -167,9 +193,21 @@ class _Exchange:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _THIS.handler
-        if handler is None:
+        if handler is None or _in_autograd_function():
             return self.original(*args, **kwargs)
         return handler(FunctionCall(self.original, args, kwargs, self.function))
+
+
+def _in_autograd_function() -> bool:
+    # What the forward or backward of a custom function calls does not know the graph.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(
+            frame.f_locals.get("ctx"), FunctionCtx
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stub(*args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from captum_ssm.operators import TokenOperator
 
@@ -13,7 +14,9 @@ from captum_ssm.operators import TokenOperator
 _LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BLD": lambda y, like: y,
     "BDL": lambda y, like: y.mT,
-    "BLHP": lambda y, like: y.reshape(like.shape),
+    "BLHP": lambda y, like: _padded(y.unflatten(-1, (like.shape[2], -1)), like.shape[-1]),
+    "BLSHP": lambda y, like: y.unflatten(-1, (-1, *like.shape[2:])).sum(2),
+    "LHP": lambda y, like: _padded(y[0].unflatten(-1, (like.shape[1], -1)), like.shape[-1]),
     "BHLP": lambda y, like: y.unflatten(-1, (like.shape[1], -1)).transpose(1, 2),
 }
 
@@ -26,7 +29,8 @@ class Candidate:
         operator (TokenOperator): :math:`\alpha`.
         values (Tensor): v, ``(B, L, D)``, with its graph.
         layouts (tuple of str): the layouts in which the function may return y: ``"BLD"``,
-            ``"BDL"``, ``"BLHP"`` or ``"BHLP"`` (heads of P channels).
+            ``"BDL"``, ``"BLHP"``, ``"BHLP"`` or, of one example, ``"LHP"`` (heads of P channels);
+            ``"BLSHP"``, whose sum over S steps is returned as ``"BLHP"``.
         skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. The function may leave it out.
             Default: None
         gates (tuple of Tensor, optional): what g may be, ``(B, L, D)`` each, with its graph; or no
@@ -47,9 +51,18 @@ class Candidate:
     gates: tuple[Tensor, ...] = ()
 
 
+def _padded(y: Tensor, width: int) -> Tensor:
+    # Heads of values that were padded with zeros, to the width of their keys.
+    return F.pad(y, (0, width - y.shape[-1])) if y.shape[-1] < width else y
+
+
 def in_layout(y: Tensor, layout: str, like: Tensor) -> Tensor | None:
     """``y (B, L, D)`` in a function's layout; None where that has another shape than ``like``."""
-    if layout == "BLHP" and y.numel() != like.numel():
+    if layout == "LHP" and (like.dim() != 3 or len(y) != 1 or y.shape[-1] % like.shape[1]):
+        return None
+    if layout == "BLSHP" and (like.dim() != 4 or y.shape[-1] % like.shape[2:].numel()):
+        return None
+    if layout == "BLHP" and (like.dim() != 4 or y.shape[-1] % like.shape[2]):
         return None
     if layout == "BHLP" and (like.dim() != 4 or y.shape[-1] % like.shape[1]):
         return None

@@ -7,13 +7,13 @@ here, and is only right if the operator returns what the function returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.operators import LinearAttentionOperator, SoftmaxOperator, TokenOperator
+from captum_ssm.operators import LinearAttentionOperator, SubstepOperator, TokenOperator
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
 
@@ -79,6 +79,40 @@ def closed_loop_delta(
         yield _delta(q, k, v, g[..., None], write=k * beta[..., None], probe=probe)
 
 
+@register_scan(names=_UNIT | {"steps": ("num_householder",)})
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    steps: int | None = None,
+    scale: float | None = None,
+    unit: bool = False,
+) -> Iterator[Candidate]:
+    """The gated delta product: several steps of the delta rule per token, and one decay."""
+    if steps is None or q.dim() != 4 or k.shape != (len(q), q.shape[1] * steps, *q.shape[2:]):
+        return
+    if v.shape[:3] != k.shape[:3] or beta.shape != k.shape[:3]:
+        return
+    q, k = _shared(q, k, v, unit=unit, scale=scale)
+    # The token decays at its first step, and is read at its last.
+    query, log_decay = torch.zeros_like(k), torch.zeros_like(k[..., :1])
+    query[:, steps - 1 :: steps] = q
+    if g is not None:
+        log_decay[:, ::steps, :, 0] = g.float()
+    inner = LinearAttentionOperator(
+        query=query,
+        key=k * beta[..., None].float(),
+        log_decay=log_decay,
+        width=v.shape[-1],
+        erase=k * beta[..., None].float(),
+        probe=k,
+    )
+    values = v.unflatten(1, (-1, steps)).flatten(2)
+    yield Candidate(operator=SubstepOperator(inner, steps), values=values, layouts=("BLSHP",))
+
+
 @register_scan(names=_UNIT | {"erase": ("b",), "write": ("w",)})
 def two_gate_delta(
     q: Tensor,
@@ -130,12 +164,56 @@ def preconditioned_delta(
     yield _delta(q, k, v, log_decay, write=k * factor * beta[..., None], probe=k)
 
 
+@register_scan(names=_UNIT | {"ridge": ("lamb",), "iterations": ("max_CG_iteration",)})
+def mesa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    iterations: int | None = None,
+    unit: bool = False,
+) -> Iterator[Candidate]:
+    """MesaNet: linear attention whose query solves ``(H + diag(ridge)) x = q``, H that of keys.
+
+    H of a token is the decayed sum of ``beta k k^T``: H x is itself linear attention, of the values
+    k read with x, so that the solve needs no matrix per token.
+    """
+    if not _in_heads(q, k, v) or q.shape != k.shape or not g.shape == beta.shape == v.shape[:3]:
+        return
+    q, k = _shared(q, k, v, unit=unit, scale=1.0)
+    key, decay = k * beta[..., None].float(), g[..., None].float()
+
+    def of_keys(x: Tensor) -> Tensor:
+        held = LinearAttentionOperator(x, key, decay, width=k.shape[-1]).matvec(k.flatten(2))
+        return held.view_as(x) + ridge.float() * x
+
+    # The kernels stop short of the solution by a number that they add to denominators.
+    for steps, eps in ((iterations or 30, 1e-5), (2 * k.shape[-1], 1e-30)):
+        yield _linear(_conjugate_gradients(of_keys, q, steps, eps), key, v, decay)
+
+
 @register_scan(names={"decay": ("g",)})
 def slots(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, decay: Tensor, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    decay: Tensor | None = None,
+    scale: float | None = None,
 ) -> Iterator[Candidate]:
-    """Gated slot attention: queries read slots of keys, a softmax of that reads slots of values."""
-    if not _in_heads(q, k, v) or s.shape != decay.shape or s.shape[:3] != k.shape[:3]:
+    """Gated slot attention: queries read slots of keys, a softmax of that reads slots of values.
+
+    Without a decay (ABC) each slot holds a mean, weighted by the exponentials of s.
+    """
+    if not _in_heads(q, k, v) or s.dim() != 4 or s.shape[:3] != k.shape[:3]:
+        return
+    if decay is None:
+        total = s.float().logcumsumexp(1)
+        decay = torch.cat([total[:, :1], total[:, :-1]], 1) - total
+        s = torch.exp(s.float() - total)
+    if s.shape != decay.shape:
         return
     repeat, M = q.shape[2] // k.shape[2], s.shape[-1]
     k, v, s, decay = (t.repeat_interleave(repeat, 2) for t in (k, v, s, decay))
@@ -192,36 +270,6 @@ def squared(
     yield _linear(query, key, v, torch.zeros_like(one))
 
 
-@register_scan(names={"window": ("window_size",)})
-def forgetting(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Iterator[Candidate]:
-    """Forgetting attention: softmax attention whose scores decay by g ``(B, L, H)``."""
-    if not (q.dim() == k.dim() == v.dim() == 4) or g.shape != q.shape[:3]:
-        return
-    if k.shape[:3] != v.shape[:3] or k.shape[1] != q.shape[1] or q.shape[2] % k.shape[2]:
-        return
-    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
-    total = g.float().cumsum(1).transpose(1, 2)
-    at = torch.arange(q.shape[1], device=q.device)
-    distance = at[:, None] - at
-    allowed = (distance >= 0) & (distance < (window or q.shape[1]))
-    bias = (total[..., None] - total[..., None, :]).masked_fill(~allowed, -torch.inf)
-    query, key = (t.float().transpose(1, 2) for t in (q, k))
-    yield Candidate(
-        operator=SoftmaxOperator(
-            query, key, q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1], bias=bias
-        ),
-        values=v.flatten(2),
-        layouts=("BLHP",),
-    )
-
-
 def _in_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[-1] == k.shape[-1]):
         return False
@@ -241,6 +289,21 @@ def _shared(
     q, k = (_normalized(t) if unit else t.float() for t in (q, k))
     q, k = (t.repeat_interleave(v.shape[2] // t.shape[2], 2) for t in (q, k))
     return q * scale, k
+
+
+def _conjugate_gradients(
+    matrix: Callable[[Tensor], Tensor], q: Tensor, steps: int, eps: float
+) -> Tensor:
+    # The x of matrix(x) = q, one system per token and head.
+    x, residual, direction = torch.zeros_like(q), q, q
+    size = residual.square().sum(-1, keepdim=True)
+    for _ in range(steps):
+        image = matrix(direction)
+        step = size / ((direction * image).sum(-1, keepdim=True) + eps)
+        x, residual = x + step * direction, residual - step * image
+        before, size = size, residual.square().sum(-1, keepdim=True)
+        direction = residual + size / (before + eps) * direction
+    return x
 
 
 def _delta(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from captum_ssm.operators import TokenOperator
-from captum_ssm.scans._calls import FunctionCall, not_intercepted
+from captum_ssm.scans._calls import FunctionCall, handled_by, not_intercepted
 from captum_ssm.scans._candidate import Candidate, in_layout
 from captum_ssm.scans._form import ScanForm, forms_of
+from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
+from captum_ssm.scans._packed import joined, sequences
 
 # The largest error relative to what the recurrence adds, by the coarsest dtype of the arguments.
 # In float32 right operators err by at most 1e-6.
@@ -92,12 +95,125 @@ def prove(call: FunctionCall, result: Any) -> Scan | None:
     return None
 
 
+def prove_by_impulses(call: FunctionCall, result: Any) -> Scan | None:
+    """The call as a scan, if it is linear in its values head by head: its maps are measured.
+
+    Args:
+        call (FunctionCall): what was called. Values keep their graph.
+        result (Any): what it returned.
+    """
+    want = first_tensor(result)
+    if want is None or not can_be_measured(call, want):
+        return None
+    for candidate in candidates_by_impulses(call, want.detach()):
+        v = candidate.values.to(candidate.operator.dtype)
+        mixed = candidate.operator.matvec(v)
+        for layout in candidate.layouts:
+            with torch.no_grad():
+                error, _ = _error(mixed, mixed, None, layout, want)
+            if error <= _tolerance(call, want):
+                name = call.function.__qualname__
+                return Scan(candidate.operator, v, None, None, layout, mixed, name, error)
+    return None
+
+
+class ScanCalls:
+    """Handles the calls of a run, for :func:`intercepted`: what is a scan is taken.
+
+    A form explains a call best, then forms of calls inside of it that are all that its values go
+    through, then impulses of its values, then anything inside of it.
+
+    Args:
+        take (Callable): takes a call, its scan and its result, and returns what takes the place of
+            the result.
+        forms_only (bool, optional): nothing is measured with impulses. Default: False
+    """
+
+    def __init__(
+        self, take: Callable[[FunctionCall, Scan, Any], Any], *, forms_only: bool = False
+    ) -> None:
+        self.take = take
+        self.forms_only = forms_only
+        self.taken = 0
+
+    def __call__(self, call: FunctionCall) -> Any:
+        with torch.no_grad(), not_intercepted():
+            result = call.run()
+        scan = self._find(call, result)
+        if scan is None:
+            return call.run()
+        self.taken += 1
+        return self.take(call, scan, result)
+
+    def _find(self, call: FunctionCall, result: Any) -> Scan | None:
+        parts = sequences(call)
+        if parts is not None:
+            return self._find_in_each(parts, result)
+        scan = prove(call, result)
+        if scan is None and not self.forms_only and _does_more_than_inside(call, result):
+            scan = prove_by_impulses(call, result)
+        return scan
+
+    def _find_in_each(self, parts: list[tuple[FunctionCall, slice]], result: Any) -> Scan | None:
+        want, scans, results = first_tensor(result), [], []
+        for call, _ in parts:
+            with torch.no_grad(), not_intercepted():
+                results.append(first_tensor(call.run()))
+            scan = self._find(call, results[-1])
+            if scan is None:
+                return None
+            scans.append(scan)
+        first = scans[0]
+        if want is None or any(scan.layout != first.layout for scan in scans):
+            return None
+        tokens = 0 if first.layout == "LHP" else 1
+        whole = torch.cat([one for one in results if one is not None], tokens)
+        if whole.shape != want.shape or not float((whole - want).norm()) <= (
+            _tolerance(parts[0][0], want) * float(want.norm())
+        ):
+            return None
+
+        def together(name: str) -> Tensor | None:
+            values = [getattr(scan, name) for scan in scans]
+            if any(value is None for value in values):
+                return None
+            shapes = [scan.values.shape for scan in scans]
+            return torch.cat([v.expand(s) for v, s in zip(values, shapes, strict=True)], 1)
+
+        mixed, values = together("mixed"), together("values")
+        assert mixed is not None
+        assert values is not None
+        return replace(
+            first,
+            operator=joined([scan.operator for scan in scans], [at for _, at in parts]),
+            values=values,
+            skip=together("skip"),
+            gate=together("gate"),
+            mixed=mixed,
+            error=max(scan.error for scan in scans),
+        )
+
+
+def _does_more_than_inside(call: FunctionCall, result: Any) -> bool:
+    # Whether a call that may be measured returns something where scans inside of it return zeros.
+    want = first_tensor(result)
+    if want is None or not can_be_measured(call, want):
+        return False
+
+    def silence(call: FunctionCall, scan: Scan, result: Any) -> Any:
+        return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
+
+    with torch.no_grad(), handled_by(ScanCalls(silence, forms_only=True)):
+        rest = first_tensor(call.run())
+    return rest is None or float(rest.norm()) > _SMALL * float(want.norm())
+
+
 def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) -> Scan | None:
     given = form.arguments(call.arguments, want.detach())
     if given is None:
         return None
     tolerance = max(TOLERANCE.get(given[role].dtype, 1.0) for role in form.needed)
-    tolerance = max(tolerance, TOLERANCE.get(want.dtype, 1.0))
+    tolerance = max(tolerance, _tolerance(call, want))
     if tolerance == 1.0:  # not floating point
         return None
     with torch.no_grad():
@@ -122,6 +238,10 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) ->
             if enlarged and error <= tolerance:
                 return scan
     return None
+
+
+def _tolerance(call: FunctionCall, want: Tensor) -> float:
+    return TOLERANCE.get(call.half or want.dtype, 1.0)
 
 
 def _variants(

@@ -17,6 +17,7 @@ from captum_ssm.mixers._cut import run_cut
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers.measured._convolution import Convolution, find_convolution, shared_taps
 from captum_ssm.mixers.measured._directions import Direction, find_directions
+from captum_ssm.mixers.measured._examples import freeze_examples
 from captum_ssm.mixers.measured._offset import with_offset
 from captum_ssm.mixers.measured._projection import Projection, find_projection, narrowed
 from captum_ssm.mixers.measured._recurrence import find_recurrence, is_silent
@@ -29,14 +30,16 @@ def freeze_measured(
     functions: Iterable[Callable[..., Any]] | None = None,
     *,
     partly: bool = True,
+    used: set[Callable[..., Any]] | None = None,
 ) -> FrozenMixer:
     """The mixer of a recorded call of any module that holds scans.
 
     Args:
         call (MixerCall): the recorded call.
         functions (iterable of Callable, optional): those whose calls may be scans; None for all
-            of the process. Default: None
+            of the process, and so are others where none of these is called. Default: None
         partly (bool, optional): whether the scans and their orders will do. Default: True
+        used (set of Callable, optional): those whose calls are scans are added. Default: None
 
     Returns:
         FrozenMixer: its tokens flattened to ``(B, L, E)``. With ``partly``, where only the scans
@@ -48,16 +51,36 @@ def freeze_measured(
     """
     with torch.inference_mode(False), torch.no_grad():
         rerun = Rerun(call, run_cut(call, functions))
-        if not rerun.run.scans:
-            raise rerun.refused("none of the functions that it calls proved to be a scan")
-        projection = find_projection(rerun)
+        if not rerun.run.called and functions is not None:
+            # A module may call others with gradients, or without padding.
+            functions = None
+            rerun = Rerun(call, run_cut(call))
+        if used is not None:
+            used.update(cut.function for cut in rerun.run.scans)
         try:
-            return _mixer(rerun, projection)
+            if not rerun.run.scans:
+                raise rerun.refused("none of the functions that it calls proved to be a scan")
+            return _mixer(rerun, find_projection(rerun))
         except NotMeasured as error:
+            alone = _of_examples(call, functions)
+            if alone is not None:
+                return alone
+            if not rerun.run.scans:
+                raise
             found = find_recurrence(rerun, error.why) if partly else None
             if found is None or not is_silent(run_cut(call, functions, silent=True)):
                 raise UnsupportedModelError(str(error)) from None
             return found
+
+
+def _of_examples(
+    call: MixerCall, functions: Iterable[Callable[..., Any]] | None
+) -> FrozenMixer | None:
+    # One example at a time, where that can be measured.
+    try:
+        return freeze_examples(call, lambda alone: freeze_measured(alone, functions, partly=False))
+    except UnsupportedModelError:
+        return None
 
 
 def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
@@ -78,6 +101,10 @@ def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | Non
     # The factor of a norm after the scans, and that of what follows it, in the module's order;
     # without such a norm, None and the whole factor.
     channels = direction.channels
+    steps = len(channels) // len(channels.unique())
+    channels = channels[: len(channels) // steps]  # the same for each step of a token
+    if not torch.equal(channels.repeat(steps), direction.channels):
+        raise rerun.refused("some of what its scans return is added up, and some is not")
     whole = direction.factor[:, torch.argsort(direction.order)]
     leaf = Point.of(direction.cut.leaf)
     for norm in reversed(rerun.run.norms):
@@ -93,7 +120,7 @@ def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | Non
         rows = torch.arange(rerun.T, device=channels.device)[:, None]
         if bool((found.token != rows).any() | (found.channel != channels).any()):
             continue
-        after = found.factor.reshape(whole.shape).to(whole)
+        after = found.factor.reshape(*whole.shape[:2], -1).repeat(1, 1, steps).to(whole)
         return whole / after, after
     return None, whole
 

@@ -40,17 +40,17 @@ def with_offset(
         NotMeasured: something is added that depends on the tokens.
     """
     want = projection.gated
-    rest = want - mixer.gated_output().to(want)
+    rest = want - projection.added_up(mixer.gated_output().to(want))
     if is_small(rest, want):
         return mixer
     mixer = _with_skips(mixer, _skips(projection.root, directions, found))
-    rest = want - mixer.gated_output().to(want)
+    rest = want - projection.added_up(mixer.gated_output().to(want))
     if is_small(rest, want):
         return mixer
     # A bias as it is, or times the gate.
     for factor in (torch.ones_like(rest), after.to(rest)):
         bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
-        if rerun.T > 1 and is_close(bias * factor, rest):
+        if rerun.T > 1 and not projection.repeats and is_close(bias * factor, rest):
             return replace(mixer, offset=bias * factor)
     raise rerun.refused(
         "it adds something to its scans that depends on its tokens (a residual, a branch next to "

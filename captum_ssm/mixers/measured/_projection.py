@@ -24,12 +24,27 @@ class Projection:
         gated (Tensor): the same, ``(B, L, G)``.
         apply (Callable): takes ``(..., G)`` and returns ``(..., E)``.
         weight (Tensor): ``(E, G)``.
+        channels (Tensor, optional): ``(G,)``, which of the input's these are, where they are some
+            of them, or some of them several times: what is given there is added up. Default: None
     """
 
     root: Point
     gated: Tensor
     apply: Callable[[Tensor], Tensor]
     weight: Tensor
+    channels: Tensor | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether several channels are added up."""
+        return self.channels is not None and len(self.channels.unique()) < len(self.channels)
+
+    def added_up(self, y: Tensor) -> Tensor:
+        """``y (..., G)`` with what is given to one channel added up, at each place of it."""
+        if not self.repeats or self.channels is None:
+            return y
+        total = y.new_zeros(*y.shape[:-1], int(self.channels.max()) + 1)
+        return total.index_add(-1, self.channels, y)[..., self.channels]
 
 
 def find_projection(rerun: Rerun) -> Projection:
@@ -79,10 +94,12 @@ def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projecti
 
     def apply(y: Tensor) -> Tensor:
         whole = gated.to(y).expand(*y.shape[:-1], G).clone()
-        whole[..., channels] = y
-        return projection.apply(whole)
+        whole[..., channels] = 0
+        return projection.apply(whole.index_add(-1, channels, y))
 
-    return replace(projection, gated=gated[..., channels], apply=apply, weight=weight)
+    return replace(
+        projection, gated=gated[..., channels], apply=apply, weight=weight, channels=channels
+    )
 
 
 def _scaled(linear: CutLinear, scale: Tensor) -> Callable[[Tensor], Tensor]:

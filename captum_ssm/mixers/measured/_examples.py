@@ -1,0 +1,108 @@
+"""A padded batch, measured one example at a time without its padding.
+
+Layers that remove padding pack the tokens of all examples into one row, in which nothing says where
+a token was. Alone, and without padding, each example runs over its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._cut import is_cache, token_argument
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers.measured._rerun import is_close
+from captum_ssm.operators import PlacedOperator
+from captum_ssm.scans import first_tensor
+
+
+def freeze_examples(
+    call: MixerCall, freeze: Callable[[MixerCall], FrozenMixer]
+) -> FrozenMixer | None:
+    """The mixer of a recorded call, put together from its examples.
+
+    Args:
+        call (MixerCall): the recorded call.
+        freeze (Callable): the mixer of one example's call.
+
+    Returns:
+        FrozenMixer: zero at padding; None where there is one example without padding, or where the
+        module computes something else of an example alone.
+    """
+    tokens = token_argument(call)
+    if tokens.dim() != 3:
+        return None
+    B, L = tokens.shape[:2]
+    mask = call.token_mask()
+    real = torch.ones(B, L, device=tokens.device) if mask is None else mask
+    if real.shape != (B, L) or (B == 1 and bool((real != 0).all())):
+        return None
+    rows = [row for row in range(B) if bool((real[row] != 0).any())]
+    positions = [(real[row] != 0).nonzero()[:, 0] for row in rows]
+    mixers = []
+    for row, at in zip(rows, positions, strict=True):
+        alone = _alone(call, row, at, (B, L))
+        if not is_close(alone.output, call.output[row : row + 1, at]):
+            return None
+        mixer = freeze(alone)
+        if type(mixer) is not FrozenMixer:
+            return None
+        mixers.append(mixer)
+    return _together(mixers, rows, positions, (B, L))
+
+
+def _alone(call: MixerCall, row: int, at: Tensor, shape: tuple[int, int]) -> MixerCall:
+    mask = call.arguments.get("attention_mask")
+
+    def put(value: Any) -> Any:
+        if value is mask or not torch.is_tensor(value):
+            return None if torch.is_tensor(value) else value
+        return value[row : row + 1, at] if value.shape[:2] == shape else value
+
+    args = tree_map(put, call.args)
+    kwargs = {k: None if is_cache(k) else tree_map(put, v) for k, v in call.kwargs.items()}
+    with torch.no_grad():
+        result = call.module(*args, **kwargs)
+    return replace(call, args=args, kwargs=kwargs, result=first_tensor(result), linears=None)
+
+
+def _together(
+    mixers: Sequence[FrozenMixer],
+    rows: Sequence[int],
+    positions: Sequence[Tensor],
+    shape: tuple[int, int],
+) -> FrozenMixer:
+    first = mixers[0]
+
+    def placed(name: str) -> Tensor | None:
+        values = [getattr(mixer, name) for mixer in mixers]
+        if all(value is None for value in values):
+            return None
+        total = first.inputs.new_zeros(*shape, first.inputs.shape[-1])
+        for mixer, value, row, at in zip(mixers, values, rows, positions, strict=True):
+            value = torch.ones_like(mixer.inputs) if value is None else value
+            total[row, at] = value.expand_as(mixer.inputs)[0].to(total)
+        return total
+
+    inputs, activation = placed("inputs"), placed("activation")
+    factors: dict[str, Any] = {name: placed(name) for name in ("skip", "gate", "norm", "offset")}
+    assert inputs is not None
+    if activation is None and first.conv is not None:
+        activation = torch.zeros_like(inputs)  # nothing enters from padding, after a convolution
+        for row, at in zip(rows, positions, strict=True):
+            activation[row, at] = 1
+    return replace(
+        first,
+        recurrence=PlacedOperator(
+            tuple(mixer.recurrence for mixer in mixers), tuple(rows), tuple(positions), shape
+        ),
+        inputs=inputs,
+        activation=activation,
+        **factors,
+    )

@@ -1,0 +1,80 @@
+"""An operator for each example, over those tokens of it that are not padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from captum_ssm.operators._base import TokenOperator, check_rmatvec
+
+
+@dataclass(frozen=True)
+class PlacedOperator(TokenOperator):
+    """Operators over sequences of their own lengths, each at its tokens of one batch.
+
+    All other entries are zero: tokens of no sequence, and between sequences.
+
+    Args:
+        parts (tuple of TokenOperator): of one example each, with as many channels and maps.
+        examples (tuple of int): the example of the batch that each sequence is in.
+        positions (tuple of Tensor): for each sequence ``(l,)`` int64, where its tokens are.
+        shape (tuple of int): (B, L).
+
+    Examples::
+
+        >>> one, other = SkipOperator(torch.rand(1, 3, 4)), SkipOperator(torch.rand(1, 5, 4))
+        >>> at = (torch.arange(2, 5), torch.arange(5))  # the first example is padded on the left
+        >>> operator = PlacedOperator((one, other), (0, 1), at, (2, 5))
+        >>> operator.matvec(torch.ones(2, 5, 4))[0, :2].abs().max()
+        tensor(0.)
+    """
+
+    parts: tuple[TokenOperator, ...]
+    examples: tuple[int, ...]
+    positions: tuple[Tensor, ...]
+    shape: tuple[int, int]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return *self.shape, self.parts[0].channels, self.parts[0].maps
+
+    @property
+    def reference(self) -> Tensor:
+        return self.parts[0].reference
+
+    @property
+    def is_causal(self) -> bool:
+        return all(part.is_causal for part in self.parts)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self._placed(v, lambda part, x: part.matvec(x))
+
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        check_rmatvec(reduction)
+        return self._placed(w, lambda part, x: part.rmatvec(x, reduction))
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        B, L = self.shape
+        rows = torch.zeros(B, stop - start, index.shape[1], L, dtype=self.dtype, device=self.device)
+        for part, row, at in self._sequences():
+            asked, token = (index[row][:, None] == at).nonzero().unbind(1)
+            if len(asked):
+                found = part.map_rows(token[None], start, stop)[0]  # (m, R, l)
+                rows[row, :, asked[:, None], at] = found.movedim(0, 1).to(rows).movedim(1, 0)
+        return rows
+
+    def _placed(self, x: Tensor, of: Callable[[TokenOperator, Tensor], Tensor]) -> Tensor:
+        total: Tensor | None = None
+        for part, row, at in self._sequences():
+            y = of(part, x[row : row + 1, at])
+            if total is None:
+                total = y.new_zeros(*self.shape, *y.shape[2:])
+            total = total.index_put((torch.tensor(row, device=at.device), at), y[0])
+        assert total is not None
+        return total
+
+    def _sequences(self) -> Iterator[tuple[TokenOperator, int, Tensor]]:
+        return zip(self.parts, self.examples, self.positions, strict=True)

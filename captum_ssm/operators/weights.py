@@ -1,0 +1,61 @@
+"""A mixer whose maps are known entry by entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from captum_ssm.operators.heads import HeadOperator
+
+
+@dataclass(frozen=True)
+class WeightsOperator(HeadOperator):
+    """Maps that are stored as they are: L^2 numbers per head.
+
+    For mixers that take time quadratic in L anyway, and whose weights no shorter equation gives.
+
+    Args:
+        weights (Tensor): ``(B, H, L, L)``.
+        width (int): P, the channels of a head's values.
+
+    Examples::
+
+        >>> weights = torch.rand(1, 2, 5, 5).tril()
+        >>> operator = WeightsOperator(weights, width=4)
+        >>> v = torch.randn(1, 2, 5, 4)
+        >>> torch.testing.assert_close(operator.matvec_heads(v), weights @ v)
+        >>> operator.is_causal
+        True
+    """
+
+    weights: Tensor
+    width: int
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        B, H, L, _ = self.weights.shape
+        return B, L, H
+
+    @property
+    def reference(self) -> Tensor:
+        return self.weights
+
+    @cached_property
+    def _is_causal(self) -> bool:
+        return not bool(self.weights.triu(1).any())
+
+    @property
+    def is_causal(self) -> bool:
+        return self._is_causal
+
+    def matvec_heads(self, v: Tensor) -> Tensor:
+        return self.weights @ v
+
+    def rmatvec_heads(self, w: Tensor, start: int, stop: int) -> Tensor:
+        return self.weights[:, start:stop].mT @ w
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        at = index[:, None, :, None].expand(-1, stop - start, -1, self.length)
+        return self.weights[:, start:stop].gather(2, at)

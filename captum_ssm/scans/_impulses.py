@@ -1,0 +1,100 @@
+"""The map of a call that no form explains, measured with impulses.
+
+Sparse attention, path attention, stick-breaking attention: whatever a function does of its queries
+and keys, if it is linear in its values, head by head, then its maps are what it returns of one
+impulse for each token. A head of P channels takes P impulses at a time, so the function runs L / P
+times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from captum_ssm.operators import WeightsOperator
+from captum_ssm.scans._calls import FunctionCall, not_intercepted
+from captum_ssm.scans._candidate import Candidate
+
+_NAMES = (
+    ("q", "query", "queries"),
+    ("k", "key", "keys"),
+    ("v", "value", "values"),
+)
+# The numbers of all maps together; those of longer sequences would not fit into memory.
+_LARGEST = 1 << 28
+
+
+def can_be_measured(call: FunctionCall, returned: Tensor) -> bool:
+    """Whether a call takes q, k and v, four axes each, and returns a result for each token.
+
+    Not where the maps would have more than 2^28 numbers (4096 tokens of 16 heads).
+    """
+    names = _roles(call)
+    if names is None:
+        return False
+    q, k, v = (call.arguments[name] for name in names)
+    if not all(torch.is_tensor(t) and t.dim() == 4 for t in (q, k, v, returned)):
+        return False
+    if not v.is_floating_point() or v.shape[-1] != returned.shape[-1]:
+        return False
+    if returned.shape[:3].numel() * max(returned.shape[1:3]) > _LARGEST:
+        return False
+    return k.shape[:3] == v.shape[:3] and q.shape[:3] == returned.shape[:3]
+
+
+def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candidate]:
+    """What a call computes if it is linear in its values, with heads last or before the tokens.
+
+    Args:
+        call (FunctionCall): one that :func:`can_be_measured`.
+        returned (Tensor): what it returned.
+    """
+    names = _roles(call)
+    assert names is not None
+    name = names[2]
+    v = call.arguments[name]
+    found = []
+    for layout, tokens, heads in (("BLHP", 1, 2), ("BHLP", 2, 1)):
+        groups = returned.shape[heads] // v.shape[heads]
+        if (
+            v.shape[tokens] != returned.shape[tokens]
+            or groups * v.shape[heads] != (returned.shape[heads])
+        ):
+            continue
+        with torch.no_grad(), not_intercepted():
+            weights = _weights(call, name, tokens)
+        if weights is None:
+            continue
+        value = v if tokens == 1 else v.transpose(1, 2)
+        found.append(
+            Candidate(
+                operator=WeightsOperator(weights, width=v.shape[-1]),
+                values=value.repeat_interleave(groups, 2).flatten(2),
+                layouts=(layout,),
+            )
+        )
+    return found
+
+
+def _weights(call: FunctionCall, name: str, tokens: int) -> Tensor | None:
+    # (B, H, L, L).
+    v = call.arguments[name].detach()
+    L, P = v.shape[tokens], v.shape[-1]
+    columns = []
+    for start in range(0, L, P):
+        at = torch.arange(min(P, L - start), device=v.device)
+        impulses = torch.zeros_like(v)
+        impulses.movedim(tokens, -2)[..., start + at, at] = 1
+        result = call.with_arguments({name: impulses}).run()
+        y = result[0] if isinstance(result, (tuple, list)) else result
+        columns.append(y[..., : len(at)])
+    found = torch.cat(columns, -1)
+    found = found.transpose(1, 2) if tokens == 1 else found
+    wide = torch.promote_types(found.dtype, torch.float32)
+    return found.to(wide) if bool(found.isfinite().all()) else None
+
+
+def _roles(call: FunctionCall) -> list[str] | None:
+    given = call.arguments
+    found = [next((n for n in names if n in given), None) for names in _NAMES]
+    return None if None in found else [str(name) for name in found]
