@@ -23,6 +23,7 @@ SHARED = (
     "additional_forward_args",
     "position",
     "return_convergence_delta",
+    "return_error_bound",
 )
 _ARGUMENTS = """\
     inputs (Tensor, tuple of Tensor, or dict): token ids ``(B, L)``, embeddings ``(B, L, E)``, or
