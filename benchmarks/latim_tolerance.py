@@ -1,10 +1,9 @@
 """How much faster is LaTIM's ALTI-Logit with a tolerance, and how wrong?
 
-On trained models of this repository and on random weights in the shape of mamba-130m: the time of
-`LaTIM.attribute` with `tolerance=0`, which makes the vector of every pair of tokens, and with others,
-alternating in one run; the l1 distance of the two results; and the bound on it that `attribute`
-returns. Stops where the distance is above the bound. Texts are those of each model's task, or random
-tokens where they are not as long as asked.
+On trained models of this repository and on random weights in the shape of mamba-130m, on random
+tokens: the time of `LaTIM.attribute` with `tolerance=0`, which makes the vector of every pair of
+tokens, and with others, alternating in one run; the l1 distance of the two results; and the bound
+on it that `attribute` returns. Stops where the distance is above the bound.
 
     python benchmarks/latim_tolerance.py --cpu-time
 """
@@ -58,9 +57,7 @@ def compare(
     for _ in range(repeats):
         for one, taken in seconds.items():
             start = clock()
-            found[one] = latim.attribute(
-                ids, tolerance=one, return_error_bound=True, **options
-            )
+            found[one] = latim.attribute(ids, tolerance=one, return_error_bound=True, **options)
             taken.append(clock() - start)
     exact, _ = found[0.0]
     rows = []

@@ -4,20 +4,21 @@ Row i of the mixing P compares the output y with the vectors T of its sources (P
 2025, eq. 6):
 
 .. math::
-    P_{ij} = \frac{n_{ij}}{\sum_k n_{ik}}, \qquad n_{ij} = \big[\|y_i\|_1 - \|y_i - T_{ij}\|_1\big]_+.
+    P_{ij} = \frac{n_{ij}}{\sum_k n_{ik}}, \qquad
+        n_{ij} = \big[\|y_i\|_1 - \|y_i - T_{ij}\|_1\big]_+.
 
 Its rows are not negative and sum to one. Relevance v after a layer becomes v P before it.
 
-**With a tolerance** most vectors are not made. Entry by entry, with s the signs of y_i, t an entry of
-T_ij, and s and y the same entry's of y_i,
+**With a tolerance** most vectors are not made. Entry by entry, with s the signs of y_i, t an
+entry of T_ij, and s and y the same entry's of y_i,
 
 .. math::
     |y| - |y - t| = s t - 2\,[s t - |y|]_+,
 
 so that :math:`n_{ij} = [s_i \cdot T_{ij} - c_{ij}]_+` with :math:`c_{ij} = 2 \sum_e [s_e T_e -
-|y_e|]_+`. The dot product needs no vector: :math:`s \cdot T = (s W)\, z` for a vector :math:`T = W z`,
-where W is the output projection. What is missing is small for a small vector, because a vector counts
-only where it is larger than the output. With the norms of the rows of W,
+|y_e|]_+`. The dot product needs no vector: :math:`s \cdot T = (s W)\, z` for a vector :math:`T =
+W z`, where W is the output projection. What is missing is small for a small vector, because a
+vector counts only where it is larger than the output. With the norms of the rows of W,
 :math:`|T_e| \le \|W_e\|\,\|z\|`, so
 
 .. math::
@@ -25,10 +26,10 @@ only where it is larger than the output. With the norms of the rows of W,
     \bar c_i(\rho) = 2 \sum_e \big[\|W_e\|\,\rho - |y_{ie}|\big]_+.
 
 A source whose vector is not made gets :math:`\hat n = [s \cdot T]_+`, which is too large by
-:math:`\delta = \min(\bar c, \hat n)` at most. Let :math:`\Delta_i` be the sum of these over the row.
-If a and b are not negative and b is less than a by :math:`\Delta` in all, then
-:math:`\|a / |a| - b / |b|\|_1 = 2 \sum_j [a_j / |a| - b_j / |b|]_+ \le 2 \sum_j (a_j - b_j) / |a| = 2
-\Delta / |a|`, so the row is wrong by
+:math:`\delta = \min(\bar c, \hat n)` at most. Let :math:`\Delta_i` be the sum of these over the
+row. If a and b are not negative and b is less than a by :math:`\Delta` in all, then :math:`\|a /
+|a| - b / |b|\|_1 = 2 \sum_j [a_j / |a| - b_j / |b|]_+ \le 2 \sum_j (a_j - b_j) / |a| = 2 \Delta /
+|a|`, so the row is wrong by
 
 .. math::
     \epsilon_i = \min\Big(2, \frac{2 \Delta_i}{\sum_j \hat n_{ij}}\Big)
@@ -36,16 +37,16 @@ If a and b are not negative and b is less than a by :math:`\Delta` in all, then
 at most. A row of little relevance is not made at all: its relevance stays with its own token, and
 :math:`\epsilon_i = 2`, the largest distance of two rows that sum to one.
 
-**The bound.** Let :math:`\hat v` be the relevance that is carried with the rows :math:`\hat P`, and v
-the exact one. For any signs of v, with :math:`\|w P\|_1 \le \|w\|_1`,
+**The bound.** Let :math:`\hat v` be the relevance that is carried with the rows :math:`\hat P`,
+and v the exact one. For any signs of v, with :math:`\|w P\|_1 \le \|w\|_1`,
 
 .. math::
     \|v P - \hat v \hat P\|_1 \le \|(v - \hat v) P\|_1 + \|\hat v (P - \hat P)\|_1
         \le \|v - \hat v\|_1 + \sum_i |\hat v_i|\, \epsilon_i.
 
-What layers add to the relevance is the same for both. The errors of ALTI-Logit over all layers are
-therefore at most :math:`\sum_\lambda \sum_i |\hat v^\lambda_i|\, \epsilon^\lambda_i`, and its sum is the
-exact one, because the rows still sum to one.
+What layers add to the relevance is the same for both. The errors of ALTI-Logit over all layers
+are therefore at most :math:`\sum_\lambda \sum_i |\hat v^\lambda_i|\, \epsilon^\lambda_i`, and its
+sum is the exact one, because the rows still sum to one.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class Alti:
 
         Args:
             relevance (Tensor): after the layer, ``(B, T, L)``.
-            tolerance (float): the share of the relevance that may come out wrong.
+            tolerance (float): the share of the relevance that may end on wrong tokens, half of the
+                l1 norm of its error.
             advance (Callable): told after each tile what part of the work was done.
 
         Returns:
@@ -130,11 +132,11 @@ class Alti:
         rows: Tensor,
         advance: Callable[[float], None],
     ) -> tuple[Tensor, Tensor]:
-        budget = torch.full_like(weight[:, 0], tolerance)
+        budget = torch.full_like(weight[:, 0], 2 * tolerance)
         # Rows of the least relevance stay what they are.
         order = rows[weight[:, rows].amax(0).argsort()]
         spent = 2 * weight[:, order].cumsum(1)
-        count = int((spent <= ROWS_SHARE * tolerance).all(0).sum())
+        count = int((spent <= ROWS_SHARE * 2 * tolerance).all(0).sum())
         skipped, made = order[:count], order[count:].sort().values
         carried = torch.zeros_like(relevance)
         carried[..., skipped] = relevance[..., skipped]
@@ -157,16 +159,21 @@ class Alti:
             advance(len(chosen) / len(made))
         return carried, bound
 
-    def _near_some(
-        self, chosen: Tensor, weight: Tensor, allowed: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _near_some(self, chosen: Tensor, weight: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
         # n of some rows, (B, r, C), of which some are only upper bounds, and by how much these may
         # be too large in all, (B, r).
         B, C = self.parts.batch, self.parts.columns(chosen)
-        z = self.parts.unprojected(chosen.expand(B, -1), C)
         y = self.output[:, chosen]
-        near = _positive(_dots(y.sign() @ self.parts.weight, z), y.abs().sum(-1, keepdim=True))
-        most = torch.minimum(self._most_missing(y, torch.linalg.vector_norm(z, dim=1)), near)
+        directions = y.sign() @ self.parts.weight  # (B, r, D)
+        dots, squares = y.new_zeros(2, B, len(chosen), C)
+
+        def visit(channels: slice, z: Tensor) -> None:
+            dots.add_(torch.einsum("brd,bdrc->brc", directions[..., channels], z))
+            squares.add_(_squares(z))
+
+        z = self.parts.unprojected(chosen.expand(B, -1), C, visit)
+        near = _positive(dots, y.abs().sum(-1, keepdim=True))
+        most = torch.minimum(self._most_missing(y, squares.sqrt_()), near)
         at = torch.arange(len(chosen), device=chosen.device)
         for b in range(B):
             wanted = at * C + chosen  # the own tokens, to which the residual belongs
@@ -178,7 +185,7 @@ class Alti:
                 lost = (2 * weight[b, chosen, None] * most[b] / total).view(-1)
                 found = lost.sort()
                 count = int((found.values.cumsum(0) <= allowed[b]).sum())
-                wanted = found.indices[count:]
+                wanted = found.indices[count:].sort().values
         return near, most.sum(-1)
 
     def _near_pairs(self, b: int, z: Tensor, pairs: Tensor, chosen: Tensor) -> Tensor:
@@ -188,11 +195,11 @@ class Alti:
         y = self.output[b, chosen].mT  # (E, r)
         for block in pairs.split(BLOCK):
             row, column = block // columns, block % columns
-            vectors = self.parts.weight @ z[:, block]
+            vectors = self.parts.weight @ z.index_select(1, block)
             if self.residual is not None:
                 own = (chosen[row] == column).nonzero()[:, 0]
                 vectors[:, own] += self.residual[b, column[own]].mT
-            found.append(_near(vectors, y[:, row], 0))
+            found.append(_near(vectors, y.index_select(1, row), 0))
         return torch.cat(found)
 
     @cached_property
@@ -209,9 +216,12 @@ class Alti:
         return 2 * (slopes.gather(-1, at) * length - offsets.gather(-1, at)).clamp(min=0)
 
 
-def _dots(directions: Tensor, z: Tensor) -> Tensor:
-    # (B, r, D) and (B, D, r, C): (B, r, C).
-    return torch.einsum("brd,bdrc->brc", directions, z)
+def _squares(z: Tensor) -> Tensor:
+    # Of vectors (B, D, r, C): (B, r, C). A sum over the first of many axes is slow in PyTorch.
+    total = torch.zeros_like(z[:, 0])
+    for block in z.split(64, 1):
+        total += (block * block).sum(1)
+    return total
 
 
 def _near(vectors: Tensor, output: Tensor, dim: int) -> Tensor:

@@ -12,6 +12,7 @@ at token j + k, through tap k of the convolution. All choices of f are in this f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ from captum_ssm.operators.composed import sum_of
 
 ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
 
-TILE = 1 << 24  # numbers before the output projection that are kept at a time
+TILE = 1 << 25  # numbers before the output projection that are kept at a time
 MOST_ROWS = 64  # of a tile: the recurrences' kernels make rows by blocks of so many
 PIECE = 1 << 20  # numbers of the maps' rows that are made at a time
 BLOCK = 512  # vectors that are made, and reduced, at a time
@@ -66,6 +67,7 @@ class Contributions:
         ]
         self.batch, self.length, _, _ = mixers[0].recurrence.sizes
         self.weight = torch.cat([part.weight for part in self.parts], 1)  # (E, D)
+        self._workspace = self.weight.new_empty(0)
         self.is_causal = all(mixer.recurrence.is_causal for mixer in mixers)
 
     def vectors(self, index: Tensor) -> Tensor:
@@ -119,18 +121,28 @@ class Contributions:
         """How many tokens, from the first on, the ascending rows may read."""
         return int(rows[-1]) + 1 if self.is_causal else self.length
 
-    def unprojected(self, index: Tensor, columns: int) -> Tensor:
+    def unprojected(
+        self, index: Tensor, columns: int, visit: Callable[[slice, Tensor], None] | None = None
+    ) -> Tensor:
         """Vectors before the output projection, T = W z, for the rows ``index (B, R)``.
 
+        ``visit`` is given some channels, and z of these while it is in the cache.
+
         Returns:
-            Tensor: z of the first columns, ``(B, D, R, columns)``, channels of all scans.
+            Tensor: z of the first columns, ``(B, D, R, columns)``, channels of all scans. The next
+            call writes into the same memory: new pages would take as long as the numbers.
         """
         B, R = index.shape
-        z = self.weight.new_empty(B, self.weight.shape[1], R, columns)
+        shape = (B, self.weight.shape[1], R, columns)
+        if self._workspace.numel() < math.prod(shape):
+            self._workspace = self.weight.new_empty(math.prod(shape))
+        z = self._workspace[: math.prod(shape)].view(shape)
         first = 0
         for part in self.parts:
             last = first + part.weight.shape[1]
-            part.fill(z[:, first:last], index)
+            for chosen, filled in part.fill(z[:, first:last], index):
+                if visit is not None:
+                    visit(slice(first + chosen.start, first + chosen.stop), filled)
             first = last
         return z
 
@@ -217,17 +229,19 @@ class _Part:
         skip = self.mixer.skip
         return None if skip is None else skip.expand_as(self.lagged[0]).mT.contiguous()
 
-    def fill(self, z: Tensor, index: Tensor) -> None:
-        # z (B, D, R, C): what each token adds to the rows index (B, R), with row factors. Rows of
-        # so many maps at a time that they stay in the cache.
-        if self.position is not None:
-            ordered = torch.empty_like(z)
-            self._fill(ordered, self.position[index])
-            torch.index_select(ordered, 3, self.position, out=z)
-        else:
-            self._fill(z, index)
+    def fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        # z (B, D, R, C): what each token adds to the rows index (B, R), with row factors.
+        if self.position is None:
+            yield from self._fill(z, index)
+            return
+        ordered = torch.empty_like(z)
+        for _ in self._fill(ordered, self.position[index]):
+            pass
+        torch.index_select(ordered, 3, self.position, out=z)
+        yield slice(0, z.shape[1]), z
 
-    def _fill(self, z: Tensor, index: Tensor) -> None:
+    def _fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        # So many maps at a time that what is made of them stays in the cache.
         recurrence = self.mixer.recurrence
         B, L, D, M = recurrence.sizes
         P, R = D // M, index.shape[1]
@@ -245,9 +259,11 @@ class _Part:
                     rows = rows.repeat_interleave(skip.shape[1] // rows.shape[1], 1)
                 at = index[:, None].expand(-1, skip.shape[1], -1)  # (B, c, R)
                 rows = rows.scatter_add(3, at[..., None], skip.gather(2, at)[..., None])
+            out = z[:, part]
             kernels.tap_rows(
-                rows, self.values[:, :, part], None if left is None else left[:, part], z[:, part]
+                rows, self.values[:, :, part], None if left is None else left[:, part], out
             )
+            yield part, out
 
 
 def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:

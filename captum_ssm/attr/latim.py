@@ -15,11 +15,12 @@ from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import token_ids
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
+from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm._progress import bar
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._contributions import Contributions
-from captum_ssm.attr._residual import ResidualStream, Stage, norms_and_head
+from captum_ssm.attr._residual import ResidualStream, norms_and_head
 from captum_ssm.operators.composed import sum_of
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
@@ -50,6 +51,9 @@ class LaTIM(TokenAttribution):
     :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`, which is exact on any model.
 
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
+
+    **Several targets of one text** share its vectors: pass the text expanded to one row per target,
+    as ``input_ids.expand(T, -1)``.
 
     Examples::
 
@@ -106,8 +110,24 @@ class LaTIM(TokenAttribution):
                 ``"l2"`` or a number p. Default: ``"alti_logit"``
             activation (str, optional): ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"``,
                 ``"identity"`` or ``"gate"``. Default: ``"silu"``
+            tolerance (float, optional): for ``"alti_logit"`` over all layers, the share of the
+                relevance that a layer may put on wrong tokens, between 0 and 1. Vectors that cannot
+                matter more than that are not made. Zero makes all of them. Relevance adds up to
+                the same in either case. Default: 0.0
+            return_error_bound (bool, optional): return, last, a bound ``(B,)`` on what the
+                tolerance changes: the sum over tokens of :math:`|\\text{exact} -
+                \\text{returned}|`, before it is carried from the first layer's tokens to the
+                inputs. Default: False
         """
         to_logit = _to_logit(layer, aggregation)
+        whole = to_logit and layer is None
+        if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
+            raise ValueError(
+                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, for "
+                f"aggregation {aggregation!r} and layer {layer!r}; expected a share of at least 0 "
+                "and less than 1, and either of them only for aggregation='alti_logit' with "
+                "layer=None."
+            )
         if return_convergence_delta and not to_logit:
             raise ValueError(
                 f"aggregation is {aggregation!r}, which is not a decomposition of the score, so it "
@@ -125,11 +145,12 @@ class LaTIM(TokenAttribution):
             frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen)
             if layer is None:
-                row, bias, bound = _logit_row(frozen, stream, activation, tolerance)
+                one = _of_one(request)
+                text = frozen if one is None else self._run(one, query=False)
+                row, bias, bound = _logit_row(frozen, text, stream, activation, tolerance)
             else:
                 parts = _contributions(frozen, [frozen.select_one(layer)], activation)
                 row, bias = parts.dot_row(stream.direction), _bias(stream, parts)
-                bound = torch.zeros_like(bias)
             relevance = self._formatted(frozen.wiring.from_first(row), frozen)
             found = [relevance]
             if return_convergence_delta:
@@ -147,6 +168,7 @@ class LaTIM(TokenAttribution):
         layer: int | str | None = None,
         aggregation: str | float = LOGIT,
         activation: str = "gate",
+        tolerance: float = 0.0,
     ) -> Tensor:
         if not _to_logit(layer, aggregation):
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
@@ -386,28 +408,57 @@ def _layer_error(frozen: FrozenModel, layer: FrozenLayer, activation: str) -> Te
 
 
 def _logit_row(
-    frozen: FrozenModel, stream: ResidualStream, activation: str, tolerance: float
+    frozen: FrozenModel,
+    text: FrozenModel,
+    stream: ResidualStream,
+    activation: str,
+    tolerance: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Relevance ``(B, L)`` of eq. 8 at the query, and the bias terms' share of the score.
+    """Relevance ``(B, L)`` of eq. 8 at the query, and what belongs to it.
 
-    And the bound on what the tolerance changes of relevance, ``(B,)``.
+    The bias terms' share of the score, ``(B,)``, and the bound on what the tolerance changes of
+    the relevance, ``(B,)``. Vectors are those of ``text``: of one example where all are the same
+    text, so that they are made once for all targets.
     """
     direction = stream.direction
-    v = torch.zeros_like(direction[..., 0])
-    bias, bound = torch.zeros_like(v[:, 0]), torch.zeros_like(v[:, 0])
+    B, L = frozen.shape
+    N = text.shape[0]
+    v, bias, bound = direction.new_zeros(B, L), direction.new_zeros(B), direction.new_zeros(B)
+    layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
     with bar("LaTIM, layers", len(stream.stages)) as advance:
         for stage in reversed(stream.stages):
-            parts = _contributions(frozen, stage.layers, activation)
+            parts = _contributions(text, [layers[id(layer)] for layer in stage.layers], activation)
             v = v + (direction * stage.local).sum(-1)
             if bool((v != 0).any()):
-                alti = Alti(parts, stage.before + stage.mixed, stage.before)
-                carried, wrong = alti.carry(v[:, None], tolerance, advance)
-                v, bound = carried[:, 0], bound + wrong[:, 0]
+                alti = Alti(parts, (stage.before + stage.mixed)[:N], stage.before[:N])
+                carried, wrong = alti.carry(v.view(N, -1, L), tolerance, advance)
+                v, bound = carried.view(B, L), bound + wrong.view(B)
             else:
                 advance(1)
-            v = v + parts.dot_row(direction)
+            v = v + torch.cat([parts.dot_row(one) for one in direction.split(N)])
             bias = bias + _bias(stream, parts)
     return v + (direction * stream.stages[0].before).sum(-1), bias, bound
+
+
+def _of_one(request: Request) -> Request | None:
+    # The first example of a batch that is one text, expanded: its rows are the same memory.
+    B = request.batch
+
+    def is_shared(value: Any) -> bool:
+        return value.dim() == 0 or value.shape[0] != B or value.stride(0) == 0
+
+    extra = tensors_in((request.positional, request.named))
+    if (
+        B == 1
+        or not all(x.stride(0) == 0 for x in request.inputs)
+        or not all(map(is_shared, extra))
+    ):
+        return None
+
+    def first(value: Tensor) -> Tensor:
+        return value[:1] if value.dim() and value.shape[0] == B else value
+
+    return map_tensors(first, request)
 
 
 def _bias(stream: ResidualStream, parts: Contributions) -> Tensor:
