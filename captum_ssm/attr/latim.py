@@ -145,7 +145,7 @@ class LaTIM(TokenAttribution):
             frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen)
             if layer is None:
-                one = _of_one(request)
+                one = _of_one(request, inputs, additional_forward_args)
                 text = frozen if one is None else self._run(one, query=False)
                 row, bias, bound = _logit_row(frozen, text, stream, activation, tolerance)
             else:
@@ -440,19 +440,11 @@ def _logit_row(
     return v + (direction * stream.stages[0].before).sum(-1), bias, bound
 
 
-def _of_one(request: Request) -> Request | None:
-    # The first example of a batch that is one text, expanded: its rows are the same memory.
+def _of_one(request: Request, *given: Any) -> Request | None:
+    # The first example, where what was given is one text expanded to a batch: the same memory.
     B = request.batch
-
-    def is_shared(value: Any) -> bool:
-        return value.dim() == 0 or value.shape[0] != B or value.stride(0) == 0
-
-    extra = tensors_in((request.positional, request.named))
-    if (
-        B == 1
-        or not all(x.stride(0) == 0 for x in request.inputs)
-        or not all(map(is_shared, extra))
-    ):
+    batched = [x for x in tensors_in(given) if x.dim() and x.shape[0] == B]
+    if B == 1 or not batched or any(x.stride(0) for x in batched):
         return None
 
     def first(value: Tensor) -> Tensor:
