@@ -30,7 +30,7 @@ ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
 
 TILE = 1 << 25  # numbers before the output projection that are kept at a time
 MOST_ROWS = 64  # of a tile: the recurrences' kernels make rows by blocks of so many
-PIECE = 1 << 20  # numbers of the maps' rows that are made at a time
+PIECE = 1 << 19  # numbers of the maps' rows that are made at a time
 BLOCK = 512  # vectors that are made, and reduced, at a time
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -223,12 +223,6 @@ class _Part:
         # By lag, the inputs of the recurrence with tokens last, as they are read: (K, B, D, L).
         return torch.stack([values.mT for values in self.lagged])
 
-    @cached_property
-    def skip(self) -> Tensor | None:
-        # (B, D, L)
-        skip = self.mixer.skip
-        return None if skip is None else skip.expand_as(self.lagged[0]).mT.contiguous()
-
     def fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
         # z (B, D, R, C): what each token adds to the rows index (B, R), with row factors.
         if self.position is None:
@@ -245,25 +239,41 @@ class _Part:
         recurrence = self.mixer.recurrence
         B, L, D, M = recurrence.sizes
         P, R = D // M, index.shape[1]
-        left = None
-        if self.left is not None:
-            left = self.left.gather(1, index[..., None].expand(-1, -1, D)).mT  # (B, D, R)
+        left = None if self.left is None else _at(self.left.mT, index)  # (B, D, R)
+        skipped = self._skipped(left, index)
         step = max(1, PIECE // (B * R * L * P))
         for first in range(0, M, step):
             last = min(M, first + step)
             part = slice(first * P, last * P)
-            rows = recurrence.map_rows(index, first, last)  # (B, m, R, L)
-            if self.skip is not None:
-                skip = self.skip[:, part]
-                if rows.shape[1] < skip.shape[1]:
-                    rows = rows.repeat_interleave(skip.shape[1] // rows.shape[1], 1)
-                at = index[:, None].expand(-1, skip.shape[1], -1)  # (B, c, R)
-                rows = rows.scatter_add(3, at[..., None], skip.gather(2, at)[..., None])
             out = z[:, part]
             kernels.tap_rows(
-                rows, self.values[:, :, part], None if left is None else left[:, part], out
+                recurrence.map_rows(index, first, last),
+                self.values[:, :, part],
+                None if left is None else left[:, part],
+                out,
             )
+            for column, value in skipped:
+                column = column[:, None].expand(-1, out.shape[1], -1)
+                out.scatter_add_(3, column[..., None], value[:, part, :, None])
             yield part, out
+
+    def _skipped(self, left: Tensor | None, index: Tensor) -> list[tuple[Tensor, Tensor]]:
+        # What reaches the rows (B, R) by the skip, by lag: its columns, and values (B, D, R).
+        if self.mixer.skip is None:
+            return []
+        factor = _at(self.mixer.skip.expand_as(self.lagged[0]).mT, index)
+        factor = factor if left is None else factor * left
+        found = []
+        for lag, values in enumerate(self.values):
+            column = index - lag
+            inside = (column >= 0)[:, None]
+            found.append((column.clamp(min=0), factor * _at(values, index) * inside))
+        return found
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    # Tokens index (B, R) of values (B, D, L): (B, D, R).
+    return values.gather(2, index[:, None].expand(-1, values.shape[1], -1))
 
 
 def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:
