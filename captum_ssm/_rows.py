@@ -136,7 +136,9 @@ def _of_contrasts(method: TokenAttribution, asks: Sequence[Ask]) -> TokenAttribu
     named = {"use_cache": False} if "use_cache" in parameter_names(module) else {}
 
     def score(inputs: Tensor) -> Tensor:
+        # Of one text, where the method makes something once for all answers.
         logits = extract_logits(module(inputs, **named))
+        logits = logits.expand(len(asks), *logits.shape[1:])
         index = torch.arange(len(asks), device=logits.device)
         answers, others = (
             torch.tensor([getattr(ask, side) for ask in asks], device=logits.device)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families import FAMILIES, build, padded
 from models import Residual, embed
 from torch import nn
 
-from captum_ssm import LaTIM, hidden_attention
+from captum_ssm import LaTIM, _progress, hidden_attention
+from captum_ssm._rows import Ask, rows
+from captum_ssm.attr import _contributions
+from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._contributions import ACTIVATIONS
 from captum_ssm.metrics import decomposition_error
 
@@ -221,3 +226,145 @@ def test_a_linear_head_is_enough() -> None:
     score = model(ids)[:, -1, 3] - model.head.bias[3]
     torch.testing.assert_close(found.sum(1), score)
     assert delta.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, 0.05, 0.5])
+@pytest.mark.parametrize("activation", ["silu", "gate"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "recurrent_gemma"])
+def test_a_tolerance_changes_no_more_than_the_bound(family, activation, tolerance) -> None:
+    # In float64, where neither side is rounded.
+    latim, ids = LaTIM(build(family).double()), ids_for(2, 33)
+    options = {"target": torch.tensor([3, 7]), "activation": activation}
+    exact, none = latim.attribute(ids, return_error_bound=True, **options)
+    found, delta, bound = latim.attribute(
+        ids, tolerance=tolerance, return_convergence_delta=True, return_error_bound=True, **options
+    )
+    assert (none == 0).all()
+    assert (exact < 0).any()
+    assert (exact > 0).any()
+    distance = (found - exact).abs().sum(1)
+    assert (distance <= bound * (1 + 1e-9)).all()
+    assert (bound > 0).all()
+    # It moves relevance from token to token, and loses none.
+    torch.testing.assert_close(found.sum(1), exact.sum(1))
+    again = latim.compute_convergence_delta(found, ids, tolerance=tolerance, **options)
+    torch.testing.assert_close(again, delta)
+
+
+def test_the_tolerance_is_a_share_of_the_relevance() -> None:
+    latim, ids = LaTIM(build("mamba", num_hidden_layers=2)), ids_for(1, 33)
+    one = LaTIM(build("mamba", num_hidden_layers=2)).attribute(ids, target=3, layer=-1)
+    for tolerance in (1e-3, 1e-2, 0.1):
+        _, bound = latim.attribute(ids, target=3, tolerance=tolerance, return_error_bound=True)
+        # Two layers: what the upper one gives is carried through the lower one.
+        assert float(bound) <= 2 * tolerance * float(one.abs().sum()) * (1 + 1e-5)
+
+
+def test_what_a_vector_misses_is_bounded_by_its_length() -> None:
+    g = torch.Generator().manual_seed(0)
+    weight, z = torch.randn(12, 20, generator=g), torch.randn(1, 20, 5, 7, generator=g)
+    z *= torch.logspace(-3, 1, 7)
+    y = torch.randn(1, 5, 12, generator=g)
+    y[0, 0, :3] = 0
+    alti = Alti(SimpleNamespace(weight=weight), y)
+    vectors = torch.einsum("ed,bdrc->brce", weight, z)
+    signs = y.sign()[:, :, None]
+    near = y.abs().sum(-1)[..., None] - (y[:, :, None] - vectors).abs().sum(-1)
+    missing = (signs * vectors).sum(-1) - near
+    bound = alti._most_missing(y, z.norm(dim=1))
+    assert (missing <= bound + 1e-4).all()
+    assert (missing >= -1e-4).all()
+    expected = weight.norm(dim=1) * z.norm(dim=1)[..., None] - y.abs()[:, :, None]
+    torch.testing.assert_close(bound, 2 * expected.clamp(min=0).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.05])
+def test_tiles_and_blocks_of_any_size_give_the_same(monkeypatch, tolerance) -> None:
+    latim, ids = LaTIM(build("mamba").double()), ids_for(2, 33)
+    options = {"target": torch.tensor([3, 7]), "tolerance": tolerance, "return_error_bound": True}
+    expected, bound = latim.attribute(ids, **options)
+    monkeypatch.setattr(_contributions, "TILE", 1 << 13)
+    monkeypatch.setattr(_contributions, "PIECE", 1 << 10)
+    for block in (7, 64):
+        monkeypatch.setattr(_contributions, "BLOCK", block)
+        found, other = latim.attribute(ids, **options)
+        if tolerance:
+            # Each tile has its own part of the tolerance.
+            assert ((found - expected).abs().sum(1) <= bound + other).all()
+        else:
+            torch.testing.assert_close(found, expected)
+
+
+def test_targets_of_one_text_share_its_vectors(monkeypatch) -> None:
+    latim, ids = LaTIM(build("mamba")), ids_for(1, 17)
+    targets = [(16, 3), (16, 7), (11, 5)]
+    batches = []
+    made = _contributions.Contributions.unprojected
+
+    def counted(self, index, *rest):
+        batches.append(len(index))
+        return made(self, index, *rest)
+
+    monkeypatch.setattr(_contributions.Contributions, "unprojected", counted)
+    for tolerance in (0.0, 0.05):
+        options = {"tolerance": tolerance, "return_error_bound": True}
+        expected = [latim.attribute(ids, target=[one], **options) for one in targets]
+        batches.clear()
+        found, bound = latim.attribute(ids.expand(3, -1), target=targets, **options)
+        assert set(batches) == {1}
+        relevance = torch.cat([one for one, _ in expected])
+        if tolerance:
+            bounds = bound + torch.cat([one for _, one in expected])
+            assert ((found - relevance).abs().sum(1) <= bounds + 1e-5).all()
+        else:
+            torch.testing.assert_close(found, relevance, rtol=1e-4, atol=1e-5)
+        batches.clear()
+        latim.attribute(ids.repeat(3, 1), target=targets, **options)
+        assert set(batches) == {3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tolerance": -0.1},
+        {"tolerance": 1.0},
+        {"tolerance": 0.1, "layer": 0},
+        {"tolerance": 0.1, "layer": 0, "aggregation": "l2"},
+        {"return_error_bound": True, "layer": 0},
+    ],
+)
+def test_a_tolerance_that_does_not_fit_is_an_error(options) -> None:
+    with pytest.raises(ValueError, match="tolerance is"):
+        LaTIM(build("mamba")).attribute(ids_for(), target=3, **options)
+
+
+def test_progress_is_shown_where_asked_and_long_work_is_announced(
+    monkeypatch, capsys, caplog
+) -> None:
+    latim, ids = LaTIM(build("mamba")), ids_for(1)
+    latim.attribute(ids, target=3)
+    assert "LaTIM" not in capsys.readouterr().err
+    latim.attribute(ids, target=3, show_progress=True)
+    assert "LaTIM" in capsys.readouterr().err
+    monkeypatch.setattr(_progress, "DELAY", 0.0)
+    monkeypatch.setattr(_progress, "LONG", 0.0)
+    latim.attribute(ids, target=3, show_progress=False)
+    assert not caplog.messages
+    latim.attribute(ids, target=3)
+    assert any("LaTIM, layers: about" in message for message in caplog.messages)
+
+
+def test_answers_and_contrasts_of_an_explanation_share_the_vectors_too(monkeypatch) -> None:
+    batches = []
+    made = _contributions.Contributions.unprojected
+
+    def counted(self, index, *rest):
+        batches.append(len(index))
+        return made(self, index, *rest)
+
+    monkeypatch.setattr(_contributions.Contributions, "unprojected", counted)
+    asks = [Ask(L - 1, 3), Ask(L - 1, 5), Ask(L - 1, 3, 5), Ask(L - 1, 5, 3)]
+    found, _ = rows(LaTIM(build("mamba")), ids_for(1), asks)
+    assert set(batches) == {1}
+    torch.testing.assert_close(found[2], found[0] - found[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[3], -found[2], rtol=1e-4, atol=1e-5)

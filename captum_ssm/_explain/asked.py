@@ -31,7 +31,7 @@ class Setup:
         layers (optional): of the maps, as ``hidden_attention`` takes them.
         lens (bool): whether answers after each layer are kept.
         memory_limit (int, optional): bytes.
-        show_progress (bool): with progress bars, for what takes more than three seconds.
+        show_progress (bool): with progress bars, for what takes more than two seconds.
         notes (list of str): what could not be done.
     """
 

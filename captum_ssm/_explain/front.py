@@ -17,7 +17,7 @@ from captum_ssm._explain.asked import Setup
 from captum_ssm._explain.images import ImageRequest, as_pixels, explain_image
 from captum_ssm._explain.texts import TextRequest, explain_text
 from captum_ssm._integers import as_index
-from captum_ssm._progress import progress
+from captum_ssm._progress import progress, showing
 from captum_ssm._rows import has_delta
 from captum_ssm.attr import methods as all_methods
 from captum_ssm.explanation import Example, Explanation, Method
@@ -105,7 +105,7 @@ def explain(
         title (str, optional): a heading. Default: None
         memory_limit (int, optional): bytes for the rows, for the maps, and for the work of each
             method; what needs more is refused before it is computed. Default: None
-        show_progress (bool, optional): progress bars for what takes more than three seconds.
+        show_progress (bool, optional): progress bars for what takes more than two seconds.
             Default: True
         input_ids, attention_mask, token_type_ids, pixel_values (Tensor, optional): what tokenizers
             and processors return, by keyword. Default: None
@@ -175,8 +175,9 @@ def explain(
             TextRequest(tokenizer, text, _ids(a), _ids(b), position, spans)
             for text, a, b in zip(texts, *targets, strict=True)
         ]
-    found = progress(asked, "examples") if show_progress and len(asked) > 1 else asked
-    examples = tuple(_explained(setup, one) for one in found)
+    with showing(None if show_progress else False):
+        found = progress(asked, "examples") if len(asked) > 1 else asked
+        examples = tuple(_explained(setup, one) for one in found)
     called = _name(module)
     settings = {
         "target": target,

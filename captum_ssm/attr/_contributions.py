@@ -12,8 +12,10 @@ at token j + k, through tap k of the convolution. All choices of f are in this f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,11 @@ from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.composed import sum_of
 
 ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
+
+TILE = 1 << 25  # numbers before the output projection that are kept at a time
+MOST_ROWS = 64  # of a tile: the recurrences' kernels make rows by blocks of so many
+PIECE = 1 << 19  # numbers of the maps' rows that are made at a time
+BLOCK = 512  # vectors that are made, and reduced, at a time
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -59,12 +66,14 @@ class Contributions:
             for scan, order, weight in mixer.scans_in_order()
         ]
         self.batch, self.length, _, _ = mixers[0].recurrence.sizes
-        self.width = mixers[0].out_weight.shape[0]
+        self.weight = torch.cat([part.weight for part in self.parts], 1)  # (E, D)
+        self._workspace = self.weight.new_empty(0)
         self.is_causal = all(mixer.recurrence.is_causal for mixer in mixers)
 
     def vectors(self, index: Tensor) -> Tensor:
         """T_i(x_j) for the rows ``index (B, R)``: ``(B, R, L, E)``."""
-        return self._tile(index, self.length).permute(0, 2, 3, 1)
+        z = self.unprojected(index, self.length)
+        return torch.einsum("ed,bdrl->brle", self.weight, z)
 
     def total(self) -> Tensor:
         """The sum of all contributions at each token, ``(B, L, E)``, in linear time."""
@@ -97,26 +106,65 @@ class Contributions:
             total += part.restore(part.restore(out, 1), 2)
         return total
 
-    def reduced_tiles(
-        self, reduce: Callable[[Tensor, slice], Tensor]
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Tiles of rows of a reduction of the vectors, ``(rows, (B, R, L))``.
+    def tiles(self, rows: Tensor) -> list[Tensor]:
+        """Ascending rows ``(R,)``, cut into tiles whose vectors are made together."""
+        found, entries = [], tile_entries(TILE)
+        per_column = self.batch * self.weight.shape[1]
+        while len(rows):
+            count = entries // (per_column * self.columns(rows[:MOST_ROWS]))
+            count = max(1, min(MOST_ROWS, count))
+            found.append(rows[:count])
+            rows = rows[count:]
+        return found
 
-        ``reduce`` takes vectors ``(B, E, R, C)`` of the first C columns and their rows.
+    def columns(self, rows: Tensor) -> int:
+        """How many tokens, from the first on, the ascending rows may read."""
+        return int(rows[-1]) + 1 if self.is_causal else self.length
+
+    def unprojected(
+        self, index: Tensor, columns: int, visit: Callable[[slice, Tensor], None] | None = None
+    ) -> Tensor:
+        """Vectors before the output projection, T = W z, for the rows ``index (B, R)``.
+
+        ``visit`` is given some channels, and z of these while it is in the cache.
+
+        Returns:
+            Tensor: z of the first columns, ``(B, D, R, columns)``, channels of all scans. The next
+            call writes into the same memory: new pages would take as long as the numbers.
         """
-        start, L, entries = 0, self.length, tile_entries(1 << 22)
-        while start < L:
-            width = min(L, start + 64) if self.is_causal else L
-            step = max(1, min(64, entries // (self.batch * self.width * width)))
-            rows = slice(start, min(L, start + step))
-            columns = rows.stop if self.is_causal else L
-            index = torch.arange(rows.start, rows.stop, device=self.parts[0].weight.device)
-            found = reduce(self._tile(index.expand(self.batch, -1), columns), rows)
-            yield rows, nn.functional.pad(found, (0, L - columns))
-            start = rows.stop
+        B, R = index.shape
+        shape = (B, self.weight.shape[1], R, columns)
+        if self._workspace.numel() < math.prod(shape):
+            self._workspace = self.weight.new_empty(math.prod(shape))
+        z = self._workspace[: math.prod(shape)].view(shape)
+        first = 0
+        for part in self.parts:
+            last = first + part.weight.shape[1]
+            for chosen, filled in part.fill(z[:, first:last], index):
+                if visit is not None:
+                    visit(slice(first + chosen.start, first + chosen.stop), filled)
+            first = last
+        return z
 
-    def _tile(self, index: Tensor, columns: int) -> Tensor:
-        return sum_of([part.tile(index, columns) for part in self.parts])
+    def reduced(self, z: Tensor, reduce: Callable[[Tensor, slice, slice], Tensor]) -> Tensor:
+        """A reduction of the vectors W z over their width: ``(B, R, C)`` of ``z (B, D, R, C)``.
+
+        ``reduce`` takes vectors ``(B, E, r, c)``, and which of the rows and columns they are. They
+        are made in blocks that stay in the cache, and are never in memory as a whole.
+        """
+        B, _, R, C = z.shape
+        out = z.new_empty(B, R, C)
+        weight = self.weight.expand(B, -1, -1)
+        size = max(1, BLOCK // B)
+        height = max(1, size // C)
+        for top in range(0, R, height):
+            rows = slice(top, min(R, top + height))
+            for left in range(0, C, size):
+                columns = slice(left, min(C, left + size))
+                block = z[:, :, rows, columns]
+                vectors = torch.bmm(weight, block.flatten(2)).unflatten(2, block.shape[2:])
+                out[:, rows, columns] = reduce(vectors, rows, columns)
+        return out
 
 
 @dataclass(frozen=True)
@@ -170,43 +218,62 @@ class _Part:
             recurrence, skip = self.mixer.recurrence, self.mixer.skip
             yield lag, recurrence.compose(left=score, skip=skip, right=values)
 
-    def tile(self, index: Tensor, columns: int, channels: int = 2048) -> Tensor:
-        # Vectors of the rows index (B, R) and the first columns: (B, E, R, C). One matrix product
-        # per block of channels; the block is filled in pieces that are small enough for the cache.
-        operator, weight = self.mixer.recurrence, self.weight
-        B, _, D, M = operator.sizes
-        if self.position is not None:
-            index = self.position[index]
-        P, R = D // M, index.shape[1]
-        out = weight.new_zeros(B, weight.shape[0], R * columns)
-        size = B * R * columns
-        maps = max(1, channels // P)
-        piece = max(1, min(maps, (1 << 17) // (size * P)))
-        for block in range(0, M, maps):
-            end = min(M, block + maps)
-            z = weight.new_empty(B, (end - block) * P, R, columns)
-            for first in range(block, end, piece):
-                last = min(end, first + piece)
-                part = slice(first * P, last * P)
-                self._fill(z[:, (first - block) * P : (last - block) * P], index, first, last, part)
-            out.baddbmm_(weight[:, block * P : end * P].expand(B, -1, -1), z.flatten(2))
-        return self.restore(out.unflatten(-1, (R, columns)), 3)
+    @cached_property
+    def values(self) -> Tensor:
+        # By lag, the inputs of the recurrence with tokens last, as they are read: (K, B, D, L).
+        return torch.stack([values.mT for values in self.lagged])
 
-    def _fill(self, z: Tensor, index: Tensor, first: int, last: int, part: slice) -> None:
-        # z (B, c, R, C): each token's part of each row, for some channels, with row factors.
-        rows = self.mixer.recurrence.map_rows(index, first, last)  # (B, m, R, L)
-        if self.mixer.skip is not None:
-            skip = self.mixer.skip.expand_as(self.lagged[0])[..., part].mT  # (B, c, L)
-            if rows.shape[1] < skip.shape[1]:
-                rows = rows.repeat_interleave(skip.shape[1] // rows.shape[1], 1)
-            at = index[:, None].expand(-1, skip.shape[1], -1)  # (B, c, R)
-            rows = rows.scatter_add(3, at[..., None], skip.gather(2, at)[..., None])
-        left = None
-        if self.left is not None:
-            at = index[..., None].expand(-1, -1, z.shape[1])
-            left = self.left[..., part].gather(1, at).mT
-        values = torch.stack([lagged[..., part].mT for lagged in self.lagged])
-        kernels.tap_rows(rows, values, left, z)
+    def fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        # z (B, D, R, C): what each token adds to the rows index (B, R), with row factors.
+        if self.position is None:
+            yield from self._fill(z, index)
+            return
+        ordered = torch.empty_like(z)
+        for _ in self._fill(ordered, self.position[index]):
+            pass
+        torch.index_select(ordered, 3, self.position, out=z)
+        yield slice(0, z.shape[1]), z
+
+    def _fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        # So many maps at a time that what is made of them stays in the cache.
+        recurrence = self.mixer.recurrence
+        B, L, D, M = recurrence.sizes
+        P, R = D // M, index.shape[1]
+        left = None if self.left is None else _at(self.left.mT, index)  # (B, D, R)
+        skipped = self._skipped(left, index)
+        step = max(1, PIECE // (B * R * L * P))
+        for first in range(0, M, step):
+            last = min(M, first + step)
+            part = slice(first * P, last * P)
+            out = z[:, part]
+            kernels.tap_rows(
+                recurrence.map_rows(index, first, last),
+                self.values[:, :, part],
+                None if left is None else left[:, part],
+                out,
+            )
+            for column, value in skipped:
+                column = column[:, None].expand(-1, out.shape[1], -1)
+                out.scatter_add_(3, column[..., None], value[:, part, :, None])
+            yield part, out
+
+    def _skipped(self, left: Tensor | None, index: Tensor) -> list[tuple[Tensor, Tensor]]:
+        # What reaches the rows (B, R) by the skip, by lag: its columns, and values (B, D, R).
+        if self.mixer.skip is None:
+            return []
+        factor = _at(self.mixer.skip.expand_as(self.lagged[0]).mT, index)
+        factor = factor if left is None else factor * left
+        found = []
+        for lag, values in enumerate(self.values):
+            column = index - lag
+            inside = (column >= 0)[:, None]
+            found.append((column.clamp(min=0), factor * _at(values, index) * inside))
+        return found
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    # Tokens index (B, R) of values (B, D, L): (B, D, R).
+    return values.gather(2, index[:, None].expand(-1, values.shape[1], -1))
 
 
 def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:

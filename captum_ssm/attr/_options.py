@@ -14,6 +14,7 @@ from typing_extensions import Unpack, get_type_hints
 
 from captum_ssm._captum import log_usage
 from captum_ssm._graph import past_writes
+from captum_ssm._progress import showing
 
 # What the attribute of every method takes.
 SHARED = (
@@ -23,6 +24,8 @@ SHARED = (
     "additional_forward_args",
     "position",
     "return_convergence_delta",
+    "return_error_bound",
+    "show_progress",
 )
 _ARGUMENTS = """\
     inputs (Tensor, tuple of Tensor, or dict): token ids ``(B, L)``, embeddings ``(B, L, E)``, or
@@ -42,6 +45,10 @@ _ARGUMENTS = """\
 _DELTA = """\
     return_convergence_delta (bool, optional): also return what the relevance leaves out, for
         methods with ``has_convergence_delta()``. Default: False
+"""
+_PROGRESS = """\
+    show_progress (bool, optional): True shows a progress bar, False none; None shows one on a
+        terminal, for what takes more than two seconds. Default: None
 """
 _RETURNS = """\
     Tensor or tuple of Tensor: relevance in the shape of ``inputs``, zero on padding. A token's
@@ -134,10 +141,22 @@ def described(function: Callable[..., Any]) -> Callable[..., Any]:
             )
         if kwargs.get("return_convergence_delta") and not self.has_convergence_delta():
             raise no_delta(self.get_name())
-        return past_writes(functools.partial(function, self, *args, **kwargs))
+        with showing(kwargs.pop("show_progress", None)):
+            return past_writes(functools.partial(function, self, *args, **kwargs))
 
+    attribute.__signature__ = _with_progress(inspect.signature(function))  # type: ignore[attr-defined]
     attribute.__doc__ = _documentation(inspect.cleandoc(function.__doc__ or ""))
     return log_usage()(attribute)
+
+
+def _with_progress(signature: inspect.Signature) -> inspect.Signature:
+    # A keyword before the method's **options, if it has these.
+    kind = inspect.Parameter.KEYWORD_ONLY
+    added = inspect.Parameter("show_progress", kind, default=None, annotation=bool | None)
+    parameters = list(signature.parameters.values())
+    is_open = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    parameters.insert(len(parameters) - is_open, added)
+    return signature.replace(parameters=parameters)
 
 
 def no_delta(name: str) -> ValueError:
@@ -152,7 +171,7 @@ def _documentation(own: str) -> str:
     # The method's own summary, arguments and sections around those that all methods share.
     summary, *parts = re.split(r"^(Args|Returns|Raises|Examples)::?\n", own, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], (p.strip("\n") + "\n" for p in parts[1::2]), strict=True))
-    arguments = _ARGUMENTS + sections.pop("Args", "") + _DELTA
+    arguments = _ARGUMENTS + sections.pop("Args", "") + _DELTA + _PROGRESS
     returns, raises = sections.pop("Returns", _RETURNS), sections.pop("Raises", _RAISES)
     text = f"{summary.strip()}\n\nArgs:\n{arguments}\nReturns:\n{returns}\nRaises:\n{raises}"
     return text + "".join(f"\n{name}::\n\n{part}" for name, part in sections.items())

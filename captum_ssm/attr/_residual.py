@@ -83,8 +83,15 @@ class ResidualStream:
                     "is no residual stream between the two; expected each mixer to add to one. Use "
                     "MambaLRP, or pass layer= and another aggregation for a map of one layer."
                 )
-            stages.append(Stage(group, before, mixed, following - before - mixed))
+            stages.append(Stage(group, before, mixed, _local(following, before, mixed)))
         return cls(stages, final, direction)
+
+
+def _local(following: Tensor, before: Tensor, mixed: Tensor) -> Tensor:
+    # What is rounding of the stream's sum is nothing that a layer adds.
+    local = following - before - mixed
+    rounding = 4 * torch.finfo(local.dtype).eps * (before.abs() + mixed.abs())
+    return torch.where(local.abs() > rounding, local, 0)
 
 
 def norms_and_head(model: nn.Module) -> Callable[[nn.Module], bool]:

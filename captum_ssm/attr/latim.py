@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm._captum import TargetType
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
@@ -15,10 +15,12 @@ from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import token_ids
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
-from captum_ssm._progress import progress
+from captum_ssm._nested import map_tensors, tensors_in
+from captum_ssm._progress import bar
+from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._contributions import Contributions
-from captum_ssm.attr._residual import ResidualStream, Stage, norms_and_head
+from captum_ssm.attr._residual import ResidualStream, norms_and_head
 from captum_ssm.operators.composed import sum_of
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
@@ -49,6 +51,9 @@ class LaTIM(TokenAttribution):
     :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`, which is exact on any model.
 
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
+
+    **Several targets of one text** share its vectors: pass the text expanded to one row per target,
+    as ``input_ids.expand(T, -1)``.
 
     Examples::
 
@@ -86,7 +91,9 @@ class LaTIM(TokenAttribution):
         layer: int | str | None = None,
         aggregation: Literal["alti_logit", "alti", "l1", "l2"] | float = LOGIT,
         activation: Literal["silu", "taylor1", "taylor2", "relu", "identity", "gate"] = "silu",
+        tolerance: float = 0.0,
         return_convergence_delta: bool = False,
+        return_error_bound: bool = False,
     ) -> Any:
         """Relevance of each input token.
 
@@ -103,8 +110,24 @@ class LaTIM(TokenAttribution):
                 ``"l2"`` or a number p. Default: ``"alti_logit"``
             activation (str, optional): ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"``,
                 ``"identity"`` or ``"gate"``. Default: ``"silu"``
+            tolerance (float, optional): for ``"alti_logit"`` over all layers, the share of the
+                relevance that a layer may put on wrong tokens, between 0 and 1. Vectors that cannot
+                matter more than that are not made. Zero makes all of them. Relevance adds up to
+                the same in either case. Default: 0.0
+            return_error_bound (bool, optional): return, last, a bound ``(B,)`` on what the
+                tolerance changes: the sum over tokens of :math:`|\\text{exact} -
+                \\text{returned}|`, before it is carried from the first layer's tokens to the
+                inputs. Default: False
         """
         to_logit = _to_logit(layer, aggregation)
+        whole = to_logit and layer is None
+        if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
+            raise ValueError(
+                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, for "
+                f"aggregation {aggregation!r} and layer {layer!r}; expected a share of at least 0 "
+                "and less than 1, and either of them only for aggregation='alti_logit' with "
+                "layer=None."
+            )
         if return_convergence_delta and not to_logit:
             raise ValueError(
                 f"aggregation is {aggregation!r}, which is not a decomposition of the score, so it "
@@ -122,14 +145,19 @@ class LaTIM(TokenAttribution):
             frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen)
             if layer is None:
-                row, bias = _logit_row(frozen, stream, activation)
+                one = _of_one(request, inputs, additional_forward_args)
+                text = frozen if one is None else self._run(one, query=False)
+                row, bias, bound = _logit_row(frozen, text, stream, activation, tolerance)
             else:
                 parts = _contributions(frozen, [frozen.select_one(layer)], activation)
                 row, bias = parts.dot_row(stream.direction), _bias(stream, parts)
             relevance = self._formatted(frozen.wiring.from_first(row), frozen)
-            if not return_convergence_delta:
-                return relevance
-            return relevance, delta(_decomposed(frozen, stream, layer) - bias, relevance)
+            found = [relevance]
+            if return_convergence_delta:
+                found.append(delta(_decomposed(frozen, stream, layer) - bias, relevance))
+            if return_error_bound:
+                found.append(bound)
+            return found[0] if len(found) == 1 else tuple(found)
 
     def _claimed(
         self,
@@ -140,6 +168,7 @@ class LaTIM(TokenAttribution):
         layer: int | str | None = None,
         aggregation: str | float = LOGIT,
         activation: str = "gate",
+        tolerance: float = 0.0,
     ) -> Tensor:
         if not _to_logit(layer, aggregation):
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
@@ -194,8 +223,8 @@ class LaTIM(TokenAttribution):
             parts = _contributions(frozen, chosen, activation)
             if stream is not None:
                 return frozen.mask_matrix(parts.dot_matrix(stream.direction))
-            tiles = parts.reduced_tiles(_reduction(aggregation, _output(chosen)))
-            return frozen.mask_matrix(torch.cat([tile for _, tile in tiles], 1))
+            tiles = _score_tiles(parts, aggregation, _output(chosen), _every_row(frozen))
+            return frozen.mask_matrix(_whole(tiles, frozen.shape[1]))
 
     def contributions(
         self,
@@ -329,35 +358,22 @@ def _output(layers: Sequence[FrozenLayer]) -> Tensor:
     return sum_of([layer.call.output.to(layer.call.dtype) for layer in layers])
 
 
-def _reduction(
-    aggregation: str | float, output: Tensor, residual: Tensor | None = None
-) -> Callable[[Tensor, slice], Tensor]:
-    """How a tile of vectors ``(B, E, R, C)`` becomes scores ``(B, R, C)``.
-
-    With a ``residual (B, L, E)`` the vectors are those of the residual stream, to which each
-    token also adds what it was, and ``output`` is the stream after the mixers.
-    """
+def _score_tiles(
+    parts: Contributions, aggregation: str | float, output: Tensor, rows: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ascending rows ``(R,)`` of a layer's map: tiles of them, each with ``(B, r, C)``."""
     kind = _check_aggregation(aggregation)
+    if kind == "alti":
+        yield from Alti(parts, output).tiles(rows)
+        return
 
-    def norm(vectors: Tensor, rows: slice) -> Tensor:
+    def norm(vectors: Tensor, rows: slice, columns: slice) -> Tensor:
         return torch.linalg.vector_norm(vectors, ord=kind, dim=1)
 
-    def alti(vectors: Tensor, rows: slice) -> Tensor:
-        if residual is not None:
-            vectors.diagonal(rows.start, -2, -1).add_(residual[:, rows].mT)
-        y = output[:, rows].mT  # (B, E, R)
-        size = y.abs().sum(1)
-        distance = vectors.sub_(y[..., None]).abs_().sum(1)
-        near = size[..., None] - distance
-        # A vector of zeros changes nothing, but two sums of the same numbers differ by rounding.
-        near = torch.where(near > 8 * torch.finfo(y.dtype).eps * size[..., None], near, 0)
-        total = near.sum(-1, keepdim=True)
-        # Where no vector alone leads nearer to the output, the row is the token's own.
-        own = torch.zeros_like(near)
-        own.diagonal(rows.start, -2, -1).fill_(1.0)
-        return torch.where(total > 0, near / total.clamp(min=1e-30), own)
-
-    return alti if kind == "alti" else norm
+    for chosen in parts.tiles(rows):
+        index = chosen.expand(parts.batch, -1)
+        z = parts.unprojected(index, parts.columns(chosen))
+        yield chosen, parts.reduced(z, norm)
 
 
 def _query_row(
@@ -369,13 +385,16 @@ def _query_row(
     parts = _contributions(frozen, layers, activation)
     frozen.require_chain("LaTIM")
     (query,) = frozen.require_query()
-    reduce = _reduction(aggregation, _output(layers))
     row = torch.zeros_like(query)
-    for i in (query != 0).any(0).nonzero()[:, 0].tolist():
-        index = torch.full((query.shape[0], 1), i, device=query.device)
-        vectors = parts.vectors(index).permute(0, 3, 1, 2).contiguous()
-        row += query[:, i, None] * reduce(vectors, slice(i, i + 1))[:, 0]
+    rows = (query != 0).any(0).nonzero()[:, 0]
+    for chosen, tile in _score_tiles(parts, aggregation, _output(layers), rows):
+        row[:, : tile.shape[2]] += torch.einsum("bi,bij->bj", query[:, chosen], tile)
     return row
+
+
+def _whole(tiles: Iterator[tuple[Tensor, Tensor]], length: int) -> Tensor:
+    # All rows, (B, L, L), of tiles of them.
+    return torch.cat([nn.functional.pad(tile, (0, length - tile.shape[2])) for _, tile in tiles], 1)
 
 
 def _layer_error(frozen: FrozenModel, layer: FrozenLayer, activation: str) -> Tensor:
@@ -388,29 +407,50 @@ def _layer_error(frozen: FrozenModel, layer: FrozenLayer, activation: str) -> Te
     return error.flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1).clamp(min=1e-30)
 
 
-def _mixing(stage: Stage, parts: Contributions) -> Iterator[tuple[slice, Tensor]]:
-    # Tiles of rows of P: how much of each token's stream after the mixers is whose.
-    return parts.reduced_tiles(_reduction("alti", stage.before + stage.mixed, stage.before))
-
-
 def _logit_row(
-    frozen: FrozenModel, stream: ResidualStream, activation: str
-) -> tuple[Tensor, Tensor]:
-    """Relevance ``(B, L)`` of eq. 8 at the query, and the bias terms' share of the score."""
+    frozen: FrozenModel,
+    text: FrozenModel,
+    stream: ResidualStream,
+    activation: str,
+    tolerance: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Relevance ``(B, L)`` of eq. 8 at the query, and what belongs to it.
+
+    The bias terms' share of the score, ``(B,)``, and the bound on what the tolerance changes of
+    the relevance, ``(B,)``. Vectors are those of ``text``: of one example where all are the same
+    text, so that they are made once for all targets.
+    """
     direction = stream.direction
-    v = torch.zeros_like(direction[..., 0])
-    bias = torch.zeros_like(v[:, 0])
-    for stage in progress(reversed(stream.stages), "layers", len(stream.stages)):
-        parts = _contributions(frozen, stage.layers, activation)
-        v = v + (direction * stage.local).sum(-1)
-        if bool((v != 0).any()):
-            carried = torch.zeros_like(v)
-            for rows, tile in _mixing(stage, parts):
-                carried += torch.einsum("bi,bij->bj", v[:, rows], tile)
-            v = carried
-        v = v + parts.dot_row(direction)
-        bias = bias + _bias(stream, parts)
-    return v + (direction * stream.stages[0].before).sum(-1), bias
+    B, L = frozen.shape
+    N = text.shape[0]
+    v, bias, bound = direction.new_zeros(B, L), direction.new_zeros(B), direction.new_zeros(B)
+    layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
+    with bar("LaTIM, layers", len(stream.stages)) as advance:
+        for stage in reversed(stream.stages):
+            parts = _contributions(text, [layers[id(layer)] for layer in stage.layers], activation)
+            v = v + (direction * stage.local).sum(-1)
+            if bool((v != 0).any()):
+                alti = Alti(parts, (stage.before + stage.mixed)[:N], stage.before[:N])
+                carried, wrong = alti.carry(v.view(N, -1, L), tolerance, advance)
+                v, bound = carried.view(B, L), bound + wrong.view(B)
+            else:
+                advance(1)
+            v = v + torch.cat([parts.dot_row(one) for one in direction.split(N)])
+            bias = bias + _bias(stream, parts)
+    return v + (direction * stream.stages[0].before).sum(-1), bias, bound
+
+
+def _of_one(request: Request, *given: Any) -> Request | None:
+    # The first example, where what was given is one text expanded to a batch: the same memory.
+    B = request.batch
+    batched = [x for x in tensors_in(given) if x.dim() and x.shape[0] == B]
+    if B == 1 or not batched or any(x.stride(0) for x in batched):
+        return None
+
+    def first(value: Tensor) -> Tensor:
+        return value[:1] if value.dim() and value.shape[0] == B else value
+
+    return map_tensors(first, request)
 
 
 def _bias(stream: ResidualStream, parts: Contributions) -> Tensor:
@@ -431,9 +471,16 @@ def _logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) 
     # R: how much of each token's stream is which input token's.
     mixing = torch.eye(first.shape[1], dtype=first.dtype, device=first.device)
     mixing = mixing.expand(first.shape[0], -1, -1)
-    for stage in progress(stream.stages, "layers"):
-        parts = _contributions(frozen, stage.layers, activation)
-        total = total + parts.dot_matrix(direction) @ mixing
-        mixing = torch.cat([tile for _, tile in _mixing(stage, parts)], 1) @ mixing
-        total = total + (direction * stage.local).sum(-1, keepdim=True) * mixing
+    with bar("LaTIM, layers", len(stream.stages)) as advance:
+        for stage in stream.stages:
+            parts = _contributions(frozen, stage.layers, activation)
+            total = total + parts.dot_matrix(direction) @ mixing
+            alti = Alti(parts, stage.before + stage.mixed, stage.before)
+            mixing = _whole(alti.tiles(_every_row(frozen)), first.shape[1]) @ mixing
+            total = total + (direction * stage.local).sum(-1, keepdim=True) * mixing
+            advance(1)
     return total
+
+
+def _every_row(frozen: FrozenModel) -> Tensor:
+    return torch.arange(frozen.shape[1], device=frozen.layers[0].call.output.device)

@@ -1,0 +1,130 @@
+"""How much faster is LaTIM's ALTI-Logit with a tolerance, and how wrong?
+
+On trained models of this repository and on random weights in the shape of mamba-130m, on random
+tokens: the time of `LaTIM.attribute` with `tolerance=0`, which makes the vector of every pair of
+tokens, and with others, alternating in one run; the l1 distance of the two results; and the bound
+on it that `attribute` returns. Stops where the distance is above the bound.
+
+    python benchmarks/latim_tolerance.py --cpu-time
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from _record import RESULTS, save
+from torch import Tensor
+
+from captum_ssm import LaTIM
+
+MODELS = Path(__file__).resolve().parents[1] / "tutorials" / "models"
+TRAINED = ("copying-mamba", "copying-mamba2", "stories-mamba", "stories-mamba2", "passkey-mamba")
+
+
+def of_130m_shape(layers: int) -> Any:
+    """Random weights in the shape of mamba-130m, with few layers."""
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=1000, hidden_size=768, num_hidden_layers=layers, state_size=16, use_cache=False
+    )
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def tokens(model: Any, length: int) -> Tensor:
+    """Random ids, ``(1, length)``."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, model.config.vocab_size, (1, length), generator=generator)
+
+
+def compare(
+    latim: LaTIM,
+    ids: Tensor,
+    tolerances: list[float],
+    options: dict[str, Any],
+    repeats: int,
+    clock: Callable[[], float],
+) -> list[dict[str, float]]:
+    """Times, distances and bounds, one row per tolerance."""
+    seconds: dict[float, list[float]] = {one: [] for one in (0.0, *tolerances)}
+    found = {}
+    for _ in range(repeats):
+        for one, taken in seconds.items():
+            start = clock()
+            found[one] = latim.attribute(ids, tolerance=one, return_error_bound=True, **options)
+            taken.append(clock() - start)
+    exact, _ = found[0.0]
+    rows = []
+    for one in tolerances:
+        relevance, bound = found[one]
+        distance = float((relevance - exact).abs().sum())
+        # Both are rounded: the exact one too.
+        if distance > float(bound) + 1e-5 * float(exact.abs().sum()):
+            raise SystemExit(f"a distance of {distance:.2e} is above the bound {float(bound):.2e}")
+        rows.append(
+            {
+                "tolerance": one,
+                "seconds": statistics.median(seconds[one]),
+                "exact_seconds": statistics.median(seconds[0.0]),
+                "times_faster": statistics.median(
+                    a / b for a, b in zip(seconds[0.0], seconds[one], strict=True)
+                ),
+                "distance": distance,
+                "bound": float(bound),
+                "relevance": float(exact.abs().sum()),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=6, help="of the model in 130m's shape")
+    parser.add_argument("--tolerances", type=float, nargs="+", default=[1e-2, 1e-3])
+    parser.add_argument("--activation", default="gate")
+    parser.add_argument("--only", nargs="+", default=[*TRAINED, "130m-shaped"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
+    parser.add_argument("--output", type=Path, default=RESULTS / "latim_tolerance.json")
+    args = parser.parse_args()
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    torch.set_num_threads(1 if args.cpu_time else args.threads)
+    rows = []
+    for name in args.only:
+        if name in TRAINED:
+            model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name).eval()
+        else:
+            model = of_130m_shape(args.layers)
+        ids = tokens(model, args.length)
+        with torch.no_grad():
+            target = int(model(ids).logits[0, -1].argmax())
+        options = {"target": target, "activation": args.activation}
+        for row in compare(LaTIM(model), ids, args.tolerances, options, args.repeats, clock):
+            rows.append({"model": name, "length": args.length, **row})
+            print(
+                f"{name}, {args.length} tokens, tolerance {row['tolerance']:g}: "
+                f"{row['seconds']:.2f} s, {row['times_faster']:.1f} times faster; distance "
+                f"{row['distance']:.1e} of {row['relevance']:.1e}, bound {row['bound']:.1e}",
+                flush=True,
+            )
+    save(
+        args.output,
+        "latim_tolerance",
+        rows,
+        cpu_time=args.cpu_time,
+        layers=args.layers,
+        activation=args.activation,
+        transformers=transformers.__version__,
+    )
+
+
+if __name__ == "__main__":
+    main()
