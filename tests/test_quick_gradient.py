@@ -9,12 +9,17 @@ from families import build, modeling_of
 from captum_ssm import MambaAttribution
 from captum_ssm._capture import Request, freeze
 from captum_ssm._capture.recording import record
+from captum_ssm._capture.substitution import KEPT
 from captum_ssm._capture.target import read_score
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_are_the_models_own(family: str, frozen: bool) -> None:
+@pytest.mark.parametrize("kept", [KEPT, 0])
+def test_gradients_are_the_models_own(
+    family: str, frozen: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", kept)
     model = build(family).requires_grad_(not frozen)
     ids = torch.randint(1, 30, (2, 13), generator=torch.Generator().manual_seed(0))
     request = Request.of(model, None, ids)

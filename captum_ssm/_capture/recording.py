@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,16 @@ if TYPE_CHECKING:
 ONE_RUN = threading.RLock()
 # Whether the model's current run, in this thread, is a recorded one.
 IS_RECORDED: ContextVar[bool] = ContextVar("captum_ssm_recorded", default=False)
+
+
+class Substitute(Protocol):
+    """What takes the place of recorded modules' results."""
+
+    def __call__(self, call: MixerCall) -> Any:
+        """What the model goes on with in place of ``call.result``."""
+
+    def needs_graph(self, module: nn.Module) -> bool:
+        """Whether gradients go through the graph of a mixer's own forward."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +233,7 @@ def record(
     *,
     score: Callable[[Recording], Tensor] | None = None,
     also: Callable[[nn.Module], bool] | None = None,
-    substitute: Callable[[MixerCall], Any] | None = None,
+    substitute: Substitute | None = None,
     wiring: bool = False,
 ) -> Recording:
     """Run a request here, with every known mixer of its model recorded at each of its calls.
@@ -235,8 +245,8 @@ def record(
             Default: None
         also (Callable, optional): says which modules outside the mixers to record too, such as
             the norms at which the residual stream can be read. Default: None
-        substitute (Callable, optional): takes each recorded call, its tensors alive in the graph,
-            and returns what the model goes on with in place of the call's result.
+        substitute (Substitute, optional): takes each recorded call, its tensors alive in the
+            graph, and returns what the model goes on with in place of the call's result.
             Default: None
         wiring (bool, optional): measure what lies between the mixers. Default: False
 
@@ -283,7 +293,7 @@ def _record_once(
     request: Request,
     score: Callable[[Recording], Tensor] | None,
     also: Callable[[nn.Module], bool] | None,
-    substitute: Callable[[MixerCall], Any] | None,
+    substitute: Substitute | None,
     cuts: Cuts | None,
 ) -> Recording:
     gradients = score is not None
@@ -303,13 +313,18 @@ def _record_once(
         inside = set(mixers)
         if cuts is not None and not gradients:
             _differentiable(request.module)
-            for envoy in mixers:
+        for envoy in mixers:
+            if substitute is not None:
+                _without_graph(envoy._module, unless=substitute.needs_graph)
+            elif cuts is not None and not gradients:
                 _without_graph(envoy._module)
         table = input_embeddings(request.module)
         widths = [m.embedding_dim for m in request.module.modules() if isinstance(m, nn.Embedding)]
         width = max(widths, default=0)
         embedded: list[Tensor] = []  # the ids that the table was given
 
+        # Called within a mixer's forward, which may run without a graph.
+        @torch.set_grad_enabled(torch.is_grad_enabled())
         def enter(envoy: Envoy, inputs: Any) -> Any:
             if cuts is None or envoy not in inside:
                 return inputs
@@ -324,6 +339,7 @@ def _record_once(
 
             return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
 
+        @torch.set_grad_enabled(torch.is_grad_enabled())
         def put(envoy: Envoy, inputs: Any, value: Any) -> tuple[Any, Any]:
             args, kwargs = inputs
             if substitute is not None:
@@ -414,12 +430,14 @@ class _GradientsStayOn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _without_graph(module: nn.Module) -> None:
-    # What is inside a mixer is recomputed later; only what is outside needs its graph.
+def _without_graph(
+    module: nn.Module, unless: Callable[[nn.Module], bool] = lambda module: False
+) -> None:
+    # What is inside a mixer is recomputed; only what is outside needs its graph.
     forward = module.forward
 
     def without(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
+        with torch.set_grad_enabled(unless(module)):
             return forward(*args, **kwargs)
 
     module.__dict__["forward"] = without

@@ -48,12 +48,16 @@ def operation(
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:last])
         ctx.constants = inputs[last:]
+        # A pass that does not reach the result asks for nothing, instead of the gradient of zeros.
+        ctx.set_materialize_grads(False)
 
     def register(form: Form) -> Form:
-        def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        def gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
             args = [*ctx.saved_tensors, *ctx.constants]
             needed = list(ctx.needs_input_grad)
             grads: list[Tensor | None] = [None] * len(args)
+            if grad is None:
+                return tuple(grads)
             if backward is not None and needed[0]:
                 grads[0], needed[0] = backward(grad, *gathered(args)), False
             wanted = [k for k, need in enumerate(needed) if need]
