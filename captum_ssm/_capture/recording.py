@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -54,8 +54,8 @@ class Substitute(Protocol):
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""
 
-    def needs_graph(self, module: nn.Module) -> bool:
-        """Whether gradients go through the graph of a mixer's own forward."""
+    def running(self, module: nn.Module) -> AbstractContextManager[None]:
+        """What a mixer's own forward runs in."""
 
 
 @dataclass(frozen=True)
@@ -313,11 +313,11 @@ def _record_once(
         inside = set(mixers)
         if cuts is not None and not gradients:
             _differentiable(request.module)
-        for envoy in mixers:
-            if substitute is not None:
-                _without_graph(envoy._module, unless=substitute.needs_graph)
-            elif cuts is not None and not gradients:
-                _without_graph(envoy._module)
+        if substitute is not None or not gradients:
+            # What is inside a mixer is recomputed; only what is outside needs its graph.
+            around = _without_graph if substitute is None else substitute.running
+            for envoy in mixers:
+                _run_in(around, envoy._module)
         table = input_embeddings(request.module)
         widths = [m.embedding_dim for m in request.module.modules() if isinstance(m, nn.Embedding)]
         width = max(widths, default=0)
@@ -430,17 +430,18 @@ class _GradientsStayOn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _without_graph(
-    module: nn.Module, unless: Callable[[nn.Module], bool] = lambda module: False
-) -> None:
-    # What is inside a mixer is recomputed; only what is outside needs its graph.
+def _without_graph(module: nn.Module) -> AbstractContextManager[None]:
+    return torch.no_grad()
+
+
+def _run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: nn.Module) -> None:
     forward = module.forward
 
-    def without(*args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(unless(module)):
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with around(module):
             return forward(*args, **kwargs)
 
-    module.__dict__["forward"] = without
+    module.__dict__["forward"] = within
 
 
 def _differentiable(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from captum_ssm._capture.recording import check_finite
 from captum_ssm._devices import weights_loaded
 from captum_ssm._nested import detached, map_tensors
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._call import LinearCalls
 from captum_ssm.mixers.discovery import MeasuredAdapter
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
 
@@ -62,6 +63,7 @@ class Substitution:
     def __init__(self) -> None:
         self.made: list[Made | None] = []
         self.kept_bytes: float = KEPT
+        self._linears = LinearCalls()
         # Adapters of recurrences: known once the first of their mixers was frozen.
         self._of_scans: set[Adapter] = set()
 
@@ -77,7 +79,8 @@ class Substitution:
         check_finite(call)
         # A frozen mixer may hold the call it was read from, and is kept: without the graph of the
         # model's own result, which nothing needs.
-        given = replace(call, result=detached(call.result))
+        # What the mixer's linear layers computed is not computed again.
+        given = replace(call, result=detached(call.result), linears=self._linears)
         is_kept = self._keeps(call)
         with without_autocast(), weights_loaded(call.module), torch.set_grad_enabled(is_kept):
             mixer = adapter(given)
@@ -86,6 +89,7 @@ class Substitution:
             in_place = not (call.output.requires_grad and self.needs_graph(call.module))
             with torch.set_grad_enabled(is_kept and in_place):
                 rebuilt = self.rebuilt(mixer)
+        self._linears.forget()  # a frozen mixer may hold its call
         deviation = Deviation.of(given, rebuilt)
         is_needed = self.keeps_mixers and is_kept
         self.made.append(Made(detached(mixer) if is_needed else None, deviation))
@@ -94,6 +98,13 @@ class Substitution:
         if is_kept:
             return _in_place(call, rebuilt.output)
         return _with_output(call, self._recomputed(call, adapter))
+
+    @contextmanager
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """What a mixer's own forward runs in."""
+        self._linears = LinearCalls()
+        with torch.set_grad_enabled(self.needs_graph(module)), self._linears.of(module):
+            yield
 
     def needs_graph(self, module: nn.Module) -> bool:
         """Whether gradients go through the graph of a mixer's own forward."""
