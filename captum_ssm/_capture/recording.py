@@ -341,14 +341,17 @@ def _record_once(
 
         @torch.set_grad_enabled(torch.is_grad_enabled())
         def put(envoy: Envoy, inputs: Any, value: Any) -> tuple[Any, Any]:
+            # What is recorded, if anything, and what the model goes on with.
             args, kwargs = inputs
+            own = value
             if substitute is not None:
                 value = substitute(MixerCall(envoy.path, envoy._module, args, kwargs, value))
+            is_recorded = value is own or envoy in inside
             if gradients and not _first(value).requires_grad:
                 # A frozen model fed with ids has no graph: it starts here.
                 value = _with_first(value, _first(value).detach().clone().requires_grad_(True))
             if cuts is None:
-                return value, value
+                return value if is_recorded else None, value
             if envoy in inside:
                 return value, _with_first(
                     value, cuts.leave(envoy.path.removeprefix("model."), _first(value))
@@ -361,7 +364,7 @@ def _record_once(
                         value = cuts.embed(k, one, entries, value, width)
                         break
                 embedded.append(given)
-            return value, value
+            return value if is_recorded else None, value
 
         inputs = list(request.inputs)
         for k, one in enumerate(inputs):
@@ -526,7 +529,10 @@ def _trace(
                         value, passed = put(envoy, inputs, found)
                         if passed is not found:
                             envoy.output = passed
-                        visits.append((envoy, inputs, value))
+                        if value is not None:
+                            visits.append((envoy, inputs, value))
+                        # The loop waits for the next visit until the run ends.
+                        given = inputs = found = value = passed = None
         with tracer.invoke():
             results.append(tracer.result)
     return results[0], visits, root_visits

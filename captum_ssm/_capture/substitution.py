@@ -149,7 +149,8 @@ class Substitution:
                 given.append(x)
             return x.detach()
 
-        result = detached(call.result)
+        # Only what it is like is asked of the result; its numbers would be held for nothing.
+        result = map_tensors(lambda x: x.new_zeros(()).expand(x.shape), call.result)
         map_tensors(collect, (call.args, call.kwargs))
         places = {id(x): k for k, x in enumerate(given)}
 
