@@ -2,8 +2,8 @@
 
 Random weights in the shape of mamba-130m (width 768, 1536 channels, 16 states). Each method runs in
 a process of its own. Transformers' own scan does not fit into memory at these lengths (18 GiB per
-layer at 65,536 tokens), so that ours takes its place, as in `end_to_end.py --fast-scan`. The peak is
-that of the whole process, with the model and PyTorch.
+layer at 65,536 tokens), so that ours takes its place, as in `end_to_end.py --fast-scan`. The peak
+is that of the whole process, with the model and PyTorch.
 
     python benchmarks/long_gradients.py --layers 24 --lengths 65536 --tolerance 1e-3
 
@@ -40,9 +40,9 @@ def measured(method: str, layers: int, length: int, tolerance: float) -> dict[st
     forward_peak = peak_gib()
     start = time.perf_counter()
     if method == "lrp":
-        MambaLRP(model).attribute(ids, target=3, show_progress=True)
+        MambaLRP(model).attribute(ids, target=3)
     else:
-        MambaAttribution(model).attribute(ids, target=3, tolerance=tolerance, show_progress=True)
+        MambaAttribution(model).attribute(ids, target=3, tolerance=tolerance)
     return {
         "method": method,
         "length": length,

@@ -13,3 +13,8 @@ T = TypeVar("T")
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
     """``items``, with a bar that appears after three seconds, on a terminal."""
     return tqdm(items, desc=what, total=total, delay=3.0, leave=False, disable=None)
+
+
+def counter(what: str, total: int) -> tqdm[None]:
+    """Such a bar, a context manager whose ``update()`` counts one more of ``total``."""
+    return tqdm(desc=what, total=total, delay=3.0, leave=False, disable=None)

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -32,6 +32,7 @@ from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, tensors_in
+from captum_ssm._progress import counter
 from captum_ssm._rules import is_norm as is_norm
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import bound_arguments
@@ -304,6 +305,7 @@ def _record_once(
         torch.inference_mode(False),
         grad_mode(),
         instrumented(request.model) as root,
+        ExitStack() as stack,
     ):
         ids = {k: one for k, one in enumerate(request.inputs) if not one.is_floating_point()}
         if cuts is not None and ids:
@@ -311,6 +313,7 @@ def _record_once(
         else:
             mixers, others = find_envoys(root, also)
         inside = set(mixers)
+        bar = stack.enter_context(counter("mixers", len(mixers)))
         if cuts is not None and not gradients:
             _differentiable(request.module)
         if substitute is not None or not gradients:
@@ -347,6 +350,7 @@ def _record_once(
             if substitute is not None:
                 value = substitute(MixerCall(envoy.path, envoy._module, args, kwargs, value))
             is_recorded = value is own or envoy in inside
+            bar.update(envoy in inside)
             if gradients and not _first(value).requires_grad:
                 # A frozen model fed with ids has no graph: it starts here.
                 value = _with_first(value, _first(value).detach().clone().requires_grad_(True))

@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from captum_ssm._capture.checking import Deviation, Rebuilt
 from captum_ssm._capture.recording import check_finite
 from captum_ssm._devices import weights_loaded
 from captum_ssm._nested import detached, map_tensors
+from captum_ssm._progress import counter
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import LinearCalls
 from captum_ssm.mixers.discovery import MeasuredAdapter
@@ -64,6 +66,9 @@ class Substitution:
         self.made: list[Made | None] = []
         self.kept_bytes: float = KEPT
         self._linears = LinearCalls()
+        # Of mixers whose graph is made in the backward pass.
+        self._waiting = 0
+        self._bar: tqdm[None] | None = None
         # Adapters of recurrences: known once the first of their mixers was frozen.
         self._of_scans: set[Adapter] = set()
 
@@ -149,8 +154,11 @@ class Substitution:
                 given.append(x)
             return x.detach()
 
-        # Only what it is like is asked of the result; its numbers would be held for nothing.
+        self._waiting += 1
+        value = call.output.detach()
+        # Only the form of the result is asked for; its numbers would be held for nothing.
         result = map_tensors(lambda x: x.new_zeros(()).expand(x.shape), call.result)
+        call = replace(call, result=result)
         map_tensors(collect, (call.args, call.kwargs))
         places = {id(x): k for k, x in enumerate(given)}
 
@@ -161,13 +169,21 @@ class Substitution:
                 return leaves[places[id(x)]] if id(x) in places else x
 
             args, kwargs = map_tensors(one, (call.args, call.kwargs))
-            again = replace(call, args=args, kwargs=kwargs, result=result)
+            again = replace(call, args=args, kwargs=kwargs)
             with torch.enable_grad(), without_autocast(), weights_loaded(call.module):
                 output = self.rebuilt(adapter(again)).output
             shaped = gradient.reshape(output.shape).to(output.dtype)
+            self._count()
             return self.pulled(output, leaves, shaped)
 
-        return _Recomputed.apply(call.output.detach(), pull, *given)
+        return _Recomputed.apply(value, pull, *given)
+
+    def _count(self) -> None:
+        if self._bar is None:
+            self._bar = counter("gradients", self._waiting)
+        self._bar.update()
+        if self._bar.n == self._waiting:
+            self._bar.close()
 
 
 class _Recomputed(torch.autograd.Function):
