@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -30,40 +30,50 @@ def showing(show: bool | None) -> Iterator[None]:
         _SHOW.reset(token)
 
 
-@contextmanager
-def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
-    """Yields what to call after each part of the work, with its share of ``total``.
+class Bar:
+    """A bar, also a context manager, for work of a known ``total``.
 
-    Unless :func:`showing` says otherwise, the bar appears after two seconds and on a terminal only.
+    Unless :func:`showing` says otherwise, it appears after two seconds and on a terminal only.
     Work that will take more than half a minute is announced in one line of the log, so that it is
     also seen where there is no terminal.
     """
-    show, start, done, told = _SHOW.get(), time.monotonic(), 0.0, False
-    with tqdm(
-        desc=what,
-        total=total,
-        delay=DELAY if show is None else 0.0,
-        leave=False,
-        disable=None if show is None else not show,
-    ) as shown:
 
-        def advance(count: float) -> None:
-            nonlocal done, told
-            shown.update(count)
-            done += count
-            taken = time.monotonic() - start
-            if told or show is False or taken < DELAY or done <= 0:
-                return
-            told = True
-            if taken * total / done > LONG:
-                _LOGGER.warning("%s: about %.0f s in all.", what, taken * total / done)
+    def __init__(self, what: str, total: float) -> None:
+        self.what, self.total, self.done = what, total, 0.0
+        show = _SHOW.get()
+        self._start, self._announces = time.monotonic(), show is not False
+        self._shown = tqdm(
+            desc=what,
+            total=total,
+            delay=DELAY if show is None else 0.0,
+            leave=False,
+            disable=None if show is None else not show,
+        )
 
-        yield advance
+    def advance(self, count: float = 1) -> None:
+        """To be called after each part of the work, with its share of the total."""
+        self._shown.update(count)
+        self.done += count
+        taken = time.monotonic() - self._start
+        if not self._announces or taken < DELAY or self.done <= 0:
+            return
+        self._announces = False
+        if taken * self.total / self.done > LONG:
+            _LOGGER.warning("%s: about %.0f s in all.", self.what, taken * self.total / self.done)
+
+    def close(self) -> None:
+        self._shown.close()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def progress(items: Collection[T], what: str) -> Iterator[T]:
-    """``items``, with a :func:`bar`."""
-    with bar(what, len(items)) as advance:
+    """``items``, with a :class:`Bar`."""
+    with Bar(what, len(items)) as bar:
         for item in items:
             yield item
-            advance(1)
+            bar.advance()

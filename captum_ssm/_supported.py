@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request, exact_arithmetic, freeze
-from captum_ssm._capture.checking import Rebuilt, errors, tolerance_of
+from captum_ssm._capture.checking import Deviation, Rebuilt, tolerance_of
 from captum_ssm._capture.model import extract_logits
 from captum_ssm.attr import methods
 from captum_ssm.mixers import FrozenMixer
@@ -193,7 +193,8 @@ def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
     try:
         with exact_arithmetic():
             mixer = layer.mixer
-            error, of_recurrence = errors(layer.call, Rebuilt.of(mixer), layer.mask)
+            deviation = Deviation.of(layer.call, Rebuilt.of(mixer))
+            error, of_recurrence = deviation.errors(layer.mask)
     except ERRORS as problem:
         return replace(found, problem=first_line(problem))
     found = replace(

@@ -323,6 +323,7 @@ CASES = {
     "a ratio that is a word": wrong_option(
         MAPS, ["discard_ratio is 'a'", "0 <= r < 1"], discard_ratio="a"
     ),
+    "a tolerance of one": wrong_option(MAPS, ["tolerance is 1.0", "tolerance < 1"], tolerance=1.0),
     "a convergence delta": wrong_option(MAPS, ["convergence delta"], return_convergence_delta=True),
     "a layer that is not there": wrong_option(
         [RawAttention], ["2", "0 .. 1", "backbone.layers.1.mixer"], layers=[0, 2]

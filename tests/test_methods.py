@@ -22,7 +22,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._capture.wiring import sequence
-from captum_ssm.attr._maps import MapOptions, raw_row, rollout_row
+from captum_ssm.attr._maps import MapOptions, MixerMap, raw_row, rollout_row
 from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import find_mixers
 
@@ -490,3 +490,27 @@ def test_check_is_a_comparison_and_nothing_else(method, family):
         method(model, check=check).attribute(tokens, target=4) for check in (True, False)
     )
     assert torch.equal(found, unchecked)
+
+
+def test_rows_that_carry_little_are_not_made(monkeypatch):
+    model, tokens = double(), ids(2, 40)
+    made: list[slice] = []
+    rows = MixerMap._rows
+
+    def seen(self: MixerMap, at: slice) -> Tensor:
+        made.append(at)
+        return rows(self, at)
+
+    monkeypatch.setattr(MixerMap, "_rows", seen)
+    method = MambaAttribution(model, memory_limit=40_000)  # tiles of few rows
+    exact = method.attribute(tokens, target=3)
+    all_rows = len(made)
+    made.clear()
+    near = method.attribute(tokens, target=3, tolerance=0.2)
+    assert 0 < len(made) < all_rows
+    # A row whose weight is left out stays where it is.
+    assert float((near - exact).abs().sum()) <= 0.5 * float(exact.abs().sum())
+    made.clear()
+    again = method.attribute(tokens, target=3, tolerance=0.0)
+    torch.testing.assert_close(again, exact, rtol=0, atol=0)
+    assert len(made) == all_rows

@@ -124,6 +124,7 @@ ORDER = (
         "_capture.target",
         "_capture.discovery",
         "_capture.checking",
+        "_capture.substitution",
         "_capture.frozen",
         "_capture",
     ),

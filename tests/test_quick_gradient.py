@@ -5,16 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build, modeling_of
+from test_leaves_no_trace import assert_unchanged, fingerprint
 
-from captum_ssm import MambaAttribution
-from captum_ssm._capture import Request, freeze
+from captum_ssm import MambaAttribution, MambaLRP
+from captum_ssm._capture import Request, Substitution, freeze
 from captum_ssm._capture.recording import record
+from captum_ssm._capture.substitution import KEPT
 from captum_ssm._capture.target import read_score
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_are_the_models_own(family: str, frozen: bool) -> None:
+@pytest.mark.parametrize("kept", [KEPT, 0])
+def test_gradients_are_the_models_own(
+    family: str, frozen: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", kept)
     model = build(family).requires_grad_(not frozen)
     ids = torch.randint(1, 30, (2, 13), generator=torch.Generator().manual_seed(0))
     request = Request.of(model, None, ids)
@@ -44,3 +50,61 @@ def test_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(modeling, "mamba_selective_scan", without_graph)
     torch.testing.assert_close(MambaAttribution(model).attribute(ids, target=5), expected)
+
+
+def test_a_graph_made_in_the_backward_pass_has_the_same_relevance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = torch.randint(1, 30, (2, 13), generator=torch.Generator().manual_seed(0))
+    for family in ("mamba", "mamba2", "jamba", "qwen3_next", "xlstm"):
+        model = build(family)
+        found = []
+        for kept in (KEPT, 0):
+            monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", kept)
+            methods = (MambaLRP(model), MambaAttribution(model))
+            found.append([method.attribute(ids, target=5) for method in methods])
+        for expected, other in zip(*found, strict=True):
+            torch.testing.assert_close(other, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [MambaLRP, MambaAttribution])
+def test_an_interrupt_in_the_backward_pass_leaves_no_trace(
+    method: type[MambaLRP] | type[MambaAttribution], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("mamba")
+    ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
+    expected = method(model).attribute(ids, target=5)
+    monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", 0)
+    before = fingerprint(model)
+
+    def interrupt(self: Substitution) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Substitution, "_count", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            method(model).attribute(ids, target=5)
+    assert_unchanged(model, before)
+    torch.testing.assert_close(method(model).attribute(ids, target=5), expected)
+
+
+def test_what_nothing_needs_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each mixer runs once, and from its second layer on without a graph; no scan's backward pass
+    # runs while the wiring is measured.
+    model = build("mamba")
+    ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
+    graphs: list[bool] = []
+    mixer = type(model.backbone.layers[0].mixer)
+    own = mixer.forward
+
+    def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
+        found = own(self, *args, **kwargs)
+        graphs.append(found.requires_grad)
+        return found
+
+    monkeypatch.setattr(mixer, "forward", forward)
+    MambaAttribution(model).attribute(ids, target=5)
+    assert graphs == [True, *[False] * (len(model.backbone.layers) - 1)]
+    graphs.clear()
+    MambaLRP(model).attribute(ids, target=5)
+    assert graphs == [False] * len(model.backbone.layers)

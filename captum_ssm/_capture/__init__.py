@@ -4,18 +4,19 @@
 (how its mixers hang together) < :mod:`measure` (found on the graph of a run) < :mod:`recording`
 (one run under nnsight) and :mod:`remote` (the same on a server) < :mod:`discovery` (mixers that no
 adapter knows), :mod:`target` (the query and the score) and :mod:`checking` (does a frozen mixer
-compute what the mixer did) < :mod:`frozen`.
+compute what the mixer did) < :mod:`substitution` (frozen mixers that stand in for a model's own)
+< :mod:`frozen`.
 """
 
 from captum_ssm._capture.frozen import (
     FrozenLayer,
     FrozenModel,
-    Substitution,
     exact_arithmetic,
     freeze,
 )
 from captum_ssm._capture.model import check_forward, check_model, is_model, resolve_model, unwrap
 from captum_ssm._capture.request import Request, check_remote
+from captum_ssm._capture.substitution import Substitution
 
 __all__ = [
     "FrozenLayer",

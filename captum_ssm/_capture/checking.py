@@ -39,14 +39,23 @@ def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) 
         rebuilt (Tensor): ``(B, L, E)``.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
     """
+    return _relative(*_norms(call, rebuilt), mask)
+
+
+def _norms(call: MixerCall, rebuilt: Tensor) -> tuple[Tensor, Tensor]:
+    # Of the error, and of what is expected, for each token: (B, L).
     # A mixer of images may return (B, H, W, E).
     expected = call.output.to(rebuilt.dtype).reshape(rebuilt.shape)
-    error = rebuilt - expected
+    error = torch.linalg.vector_norm(rebuilt - expected, dim=2)
+    return error, torch.linalg.vector_norm(expected, dim=2)
+
+
+def _relative(error: Tensor, size: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
-        keep = mask.to(error.device)[..., None]
-        error, expected = error * keep, expected * keep
-    size = torch.linalg.vector_norm(expected, dim=(1, 2))
-    return torch.linalg.vector_norm(error, dim=(1, 2)) / size.clamp(min=1e-12)
+        keep = mask.to(error.device)
+        error, size = error * keep, size * keep
+    whole = torch.linalg.vector_norm(size, dim=1)
+    return torch.linalg.vector_norm(error, dim=1) / whole.clamp(min=1e-12)
 
 
 def tolerance_of(call: MixerCall, rounding: float) -> float:
@@ -93,13 +102,41 @@ class Rebuilt:
         return cls(mixer.out_proj(gated), share, mixer.rounding)
 
 
+@dataclass(frozen=True)
+class Deviation:
+    """How far a frozen mixer is from what the mixer returned.
+
+    Args:
+        error (Tensor): ``(B, L)``, the norm of each token's error.
+        size (Tensor): ``(B, L)``, the norm of what was expected.
+        share (Tensor): ``(B,)``, how much of the output comes of the recurrence, by norms.
+        rounding (float): that of the :class:`FrozenMixer`.
+    """
+
+    error: Tensor
+    size: Tensor
+    share: Tensor
+    rounding: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
+        """That of ``rebuilt`` from the output of ``call``."""
+        return cls(*_norms(call, rebuilt.output), rebuilt.share, rebuilt.rounding)
+
+    def errors(self, mask: Tensor | None) -> tuple[float, float]:
+        """The largest errors of all examples: of the output, and of what the recurrence adds."""
+        error = _relative(self.error, self.size, mask)
+        share = self.share.to(error)
+        # A recurrence that adds nothing (a token that decays at once) has nothing to be wrong.
+        of_recurrence = torch.where(share > 0, error / share.clamp(min=1e-30), 0)
+        return float(error.amax()), float(of_recurrence.amax())
+
+
 def check_reconstruction(
     name: str, call: MixerCall, rebuilt: Rebuilt, mask: Tensor | None = None
 ) -> None:
     """Raise `ReconstructionError` unless ``rebuilt`` is the mixer's output.
-
-    A recurrence that adds little could be wrong and pass as rounding. Then the mixer is run once
-    more, on larger tokens, where it adds more.
 
     Args:
         name (str): the layer's, for the error.
@@ -107,8 +144,25 @@ def check_reconstruction(
         rebuilt (Rebuilt): by the frozen mixer.
         mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
     """
-    error, of_recurrence = errors(call, rebuilt, mask)
-    tolerance = tolerance_of(call, rebuilt.rounding)
+    check_deviation(name, call, Deviation.of(call, rebuilt), mask)
+
+
+def check_deviation(
+    name: str, call: MixerCall, deviation: Deviation, mask: Tensor | None = None
+) -> None:
+    """Raise `ReconstructionError` unless a frozen mixer returns the mixer's output.
+
+    A recurrence that adds little could be wrong and pass as rounding. Then the mixer is run once
+    more, on larger tokens, where it adds more.
+
+    Args:
+        name (str): the layer's, for the error.
+        call (MixerCall): the mixer's.
+        deviation (Deviation): from its output.
+        mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
+    """
+    error, of_recurrence = deviation.errors(mask)
+    tolerance = tolerance_of(call, deviation.rounding)
     if error <= tolerance and of_recurrence > RECURRENCE * tolerance:
         of_recurrence = _error_on_larger_tokens(call)
     if not (error <= tolerance and of_recurrence <= RECURRENCE * tolerance):
@@ -121,15 +175,6 @@ def check_reconstruction(
             "model changes its result in place; register an adapter with register_mixer, or pass "
             "check=False to look at the operator all the same."
         )
-
-
-def errors(call: MixerCall, rebuilt: Rebuilt, mask: Tensor | None) -> tuple[float, float]:
-    """The largest errors of all examples: of the output, and of what the recurrence adds."""
-    error = reconstruction_error(call, rebuilt.output, mask)
-    share = rebuilt.share.to(error)
-    # A recurrence that adds nothing (a token that decays at once) has nothing to be wrong.
-    of_recurrence = torch.where(share > 0, error / share.clamp(min=1e-30), 0)
-    return float(error.amax()), float(of_recurrence.amax())
 
 
 def _error_on_larger_tokens(call: MixerCall) -> float:
@@ -156,7 +201,7 @@ def _error_on_larger_tokens(call: MixerCall) -> float:
         again = replace(
             call, module=module, args=args, kwargs=kwargs, result=module(*args, **kwargs)
         )
-        return errors(again, Rebuilt.of(adapter(again)), None)[1]
+        return Deviation.of(again, Rebuilt.of(adapter(again))).errors(None)[1]
 
 
 def warn_if_padding_is_read(

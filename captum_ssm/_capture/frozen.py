@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from captum_ssm._capture.checking import (
     Rebuilt,
+    check_deviation,
     check_reconstruction,
     warn_if_padding_is_read,
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.grids import stage_grids
-from captum_ssm._capture.recording import Recording, check_finite, record
+from captum_ssm._capture.recording import Recording, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
+from captum_ssm._capture.substitution import Made, Substitution, without_autocast
 from captum_ssm._capture.target import one_query, query_weights, read_score
 from captum_ssm._capture.wiring import Wiring, sequence
 from captum_ssm._devices import moved, weights_loaded
@@ -31,19 +33,9 @@ from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._reordered import ReorderedMixer, in_order
-from captum_ssm.mixers.discovery import MeasuredAdapter
-from captum_ssm.operators import DiagonalOperator
 
 # A run without gradients measures the wiring on so many tokens at most.
 SHORT = 256
-
-
-@dataclass(frozen=True)
-class Made:
-    """A mixer that was frozen while the model ran, and what it computed."""
-
-    mixer: FrozenMixer | None
-    rebuilt: Rebuilt
 
 
 @dataclass
@@ -55,7 +47,7 @@ class FrozenLayer:
         call (MixerCall): what was recorded, on the device of the first mixer.
         stage (int): its step through the model; mixers that run side by side share one.
         source (MixerCall): what was recorded, on the device of its own weights.
-        made (Made, optional): what was frozen while the model ran.
+        made (Made, optional): what was frozen, and compared, while the model ran.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
         check (bool): compare the frozen mixer with what the mixer returned.
         order (Tensor, optional): ``(W, l)``: token t of window w of the mixer's sequences is this
@@ -101,7 +93,7 @@ class FrozenLayer:
         assert adapter is not None
         with weights_loaded(call.module):
             mixer = adapter(call)
-        if self.check and self.is_new:
+        if self.check and self.is_new and self.made is None:
             check_reconstruction(self.name, call, Rebuilt.of(mixer), self.mask)
         return mixer
 
@@ -309,67 +301,6 @@ class FrozenModel:
         return self.layers[index]
 
 
-class Substitution:
-    """What takes the mixers' place while a model runs under a gradient.
-
-    Without compiled kernels a diagonal recurrence runs in Python, one token at a time, and its
-    backward pass costs quadratic time. The adapter computes the same from the same tokens by the
-    chunked scan, so the graph is ours and the values stay the model's own. What was frozen is
-    kept, in the order of the mixers' calls.
-    """
-
-    def __init__(self) -> None:
-        self.made: list[Made | None] = []
-
-    def __call__(self, call: MixerCall) -> Any:
-        """What the model goes on with in place of ``call.result``."""
-        adapter = find_adapter(call.module)
-        if adapter is None:
-            return self._in_place(call, self.other(call))
-        if not self.takes(call, adapter):
-            self.made.append(None)
-            return call.result
-        check_finite(call)
-        # A frozen mixer may hold the call it was read from, and is kept: without the graph of the
-        # model's own result, which nothing needs.
-        given = replace(call, result=detached(call.result))
-        with without_autocast():
-            with weights_loaded(call.module):
-                mixer = adapter(given)
-            output, made = self.mixed(mixer)
-        self.made.append(made)
-        return self._in_place(call, output)
-
-    def takes(self, call: MixerCall, adapter: Callable[..., Any]) -> bool:
-        """Whether a mixer is frozen while the model runs."""
-        # Registered by others, an adapter may well read its coefficients without a graph.
-        # A measured mixer is run once more to be frozen, which cannot be done within its own run.
-        known = adapter.__module__.startswith("captum_ssm.")
-        known = known and not isinstance(adapter, MeasuredAdapter)
-        return known and call.output.device.type == "cpu" and call.tokens().requires_grad
-
-    def mixed(self, mixer: FrozenMixer) -> tuple[Tensor | None, Made]:
-        """The output that takes the mixer's place, if any, and what is kept."""
-        quick = isinstance(mixer.recurrence, DiagonalOperator)
-        with torch.set_grad_enabled(quick):
-            rebuilt = Rebuilt.of(mixer)
-        return rebuilt.output if quick else None, Made(detached(mixer), detached(rebuilt))
-
-    def other(self, call: MixerCall) -> Tensor | None:
-        """What takes the place of another module's output, if anything."""
-        return None
-
-    def _in_place(self, call: MixerCall, output: Tensor | None) -> Any:
-        if output is None:
-            return call.result
-        value = call.output
-        output = output.to(value.dtype)
-        output = output + (value - output).detach()  # the very values that the model computed
-        if isinstance(call.result, (tuple, list)):
-            return type(call.result)([output, *call.result[1:]])
-        return output
-
-
 def freeze(
     request: Request,
     *,
@@ -464,16 +395,6 @@ def exact_arithmetic() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """In the operators' own dtype, wherever the caller's autocast is on."""
-    devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    with ExitStack() as stack:
-        for device in devices:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
 def _recorded(
     request: Request,
     score: Callable[[Recording], Tensor] | None,
@@ -530,7 +451,7 @@ def _frozen_layers(
             else None
         )
         if known is not None and check:
-            check_reconstruction(name, call, known.rebuilt, own)
+            check_deviation(name, call, known.deviation, own)
         here = _brought(in_order(call, order, recording.shape[0]), recording.device)
         stage = wiring.stage_of[i]
         layers.append(FrozenLayer(name, here, stage, call, known, own, check, order))

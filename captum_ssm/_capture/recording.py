@@ -12,11 +12,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, tensors_in
+from captum_ssm._progress import Bar
 from captum_ssm._rules import is_norm as is_norm
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import bound_arguments
@@ -46,6 +47,16 @@ if TYPE_CHECKING:
 ONE_RUN = threading.RLock()
 # Whether the model's current run, in this thread, is a recorded one.
 IS_RECORDED: ContextVar[bool] = ContextVar("captum_ssm_recorded", default=False)
+
+
+class Substitute(Protocol):
+    """What takes the place of recorded modules' results."""
+
+    def __call__(self, call: MixerCall) -> Any:
+        """What the model goes on with in place of ``call.result``."""
+
+    def running(self, module: nn.Module) -> AbstractContextManager[None]:
+        """What a mixer's own forward runs in."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +234,7 @@ def record(
     *,
     score: Callable[[Recording], Tensor] | None = None,
     also: Callable[[nn.Module], bool] | None = None,
-    substitute: Callable[[MixerCall], Any] | None = None,
+    substitute: Substitute | None = None,
     wiring: bool = False,
 ) -> Recording:
     """Run a request here, with every known mixer of its model recorded at each of its calls.
@@ -235,8 +246,8 @@ def record(
             Default: None
         also (Callable, optional): says which modules outside the mixers to record too, such as
             the norms at which the residual stream can be read. Default: None
-        substitute (Callable, optional): takes each recorded call, its tensors alive in the graph,
-            and returns what the model goes on with in place of the call's result.
+        substitute (Substitute, optional): takes each recorded call, its tensors alive in the
+            graph, and returns what the model goes on with in place of the call's result.
             Default: None
         wiring (bool, optional): measure what lies between the mixers. Default: False
 
@@ -283,7 +294,7 @@ def _record_once(
     request: Request,
     score: Callable[[Recording], Tensor] | None,
     also: Callable[[nn.Module], bool] | None,
-    substitute: Callable[[MixerCall], Any] | None,
+    substitute: Substitute | None,
     cuts: Cuts | None,
 ) -> Recording:
     gradients = score is not None
@@ -294,6 +305,7 @@ def _record_once(
         torch.inference_mode(False),
         grad_mode(),
         instrumented(request.model) as root,
+        ExitStack() as stack,
     ):
         ids = {k: one for k, one in enumerate(request.inputs) if not one.is_floating_point()}
         if cuts is not None and ids:
@@ -301,15 +313,21 @@ def _record_once(
         else:
             mixers, others = find_envoys(root, also)
         inside = set(mixers)
+        bar = stack.enter_context(Bar("mixers", len(mixers)))
         if cuts is not None and not gradients:
             _differentiable(request.module)
+        if substitute is not None or not gradients:
+            # What is inside a mixer is recomputed; only what is outside needs its graph.
+            around = _without_graph if substitute is None else substitute.running
             for envoy in mixers:
-                _without_graph(envoy._module)
+                _run_in(around, envoy._module)
         table = input_embeddings(request.module)
         widths = [m.embedding_dim for m in request.module.modules() if isinstance(m, nn.Embedding)]
         width = max(widths, default=0)
         embedded: list[Tensor] = []  # the ids that the table was given
 
+        # Called within a mixer's forward, which may run without a graph.
+        @torch.set_grad_enabled(torch.is_grad_enabled())
         def enter(envoy: Envoy, inputs: Any) -> Any:
             if cuts is None or envoy not in inside:
                 return inputs
@@ -324,15 +342,20 @@ def _record_once(
 
             return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
 
+        @torch.set_grad_enabled(torch.is_grad_enabled())
         def put(envoy: Envoy, inputs: Any, value: Any) -> tuple[Any, Any]:
+            # What is recorded, if anything, and what the model goes on with.
             args, kwargs = inputs
+            own = value
             if substitute is not None:
                 value = substitute(MixerCall(envoy.path, envoy._module, args, kwargs, value))
+            is_recorded = value is own or envoy in inside
+            bar.advance(envoy in inside)
             if gradients and not _first(value).requires_grad:
                 # A frozen model fed with ids has no graph: it starts here.
                 value = _with_first(value, _first(value).detach().clone().requires_grad_(True))
             if cuts is None:
-                return value, value
+                return value if is_recorded else None, value
             if envoy in inside:
                 return value, _with_first(
                     value, cuts.leave(envoy.path.removeprefix("model."), _first(value))
@@ -345,7 +368,7 @@ def _record_once(
                         value = cuts.embed(k, one, entries, value, width)
                         break
                 embedded.append(given)
-            return value, value
+            return value if is_recorded else None, value
 
         inputs = list(request.inputs)
         for k, one in enumerate(inputs):
@@ -414,15 +437,18 @@ class _GradientsStayOn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _without_graph(module: nn.Module) -> None:
-    # What is inside a mixer is recomputed later; only what is outside needs its graph.
+def _without_graph(module: nn.Module) -> AbstractContextManager[None]:
+    return torch.no_grad()
+
+
+def _run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: nn.Module) -> None:
     forward = module.forward
 
-    def without(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with around(module):
             return forward(*args, **kwargs)
 
-    module.__dict__["forward"] = without
+    module.__dict__["forward"] = within
 
 
 def _differentiable(model: nn.Module) -> None:
@@ -507,7 +533,10 @@ def _trace(
                         value, passed = put(envoy, inputs, found)
                         if passed is not found:
                             envoy.output = passed
-                        visits.append((envoy, inputs, value))
+                        if value is not None:
+                            visits.append((envoy, inputs, value))
+                        # The loop waits for the next visit until the run ends.
+                        given = inputs = found = value = passed = None
         with tracer.invoke():
             results.append(tracer.result)
     return results[0], visits, root_visits

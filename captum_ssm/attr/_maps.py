@@ -36,6 +36,9 @@ class MapChoices(TypedDict, total=False):
         min_max (bool): rescale the nonzero entries of each map to [0, 1]. Default: False
         normalize_rows (bool): divide each row, with the residual's identity where there is one,
             by its sum. Default: False
+        tolerance (float): share of the carried weight, in [0, 1), whose rows of a layer are not
+            made, where rows are made in tiles: those tiles that carry the least. What they would
+            pass on stays with the tokens themselves. Default: 0.0, exact
 
     With the defaults a row costs time linear in the sequence; with a ``sign`` or another
     ``reduction`` its rows are made in tiles; with ``discard_ratio`` or ``min_max`` whole maps are.
@@ -52,6 +55,7 @@ class MapChoices(TypedDict, total=False):
     discard_ratio: float
     min_max: bool
     normalize_rows: bool
+    tolerance: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class MapOptions:
         components (iterable of str, optional): for ``"unified"``. Default: None
 
     Raises:
-        ValueError: for a ``reduction``, ``sign`` or ``discard_ratio`` that is not expected.
+        ValueError: for a ``reduction``, ``sign``, ``discard_ratio`` or ``tolerance`` that is not
+            expected.
     """
 
     formulation: str = "hidden"
@@ -73,6 +78,7 @@ class MapOptions:
     discard_ratio: float = 0.0
     min_max: bool = False
     normalize_rows: bool = False
+    tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -81,6 +87,8 @@ class MapOptions:
             raise ValueError(f"sign is {self.sign!r}; expected one of {SIGNS}.")
         if not _is_share(self.discard_ratio):
             raise ValueError(f"discard_ratio is {self.discard_ratio!r}; expected 0 <= r < 1.")
+        if not _is_share(self.tolerance):
+            raise ValueError(f"tolerance is {self.tolerance!r}; expected 0 <= tolerance < 1.")
 
     @classmethod
     def of(cls, choices: MapChoices, **fixed: Any) -> MapOptions:
@@ -138,7 +146,8 @@ class MixerMap:
             rows = self._transform(operator.rows(index, options.reduction), asked)
             return torch.einsum("bi,bij->bj", w[:, asked], rows)
         out = torch.zeros_like(w)
-        for at in self._tiles(int(asked[0]), int(asked[-1]) + 1):
+        tiles = list(self._tiles(int(asked[0]), int(asked[-1]) + 1))
+        for at in _carrying(w, tiles, options.tolerance):
             out += torch.einsum("bi,bij->bj", w[:, at], self._rows(at))
         return out
 
@@ -301,6 +310,16 @@ def rollout_matrix(maps: StageMaps) -> Tensor:
 
     start = torch.eye(L, dtype=call.dtype, device=call.output.device).expand(B, -1, -1)
     return maps.wiring.forth(start, step)
+
+
+def _carrying(w: Tensor, tiles: list[slice], tolerance: float) -> Iterator[slice]:
+    # The tiles of rows less those of least weight, which together carry at most the tolerance.
+    weight = torch.stack([w[:, at].abs().sum(1) for at in tiles])  # one row per tile, (tiles, B)
+    share = (weight / weight.sum(0).clamp(min=1e-30)).amax(1)
+    least = share.argsort()
+    skipped = int((share[least].cumsum(0) <= tolerance).sum())
+    kept = set(least[skipped:].tolist())
+    return (at for i, at in enumerate(tiles) if i in kept)
 
 
 def _over(values: Tensor, sums: Tensor) -> Tensor:

@@ -16,10 +16,12 @@ from captum_ssm.mixers import MixerCall
 class FrozenNorm:
     """A recorded norm as ``scale * x + bias``, or ``scale * (x - mean(x)) + bias`` if centered.
 
-    ``scale (B, L, E)`` is weight over denominator; layer norms are centered, RMS norms are not.
+    The scale is ``weight (E,)`` times ``inverse (B, L, 1)``, one over the denominator. Layer norms
+    are centered, RMS norms are not.
     """
 
-    scale: Tensor
+    weight: Tensor
+    inverse: Tensor
     centered: bool
     bias: Tensor | None = None
 
@@ -43,25 +45,28 @@ class FrozenNorm:
         bias = None if bias is None else bias.detach().to(x)
         if weight.shape != x.shape[-1:]:
             return None
-        rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        middle = x - x.mean(-1, keepdim=True)
-        std = torch.rsqrt(middle.square().mean(-1, keepdim=True) + eps)
+        centered = x - x.mean(-1, keepdim=True)
+        rms, std = (torch.rsqrt(one.square().mean(-1, keepdim=True) + eps) for one in (x, centered))
         # An RMS norm, one whose weight is stored minus one (Gemma), or a layer norm: the one that
         # is closest to the norm's output.
-        forms = ((weight * rms, False), ((1 + weight) * rms, False), (weight * std, True))
-        found = [cls(scale, centered, bias) for scale, centered in forms]
+        found = [
+            cls(weight, rms, False, bias),
+            cls(1 + weight, rms, False, bias),
+            cls(weight, std, True, bias),
+        ]
         errors = [float((form(x) - y).abs().amax()) for form in found]
         least = min(errors)
         return found[errors.index(least)] if least <= 2e-2 * float(y.abs().amax()) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The frozen norm of ``x (B, L, E)``."""
-        y = self.scale * (x - x.mean(-1, keepdim=True) if self.centered else x)
+        # In this order a graph keeps no tensor of the size of x.
+        y = (x - x.mean(-1, keepdim=True) if self.centered else x) * self.inverse * self.weight
         return y if self.bias is None else y + self.bias
 
     def pull_back(self, gradient: Tensor) -> Tensor:
         """The gradient before the norm, of one after it: ``(B, L, E)``."""
-        pulled = self.scale * gradient
+        pulled = gradient * self.weight * self.inverse
         return pulled - pulled.mean(-1, keepdim=True) if self.centered else pulled
 
 

@@ -16,7 +16,7 @@ from captum_ssm._capture.target import token_ids
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
 from captum_ssm._nested import map_tensors, tensors_in
-from captum_ssm._progress import bar
+from captum_ssm._progress import Bar
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._contributions import Contributions
@@ -425,16 +425,16 @@ def _logit_row(
     N = text.shape[0]
     v, bias, bound = direction.new_zeros(B, L), direction.new_zeros(B), direction.new_zeros(B)
     layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
-    with bar("LaTIM, layers", len(stream.stages)) as advance:
+    with Bar("LaTIM, layers", len(stream.stages)) as bar:
         for stage in reversed(stream.stages):
             parts = _contributions(text, [layers[id(layer)] for layer in stage.layers], activation)
             v = v + (direction * stage.local).sum(-1)
             if bool((v != 0).any()):
                 alti = Alti(parts, (stage.before + stage.mixed)[:N], stage.before[:N])
-                carried, wrong = alti.carry(v.view(N, -1, L), tolerance, advance)
+                carried, wrong = alti.carry(v.view(N, -1, L), tolerance, bar.advance)
                 v, bound = carried.view(B, L), bound + wrong.view(B)
             else:
-                advance(1)
+                bar.advance()
             v = v + torch.cat([parts.dot_row(one) for one in direction.split(N)])
             bias = bias + _bias(stream, parts)
     return v + (direction * stream.stages[0].before).sum(-1), bias, bound
@@ -471,14 +471,14 @@ def _logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) 
     # R: how much of each token's stream is which input token's.
     mixing = torch.eye(first.shape[1], dtype=first.dtype, device=first.device)
     mixing = mixing.expand(first.shape[0], -1, -1)
-    with bar("LaTIM, layers", len(stream.stages)) as advance:
+    with Bar("LaTIM, layers", len(stream.stages)) as bar:
         for stage in stream.stages:
             parts = _contributions(frozen, stage.layers, activation)
             total = total + parts.dot_matrix(direction) @ mixing
             alti = Alti(parts, stage.before + stage.mixed, stage.before)
             mixing = _whole(alti.tiles(_every_row(frozen)), first.shape[1]) @ mixing
             total = total + (direction * stage.local).sum(-1, keepdim=True) * mixing
-            advance(1)
+            bar.advance()
     return total
 
 

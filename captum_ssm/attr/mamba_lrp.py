@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -15,16 +15,16 @@ from captum_ssm._capture import FrozenModel, Request, Substitution
 from captum_ssm._capture.checking import Rebuilt
 from captum_ssm._capture.discovery import find_unknown_mixers, is_searched, warn_of_unknown
 from captum_ssm._capture.embedded import entries_of, is_view
-from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.recording import is_norm
 from captum_ssm._errors import InputError
 from captum_ssm._memory import limited_graph, memory_limit
-from captum_ssm._nested import detached, tensors_in
+from captum_ssm._nested import tensors_in
+from captum_ssm._rules import ruled
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.attr._relevance import relevance_at
-from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._parts import activation_factor
 from captum_ssm.mixers.discovery import MeasuredAdapter, scans_frozen
 
@@ -154,19 +154,32 @@ def _is_activation(module: nn.Module) -> bool:
 class Rules(Substitution):
     """Frozen forms of mixers, norms and activations, and the leaves at which relevance is read."""
 
+    keeps_mixers = False
+
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.inputs = request.inputs
         self.table = input_embeddings(request.module)
         self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
 
-    def takes(self, call: MixerCall, adapter: Callable[..., Any]) -> bool:
+    def needs_graph(self, module: nn.Module) -> bool:
+        adapter = find_adapter(module)
+        return adapter is None or not self.replaces(adapter)
+
+    def replaces(self, adapter: Callable[..., Any]) -> bool:
         # A measured mixer runs as it is, its scans frozen where they are called.
         return not isinstance(adapter, MeasuredAdapter)
 
-    def mixed(self, mixer: FrozenMixer) -> tuple[Tensor, Made]:
-        rebuilt = frozen_output(mixer)
-        return rebuilt.output, Made(None, detached(rebuilt))
+    def takes(self, call: MixerCall) -> bool:
+        return True
+
+    def rebuilt(self, mixer: FrozenMixer) -> Rebuilt:
+        return frozen_output(mixer)
+
+    def pulled(self, output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> Any:
+        starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+        with ruled([output.grad_fn], starts):
+            return super().pulled(output, leaves, gradient)
 
     def other(self, call: MixerCall) -> Tensor | None:
         if isinstance(call.module, nn.Embedding):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +12,8 @@ from torch import Tensor
 
 from captum_ssm._capture import FrozenLayer, Request, exact_arithmetic, freeze
 from captum_ssm._capture.checking import Rebuilt
-from captum_ssm._capture.frozen import Made
 from captum_ssm._capture.recording import gradients_at
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._nested import detached
 from captum_ssm.attr._relevance import coefficients_at
 from captum_ssm.attr.mamba_lrp import Rules, halves, has_a_rule, with_leaves
 from captum_ssm.interventions._editing import OpenMixer, edited
@@ -232,11 +231,12 @@ class _Kept(Rules):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.kept: list[_Slopes] = []
+        self.kept_bytes = math.inf
 
-    def mixed(self, mixer: FrozenMixer) -> tuple[Tensor, Made]:
+    def rebuilt(self, mixer: FrozenMixer) -> Rebuilt:
         frozen = mixer.detach_coefficients()
         scans = [scan for scan, _, _ in frozen.scans_in_order()]
         mixed = [scan.mixed for scan in scans]
         rebuilt = Rebuilt.of(frozen, halves, mixed)
         self.kept.append(_Slopes(rebuilt.output, [scan.values for scan in scans], mixed))
-        return rebuilt.output, Made(None, detached(rebuilt))
+        return rebuilt

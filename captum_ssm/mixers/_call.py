@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter
@@ -97,7 +99,8 @@ class MixerCall:
                 x = x.to(weight.device)
             known = None if self.linears is None else self.linears.find(weight, x)
             if known is not None:
-                return known
+                has_graph = known.requires_grad or not x.requires_grad
+                return known if has_graph else _Known.apply(x, weight, known)
             if not is_plain(layer):
                 return layer(x.to(self.output.dtype)).to(self.dtype)
             bias = None if layer.bias is None else self.parameter(layer.bias)
@@ -147,6 +150,25 @@ class LinearCalls(TorchFunctionMode):
             self._calls.append((args[1], args[0], result, result._version))
         return result
 
+    @contextmanager
+    def of(self, module: nn.Module) -> Iterator[None]:
+        """Only those of a module's own layers, while it runs, at no cost for what else it does."""
+
+        def keep(layer: Any, args: Any, result: Tensor) -> None:
+            self._calls.append((layer.weight, args[0], result, result._version))
+
+        layers = filter(is_plain, module.children())
+        handles = [layer.register_forward_hook(keep) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def forget(self) -> None:
+        """Let go of all calls."""
+        self._calls.clear()
+
     def find(self, weight: Any, x: Tensor) -> Tensor | None:
         """What the layer of a weight returned for ``x``, unless that was changed in place since."""
         for own, given, result, version in self._calls:
@@ -165,6 +187,20 @@ class LinearCalls(TorchFunctionMode):
             ):
                 return given
         return None
+
+
+class _Known(torch.autograd.Function):
+    # What a linear layer is known to return for x: only its gradient is computed.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, known: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.set_materialize_grads(False)
+        return known
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        (weight,) = ctx.saved_tensors
+        return None if gradient is None else gradient @ weight, None, None
 
 
 def bound_arguments(
