@@ -1,9 +1,9 @@
 """How close is each kernel to what this machine can do at all?
 
 From first principles each operation has to read its arguments and write its result once, and to do
-so many multiply-adds; the machine's bandwidth (the better of reading and copying 256 MiB) and rate
-of multiply-adds (the best of `torch.mm`) are measured in the same run, on one thread. The roof is
-the larger of the two times, `share` the roof over the time measured.
+so many multiply-adds; the machine's bandwidth (copying 128 MiB) and rate of multiply-adds
+(`torch.mm`, 1024 cubed) are measured by turns with each operation, on one thread. The roof is the
+larger of the two times, `share` the roof over the time measured.
 
 An exponential counts as 8, the multiplications and multiply-adds of the kernels' own polynomial. A
 product with a state of N numbers counts N. A gradient's states are counted once more than the
@@ -30,19 +30,13 @@ EXPONENTIAL = 8
 Work = tuple[str, Callable[[], Any], tuple[Any, ...], float]
 
 
-def machine(repeats: int) -> tuple[float, float]:
-    """Bytes and multiply-adds per second."""
-    x = torch.rand(2**26)
+def limits() -> tuple[int, Callable[[], Any], int, Callable[[], Any]]:
+    """Bytes and a copy that moves them; multiply-adds and a product that takes them."""
+    x = torch.rand(2**25)
     y = torch.empty_like(x)
-    read, copy = seconds(x.sum, lambda: y.copy_(x), repeats=repeats)
-    bandwidth = max(4 * x.numel() / read, 8 * x.numel() / copy)
-    rates = []
-    for size in (512, 1024, 2048):
-        a, b = torch.randn(2, size, size)
-        out = torch.empty_like(a)
-        [product] = seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), repeats=repeats)
-        rates.append(size**3 / product)
-    return bandwidth, max(rates)
+    a, b = torch.randn(2, 1024, 1024)
+    out = torch.empty_like(a)
+    return 8 * x.numel(), lambda: y.copy_(x), 1024**3, lambda: torch.mm(a, b, out=out)
 
 
 def backward(family: str, v: torch.Tensor, c: Any) -> Callable[[], Any]:
@@ -106,18 +100,17 @@ def size(*tensors: Any) -> int:
 def main() -> None:
     args = arguments(__doc__)
     torch.set_num_threads(1)
-    bandwidth, rate = machine(args.repeats)
-    limits = {"gb_per_s": bandwidth / 1e9, "gmultiply_adds_per_s": rate / 1e9}
-    rows: list[dict[str, object]] = [dict(limits)]
-    print({k: f"{x:.3g}" for k, x in limits.items()})
+    copied, copy, multiplied, product = limits()
+    rows: list[dict[str, object]] = []
     for kind, make in KINDS.items():
         for length in args.lengths or (1024, 2048):
             for name, call, given, multiply_adds in make(length):
                 result = call()
                 written = result if isinstance(result, tuple) else (result,)
                 moved = size(*given, *written)
-                [measured] = seconds(call, repeats=args.repeats)
-                by_memory, by_arithmetic = moved / bandwidth, multiply_adds / rate
+                measured, copy_s, product_s = seconds(call, copy, product, repeats=args.repeats)
+                by_memory = moved * copy_s / copied
+                by_arithmetic = multiply_adds * product_s / multiplied
                 roof = max(by_memory, by_arithmetic)
                 rows.append(
                     {
@@ -126,6 +119,8 @@ def main() -> None:
                         "length": length,
                         "megabytes": moved / 1e6,
                         "gmultiply_adds": multiply_adds / 1e9,
+                        "gb_per_s": copied / copy_s / 1e9,
+                        "gmultiply_adds_per_s": multiplied / product_s / 1e9,
                         "bound": "memory" if by_memory > by_arithmetic else "arithmetic",
                         "roof_ms": 1e3 * roof,
                         "measured_ms": 1e3 * measured,

@@ -132,6 +132,7 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... argu
   launch(kernel, grid, threads, __VA_ARGS__)
 #define CAPTUM_SSM_EMULATED
 
+#include "gradient.cuh"
 #include "linear_attention.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
@@ -288,6 +289,59 @@ void check(const Case<T>& c) {
   compare("rows", c.sizes(), out, expected);
 }
 
+// The gradients of a scan: all states h, and their gradients s, in float64.
+template <class T>
+void check_gradient(const Case<T>& c) {
+  const int64_t batch = c.batch, L = c.L, D = c.D, N = c.N, G = c.G;
+  auto zeros = [](size_t size) { return std::vector<double>(size, 0); };
+  auto v = zeros(batch * L * D), dt = v, right = v, left = v;
+  auto A = zeros(D * N), B = zeros(batch * L * G * N), C = B;
+  std::vector<T> grad(batch * L * D);
+  for (size_t i = 0; i < grad.size(); ++i) grad[i] = T(std::cos(double(i)));
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t d = 0; d < D; ++d)
+      for (int64_t n = 0; n < N; ++n) {
+        const double rate = c.A[d * N + n];
+        auto token = [&](int64_t t) { return (b * L + t) * D + d; };
+        auto key = [&](int64_t t) { return ((b * L + t) * G + d / (D / G)) * N + n; };
+        auto step = [&](int64_t t) { return std::min(1e30, double(c.dt[token(t)])); };
+        std::vector<double> h(L + 1, 0);
+        for (int64_t t = 0; t < L; ++t)
+          h[t + 1] = std::exp(rate * step(t)) * h[t] +
+                     double(c.B[key(t)]) * c.input[token(t)] * c.right[token(t)];
+        double s = 0;
+        for (int64_t t = L - 1; t >= 0; --t) {
+          const double g = double(grad[token(t)]) * c.gate[token(t)];
+          const double decay = std::exp(rate * step(t));
+          s += c.C[key(t)] * g;
+          v[token(t)] += c.B[key(t)] * s * c.right[token(t)];
+          right[token(t)] += c.B[key(t)] * s * c.input[token(t)];
+          left[token(t)] += grad[token(t)] * c.C[key(t)] * h[t + 1];
+          B[key(t)] += s * c.input[token(t)] * c.right[token(t)];
+          C[key(t)] += g * h[t + 1];
+          dt[token(t)] += s * decay * h[t] * rate;
+          A[d * N + n] += s * decay * h[t] * step(t);
+          s *= decay;
+        }
+      }
+  std::vector<T> of_v(v.size()), of_dt(v.size()), of_right(v.size()), of_left(v.size());
+  std::vector<T> of_A(A.size()), of_B(B.size()), of_C(C.size());
+  Maps<T> maps = c.maps();
+  maps.conv = nullptr;
+  Gradient<T> r{maps,        c.input.data(), grad.data(), of_v.data(), of_dt.data(), of_right.data(),
+                of_A.data(), of_B.data(),    of_C.data(), of_left.data(), nullptr};
+  std::vector<T> checkpoints(batch * r.stretches() * kStates * D, T(NAN));
+  r.checkpoints = checkpoints.data();
+  gradient(r, nullptr);
+  compare("of v", c.sizes(), of_v, v);
+  compare("of dt", c.sizes(), of_dt, dt);
+  compare("of right", c.sizes(), of_right, right);
+  compare("of left", c.sizes(), of_left, left);
+  if (L > 1) compare("of A", c.sizes(), of_A, A);
+  compare("of B", c.sizes(), of_B, B);
+  compare("of C", c.sizes(), of_C, C);
+}
+
 // Matrix-valued states: the recurrence as it is written, in float64, against both directions.
 template <class T>
 void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool per_key,
@@ -426,6 +480,9 @@ int main() {
   check(Case<double>(1, 300, 2, 2, 1, 40, false));
   check(Case<float>(1, 520, 2, 1, 2, 1, true));
   check(Case<float>(1, 40, 150, 2, 2, 3, true));  // more channels than a warp and a block have threads
+  check_gradient(Case<float>(1, 1, 1, 1, 1, 0, false));
+  check_gradient(Case<double>(2, 65, 4, 18, 2, 0, true));
+  check_gradient(Case<float>(1, 40, 150, 2, 2, 0, true));
   check_heads<float>(1, 1, 1, 1, 1, false, false, false);
   check_heads<double>(2, 150, 2, 5, 3, true, false, true);
   check_heads<double>(1, 40, 1, 33, 2, true, true, false);

@@ -9,7 +9,11 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <tuple>
+#include <vector>
+
 #include "../arguments.h"
+#include "gradient.cuh"
 #include "linear_attention.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
@@ -67,6 +71,33 @@ Tensor diagonal_scan(const Tensor& v, const Tensor& dt, const Tensor& right, con
                      const Tensor& B, const Tensor& C, const std::optional<Tensor>& left) {
   const DiagonalArguments a(dt, right, A, B, C, left, std::nullopt);
   return recurrence(a, false, whole(v, dt, 3), false);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_scan_backward(
+    const Tensor& grad, const Tensor& v, const Tensor& dt, const Tensor& right, const Tensor& A,
+    const Tensor& B, const Tensor& C, const std::optional<Tensor>& left, std::vector<bool> wanted) {
+  const DiagonalArguments a(dt, right, A, B, C, left, std::nullopt);
+  const Tensor out = whole(grad, dt, 3), in = whole(v, dt, 3);
+  STD_TORCH_CHECK(in.numel() == a.dt.numel() && out.numel() == a.dt.numel(),
+                  "captum_ssm: grad and v must have the shape of dt");
+  torch::stable::accelerator::DeviceGuard guard(dt.get_device_index());
+  Gradients make(a.dt, wanted);
+  Tensor of_v = make.next(v, true), of_dt = make.next(dt, true), of_right = make.next(right, true);
+  Tensor of_A = make.next(A, true), of_B = make.next(B, true), of_C = make.next(C, true);
+  Tensor of_left = make.next(left, true);
+  if (a.batch > 0)
+    dispatch(a.dt, [&](auto zero) {
+      using T = decltype(zero);
+      gpu::Gradient<T> r{maps<T>(a),        in.const_data_ptr<T>(),  out.const_data_ptr<T>(),
+                         if_wanted<T>(of_v), if_wanted<T>(of_dt),     if_wanted<T>(of_right),
+                         if_wanted<T>(of_A), if_wanted<T>(of_B),      if_wanted<T>(of_C),
+                         if_wanted<T>(of_left), nullptr};
+      const Tensor checkpoints =
+          torch::stable::new_empty(a.dt, {a.batch * r.stretches() * gpu::kStates * a.D});
+      r.checkpoints = checkpoints.mutable_data_ptr<T>();
+      STD_CUDA_CHECK(gpu::gradient<T>(r, stream_of(a.dt)));
+    });
+  return {of_v, of_dt, of_right, of_A, of_B, of_C, of_left};
 }
 
 Tensor diagonal_rmatvec(const Tensor& w, const Tensor& dt, const Tensor& right, const Tensor& A,
@@ -226,6 +257,7 @@ void tap_rows(const Tensor& rows, const Tensor& values, const std::optional<Tens
 
 STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CUDA, m) {
   m.impl("diagonal_scan", TORCH_BOX(&captum_ssm::diagonal_scan));
+  m.impl("diagonal_scan_backward", TORCH_BOX(&captum_ssm::diagonal_scan_backward));
   m.impl("diagonal_rmatvec", TORCH_BOX(&captum_ssm::diagonal_rmatvec));
   m.impl("diagonal_mean", TORCH_BOX(&captum_ssm::diagonal_mean));
   m.impl("diagonal_rows", TORCH_BOX(&captum_ssm::diagonal_rows));
