@@ -20,6 +20,7 @@ from captum_ssm import MambaLRP, MambaRollout, RawAttention, ReconstructionError
 from captum_ssm._capture import FrozenLayer, Request, freeze
 from captum_ssm._devices import moved
 from captum_ssm._nested import map_tensors
+from captum_ssm.interventions import knockout
 from captum_ssm.mixers._weights import is_quantized
 
 TOKENS = ids(2, 9)
@@ -319,6 +320,23 @@ def test_adapters_do_not_hide_another_mixer(family, kind):
     model = with_linears(build(family), kind)
     RawAttention(model).attribute(TOKENS)
     assert_found_louder(model, 1.01)
+
+
+@pytest.mark.parametrize("kind", [LoraLinear, Adapted])
+def test_adapters_are_part_of_a_knockout(kind):
+    model = with_linears(build("mamba2"), kind)
+    with knockout(model, sources=[2]):
+        found = model(TOKENS).logits
+    for path, layer in [*model.named_modules()]:
+        if isinstance(layer, kind):  # one plain matrix in place of both
+            merged = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+            matrix = layer(torch.eye(layer.in_features)) - layer(torch.zeros(1, layer.in_features))
+            merged.weight.data, merged.bias = matrix.mT.detach(), layer.bias
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, merged)
+    with knockout(model, sources=[2]):
+        torch.testing.assert_close(model(TOKENS).logits, found)
+    assert not torch.allclose(model(TOKENS).logits, found, atol=1e-4)
 
 
 def bitsandbytes(layer: nn.Linear, bits: int) -> nn.Module:

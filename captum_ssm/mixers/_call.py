@@ -97,12 +97,12 @@ class MixerCall:
             weight = getattr(layer, "weight", None)
             if torch.is_tensor(weight):
                 x = x.to(weight.device)
+            if not is_plain(layer):  # its weight may be that of a layer inside of it
+                return layer(x.to(self.output.dtype)).to(self.dtype)
             known = None if self.linears is None else self.linears.find(weight, x)
             if known is not None:
                 has_graph = known.requires_grad or not x.requires_grad
                 return known if has_graph else _Known.apply(x, weight, known)
-            if not is_plain(layer):
-                return layer(x.to(self.output.dtype)).to(self.dtype)
             bias = None if layer.bias is None else self.parameter(layer.bias)
             return F.linear(x, self.parameter(layer.weight), bias)
 
