@@ -26,6 +26,7 @@ from captum_ssm.operators import (
     DiagonalOperator,
     LinearAttentionOperator,
     SoftmaxOperator,
+    SubstepOperator,
     TokenOperator,
 )
 
@@ -45,6 +46,16 @@ def linear_attention(
     probe = torch.nn.functional.normalize(key, dim=-1)
     write = probe * torch.rand(1, length, heads, 1, generator=g)
     return LinearAttentionOperator(query, write, decay, write, probe, width=width)
+
+
+def delta_product(length: int, heads: int, steps: int = 2) -> SubstepOperator:
+    inner = linear_attention(steps * length, heads, 128, 128, delta=True)
+    return SubstepOperator(inner, steps)
+
+
+def naive_delta_product(op: SubstepOperator) -> Tensor:
+    rows = kernels.naive_linear_attention_matrix(op.inner)[:, :, op.steps - 1 :: op.steps]
+    return torch.cat([rows[..., step :: op.steps] for step in range(op.steps)], 1)
 
 
 def softmax(length: int, heads: int, state: int) -> SoftmaxOperator:
@@ -75,6 +86,11 @@ KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict
         lambda length, heads=16: linear_attention(length, heads, 128, 128, delta=True),
         kernels.naive_linear_attention_matrix,
         {"heads": 2},
+    ),
+    "delta product of 2 steps, 8 heads of 128, state 128": (
+        lambda length, heads=8: delta_product(length, heads),
+        naive_delta_product,
+        {"heads": 1},
     ),
     "softmax, 12 heads of 64": (
         lambda length, heads=12: softmax(length, heads, 64),
@@ -116,6 +132,13 @@ def token_by_token(op: TokenOperator, v: Tensor) -> Tensor:
             state = torch.exp(op.dt[:, t, :, None] * op.A) * state + write
             rows.append((state * op.C[:, t]).sum(-1))
         return torch.stack(rows, 1)
+    if isinstance(op, SubstepOperator):
+        found = []
+        for step, part in enumerate(v.chunk(op.steps, -1)):
+            spread = torch.zeros(op.batch, op.inner.length, op.inner.channels)
+            spread[:, step :: op.steps] = part
+            found.append(token_by_token(op.inner, spread)[:, op.steps - 1 :: op.steps])
+        return torch.cat(found, -1)
     assert isinstance(op, LinearAttentionOperator)
     x = v.unflatten(-1, (op.maps, op.width))
     state = torch.zeros(op.batch, op.maps, op.query.shape[-1], op.width)

@@ -62,7 +62,7 @@ def freeze_measured(
                 raise rerun.refused("none of the functions that it calls proved to be a scan")
             return _mixer(rerun, find_projection(rerun))
         except NotMeasured as error:
-            alone = _of_examples(call, functions)
+            alone = _of_examples(rerun, functions)
             if alone is not None:
                 return alone
             if not rerun.run.scans:
@@ -74,11 +74,18 @@ def freeze_measured(
 
 
 def _of_examples(
-    call: MixerCall, functions: Iterable[Callable[..., Any]] | None
+    rerun: Rerun, functions: Iterable[Callable[..., Any]] | None
 ) -> FrozenMixer | None:
-    # One example at a time, where that can be measured.
+    # One example at a time, of a batch that is padded or packed into one row.
+    mask = rerun.call.token_mask()
+    padded = mask is not None and not bool(mask.all())
+    packed = rerun.B > 1 and any(len(cut.leaf) == 1 for cut in rerun.run.scans)
+    if not padded and not packed:
+        return None
     try:
-        return freeze_examples(call, lambda alone: freeze_measured(alone, functions, partly=False))
+        return freeze_examples(
+            rerun.call, lambda alone: freeze_measured(alone, functions, partly=False)
+        )
     except UnsupportedModelError:
         return None
 
