@@ -303,7 +303,8 @@ def test_tiles_and_blocks_of_any_size_give_the_same(monkeypatch, tolerance, widt
             torch.testing.assert_close(found, expected)
 
 
-def test_targets_of_one_text_share_its_vectors(monkeypatch, width) -> None:
+def test_targets_of_one_text_share_its_vectors(monkeypatch) -> None:
+    monkeypatch.setattr(_alti, "NARROW", 0)
     latim, ids = LaTIM(build("mamba")), ids_for(1, 17)
     targets = [(16, 3), (16, 7), (11, 5)]
     batches = []
