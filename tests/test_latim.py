@@ -12,7 +12,7 @@ from torch import nn
 
 from captum_ssm import LaTIM, _progress, hidden_attention
 from captum_ssm._rows import Ask, rows
-from captum_ssm.attr import _contributions
+from captum_ssm.attr import _alti, _contributions
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._contributions import ACTIVATIONS
 from captum_ssm.metrics import decomposition_error
@@ -228,10 +228,18 @@ def test_a_linear_head_is_enough() -> None:
     assert delta.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("tolerance", [1e-3, 0.05, 0.5])
+@pytest.fixture(params=["as wide models", "as narrow models"])
+def width(request, monkeypatch) -> str:
+    """Whether sources are left out, or rows only."""
+    if request.param == "as wide models":
+        monkeypatch.setattr(_alti, "NARROW", 0)
+    return request.param
+
+
+@pytest.mark.parametrize("tolerance", [0.01, 0.5])
 @pytest.mark.parametrize("activation", ["silu", "gate"])
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "recurrent_gemma"])
-def test_a_tolerance_changes_no_more_than_the_bound(family, activation, tolerance) -> None:
+def test_a_tolerance_changes_no_more_than_the_bound(family, activation, tolerance, width) -> None:
     # In float64, where neither side is rounded.
     latim, ids = LaTIM(build(family).double()), ids_for(2, 33)
     options = {"target": torch.tensor([3, 7]), "activation": activation}
@@ -244,14 +252,14 @@ def test_a_tolerance_changes_no_more_than_the_bound(family, activation, toleranc
     assert (exact > 0).any()
     distance = (found - exact).abs().sum(1)
     assert (distance <= bound * (1 + 1e-9)).all()
-    assert (bound > 0).all()
+    assert (bound > 0).all() or (width == "as narrow models" and tolerance < 0.1)
     # It moves relevance from token to token, and loses none.
     torch.testing.assert_close(found.sum(1), exact.sum(1))
     again = latim.compute_convergence_delta(found, ids, tolerance=tolerance, **options)
     torch.testing.assert_close(again, delta)
 
 
-def test_the_tolerance_is_a_share_of_the_relevance() -> None:
+def test_the_tolerance_is_a_share_of_the_relevance(width) -> None:
     latim, ids = LaTIM(build("mamba", num_hidden_layers=2)), ids_for(1, 33)
     one = LaTIM(build("mamba", num_hidden_layers=2)).attribute(ids, target=3, layer=-1)
     for tolerance in (1e-3, 1e-2, 0.1):
@@ -279,7 +287,7 @@ def test_what_a_vector_misses_is_bounded_by_its_length() -> None:
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05])
-def test_tiles_and_blocks_of_any_size_give_the_same(monkeypatch, tolerance) -> None:
+def test_tiles_and_blocks_of_any_size_give_the_same(monkeypatch, tolerance, width) -> None:
     latim, ids = LaTIM(build("mamba").double()), ids_for(2, 33)
     options = {"target": torch.tensor([3, 7]), "tolerance": tolerance, "return_error_bound": True}
     expected, bound = latim.attribute(ids, **options)
@@ -296,6 +304,7 @@ def test_tiles_and_blocks_of_any_size_give_the_same(monkeypatch, tolerance) -> N
 
 
 def test_targets_of_one_text_share_its_vectors(monkeypatch) -> None:
+    monkeypatch.setattr(_alti, "NARROW", 0)
     latim, ids = LaTIM(build("mamba")), ids_for(1, 17)
     targets = [(16, 3), (16, 7), (11, 5)]
     batches = []

@@ -61,6 +61,7 @@ from torch import Tensor
 from captum_ssm.attr._contributions import BLOCK, Contributions
 
 ROWS_SHARE = 0.25  # of the tolerance, for rows that are not made; the rest is for sources
+NARROW = 128  # a vector of so few numbers costs less than to tell whether it matters
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,22 @@ class Alti:
         rows: Tensor,
         advance: Callable[[float], None],
     ) -> tuple[Tensor, Tensor]:
+        narrow = self.parts.weight.shape[0] <= NARROW
+        rows_share = 1 if narrow else ROWS_SHARE
         budget = torch.full_like(weight[:, 0], 2 * tolerance)
         # Rows of the least relevance stay what they are.
         order = rows[weight[:, rows].amax(0).argsort()]
         spent = 2 * weight[:, order].cumsum(1)
-        count = int((spent <= ROWS_SHARE * 2 * tolerance).all(0).sum())
+        count = int((spent <= rows_share * 2 * tolerance).all(0).sum())
         skipped, made = order[:count], order[count:].sort().values
         carried = torch.zeros_like(relevance)
         carried[..., skipped] = relevance[..., skipped]
         bound = 2 * carried.abs().sum(-1)
+        if narrow:
+            for chosen, shares in self.tiles(made):
+                carried[..., : shares.shape[2]] += relevance[..., chosen] @ shares
+                advance(len(chosen) / len(made))
+            return carried, bound
         if count:
             budget = budget - spent[:, count - 1]
         # Tiles of little relevance spend little of the tolerance, and leave it to the others.

@@ -134,9 +134,12 @@ class Contributions:
         """
         B, R = index.shape
         shape = (B, self.weight.shape[1], R, columns)
-        if self._workspace.numel() < math.prod(shape):
-            self._workspace = self.weight.new_empty(math.prod(shape))
-        z = self._workspace[: math.prod(shape)].view(shape)
+        size = math.prod(shape)
+        if self._workspace.numel() < size:
+            # As much as tiles of more columns will need.
+            later = min(tile_entries(TILE), size // columns * self.length)
+            self._workspace = self.weight.new_empty(max(size, later))
+        z = self._workspace[:size].view(shape)
         first = 0
         for part in self.parts:
             last = first + part.weight.shape[1]
