@@ -21,11 +21,14 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
+    _report,
     estimate,
     hidden_attention,
 )
+from captum_ssm._capture import Request
 from captum_ssm._memory import readable_bytes
 from captum_ssm._report import count, shortened
+from captum_ssm._supported import likeliest
 from captum_ssm.attr import methods
 from captum_ssm.cli import main
 from captum_ssm.cli._explain import DEFAULT_METHOD
@@ -404,8 +407,11 @@ def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys):
     model.save_pretrained(tmp_path)
     said = lines(str(tmp_path), "--length", "600", capsys=capsys)
     assert "for one text of 600 tokens, extrapolated from calls on fewer:" in said
-    ids = torch.zeros(1, 600, dtype=torch.long)
-    calls = {name: partial(method(model).attribute, target=3) for name, method in methods().items()}
+    # Rows that carry nothing take no memory: the costs are those of the same tokens.
+    ids = _report._inputs(model, 600)
+    target = likeliest(Request.of(model, None, ids[:, : _report.PROBE_LENGTH]))
+    explained = {name: method(model).attribute for name, method in methods().items()}
+    calls = {name: partial(call, target=target) for name, call in explained.items()}
     calls |= {
         "rollout, sign='clamp'": partial(MambaRollout(model).attribute, sign="clamp"),
         "rollout of every token": MambaRollout(model).rollout,

@@ -172,7 +172,9 @@ class LinearCalls(TorchFunctionMode):
     def find(self, weight: Any, x: Tensor) -> Tensor | None:
         """What the layer of a weight returned for ``x``, unless that was changed in place since."""
         for own, given, result, version in self._calls:
-            if own is weight and given.dtype == x.dtype and given.shape == x.shape:
+            # Under autocast a layer returns another dtype than it was given.
+            alike = given.dtype == x.dtype == result.dtype and given.shape == x.shape
+            if own is weight and alike:
                 is_it = result._version == version and torch.equal(given, x)
                 return result if is_it else None
         return None
