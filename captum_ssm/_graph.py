@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 
+# Operations whose inputs are multiplied.
+_FACTORS = ("Mul", "Div")
+
 
 @dataclass(frozen=True, eq=False)
 class Point:
@@ -148,8 +151,16 @@ def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list
 
     Leaves before another leaf count too. A root that is None depends on nothing.
     """
+    known = _bits_of_nodes(roots, leaves)
+    return [frozenset() if root is None else _members(known[root.edge.node]) for root in roots]
+
+
+def _bits_of_nodes(
+    roots: Sequence[Point | None], leaves: Sequence[Point], *, past_leaves: bool = True
+) -> dict[Node, int]:
+    # By node before the roots, the leaves it depends on: bit i for leaf i.
     bits = {leaf.edge.node: 1 << i for i, leaf in enumerate(leaves)}
-    known: dict[Node, int] = {}
+    known: dict[Node, int] = {} if past_leaves else dict(bits)
     for root in roots:
         stack = [] if root is None else [root.edge.node]
         while stack:
@@ -164,8 +175,62 @@ def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list
                 for n in before:
                     found |= known[n]
                 known[node] = found
-    found_bits = [0 if root is None else known[root.edge.node] for root in roots]
-    return [frozenset(i for i in range(len(leaves)) if bit >> i & 1) for bit in found_bits]
+    return known
+
+
+def _members(bits: int) -> frozenset[int]:
+    return frozenset(i for i in range(bits.bit_length()) if bits >> i & 1)
+
+
+class CutGraph:
+    """A graph that is cut at its leaves: which of them its tensors read by way of no other.
+
+    Args:
+        roots (sequence of Point): where the graph ends.
+        leaves (sequence of Point): where it is cut.
+    """
+
+    def __init__(self, roots: Sequence[Point], leaves: Sequence[Point]) -> None:
+        self._ends = {leaf.edge.node for leaf in leaves}
+        self._known = _bits_of_nodes(roots, leaves, past_leaves=False)
+
+    def read_by(self, root: Point) -> frozenset[int]:
+        """The leaves that a root reads by way of no other."""
+        return _members(self._known[root.edge.node])
+
+    def added(
+        self, root: Point, passed: Collection[int], before: Collection[int], tokens: int | None
+    ) -> frozenset[int]:
+        """The leaves read by what is added, on the way to ``root``, to what comes of some leaves.
+
+        Factors are not added: a gate is no residual stream. Nor are finer tokens, as those of a
+        skip connection.
+
+        Args:
+            root (Point): one of the roots.
+            passed (collection of int): the leaves on whose way it is added.
+            before (collection of int): what is added reads no others.
+            tokens (int, optional): T, those of the leaves passed, where there are finer ones.
+        """
+        through = sum(1 << i for i in passed)
+        allowed = sum(1 << i for i in before)
+        found, seen, stack = 0, set(self._ends), [root.edge.node]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for earlier, output in node.next_functions:
+                if earlier is None:
+                    continue
+                read = self._known[earlier]
+                if read & through:
+                    stack.append(earlier)
+                elif not read or read & ~allowed or node.name().startswith(_FACTORS):
+                    continue
+                elif tokens is None or not _is_finer(GradientEdge(earlier, output), tokens):
+                    found |= read
+        return _members(found)
 
 
 @dataclass(frozen=True)

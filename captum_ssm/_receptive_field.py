@@ -337,12 +337,15 @@ def _implicit(request: Request, position: Any, check: bool) -> tuple[Tensor, _Un
 def _rolled(maps: StageMaps) -> list[Tensor]:
     """The query's row of the product of I + A: ``(B, L)`` for each input."""
 
-    def step(stage: int, w: Tensor) -> Tensor:
+    def step(stage: int, w: Tensor) -> dict[int, Tensor]:
         m = maps.at(stage)
         assert m is not None
         sums = m.row_sums()
+        found = dict.fromkeys(maps.streams(stage, m), w)
         # A row that reads nothing, of padding, has no sum to divide by.
-        return w + m.rmatvec(torch.where(sums > 0, w / sums, 0))
+        row = m.rmatvec(torch.where(sums > 0, w / sums, 0))
+        found[stage] = row + w if stage in found else row
+        return found
 
     return maps.wiring.back(maps.frozen.require_query(), step)
 

@@ -116,6 +116,24 @@ def stages(maps: dict[str, Tensor], family: str) -> list[Tensor]:
     return [*by_layer.values()]
 
 
+def product(maps: dict[str, Tensor], family: str) -> Tensor:
+    """The rollout, ``(B, L, L)``, of maps with the residual streams of the family."""
+    rho = torch.eye(next(iter(maps.values())).shape[-1])
+    inside = None  # a branch, what its first mixer returned
+    for path, matrix in zip(maps, stages(maps, family), strict=False):
+        is_attention = path.partition(":")[0].endswith("attn")
+        if is_attention and family.startswith("inkling"):
+            inside = matrix @ rho
+        elif is_attention and family.startswith("zamba"):
+            inside = rho + matrix @ rho  # a stream of its own, which only the branch reads
+        elif inside is None:
+            rho = rho + matrix @ rho
+        else:  # Inkling's convolution adds its input
+            mixed = matrix @ inside
+            rho, inside = rho + mixed + (0 if family.startswith("zamba") else inside), None
+    return rho
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollout_is_the_product_of_the_layers_matrices(family):
     model, tokens = build(family), ids(2, 11)
@@ -124,9 +142,7 @@ def test_rollout_is_the_product_of_the_layers_matrices(family):
         ("unified", UnifiedImplicitAttention(model), {"aggregation": "rollout"}),
     ):
         maps = hidden_attention(model, tokens, formulation=formulation)
-        rho = eye = torch.eye(11)
-        for matrix in stages({path: m.mean(1) for path, m in maps.items()}, family):
-            rho = (eye + matrix) @ rho
+        rho = product({path: m.mean(1) for path, m in maps.items()}, family)
         scale = float(rho.abs().max())
         found = method.rollout(tokens, **options)
         torch.testing.assert_close(found, rho, atol=2e-5 * scale, rtol=0)

@@ -425,7 +425,11 @@ def test_rows_whose_entries_cancel_are_not_divided():
         query, wiring = [torch.tensor([[0.0, 0.0, 1.0]])], sequence(count, 3)
         frozen = SimpleNamespace(require_query=lambda: query)
         return SimpleNamespace(
-            frozen=frozen, wiring=wiring, at=lambda _: Cancelling(), stages=range(count)
+            frozen=frozen,
+            wiring=wiring,
+            at=lambda _: Cancelling(),
+            streams=lambda stage, _: {stage},
+            stages=range(count),
         )
 
     for read in (rollout_row, raw_row):

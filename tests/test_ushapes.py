@@ -131,7 +131,8 @@ def product(model: Model, states: States, read: dict[str, Read], shares: dict[st
                 MixerCall("mixer", one, (given,), {}, one(given)) for one in model.mixers[name]
             ]
             maps = [find_adapter(call.module)(call).recurrence.matrix("mean") for call in calls]
-            after[name] = after[name] + torch.stack(maps).sum((0, 1)) @ after[name]
+            mixed = torch.stack(maps).sum((0, 1)) @ after[name]
+            after[name] = after[name] + mixed if model.shape.is_residual else mixed
     return after["output"][0]
 
 
@@ -194,7 +195,7 @@ SHAPES = {
         THREE,
         lambda m, s: m.pixels(m.wide(s["low"].mT).mT + m.up(s["coarse"]) + s["fine"]),
     ),
-    # As in U-Mamba. A map still counts with the tokens that it reads.
+    # As in U-Mamba: a product of maps, without the tokens that they read.
     "mixers that add to nothing": Shape(
         TWO | {"last": lambda m, s: m.up(s["coarse"]) + s["fine"]}, ends("last"), is_residual=False
     ),

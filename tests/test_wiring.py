@@ -99,6 +99,74 @@ def product_in_order(model: Stack, x: Tensor, order: Tensor) -> Tensor:
     return rho
 
 
+class Series(nn.Module):
+    """Two mixers in series: alone, or in a branch that residual streams go around."""
+
+    def __init__(self, outer: bool, inner: bool) -> None:
+        super().__init__()
+        self.outer, self.inner = outer, inner
+        self.first, self.one, self.two, self.last = (mixer() for _ in range(4))
+        self.head = nn.Linear(E, 5)
+
+    def given(self, x: Tensor) -> list[Tensor]:
+        """What each mixer is given, and the head."""
+        x = x + self.first(x)
+        one = self.one(x).sigmoid()  # on each token by itself
+        y = self.two(one) + (one if self.inner else 0) + (x if self.outer else 0)
+        return [x, one, y, y + self.last(y)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.given(x)[-1])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("outer", "inner"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_mixers_in_series(outer, inner, normalize):
+    model, x = made(Series(outer, inner)), tokens()
+    with torch.no_grad():
+        after_first, given, y, _ = model.given(x)
+        mixers = [model.first, model.one, model.two, model.last]
+        seen = [x, after_first, given, y]
+        first, one, two, last = map(matrix, mixers, seen)
+    eye = torch.eye(7, dtype=x.dtype)
+
+    def normalized(m: Tensor, streams: int) -> Tensor:
+        return 1 / (streams + m.sum(-1, keepdim=True)) if normalize else torch.ones_like(m[..., :1])
+
+    before = normalized(first, 1) * (eye + first)
+    inside = normalized(one, 0) * one @ before
+    branch = two @ inside + inner * inside + outer * before
+    rho = normalized(last, 1) * (eye + last) @ (normalized(two, outer + inner) * branch)
+    rollout = MambaRollout(model)
+    assert_close(rollout.rollout(x, normalize_rows=normalize), rho, 1e-12)
+    row = rollout.attribute(x, position=5, normalize_rows=normalize)
+    assert_close(row.sum(-1), rho[:, 5], 1e-12)
+    found = [stage.around for stage in freeze(Request.of(model, None, x)).wiring.stages]
+    assert found == [(0,), (), (0,) * inner + (1,) * outer, (0,)]
+    with pytest.raises(ValueError, match="no residual stream around it"):
+        LaTIM(model).attribute(x, target=(5, 1))
+
+
+def test_a_gate_is_no_residual_stream():
+    class Gated(Series):
+        def given(self, x):
+            y = self.two(self.one(x)) * x.sigmoid()
+            return [x, y, y, x + y]
+
+    frozen = freeze(Request.of(made(Gated(1, 0)), None, tokens()))
+    assert [stage.around for stage in frozen.wiring.stages] == [(), (1,)]
+
+
+def test_streams_that_differ_are_refused():
+    class Forked(Series):
+        def given(self, x):
+            y = self.one(x)
+            return [self.two(y) + self.last(x + y)]
+
+    with pytest.raises(UnsupportedModelError, match=r"one returns tokens .* expected the same"):
+        MambaRollout(made(Forked(0, 0))).attribute(tokens())
+
+
 @pytest.mark.parametrize("order", [FLIP, SHUFFLE], ids=["backwards", "shuffled"])
 def test_orders_are_decoded(order):
     model, x = made(Stack(in_order(order))), tokens()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
+from captum_ssm._capture.streams import ResidualStreams
 from captum_ssm._capture.ways import Way, feature_axis, portions
 from captum_ssm._capture.wiring import (
     INPUT,
@@ -186,6 +187,8 @@ class _Measurement:
                 self.orders |= dict.fromkeys(group)
             tokens = self.exits[group[0]].tokens // self.batch
             stages.append(Stage(tuple(group), reads, tokens))
+        around = self._around(simple)
+        stages = [replace(stage, around=a) for stage, a in zip(stages, around, strict=True)]
         if per_token:
             output = self._reads(end, stage_of, simple)
         else:
@@ -205,6 +208,19 @@ class _Measurement:
         return Wiring(
             stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
         )
+
+    def _around(self, simple: bool) -> list[tuple[int, ...]]:
+        # By stage, where its residual streams leave.
+        leaves = self.exits | {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
+        entries = {i: entry for i, entry in self.entries.items() if entry is not None}
+        streams = ResidualStreams(self.groups, entries, leaves, self.direct)
+        found = []
+        for s, group in enumerate(self.groups):
+            try:
+                found.append(streams.around(s, self._is_in_place, finer=not simple))
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{self.name(group[0])} {error} {_ADVICE}") from None
+        return found
 
     def _is_per_token(self) -> bool:
         point = self.output

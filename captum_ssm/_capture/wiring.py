@@ -113,11 +113,16 @@ class Stage:
         calls (tuple of int): the mixers' calls.
         reads (tuple of Read): the stages whose tokens its own are made of.
         tokens (int): T, their number.
+        around (tuple of int, optional): how many stages before this one the residual streams leave
+            that are added to what its mixers return: 0 where one goes around this stage only, 1
+            around this one and the one before, which are then in series in one branch. Empty where
+            nothing is added. Default: (0,)
     """
 
     calls: tuple[int, ...]
     reads: tuple[Read, ...]
     tokens: int
+    around: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,7 @@ class Wiring:
     def back(
         self,
         at_output: Sequence[Tensor],
-        step: Callable[[int, Tensor], Tensor],
+        step: Callable[[int, Tensor], dict[int, Tensor]],
         *,
         to_inputs: bool = True,
     ) -> list[Tensor]:
@@ -222,8 +227,9 @@ class Wiring:
 
         Args:
             at_output (sequence of Tensor): ``(B, T)`` for each read of the output.
-            step (Callable): takes a stage and weights of the tokens after it, returns those
-                before it.
+            step (Callable): takes a stage and weights of the tokens after it, returns those of the
+                tokens before it, and before earlier stages that a residual stream leaves at: by
+                stage.
             to_inputs (bool, optional): go on to the inputs, which may cost as much as all the
                 rest. Default: True
 
@@ -231,11 +237,15 @@ class Wiring:
             list of Tensor: ``(B, L)`` for each input, of its tokens; empty without ``to_inputs``.
         """
         at: dict[int, list[Tensor]] = {}
+        before: dict[int, list[Tensor]] = {}
         for (stage, _), w in zip(self.output, at_output, strict=True):
             at.setdefault(stage, []).append(w)
         for i in progress(range(len(self.stages) - 1, -1, -1), "layers"):
             if i in at:
-                w = step(i, reduce(torch.add, at.pop(i)))
+                for stage, found in step(i, reduce(torch.add, at.pop(i))).items():
+                    before.setdefault(stage, []).append(found)
+            if i in before:
+                w = reduce(torch.add, before.pop(i))
                 for earlier, link in self.stages[i].reads or ((INPUT, Link()),):
                     if to_inputs or earlier >= 0:
                         at.setdefault(earlier, []).append(link.rmatvec(w))
@@ -253,10 +263,11 @@ class Wiring:
         none = [like.new_zeros(way.batch, way.leaf.tokens // way.batch) for way in self.inputs]
         return [reduce(torch.add, at.get(INPUT - k, []), zero) for k, zero in enumerate(none)]
 
-    def forth(self, start: Tensor, step: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def forth(self, start: Tensor, step: Callable[[int, dict[int, Tensor]], Tensor]) -> Tensor:
         """Carry a matrix from the input, ``(B, L, ...)``, to the output.
 
-        ``step`` takes a stage and the rows before it, and returns those after it.
+        ``step`` takes a stage and the rows before it and all earlier ones, by stage, and returns
+        those after it.
 
         Raises:
             UnsupportedModelError: if the output is read from several grids of tokens.
@@ -268,11 +279,11 @@ class Wiring:
                 "there is no one axis of output tokens; expected one. attribute() gives the row of "
                 "the output, or of one entry of it with target=."
             )
-        after = {INPUT: start}
+        after, before = {INPUT: start}, {}
         for i, stage in enumerate(progress(self.stages, "layers")):
             reads = stage.reads or ((INPUT, Link()),)
-            rows = reduce(torch.add, [link.matmul(after[earlier]) for earlier, link in reads])
-            after[i] = step(i, rows)
+            before[i] = reduce(torch.add, [link.matmul(after[earlier]) for earlier, link in reads])
+            after[i] = step(i, before)
         return reduce(torch.add, [link.matmul(after[i]) for i, link in self.output])
 
 

@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._memory import require, tile_entries
 from captum_ssm.operators import REDUCTIONS, TokenOperator
+from captum_ssm.operators.composed import sum_of
 
 SIGNS = (None, "clamp", "absolute")
 
@@ -118,13 +119,15 @@ class MapOptions:
 class MixerMap:
     """One mixer's map M, ``(B, L, L)``, that never has to exist.
 
-    ``row_scale (B, L)`` is the gradient that scales rows; ``mask (B, L)`` is zero for padding.
+    ``row_scale (B, L)`` is the gradient that scales rows; ``mask (B, L)`` is zero for padding;
+    ``adds_input`` says whether the mixer also adds its input, which M does not hold.
     """
 
     operator: TokenOperator
     options: MapOptions
     row_scale: Tensor | None = None
     mask: Tensor | None = None
+    adds_input: bool = False
 
     def matrix(self) -> Tensor:
         """M, ``(B, L, L)``, before row normalisation."""
@@ -238,6 +241,17 @@ class StageMaps:
             return None
         return LayerMap([self._part(layer) for layer in self.stages[stage]], self.options)
 
+    def streams(self, stage: int, chosen: LayerMap | None) -> set[int]:
+        """The stages before which residual streams leave that are added to what this one returns.
+
+        Each way past the mixers counts once: also that inside of a mixer which adds its input to
+        what it returns, as Inkling's convolutions do.
+        """
+        found = {stage - back for back in self.wiring.stages[stage].around}
+        if chosen is not None and any(part.adds_input for part in chosen.parts):
+            found.add(stage)
+        return found
+
     def _part(self, layer: FrozenLayer) -> MixerMap:
         mixer = layer.mixer
         operator = mixer.operator(self.options.formulation, self.options.components)
@@ -245,7 +259,8 @@ class StageMaps:
         if self.gradients:
             assert layer.call.gradient is not None
             scale = mixer.mean_gated_gradient(layer.call.gradient)
-        return MixerMap(operator, self.options, scale, self.frozen.mask_of(layer))
+        adds_input = mixer.adds_input and "skip" not in (self.options.components or ())
+        return MixerMap(operator, self.options, scale, self.frozen.mask_of(layer), adds_input)
 
 
 def raw_row(maps: StageMaps) -> list[Tensor]:
@@ -253,15 +268,15 @@ def raw_row(maps: StageMaps) -> list[Tensor]:
     query, wiring = maps.frozen.require_query(), maps.wiring
     asked: dict[int, Tensor] = {}
 
-    def ask(stage: int, w: Tensor) -> Tensor:
+    def ask(stage: int, w: Tensor) -> dict[int, Tensor]:
         asked[stage] = w
-        return w
+        return {stage: w}
 
-    def add(stage: int, row: Tensor) -> Tensor:
+    def add(stage: int, row: Tensor) -> dict[int, Tensor]:
         m, w = maps.at(stage), asked[stage]
-        if m is None:
-            return row
-        return row + m.rmatvec(_over(w, m.row_sums()) if m.options.normalize_rows else w)
+        if m is not None:
+            row = row + m.rmatvec(_over(w, m.row_sums()) if m.options.normalize_rows else w)
+        return {stage: row}
 
     wiring.back(query, ask, to_inputs=False)
     found = wiring.back([torch.zeros_like(w) for w in query], add)
@@ -271,22 +286,28 @@ def raw_row(maps: StageMaps) -> list[Tensor]:
 def rollout_row(maps: StageMaps) -> list[Tensor]:
     r"""The query's row of :math:`\prod_\lambda (I + M_\lambda)`, latest leftmost.
 
-    ``(B, L)`` for each input.
+    ``(B, L)`` for each input. I is the residual stream. Of mixers in series in one branch it goes
+    around all of them: :math:`I + M_2 M_1`. Without one there is no I. Rows are normalized with the
+    I that they have: those of :math:`M_1` by themselves.
     """
 
-    def step(stage: int, w: Tensor) -> Tensor:
+    def step(stage: int, w: Tensor) -> dict[int, Tensor]:
         m = maps.at(stage)
-        if m is None:
-            return w
+        streams = maps.streams(stage, m)
+        if m is None:  # not chosen: the tokens go past it
+            return {min(streams, default=stage): w}
         if m.options.normalize_rows:
-            w = _over(w, 1 + m.row_sums())
-        return w + m.rmatvec(w)
+            w = _over(w, len(streams) + m.row_sums())
+        found = dict.fromkeys(streams, w)
+        row = m.rmatvec(w)
+        found[stage] = row + w if stage in streams else row
+        return found
 
     return maps.wiring.back(maps.frozen.require_query(), step)
 
 
 def rollout_matrix(maps: StageMaps) -> Tensor:
-    r""":math:`\prod_\lambda (I + M_\lambda)`, latest leftmost: ``(B, L, L)``."""
+    """The whole product of :func:`rollout_row`: ``(B, L, L)``."""
     count = len(maps.frozen.request.inputs)
     if count > 1:
         raise ValueError(
@@ -298,15 +319,17 @@ def rollout_matrix(maps: StageMaps) -> Tensor:
     size = B * L**2 * call.dtype.itemsize
     require(3 * size, "a rollout of every token", [("attribute(), one row", size // 64)])
 
-    def step(stage: int, rho: Tensor) -> Tensor:
+    def step(stage: int, before: dict[int, Tensor]) -> Tensor:
         m = maps.at(stage)
+        streams = maps.streams(stage, m)
         if m is None:
-            return rho
+            return before[min(streams, default=stage)]
         beta = m.matrix()
-        beta.diagonal(dim1=-2, dim2=-1).add_(1)
-        if m.options.normalize_rows:
-            beta = _over(beta, beta.sum(-1, keepdim=True))
-        return beta @ rho
+        sums = len(streams) + beta.sum(-1, keepdim=True)
+        if stage in streams:
+            beta.diagonal(dim1=-2, dim2=-1).add_(1)
+        rho = sum_of([beta @ before[stage], *(before[i] for i in streams - {stage})])
+        return _over(rho, sums) if m.options.normalize_rows else rho
 
     start = torch.eye(L, dtype=call.dtype, device=call.output.device).expand(B, -1, -1)
     return maps.wiring.forth(start, step)

@@ -77,11 +77,12 @@ class ResidualStream:
         stages = []
         for group, before, following in zip(groups, streams, [*streams[1:], final], strict=True):
             mixed = torch.stack([layer.call.output.to(before.dtype) for layer in group]).sum(0)
-            if following is not final and torch.equal(following, mixed):
+            is_alone = frozen.wiring.stages[group[0].stage].around == ()
+            if is_alone or (following is not final and torch.equal(following, mixed)):
                 raise ValueError(
-                    f"what {group[0].name} returned is given to the next mixer as it is, so there "
-                    "is no residual stream between the two; expected each mixer to add to one. Use "
-                    "MambaLRP, or pass layer= and another aggregation for a map of one layer."
+                    f"what {group[0].name} returned is given on with no residual stream around it; "
+                    "expected each mixer to add to one. Use MambaLRP or a rollout, or pass layer= "
+                    "and another aggregation for a map of one layer."
                 )
             stages.append(Stage(group, before, mixed, _local(following, before, mixed)))
         return cls(stages, final, direction)

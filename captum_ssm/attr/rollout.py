@@ -23,6 +23,13 @@ class MambaRollout(MapAttribution):
     Class-agnostic: ``target`` is accepted and ignored. The row is carried backward through the
     layers, one reversed scan each, in time linear in the sequence and without a matrix.
 
+    I is the residual stream, as it is found in the model's graph. Of two mixers in series in one
+    branch, as the attention and the convolution of Inkling, it goes around both:
+    :math:`I + \alpha^2 \alpha^1`. Where nothing is added there is no I. A mixer that adds its input
+    by itself (Inkling's convolutions) is :math:`I + \alpha`; ways past the same mixer count once.
+    With ``normalize_rows`` each factor's rows are divided by their sum and the number of streams
+    that are added: those of :math:`\alpha^1` by their own sum.
+
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::

@@ -60,6 +60,8 @@ class FrozenMixer:
             with the norm's scale computed anew. Interventions need it. Default: None
         memory (Callable, optional): returns the recurrence whose state the model keeps, where that
             is scaled by the run it is from, or not the state of :math:`\alpha`. Default: None
+        adds_input (bool, optional): whether the skip is a residual: the mixer's own input, added to
+            what it returns. Default: False
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
 
@@ -91,6 +93,7 @@ class FrozenMixer:
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
     readout: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     memory: Callable[[], TokenOperator] | None = field(default=None, repr=False)
+    adds_input: bool = False
     rounding: float = 1.0
 
     @cached_property

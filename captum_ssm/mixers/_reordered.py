@@ -37,6 +37,7 @@ class ReorderedMixer(FrozenMixer):
             out_proj=inner.out_proj,
             out_weight=inner.out_weight,
             paper_components=inner.paper_components,
+            adds_input=inner.adds_input,
             rounding=inner.rounding,
             inner=inner,
             order=order,

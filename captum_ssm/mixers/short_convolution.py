@@ -54,6 +54,7 @@ def freeze_residual_conv(call: MixerCall) -> FrozenMixer:
         skip=torch.ones_like(x),
         out_proj=lambda y: scale * y,
         out_weight=scale * eye,
+        adds_input=True,
     )
 
 
