@@ -43,7 +43,7 @@ class KeptLinears:
             # Later layers are given what the mixer computed, which a frozen one computes in
             # another order of operations.
             found.keep_only(call.given_tokens().shape, call.dtype)
-            if not 0 < found.nbytes <= self._room:
+            if not 0 < found.nbytes <= self._room:  # half precision keeps none: its dtype differs
                 found = None
         if found is not None:
             self._room -= found.nbytes
