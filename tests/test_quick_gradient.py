@@ -7,11 +7,14 @@ import torch
 from families import build, modeling_of
 from test_leaves_no_trace import assert_unchanged, fingerprint
 
-from captum_ssm import MambaAttribution, MambaLRP
+from captum_ssm import MambaAttribution, MambaLRP, MambaRollout
 from captum_ssm._capture import Request, Substitution, freeze
 from captum_ssm._capture.recording import record
 from captum_ssm._capture.substitution import KEPT
 from captum_ssm._capture.target import read_score
+from captum_ssm.attr._residual import ResidualStream, norms_and_head
+from captum_ssm.mixers import find_mixers
+from captum_ssm.mixers._call import LinearCalls
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"])
@@ -108,3 +111,51 @@ def test_what_nothing_needs_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
     graphs.clear()
     MambaLRP(model).attribute(ids, target=5)
     assert graphs == [False] * len(model.backbone.layers)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+@pytest.mark.parametrize("tokens", [13, 300])
+def test_a_direction_is_read_without_a_graph_of_the_mixers(family: str, tokens: int) -> None:
+    # More than 256 tokens: what lies between the mixers is measured on some of them.
+    model = build(family)
+    ids = torch.randint(1, 30, (1, tokens), generator=torch.Generator().manual_seed(0))
+    request, also = Request.of(model, None, ids), norms_and_head(model)
+    modes: list[bool] = []
+    for _, mixer in find_mixers(model):
+        for layer in mixer.children():
+            layer.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    whole = freeze(request, target=5, gradients=True, also=also)
+    modes.clear()
+    quick = freeze(request, target=5, gradients=True, through_mixers=False, also=also)
+    assert modes
+    assert not any(modes)
+    torch.testing.assert_close(quick.score, whole.score)
+    expected, found = ResidualStream.of(whole), ResidualStream.of(quick)
+    torch.testing.assert_close(found.direction, expected.direction)
+    torch.testing.assert_close(found.final, expected.final)
+
+
+def test_an_input_projection_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mamba")
+    ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
+    used: list[bool] = []
+    find = LinearCalls.find
+
+    def counted(self: LinearCalls, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        found = find(self, weight, x)
+        used.append(found is not None)
+        return found
+
+    monkeypatch.setattr(LinearCalls, "find", counted)
+    frozen = freeze(Request.of(model, None, ids))
+    row = MambaRollout(model).attribute(ids)
+    assert sum(used) == len(frozen.layers)
+    # A frozen layer lets go of them; beyond the budget there are none.
+    used.clear()
+    for layer in (*frozen.layers, *frozen.layers):
+        assert layer.mixer is not None
+    assert sum(used) == len(frozen.layers)
+    monkeypatch.setattr("captum_ssm._capture.linears.KEPT", 0)
+    used.clear()
+    torch.testing.assert_close(MambaRollout(model).attribute(ids), row)
+    assert not any(used)

@@ -95,6 +95,8 @@ class FrozenLayer:
             mixer = adapter(call)
         if self.check and self.is_new and self.made is None:
             check_reconstruction(self.name, call, Rebuilt.of(mixer), self.mask)
+        if call.linears is not None:
+            call.linears.forget()
         return mixer
 
 
@@ -308,6 +310,7 @@ def freeze(
     target: Any = None,
     query: bool = True,
     gradients: bool = False,
+    through_mixers: bool = True,
     also: Callable[[nn.Module], bool] | None = None,
     substitution: Substitution | None = None,
     check: bool = True,
@@ -323,6 +326,9 @@ def freeze(
             matrices. Default: True
         gradients (bool, optional): also compute the gradient of the target's score with
             respect to each recorded output. Default: False
+        through_mixers (bool, optional): False: the gradient is needed only at the calls of ``also``
+            after the last mixer. The mixers then run without a graph, where the inputs are ids.
+            Default: True
         also (Callable, optional): says which modules outside the mixers to keep too.
             Default: None
         substitution (Substitution, optional): takes the mixers' place; the score then keeps its
@@ -333,14 +339,16 @@ def freeze(
     """
     find_unknown_mixers(request)
     own_graph = substitution is not None
-    if substitution is None and gradients:
+    # The features of an input that is no ids share its relevance by their gradients.
+    through_mixers = through_mixers or bool(request.remote) or not request.by_ids
+    if substitution is None and gradients and through_mixers:
         substitution = Substitution()
 
     def score_of(recording: Recording) -> Tensor:
         return read_score(recording, target, position)
 
     asks = score_of if gradients or own_graph else None
-    recording = _recorded(request, asks, also, substitution, wiring)
+    recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
     mask = recording.mask
     recording.check_finite()
     found = recording.wiring
@@ -355,6 +363,7 @@ def freeze(
             target=target,
             query=query,
             gradients=gradients,
+            through_mixers=through_mixers,
             also=also,
             check=check,
         )
@@ -364,7 +373,10 @@ def freeze(
     if score is not None:
         if not own_graph:
             with torch.inference_mode(False), torch.enable_grad():
-                recording = recording.with_gradients(score)
+                if through_mixers:
+                    recording = recording.with_gradients(score)
+                else:
+                    recording = recording.with_readout(score)
             found = recording.wiring or found
             score = score.detach()
         recording = detached(recording)
@@ -401,11 +413,18 @@ def _recorded(
     also: Callable[[nn.Module], bool] | None,
     substitution: Substitution | None,
     wiring: bool,
+    through_mixers: bool,
 ) -> Recording:
     if request.remote:
         return record_remotely(request, score=score, also=also)
-    options: dict[str, Any] = {"score": score, "also": also, "substitute": substitution}
-    short = None if score is not None or not wiring else request.shortened(SHORT)
+    options: dict[str, Any] = {
+        "score": score,
+        "also": also,
+        "substitute": substitution,
+        "through_mixers": through_mixers,
+    }
+    has_graph = score is not None and through_mixers
+    short = None if has_graph or not wiring else request.shortened(SHORT)
     if short is None:
         return record(request, **options, wiring=wiring)
     recording = record(request, **options)

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture.cuts import Cuts
 from captum_ssm._capture.embedded import entries_of
+from captum_ssm._capture.linears import KeptLinears
 from captum_ssm._capture.measure import measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, is_wrapped, unwrap
 from captum_ssm._capture.request import Request
@@ -181,6 +182,22 @@ class Recording:
         wiring = replace(self.wiring, inputs=tuple(known.get(way, way) for way in ways))
         return replace(carrying, wiring=wiring)
 
+    def with_readout(self, target: Tensor) -> Recording:
+        """The same recording with the gradient of ``target`` at the calls after the last mixer."""
+        require_graph(target)
+        last = self.calls[-1].order
+        wanted = [c for c in self.others if c.order > last and c.output.requires_grad]
+        if not wanted:
+            return self
+        keeps = self.wiring is not None and self.wiring.needs_graph
+        found = gradients_at([call.output for call in wanted], target, retain_graph=keeps)
+        gradients = {
+            call.order: torch.zeros_like(call.output) if gradient is None else gradient
+            for call, gradient in zip(wanted, found, strict=True)
+        }
+        others = [replace(call, gradient=gradients.get(call.order)) for call in self.others]
+        return replace(self, others=others)
+
     def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:
         """The same recording with gradients at the calls' outputs, by the calls' order."""
         if all(gradients.get(call.order) is None for call in self.calls):
@@ -211,11 +228,15 @@ def require_graph(score: Tensor) -> None:
         raise _no_graph()
 
 
-def gradients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | None]:
+def gradients_at(
+    leaves: Sequence[Tensor], score: Tensor, *, retain_graph: bool = False
+) -> list[Tensor | None]:
     """The gradients of ``score`` (summed over the batch) at ``leaves``, not None for all."""
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
-        found = torch.autograd.grad(score.sum(), list(leaves), allow_unused=True)
+        found = torch.autograd.grad(
+            score.sum(), list(leaves), allow_unused=True, retain_graph=retain_graph
+        )
     if all(gradient is None for gradient in found):
         raise _no_graph()
     return list(found)
@@ -236,6 +257,7 @@ def record(
     also: Callable[[nn.Module], bool] | None = None,
     substitute: Substitute | None = None,
     wiring: bool = False,
+    through_mixers: bool = True,
 ) -> Recording:
     """Run a request here, with every known mixer of its model recorded at each of its calls.
 
@@ -250,6 +272,9 @@ def record(
             graph, and returns what the model goes on with in place of the call's result.
             Default: None
         wiring (bool, optional): measure what lies between the mixers. Default: False
+        through_mixers (bool, optional): with a ``score``: let its graph go through the mixers. If
+            not they run without a graph, and only :meth:`Recording.with_readout` can be asked.
+            Default: True
 
     Raises:
         UnsupportedModelError: the model holds no mixer that the registry knows, the run reached
@@ -263,18 +288,19 @@ def record(
             "model outside of it."
         )
 
+    whole = gradients and through_mixers
     if not wiring:
-        return _record_once(request, score, also, substitute, None)
+        return _record_once(request, score, also, substitute, None, whole)
 
     def once(cuts: Cuts) -> Recording:
         try:
-            return _record_once(request, score, also, substitute, cuts)
+            return _record_once(request, score, also, substitute, cuts, whole)
         finally:
             cuts.forget()
 
     # The run may hide from autograd what lies between the mixers, or change in place what that
     # needs. Then it is run once more, in a way that bears with it.
-    recording = past_writes(lambda: once(Cuts(whole=gradients)))
+    recording = past_writes(lambda: once(Cuts(whole=whole)))
     if recording.wiring is None and not gradients:
         with _GradientsStayOn():
             recording = past_writes(lambda: once(Cuts(whole=False)))
@@ -296,7 +322,9 @@ def _record_once(
     also: Callable[[nn.Module], bool] | None,
     substitute: Substitute | None,
     cuts: Cuts | None,
+    whole: bool,
 ) -> Recording:
+    # Whole: gradients of the score go through the mixers.
     gradients = score is not None
     grad_mode = torch.no_grad if cuts is None and not gradients else torch.enable_grad
     with (
@@ -316,9 +344,10 @@ def _record_once(
         bar = stack.enter_context(Bar("mixers", len(mixers)))
         if cuts is not None and not gradients:
             _differentiable(request.module)
-        if substitute is not None or not gradients:
+        linears = KeptLinears()
+        if substitute is not None or not whole:
             # What is inside a mixer is recomputed; only what is outside needs its graph.
-            around = _without_graph if substitute is None else substitute.running
+            around = linears.running if substitute is None else substitute.running
             for envoy in mixers:
                 _run_in(around, envoy._module)
         table = input_embeddings(request.module)
@@ -338,7 +367,7 @@ def _record_once(
             def one(value: Any) -> Any:
                 if value is tokens:
                     return given
-                return value if gradients or not torch.is_tensor(value) else value.detach()
+                return value if whole or not torch.is_tensor(value) else value.detach()
 
             return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
 
@@ -347,8 +376,11 @@ def _record_once(
             # What is recorded, if anything, and what the model goes on with.
             args, kwargs = inputs
             own = value
+            call = MixerCall(envoy.path, envoy._module, args, kwargs, value)
+            if envoy in inside:
+                linears.leave(call)
             if substitute is not None:
-                value = substitute(MixerCall(envoy.path, envoy._module, args, kwargs, value))
+                value = substitute(call)
             is_recorded = value is own or envoy in inside
             bar.advance(envoy in inside)
             if gradients and not _first(value).requires_grad:
@@ -381,8 +413,17 @@ def _record_once(
         if cuts is not None:
             for k, one in ids.items():
                 _check_embedded(embedded, one, cuts.embedded.get(k), len(inputs) == 1)
+        of_mixers = iter(linears.kept)
         calls = [
-            MixerCall(names[envoy._module], envoy._module, args, kwargs, result, order=order)
+            MixerCall(
+                names[envoy._module],
+                envoy._module,
+                args,
+                kwargs,
+                result,
+                order=order,
+                linears=next(of_mixers) if envoy in inside else None,
+            )
             for order, (envoy, (args, kwargs), result) in enumerate(visits)
         ]
         arguments = bound_arguments(root._module, *root_visits[0]) if root_visits else {}
@@ -435,10 +476,6 @@ class _GradientsStayOn(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             return None
         return func(*args, **(kwargs or {}))
-
-
-def _without_graph(module: nn.Module) -> AbstractContextManager[None]:
-    return torch.no_grad()
 
 
 def _run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: nn.Module) -> None:

@@ -305,8 +305,15 @@ class LaTIM(TokenAttribution):
         return self._run_score(replace(request, forward_func=summed), None, None)
 
     def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
-        also = norms_and_head(request.module)
-        return self._run(request, position, target=target, gradients=True, also=also)
+        # The score's direction in the residual stream is read after the last mixer.
+        return self._run(
+            request,
+            position,
+            target=target,
+            gradients=True,
+            through_mixers=False,
+            also=norms_and_head(request.module),
+        )
 
 
 def _to_logit(layer: int | str | None, aggregation: str | float) -> bool:

@@ -155,7 +155,7 @@ class LinearCalls(TorchFunctionMode):
         """Only those of a module's own layers, while it runs, at no cost for what else it does."""
 
         def keep(layer: Any, args: Any, result: Tensor) -> None:
-            self._calls.append((layer.weight, args[0], result, result._version))
+            self._calls.append((layer.weight, args[0].detach(), result, result._version))
 
         layers = filter(is_plain, module.children())
         handles = [layer.register_forward_hook(keep) for layer in layers]
@@ -164,6 +164,17 @@ class LinearCalls(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def keep_only(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Let go of all calls but those given tensors of this shape and dtype."""
+        self._calls = [
+            one for one in self._calls if one[1].shape == shape and one[1].dtype == dtype
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what the layers returned."""
+        return sum(result.nbytes for _, _, result, _ in self._calls)
 
     def forget(self) -> None:
         """Let go of all calls."""

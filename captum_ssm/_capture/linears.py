@@ -1,0 +1,50 @@
+"""What the mixers' linear layers computed in a run without gradients, for the frozen mixers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers._call import LinearCalls
+
+# Results are kept, of all mixers together, up to so many bytes. Those of later mixers are computed
+# again when they are frozen.
+KEPT = 1 << 29
+
+
+class KeptLinears:
+    """Runs mixers without a graph and keeps what their input projections computed.
+
+    Attributes:
+        kept (list of LinearCalls or None): one per call of a mixer, in forward order; None where
+            there was nothing to keep, or no room.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[LinearCalls | None] = []
+        self._room = KEPT
+        self._running: LinearCalls | None = None
+
+    @contextmanager
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """What a mixer's own forward runs in."""
+        self._running = LinearCalls()
+        with torch.no_grad(), self._running.of(module):
+            yield
+
+    def leave(self, call: MixerCall) -> None:
+        """Keep what was computed in the call that has just ended."""
+        found, self._running = self._running, None
+        if found is not None:
+            # Later layers are given what the mixer computed, which a frozen one computes in
+            # another order of operations.
+            found.keep_only(call.given_tokens().shape, call.dtype)
+            if not 0 < found.nbytes <= self._room:  # half precision keeps none: its dtype differs
+                found = None
+        if found is not None:
+            self._room -= found.nbytes
+        self.kept.append(found)
