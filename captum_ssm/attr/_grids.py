@@ -77,11 +77,8 @@ class CutMixers(Rules):
             given = next(tensors_in((norm.args, norm.kwargs)))
             stream = get_gradient_edge(given) if given.requires_grad else None
         elif not self._is_after_norm and call.given_tokens().requires_grad:
-            # Without a norm the mixer reads the stream itself: it was given a copy.
-            copied = call.given_tokens().grad_fn
-            assert copied is not None
-            node, index = copied.next_functions[0]
-            stream = None if node is None else GradientEdge(node, index)
+            # Without a norm the mixer reads the stream itself.
+            stream = get_gradient_edge(call.given_tokens())
         self._is_after_norm = False
         output = call.output.detach().clone().requires_grad_()
         self.cuts.append(_Cut(output, stream, before.detach()))
@@ -100,8 +97,7 @@ class CutMixers(Rules):
         nodes = [get_gradient_edge(one).node for one in starts]
         edges = [*map(get_gradient_edge, ends), *streams]
         with torch.inference_mode(False), torch.enable_grad(), ruled([score.grad_fn], nodes):
-            # The transports still need the graph.
-            found = torch.autograd.grad(score.sum(), edges, allow_unused=True, retain_graph=True)
+            found = torch.autograd.grad(score.sum(), edges, allow_unused=True)
         exits = [
             torch.zeros_like(one) if g is None else g.detach()
             for one, g in zip(ends, found[: len(ends)], strict=True)
@@ -128,7 +124,7 @@ class Grids:
     """A frozen model's layers, each on its own tokens, and how the score reads what they add.
 
     Args:
-        frozen (FrozenModel): of a run with :class:`CutMixers`.
+        frozen (FrozenModel): the layers, and what lies between their grids.
         steps (dict of int to _Step): by stage of its wiring.
         score (Tensor): ``(B,)``.
     """
@@ -138,14 +134,18 @@ class Grids:
     score: Tensor
 
     @classmethod
-    def of(cls, frozen: FrozenModel, cut: CutMixers) -> Grids:
-        """Read the coefficients off the run's graph.
+    def of(cls, frozen: FrozenModel, cut: CutMixers, score: Tensor) -> Grids:
+        """Read the coefficients off the graph of another run of the same request.
+
+        Args:
+            frozen (FrozenModel): of a run as it is.
+            cut (CutMixers): what the mixers of the other run were replaced by.
+            score (Tensor): ``(B,)``, of that run, with its graph.
 
         Raises:
             UnsupportedModelError: where relevance could be lost, or counted twice, on the way.
         """
         _check_shares(frozen.require_wiring())
-        score = frozen.require_score()
         exits, streams = cut.coefficients(score)
         B = frozen.shape[0]
         found: dict[int, list[tuple[FrozenLayer, Tensor, _Cut, Tensor | None]]] = {}

@@ -167,9 +167,7 @@ class LaTIM(TokenAttribution):
                     "the layers of this model work on several grids of tokens, for which all "
                     "vectors are made: leave them at 0.0 and False."
                 )
-            gradients = [way.gradient for way in frozen.wiring.inputs]
-            del frozen  # and its graph
-            grids = self._grids(request, target, position, layer, stage, gradients)
+            grids = self._grids(frozen, target, position, layer, stage)
             with self._computing(), Bar("LaTIM, layers", len(grids.steps)) as bar:
                 rows = grids.relevance(activation, with_stream=layer is None, advance=bar.advance)
                 relevance = self._formatted(rows, grids.frozen)
@@ -212,8 +210,7 @@ class LaTIM(TokenAttribution):
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
         frozen = self._run_score(request, target, position)
         if not (frozen.is_chain or self.remote):
-            del frozen
-            grids = self._grids(request, target, position, layer, stage)
+            grids = self._grids(frozen, target, position, layer, stage)
             with self._computing():
                 return grids.score - grids.bias()
         with self._computing():
@@ -351,27 +348,25 @@ class LaTIM(TokenAttribution):
 
     def _grids(
         self,
-        request: Request,
+        frozen: FrozenModel,
         target: Any,
         position: Any,
         layer: int | str | None,
         stage: int | None,
-        gradients: Sequence[Tensor | None] = (),
     ) -> Grids:
-        # The gradients are the model's own at its inputs, by which features share relevance.
-        request = with_leaves(request)
+        request = with_leaves(frozen.request)
         cut = CutMixers(request)
-        frozen = self._run(
-            request, position, target=target, query=False, also=has_a_rule, substitution=cut
+        run = self._run(
+            request,
+            position,
+            target=target,
+            query=False,
+            wiring=False,
+            also=has_a_rule,
+            substitution=cut,
         )
-        if gradients:
-            inputs = tuple(
-                replace(way, gradient=one)
-                for way, one in zip(frozen.wiring.inputs, gradients, strict=True)
-            )
-            frozen = replace(frozen, wiring=replace(frozen.wiring, inputs=inputs))
         with self._computing():
-            grids = Grids.of(frozen, cut)
+            grids = Grids.of(frozen, cut, run.require_score())
             if stage is not None:
                 return grids.at_level(stage, self.interpolate_mode)
             return grids if layer is None else grids.at_layer(frozen.select_one(layer))
