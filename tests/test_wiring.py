@@ -211,10 +211,13 @@ def test_a_reversed_model_is_explained_in_the_order_of_its_input(method):
         assert_close(found, truth, 1e-9)
 
 
-def test_latim_refuses_a_residual_stream_in_another_order():
-    body = made(Stack(lambda x, one: one(x), mixers=1))
+def test_latim_follows_a_residual_stream_in_another_order():
+    body, x = made(Stack(lambda x, one: one(x), mixers=1)), tokens()
+    there = LaTIM(body).attribute(x.flip(1), target=(2, 1), activation="gate").flip(1)
+    flipped = LaTIM(lambda x: body(x.flip(1)).flip(1), body)
+    assert_close(flipped.attribute(x, target=(4, 1), activation="gate"), there, 1e-9)
     with pytest.raises(UnsupportedModelError, match="another order"):
-        LaTIM(lambda x: body(x.flip(1)).flip(1), body).attribute(tokens(), target=(-1, 1))
+        flipped.attribute(x, target=(4, 1), layer=0, aggregation="l2")
 
 
 @pytest.mark.parametrize("pair", [(0, 5), (5, 0), (6, 2), (3, 4)])
@@ -391,10 +394,10 @@ def test_tokens_that_are_merged_are_carried_by_a_transport():
     assert_close(link.transport.rmatvec(w, probes=2000), torch.einsum("bt,bts->bs", w, exact), 0.02)
     # An example of a batch gets what it gets by itself.
     assert_close(MambaRollout(model).attribute(x[1:]).sum(-1), row[1:], 1e-9)
-    for method in (RawAttention, MambaAttribution, UnifiedImplicitAttention, MambaLRP):
+    for method in (RawAttention, MambaAttribution, UnifiedImplicitAttention, MambaLRP, LaTIM):
         assert method(model).attribute(x, target=1).shape == x.shape
     with pytest.raises(UnsupportedModelError, match="different tokens"):
-        LaTIM(model).attribute(x, target=1)
+        LaTIM(model).attribute(x, target=1, layer=0, aggregation="l2")
 
 
 def test_a_token_that_is_dropped_gets_nothing():

@@ -162,14 +162,8 @@ class FrozenModel:
         Raises:
             ValueError: for a level that the model does not have, or whose tokens form no grid.
         """
-        levels, index = self.wiring.levels, as_index(level)
-        if index is None or not -len(levels) <= index < len(levels):
-            raise ValueError(
-                f"stage is {level!r}; the layers of this model work on {len(levels)} grids of "
-                f"tokens, one after the other: expected 0 .. {len(levels) - 1} (or "
-                f"-{len(levels)} .. -1 from the end)."
-            )
-        first = levels[index][0]
+        stages = self.stages_of(level)
+        first = stages[0]
         grid = self.grids[first]
         if grid is None:
             raise ValueError(
@@ -180,9 +174,24 @@ class FrozenModel:
         query = self.query
         if query is not None:
             query = [w for w, (read, _) in zip(query, output, strict=True) if read >= first]
-        layers = [layer for layer in self.layers if layer.stage in levels[index]]
+        layers = [layer for layer in self.layers if layer.stage in stages]
         grid = replace(grid, mode=mode)
         return replace(self, wiring=wiring, grid=grid, query=query, layers=layers)
+
+    def stages_of(self, level: int) -> list[int]:
+        """The stages of a level, which work on the same tokens.
+
+        Raises:
+            ValueError: for a level that the model does not have.
+        """
+        levels, index = self.wiring.levels, as_index(level)
+        if index is None or not -len(levels) <= index < len(levels):
+            raise ValueError(
+                f"stage is {level!r}; the layers of this model work on {len(levels)} grids of "
+                f"tokens, one after the other: expected 0 .. {len(levels) - 1} (or "
+                f"-{len(levels)} .. -1 from the end)."
+            )
+        return levels[index]
 
     def mask_of(self, layer: FrozenLayer) -> Tensor | None:
         """The padding mask of a layer's tokens, if they are the input's."""
@@ -213,16 +222,20 @@ class FrozenModel:
 
     def require_chain(self, what: str) -> None:
         """Raise unless all layers work on the same tokens, one after the other."""
-        wiring = self.require_wiring()
-        in_place = all(
-            any(wiring.orders[call] is None for call in stage.calls) for stage in wiring.stages
-        )
-        if not (in_place and wiring.is_chain):
+        self.require_wiring()
+        if not self.is_chain:
             raise UnsupportedModelError(
                 f"{what} follows one residual stream through all layers, and those of this model "
                 "work on different tokens, in another order than that of the input, or on "
                 "branches; use another method."
             )
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether all layers work on the same tokens in their order, one after the other."""
+        orders = self.wiring.orders
+        in_place = all(any(orders[c] is None for c in one.calls) for one in self.wiring.stages)
+        return in_place and self.wiring.is_chain
 
     def require_score(self) -> Tensor:
         """The explained score, ``(B,)``, of a model frozen with gradients."""

@@ -101,7 +101,7 @@ class Substitution:
             return call.result
         if is_kept:
             return _in_place(call, rebuilt.output)
-        return _with_output(call, self._recomputed(call, adapter))
+        return with_output(call, self._recomputed(call, adapter))
 
     @contextmanager
     def running(self, module: nn.Module) -> Iterator[None]:
@@ -215,10 +215,11 @@ def _in_place(call: MixerCall, output: Tensor | None) -> Any:
     value = call.output
     output = output.to(value.dtype)
     # The very values that the model computed.
-    return _with_output(call, output + (value - output).detach())
+    return with_output(call, output + (value - output).detach())
 
 
-def _with_output(call: MixerCall, output: Tensor) -> Any:
+def with_output(call: MixerCall, output: Tensor) -> Any:
+    """What the mixer returned, with another output in it."""
     if isinstance(call.result, (tuple, list)):
         return type(call.result)([output, *call.result[1:]])
     return output

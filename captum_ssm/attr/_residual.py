@@ -173,15 +173,23 @@ def _read_pooled(
 
 
 def _stream_before(call: MixerCall, norms: Sequence[MixerCall]) -> Tensor:
-    # The norm whose output went into the mixer, up to a multiplier or the zeroing of padding.
+    norm = feeding_norm(call, [one for one in norms if one.order < call.order])
+    # Without a norm before it, the mixer reads the stream itself.
+    return call.tokens() if norm is None else first_input(norm)
+
+
+def feeding_norm(call: MixerCall, norms: Sequence[MixerCall]) -> MixerCall | None:
+    """The last of some earlier norms whose output went into the mixer.
+
+    Up to a multiplier or the zeroing of padding.
+    """
     tokens = call.tokens()
     for norm in reversed(norms):
-        if norm.order < call.order and norm.output.shape == tokens.shape:
+        if norm.output.shape == tokens.shape:
             x, y = norm.output.to(tokens.dtype), tokens
             keep = (y != 0).any(-1, keepdim=True)
             x = x * keep
             inner = (x * y).sum() ** 2
             if bool(inner >= (1 - 1e-3) * x.square().sum() * y.square().sum()):
-                return first_input(norm)
-    # Without a norm before it, the mixer reads the stream itself.
-    return tokens
+                return norm
+    return None

@@ -20,7 +20,9 @@ from captum_ssm._progress import Bar
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._contributions import Contributions
+from captum_ssm.attr._grids import CutMixers, Grids
 from captum_ssm.attr._residual import ResidualStream, norms_and_head
+from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
 from captum_ssm.operators.composed import sum_of
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
@@ -89,6 +91,7 @@ class LaTIM(TokenAttribution):
         *,
         position: Any = None,
         layer: int | str | None = None,
+        stage: int | None = None,
         aggregation: Literal["alti_logit", "alti", "l1", "l2"] | float = LOGIT,
         activation: Literal["silu", "taylor1", "taylor2", "relu", "identity", "gate"] = "silu",
         tolerance: float = 0.0,
@@ -102,9 +105,19 @@ class LaTIM(TokenAttribution):
         terms and the sum of relevance. The other aggregations decompose nothing; how much of a
         layer's output its vectors miss is returned by :meth:`layer_errors`.
 
+        Where layers work on several grids of tokens, MLPs and all else between mixers are frozen
+        as in MambaLRP. The delta then also holds the bias terms outside of mixers; with ``stage``
+        it is the part of the score that the grid's residual stream carries past all later grids'
+        mixers, less the mixers' bias terms and the sum of relevance.
+
         Args:
             layer (int or str, optional): explain one layer's map, by index (negative from the
                 end) or module path. None is all layers, for ``"alti_logit"`` only.
+                Default: None
+            stage (int, optional): of a model whose layers work on several grids of tokens, one
+                after the other: only the layers of this one, negative from the end, for
+                ``"alti_logit"``. So that sums are kept, relevance is carried to the input by the
+                transport, and interpolated only with an ``interpolate_mode``. None is all.
                 Default: None
             aggregation (str or float, optional): ``"alti_logit"``, ``"alti"``, ``"l1"``,
                 ``"l2"`` or a number p. Default: ``"alti_logit"``
@@ -113,7 +126,7 @@ class LaTIM(TokenAttribution):
             tolerance (float, optional): for ``"alti_logit"`` over all layers, the share of the
                 relevance that a layer may put on wrong tokens, between 0 and 1. Vectors that cannot
                 matter more than that are not made. Zero makes all of them. Relevance adds up to
-                the same in either case. Default: 0.0
+                the same in either case. Zero for layers on several grids. Default: 0.0
             return_error_bound (bool, optional): return, last, a bound ``(B,)`` on what the
                 tolerance changes: the sum over tokens of :math:`|\\text{exact} -
                 \\text{returned}|`, before it is carried from the first layer's tokens to the
@@ -121,6 +134,12 @@ class LaTIM(TokenAttribution):
         """
         to_logit = _to_logit(layer, aggregation)
         whole = to_logit and layer is None
+        if stage is not None and not whole:
+            raise ValueError(
+                f"stage is {stage!r}, for aggregation {aggregation!r} and layer {layer!r}; "
+                "expected stage only for aggregation='alti_logit' with layer=None. A layer's own "
+                "map is returned by interactions()."
+            )
         if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
             raise ValueError(
                 f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, for "
@@ -141,8 +160,24 @@ class LaTIM(TokenAttribution):
                 row = _query_row(frozen, [frozen.select_one(layer)], activation, aggregation)
                 return self._formatted(frozen.wiring.from_first(row), frozen)
         frozen = self._run_score(request, target, position)
+        if not (frozen.is_chain or self.remote):
+            if tolerance or return_error_bound:
+                raise ValueError(
+                    f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}; "
+                    "the layers of this model work on several grids of tokens, for which all "
+                    "vectors are made: leave them at 0.0 and False."
+                )
+            grids = self._grids(frozen, target, position, layer, stage)
+            with self._computing(), Bar("LaTIM, layers", len(grids.steps)) as bar:
+                rows = grids.relevance(activation, with_stream=layer is None, advance=bar.advance)
+                relevance = self._formatted(rows, grids.frozen)
+                if return_convergence_delta:
+                    return relevance, delta(grids.score - grids.bias(), relevance)
+                return relevance
         with self._computing():
             frozen.require_chain("LaTIM")
+            if stage is not None:
+                frozen.stages_of(stage)  # there is one
             stream = ResidualStream.of(frozen)
             if layer is None:
                 one = _of_one(request, inputs, additional_forward_args)
@@ -166,6 +201,7 @@ class LaTIM(TokenAttribution):
         position: Any,
         *,
         layer: int | str | None = None,
+        stage: int | None = None,
         aggregation: str | float = LOGIT,
         activation: str = "gate",
         tolerance: float = 0.0,
@@ -173,6 +209,10 @@ class LaTIM(TokenAttribution):
         if not _to_logit(layer, aggregation):
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
         frozen = self._run_score(request, target, position)
+        if not (frozen.is_chain or self.remote):
+            grids = self._grids(frozen, target, position, layer, stage)
+            with self._computing():
+                return grids.score - grids.bias()
         with self._computing():
             frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen)
@@ -193,7 +233,7 @@ class LaTIM(TokenAttribution):
         activation: str = "silu",
         additional_forward_args: Any = None,
     ) -> Tensor:
-        """The map of every token to every token: ``(B, L, L)``, zero on padding.
+        """The map of every token of a layer to every one: ``(B, L, L)``, zero on padding.
 
         The other arguments, and the errors, are those of :meth:`attribute`.
 
@@ -223,8 +263,9 @@ class LaTIM(TokenAttribution):
             parts = _contributions(frozen, chosen, activation)
             if stream is not None:
                 return frozen.mask_matrix(parts.dot_matrix(stream.direction))
-            tiles = _score_tiles(parts, aggregation, _output(chosen), _every_row(frozen))
-            return frozen.mask_matrix(_whole(tiles, frozen.shape[1]))
+            rows = torch.arange(parts.length, device=parts.weight.device)
+            tiles = _score_tiles(parts, aggregation, _output(chosen), rows)
+            return frozen.mask_matrix(_whole(tiles, parts.length))
 
     def contributions(
         self,
@@ -258,12 +299,13 @@ class LaTIM(TokenAttribution):
         """
         frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
-            parts = _contributions(frozen, [frozen.select_one(layer)], activation)
-            index = frozen.row_index(rows)
+            chosen = frozen.select_one(layer)
+            parts, mask = _contributions(frozen, [chosen], activation), frozen.mask_of(chosen)
+            index = frozen.row_index(rows, chosen.shape)
             vectors = parts.vectors(index)
-            if frozen.mask is not None:
-                vectors *= frozen.mask[:, None, :, None]
-                vectors *= frozen.mask.gather(1, index)[..., None, None]
+            if mask is not None:
+                vectors *= mask[:, None, :, None]
+                vectors *= mask.gather(1, index)[..., None, None]
             return vectors
 
     def layer_errors(
@@ -303,6 +345,31 @@ class LaTIM(TokenAttribution):
             return _chosen_logits(logits, target).sum(1)
 
         return self._run_score(replace(request, forward_func=summed), None, None)
+
+    def _grids(
+        self,
+        frozen: FrozenModel,
+        target: Any,
+        position: Any,
+        layer: int | str | None,
+        stage: int | None,
+    ) -> Grids:
+        request = with_leaves(frozen.request)
+        cut = CutMixers(request)
+        run = self._run(
+            request,
+            position,
+            target=target,
+            query=False,
+            wiring=False,
+            also=has_a_rule,
+            substitution=cut,
+        )
+        with self._computing():
+            grids = Grids.of(frozen, cut, run.require_score())
+            if stage is not None:
+                return grids.at_level(stage, self.interpolate_mode)
+            return grids if layer is None else grids.at_layer(frozen.select_one(layer))
 
     def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
         # The score's direction in the residual stream is read after the last mixer.
@@ -358,7 +425,8 @@ def _check_aggregation(aggregation: str | float) -> str | float | None:
 def _contributions(
     frozen: FrozenModel, layers: Sequence[FrozenLayer], activation: str
 ) -> Contributions:
-    return Contributions([layer.mixer for layer in layers], activation, frozen.mask)
+    mask = frozen.mask_of(layers[0])
+    return Contributions([layer.mixer for layer in layers], activation, mask)
 
 
 def _output(layers: Sequence[FrozenLayer]) -> Tensor:
@@ -408,9 +476,9 @@ def _layer_error(frozen: FrozenModel, layer: FrozenLayer, activation: str) -> Te
     # Relative norm of what the contributions miss of the layer's output, per example.
     parts = _contributions(frozen, [layer], activation)
     output = _output([layer]) - parts.bias()
-    error = parts.total() - output
-    if frozen.mask is not None:
-        error, output = error * frozen.mask[..., None], output * frozen.mask[..., None]
+    error, mask = parts.total() - output, frozen.mask_of(layer)
+    if mask is not None:
+        error, output = error * mask[..., None], output * mask[..., None]
     return error.flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1).clamp(min=1e-30)
 
 

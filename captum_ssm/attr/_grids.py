@@ -1,0 +1,270 @@
+r"""ALTI-Logit through mixers that work on different tokens: grids, orders, U-shapes.
+
+There is no one residual stream, but each mixer still adds its output y to one. Let the score's
+coefficients :math:`d` at y be the gradient along the ways that lead past all later mixers, norms
+and gates frozen as in MambaLRP. Then the score is, except for bias terms,
+
+.. math::
+    s = \langle d_0, h \rangle + \sum_\lambda \langle d_\lambda, y_\lambda \rangle,
+
+where h is the stream before the first mixer, and each y is the sum of its vectors. Relevance is
+mixed within a layer by ALTI, and carried from one grid to the one before by the measured
+transport, whose rows are shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from captum_ssm._capture import FrozenLayer, FrozenModel, Request
+from captum_ssm._capture.recording import check_finite, is_norm, require_graph
+from captum_ssm._capture.substitution import with_output
+from captum_ssm._capture.wiring import INPUT, Wiring
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._nested import tensors_in
+from captum_ssm._rules import ruled
+from captum_ssm.attr._alti import Alti
+from captum_ssm.attr._contributions import Contributions
+from captum_ssm.attr._norms import first_input
+from captum_ssm.attr._residual import feeding_norm
+from captum_ssm.attr.mamba_lrp import Rules
+from captum_ssm.mixers import MixerCall, find_adapter
+from captum_ssm.mixers._reordered import in_order
+
+
+@dataclass(frozen=True)
+class _Cut:
+    # Where a mixer leaves the graph, and the stream before it: where in the graph, and its values.
+    exit: Tensor
+    stream: GradientEdge | None
+    before: Tensor
+
+
+class CutMixers(Rules):
+    """A run in which what a mixer returns starts a new graph, and all else is frozen.
+
+    Attributes:
+        cuts (list of _Cut): of the mixers' calls, in forward order.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.cuts: list[_Cut] = []
+        self._norms: list[MixerCall] = []
+        self._is_after_norm = False
+
+    def needs_graph(self, module: nn.Module) -> bool:
+        return find_adapter(module) is None
+
+    @torch.enable_grad()
+    def __call__(self, call: MixerCall) -> Any:
+        if find_adapter(call.module) is None:
+            if is_norm(call.module):
+                self._norms.append(call)
+                self._is_after_norm = True
+            return super().__call__(call)
+        check_finite(call)
+        self.made.append(None)
+        norm = feeding_norm(call, self._norms)
+        stream, before = None, call.tokens() if norm is None else first_input(norm)
+        if norm is not None:
+            given = next(tensors_in((norm.args, norm.kwargs)))
+            stream = get_gradient_edge(given) if given.requires_grad else None
+        elif not self._is_after_norm and call.given_tokens().requires_grad:
+            # Without a norm the mixer reads the stream itself.
+            stream = get_gradient_edge(call.given_tokens())
+        self._is_after_norm = False
+        output = call.output.detach().clone().requires_grad_()
+        self.cuts.append(_Cut(output, stream, before.detach()))
+        return with_output(call, output)
+
+    def coefficients(self, score: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Those of the score at what each mixer returned, and at the stream before it.
+
+        Zero at a mixer that the score does not read; None where no graph leads to the stream.
+        """
+        require_graph(score)
+        ends = [cut.exit for cut in self.cuts]
+        starts = [*ends, *(leaf for _, _, leaf in self.embedded)]
+        starts += [one for one in self.inputs if one.requires_grad]
+        streams = [cut.stream for cut in self.cuts if cut.stream is not None]
+        nodes = [get_gradient_edge(one).node for one in starts]
+        edges = [*map(get_gradient_edge, ends), *streams]
+        with torch.inference_mode(False), torch.enable_grad(), ruled([score.grad_fn], nodes):
+            found = torch.autograd.grad(score.sum(), edges, allow_unused=True)
+        exits = [
+            torch.zeros_like(one) if g is None else g.detach()
+            for one, g in zip(ends, found[: len(ends)], strict=True)
+        ]
+        rest = iter(found[len(ends) :])
+        return exits, [None if cut.stream is None else next(rest) for cut in self.cuts]
+
+
+@dataclass(frozen=True)
+class _Step:
+    # A stage of mixers side by side: their coefficients, the stream before them and its
+    # coefficients, (B, T, E).
+    layers: list[FrozenLayer]
+    directions: list[Tensor]
+    before: Tensor
+    before_direction: Tensor
+
+    def mixed(self) -> Tensor:
+        return torch.stack([layer.call.output.to(self.before) for layer in self.layers]).sum(0)
+
+
+@dataclass(frozen=True)
+class Grids:
+    """A frozen model's layers, each on its own tokens, and how the score reads what they add.
+
+    Args:
+        frozen (FrozenModel): the layers, and what lies between their grids.
+        steps (dict of int to _Step): by stage of its wiring.
+        score (Tensor): ``(B,)``.
+    """
+
+    frozen: FrozenModel
+    steps: dict[int, _Step]
+    score: Tensor
+
+    @classmethod
+    def of(cls, frozen: FrozenModel, cut: CutMixers, score: Tensor) -> Grids:
+        """Read the coefficients off the graph of another run of the same request.
+
+        Args:
+            frozen (FrozenModel): of a run as it is.
+            cut (CutMixers): what the mixers of the other run were replaced by.
+            score (Tensor): ``(B,)``, of that run, with its graph.
+
+        Raises:
+            UnsupportedModelError: where relevance could be lost, or counted twice, on the way.
+        """
+        _check_shares(frozen.require_wiring())
+        exits, streams = cut.coefficients(score)
+        B = frozen.shape[0]
+        found: dict[int, list[tuple[FrozenLayer, Tensor, _Cut, Tensor | None]]] = {}
+        for one in zip(frozen.layers, exits, cut.cuts, streams, strict=True):
+            found.setdefault(one[0].stage, []).append(one)
+        steps = {stage: _step(group, B) for stage, group in found.items()}
+        return cls(frozen, steps, score.detach().to(frozen.layers[0].call.dtype))
+
+    def at_level(self, level: int, mode: str | None) -> Grids:
+        """Only the layers of one grid, from which relevance is interpolated if ``mode`` says how.
+
+        The score is then the part that leads past all mixers of later grids.
+        """
+        stages = self.frozen.stages_of(level)
+        frozen = self.frozen if mode is None else self.frozen.from_level(level, mode)
+        steps = {i: step for i, step in self.steps.items() if i in stages}
+        score = _dot(steps[min(steps)].before_direction, steps[min(steps)].before)
+        for step in steps.values():
+            for layer, direction in zip(step.layers, step.directions, strict=True):
+                score = score + _dot(direction, layer.call.output)
+        return Grids(frozen, steps, score)
+
+    def at_layer(self, layer: FrozenLayer) -> Grids:
+        """Only what one layer adds to the score; relevance is not mixed by the layers before."""
+        step = self.steps[layer.stage]
+        (direction,) = (
+            d for one, d in zip(step.layers, step.directions, strict=True) if one is layer
+        )
+        alone = replace(step, layers=[layer], directions=[direction])
+        return Grids(self.frozen, {layer.stage: alone}, _dot(direction, layer.call.output))
+
+    def relevance(
+        self, activation: str, *, with_stream: bool, advance: Callable[[float], None]
+    ) -> list[Tensor]:
+        """Relevance of each input's tokens.
+
+        Args:
+            activation (str): one of :data:`~captum_ssm.attr._contributions.ACTIVATIONS`.
+            with_stream (bool): whether the stream before the first mixer is decomposed too.
+            advance (Callable): told after each piece of work what part of a layer it was.
+
+        Returns:
+            list of Tensor: ``(B, S)`` by input.
+        """
+        wiring, B = self.frozen.wiring, self.frozen.shape[0]
+        first = min(self.steps)
+
+        def step(i: int, w: Tensor) -> Tensor:
+            if i not in self.steps:
+                return w
+            one = self.steps[i]
+            parts = [self._parts([layer], activation) for layer in one.layers]
+            if bool((w != 0).any()):
+                whole = parts[0] if len(parts) == 1 else self._parts(one.layers, activation)
+                alti = Alti(whole, one.before + one.mixed(), one.before)
+                w = alti.carry(w[:, None], 0.0, advance)[0][:, 0]
+            else:
+                advance(1)
+            for part, direction in zip(parts, one.directions, strict=True):
+                w = w + part.dot_row(direction)
+            if with_stream and i == first:
+                w = w + (one.before_direction * one.before).sum(-1)
+            return w
+
+        none = [self.score.new_zeros(B, _tokens(wiring, read, B)) for read, _ in wiring.output]
+        return wiring.back(none, step)
+
+    def bias(self) -> Tensor:
+        """The score's part that is bias terms of mixers, ``(B,)``."""
+        total = torch.zeros_like(self.score)
+        for step in self.steps.values():
+            for layer, direction in zip(step.layers, step.directions, strict=True):
+                total = total + _dot(direction, self._parts([layer], "gate").bias())
+        return total
+
+    def _parts(self, layers: Sequence[FrozenLayer], activation: str) -> Contributions:
+        mask = self.frozen.mask_of(layers[0])
+        return Contributions([layer.mixer for layer in layers], activation, mask)
+
+
+def _check_shares(wiring: Wiring) -> None:
+    starts = sum(all(read < 0 for read, _ in stage.reads) for stage in wiring.stages)
+    joined = any(
+        len(stage.reads) > 1 and any(link.share is None for _, link in stage.reads)
+        for stage in wiring.stages
+    )
+    if joined or starts > 1:
+        raise UnsupportedModelError(
+            "LaTIM follows residual streams from grid to grid, and this model has branches: in "
+            "which shares tokens are made of each is not known. Use another method."
+        )
+
+
+def _step(group: Sequence[tuple[FrozenLayer, Tensor, _Cut, Tensor | None]], batch: int) -> _Step:
+    layers = [layer for layer, *_ in group]
+    directions = [_in_place(layer, at_exit, batch) for layer, at_exit, *_ in group]
+    for layer, _, cut, at_stream in group:
+        if at_stream is not None and cut.before.shape == cut.exit.shape:
+            before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at_stream))
+            return _Step(layers, directions, before, at_before)
+    raise UnsupportedModelError(
+        f"{layers[0].name} does not add to a residual stream of its own tokens that leads on "
+        "to the score; LaTIM expects that of every mixer. Use MambaLRP, or interactions() with "
+        "layer= and another aggregation."
+    )
+
+
+def _in_place(layer: FrozenLayer, x: Tensor, batch: int) -> Tensor:
+    # A tensor at the mixer's tokens, in the model's order: (B, T, E).
+    moved = in_order(replace(layer.source, gradient=x), layer.order, batch).gradient
+    assert moved is not None
+    return moved.to(layer.call.output.device, layer.call.dtype)
+
+
+def _tokens(wiring: Wiring, read: int, batch: int) -> int:
+    if read >= 0:
+        return wiring.stages[read].tokens
+    return wiring.inputs[INPUT - read].leaf.tokens // batch
+
+
+def _dot(direction: Tensor, values: Tensor) -> Tensor:
+    return (direction * values.to(direction)).sum((1, 2))

@@ -1,0 +1,170 @@
+"""LaTIM through several grids of tokens, against sums over explicit vectors and Jacobians."""
+
+from __future__ import annotations
+
+import inputs
+import pytest
+import torch
+from inputs import noise
+from methods import assert_close
+from models import randomize
+from torch import Tensor, nn
+
+from captum_ssm import LaTIM, UnsupportedModelError
+from captum_ssm.models import BidirectionalMamba
+
+E = 16
+
+
+class Layer(nn.Module):
+    def __init__(self, mlp: bool) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(E), BidirectionalMamba(E, state=4)
+        self.norm2, self.up, self.down = nn.LayerNorm(E), nn.Linear(E, 24), nn.Linear(24, E)
+        self.mlp = mlp
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.mixer(self.norm(h))
+        return h + self.down(nn.functional.gelu(self.up(self.norm2(h)))) if self.mlp else h
+
+
+class TwoGrids(nn.Module):
+    """8 tokens, then every second of them, so that the transport between is known exactly."""
+
+    def __init__(self, mlp: bool = False) -> None:
+        super().__init__()
+        self.inp, self.merge = nn.Linear(3, E), nn.Conv1d(E, E, 1, stride=2)
+        self.fine, self.coarse = Layer(mlp), Layer(mlp)
+        self.norm, self.head = nn.LayerNorm(E), nn.Linear(E, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fine(self.inp(x))
+        h = self.coarse(self.merge(h.mT).mT)
+        return self.head(self.norm(h).mean(1))
+
+
+def made(model: nn.Module) -> nn.Module:
+    return randomize(model).double().eval()
+
+
+def mixing(vectors: Tensor, before: Tensor, output: Tensor) -> Tensor:
+    """Eq. 6 for vectors ``(L, L, E)`` and a stream."""
+    own = vectors + torch.diag_embed(before.mT).permute(1, 2, 0)
+    near = output.abs().sum(-1, keepdim=True) - (output[:, None] - own).abs().sum(-1)
+    near = near.clamp(min=0)
+    return near / near.sum(1, keepdim=True)
+
+
+@torch.no_grad()
+def explicit(model: TwoGrids, x: Tensor) -> dict[int | None, Tensor]:
+    """The relevance of the 8 steps of one example, by stage."""
+    latim, L = LaTIM(model), 8
+    fine = latim.contributions(x, 0, range(L), activation="gate")[0]
+    coarse = latim.contributions(x, 1, range(L // 2), activation="gate")[0]
+    h = model.inp(x)
+    after = model.fine(h)
+    merged = model.merge(after.mT).mT
+    last = model.coarse(merged)[0]
+    # The head, and the last norm with its denominator frozen.
+    inverse = (last.var(1, correction=0, keepdim=True) + model.norm.eps).rsqrt()
+    g = model.head.weight[1] * model.norm.weight * inverse / len(last)
+    d_coarse = g - g.mean(1, keepdim=True)
+    d_fine = torch.zeros(L, E, dtype=x.dtype)
+    d_fine[::2] = d_coarse @ model.merge.weight[..., 0]
+
+    def on_steps(coarse: Tensor) -> Tensor:
+        return torch.stack([coarse, torch.zeros_like(coarse)], 1).flatten()
+
+    added = torch.einsum("ie,ije->j", d_coarse, coarse)
+    own = torch.einsum("ie,ije->j", d_fine, fine) + (d_fine * h[0]).sum(1)
+    P = mixing(fine, h[0], after[0])
+    return {
+        1: on_steps(added + (d_coarse * merged[0]).sum(1)),
+        0: own,
+        None: on_steps(added) @ P + own,
+    }
+
+
+def test_two_grids_are_an_explicit_sum():
+    model, x = made(TwoGrids()), noise(2, 8, 3)
+    latim = LaTIM(model, feature_share="even")
+    for stage in (None, 0, 1, -1):
+        found, delta = latim.attribute(
+            x, 1, activation="gate", stage=stage, return_convergence_delta=True
+        )
+        truth = [explicit(model, one[None])[1 if stage == -1 else stage] for one in x]
+        assert_close(found.sum(-1), torch.stack(truth), 1e-9)
+        again = latim.compute_convergence_delta(found, x, 1, stage=stage)
+        assert_close(again, delta, 1e-9)
+        if stage is not None:
+            assert delta.abs().max() <= 1e-12
+
+
+def test_what_one_layer_adds():
+    model, x = made(TwoGrids()), noise(1, 8, 3)
+    latim, options = LaTIM(model), {"activation": "gate", "return_convergence_delta": True}
+    fine, nothing = latim.attribute(x, 1, layer=0, **options)
+    coarse, too = latim.attribute(x, 1, layer=1, **options)
+    assert max(float(nothing.abs()), float(too.abs())) <= 1e-12
+    assert bool((coarse[:, 1::2] == 0).all())
+    # What is left of a grid's relevance is that of the stream before it.
+    streams = [
+        latim.attribute(x, 1, stage=k, activation="gate").sum() - one.sum()
+        for k, one in enumerate((fine, coarse))
+    ]
+    whole = latim.attribute(x, 1, activation="gate")
+    assert_close(whole.sum(), fine.sum() + coarse.sum() + streams[0], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "target"),
+    [
+        (lambda: TwoGrids(mlp=True), noise(2, 8, 3), 1),
+        (inputs.Hierarchy, noise(2, 3, 16, 16), 1),
+        (inputs.UShape, noise(2, 3, 16, 16), (2, 5, 5)),
+    ],
+    ids=["MLPs", "image", "U-shape"],
+)
+def test_without_bias_terms_relevance_is_the_score(model, x, target):
+    model = made(model())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+    score = model(x)[(slice(None), *(target if isinstance(target, tuple) else (target,)))]
+    found, delta = LaTIM(model).attribute(
+        x, target, activation="gate", return_convergence_delta=True
+    )
+    assert found.shape == x.shape
+    assert_close(found.flatten(1).sum(1), score, 1e-9)
+    assert delta.abs().max() <= 1e-9 * score.abs().max()
+
+
+def test_a_mode_interpolates_from_the_grid():
+    model, x = made(inputs.Hierarchy()), noise(1, 3, 16, 16)
+    carried, nearest = (
+        LaTIM(model, interpolate_mode=mode).attribute(x, 1, stage=-1, activation="gate").sum(1)
+        for mode in (None, "nearest")
+    )
+    blocks = carried.unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
+    assert_close(nearest[:, ::4, ::4], blocks, 1e-9)
+
+
+def test_what_several_grids_do_not_offer():
+    model, x = made(TwoGrids()), noise(1, 8, 3)
+    latim = LaTIM(model)
+    with pytest.raises(ValueError, match=r"stage is 2; .* 2 grids .*0 \.\. 1"):
+        latim.attribute(x, 1, stage=2)
+    with pytest.raises(ValueError, match="expected stage only for aggregation='alti_logit'"):
+        latim.attribute(x, 1, stage=0, layer=0)
+    with pytest.raises(ValueError, match=r"tolerance is 0\.001.* several grids"):
+        latim.attribute(x, 1, tolerance=1e-3)
+    # Each layer's own map is on its own grid.
+    assert [latim.interactions(x, layer=k).shape[1] for k in (0, 1)] == [8, 4]
+    model.fine.forward = lambda h: model.fine.mixer(model.fine.norm(h))
+    with pytest.raises(UnsupportedModelError, match=r"fine\.mixer does not add to a residual"):
+        latim.attribute(x, 1)
+    one = made(inputs.Series())
+    assert torch.equal(
+        LaTIM(one).attribute(noise(1, 8, 3), 1, stage=0), LaTIM(one).attribute(noise(1, 8, 3), 1)
+    )
