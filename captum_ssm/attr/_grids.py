@@ -193,9 +193,9 @@ class Grids:
         wiring, B = self.frozen.wiring, self.frozen.shape[0]
         first = min(self.steps)
 
-        def step(i: int, w: Tensor) -> Tensor:
+        def step(i: int, w: Tensor) -> dict[int, Tensor]:
             if i not in self.steps:
-                return w
+                return {i: w}
             one = self.steps[i]
             parts = [self._parts([layer], activation) for layer in one.layers]
             if bool((w != 0).any()):
@@ -208,7 +208,7 @@ class Grids:
                 w = w + part.dot_row(direction)
             if with_stream and i == first:
                 w = w + (one.before_direction * one.before).sum(-1)
-            return w
+            return {i: w}
 
         none = [self.score.new_zeros(B, _tokens(wiring, read, B)) for read, _ in wiring.output]
         return wiring.back(none, step)
