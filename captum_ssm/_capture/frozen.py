@@ -30,7 +30,7 @@ from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid
 from captum_ssm._integers import as_index, as_integers
-from captum_ssm._nested import detached
+from captum_ssm._nested import detached, map_tensors
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._reordered import ReorderedMixer, in_order
 
@@ -87,6 +87,16 @@ class FrozenLayer:
     def shape(self) -> tuple[int, int]:
         """(B, L), the tokens it works on."""
         return self.call.output.shape[0], self.call.output.shape[1]
+
+    def of_first(self) -> FrozenLayer:
+        """The same of the first example, read and checked anew."""
+        B = self.shape[0]
+
+        def first(x: Tensor) -> Tensor:
+            return x[:1] if x.dim() > 1 and x.shape[0] == B else x
+
+        call, source, mask = map_tensors(first, (self.call, self.source, self.mask))
+        return replace(self, call=call, source=source, mask=mask, made=None)
 
     def _read(self) -> FrozenMixer:
         adapter, call = find_adapter(self.source.module), self.source
@@ -196,6 +206,12 @@ class FrozenModel:
     def mask_of(self, layer: FrozenLayer) -> Tensor | None:
         """The padding mask of a layer's tokens, if they are the input's."""
         return self.mask if self.mask is None or self.mask.shape == layer.shape else None
+
+    def of_first(self) -> FrozenModel:
+        """The layers of the first example, of a model whose layers work on the input's tokens."""
+        mask = None if self.mask is None else self.mask[:1]
+        layers = [layer.of_first() for layer in self.layers]
+        return replace(self, layers=layers, shape=(1, self.shape[1]), mask=mask)
 
     def require_query(self) -> list[Tensor]:
         """The query's weights, ``(B, L)`` for each stage that the output reads."""

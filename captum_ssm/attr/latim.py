@@ -15,7 +15,7 @@ from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import token_ids
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
-from captum_ssm._nested import map_tensors, tensors_in
+from captum_ssm._nested import tensors_in
 from captum_ssm._progress import Bar
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._base import TokenAttribution, delta
@@ -180,8 +180,8 @@ class LaTIM(TokenAttribution):
                 frozen.stages_of(stage)  # there is one
             stream = ResidualStream.of(frozen)
             if layer is None:
-                one = _of_one(request, inputs, additional_forward_args)
-                text = frozen if one is None else self._run(one, query=False)
+                is_one = _is_one_text(inputs, additional_forward_args, request.batch)
+                text = frozen.of_first() if is_one else frozen
                 row, bias, bound = _logit_row(frozen, text, stream, activation, tolerance)
             else:
                 parts = _contributions(frozen, [frozen.select_one(layer)], activation)
@@ -515,17 +515,10 @@ def _logit_row(
     return v + (direction * stream.stages[0].before).sum(-1), bias, bound
 
 
-def _of_one(request: Request, *given: Any) -> Request | None:
-    # The first example, where what was given is one text expanded to a batch: the same memory.
-    B = request.batch
-    batched = [x for x in tensors_in(given) if x.dim() and x.shape[0] == B]
-    if B == 1 or not batched or any(x.stride(0) for x in batched):
-        return None
-
-    def first(value: Tensor) -> Tensor:
-        return value[:1] if value.dim() and value.shape[0] == B else value
-
-    return map_tensors(first, request)
+def _is_one_text(inputs: Any, further: Any, batch: int) -> bool:
+    # Whether what was given is one text expanded to a batch: the same memory.
+    batched = [x for x in tensors_in((inputs, further)) if x.dim() and x.shape[0] == batch]
+    return batch > 1 and bool(batched) and not any(x.stride(0) for x in batched)
 
 
 def _bias(stream: ResidualStream, parts: Contributions) -> Tensor:
