@@ -168,7 +168,9 @@ class LinearCalls(TorchFunctionMode):
     def keep_only(self, shape: torch.Size, dtype: torch.dtype) -> None:
         """Let go of all calls but those given tensors of this shape and dtype."""
         self._calls = [
-            one for one in self._calls if one[1].shape == shape and one[1].dtype == dtype
+            one
+            for one in self._calls
+            if one[1].shape == shape and one[1].dtype == one[2].dtype == dtype
         ]
 
     @property
@@ -183,7 +185,8 @@ class LinearCalls(TorchFunctionMode):
     def find(self, weight: Any, x: Tensor) -> Tensor | None:
         """What the layer of a weight returned for ``x``, unless that was changed in place since."""
         for own, given, result, version in self._calls:
-            if own is weight and given.dtype == x.dtype and given.shape == x.shape:
+            is_alike = given.dtype == x.dtype == result.dtype  # not so under autocast
+            if own is weight and is_alike and given.shape == x.shape:
                 is_it = result._version == version and torch.equal(given, x)
                 return result if is_it else None
         return None
