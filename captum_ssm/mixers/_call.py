@@ -168,7 +168,9 @@ class LinearCalls(TorchFunctionMode):
     def keep_only(self, shape: torch.Size, dtype: torch.dtype) -> None:
         """Let go of all calls but those given tensors of this shape and dtype."""
         self._calls = [
-            one for one in self._calls if one[1].shape == shape and one[1].dtype == dtype
+            one
+            for one in self._calls
+            if one[1].shape == shape and one[1].dtype == one[2].dtype == dtype
         ]
 
     @property
