@@ -179,12 +179,13 @@ def effective_receptive_field(
     the positive outputs and the positive gradients: ``positive=True``.
 
     ``by="implicit"`` is the row of the central token in the product over layers of
-    :math:`I + A`. A is :math:`|M|` with rows that add up to one, where M is a layer's exact
-    implicit map (the whole mixer, as in :class:`~captum_ssm.UnifiedImplicitAttention`, averaged
-    over channels). So layers do not cancel one another, and the residual stream counts as much as
-    the mixer, as in attention rollout. It shows what mixers pass between tokens, and no MLP. From
-    tokens to the input's places it goes by the measured transport; each pixel of a patch of a
-    known grid gets the same. Time is quadratic in the number of tokens.
+    :math:`I + A`, without I where no residual stream is added. A is :math:`|M|` with rows that add
+    up to one, where M is a layer's exact implicit map (the whole mixer, as in
+    :class:`~captum_ssm.UnifiedImplicitAttention`, averaged over channels). So layers do not cancel
+    one another, and the residual stream counts as much as the mixer, as in attention rollout. It
+    shows what mixers pass between tokens, and no MLP. From tokens to the input's places it goes by
+    the measured transport; each pixel of a patch of a known grid gets the same. Time is quadratic
+    in the number of tokens.
 
     Args:
         forward_func (nn.Module, nnsight model or Callable): what is measured.
@@ -335,7 +336,7 @@ def _implicit(request: Request, position: Any, check: bool) -> tuple[Tensor, _Un
 
 
 def _rolled(maps: StageMaps) -> list[Tensor]:
-    """The query's row of the product of I + A: ``(B, L)`` for each input."""
+    """The query's row of the product of I + A (no I without a residual): ``(B, L)`` per input."""
 
     def step(stage: int, w: Tensor) -> dict[int, Tensor]:
         m = maps.at(stage)

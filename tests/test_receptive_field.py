@@ -120,7 +120,7 @@ def test_implicit_maps_of_a_known_decay(own_registry):  # noqa: F811
     for mixer in (model[0], model[1]):
         rate = mixer.rate.detach()[:, None, None]
         map_ = torch.exp(-rate * age).tril().mean(0)
-        product = (torch.eye(7) + map_ / map_.sum(1, keepdim=True)) @ product
+        product = map_ / map_.sum(1, keepdim=True) @ product  # no residual stream
     for position in (None, 2, -1):
         field = effective_receptive_field(model, x, by="implicit", position=position)
         row = product[3 if position is None else position]
