@@ -115,9 +115,9 @@ ORDER = (
     "mixers",
     *(
         f"_capture.{name}"
-        for name in ("model", "request", "ways", "wiring", "grids", "cuts", "measure")
+        for name in ("model", "request", "ways", "wiring", "grids", "cuts", "streams", "measure")
     ),
-    "_capture.embedded",
+    *("_capture.embedded", "_capture.linears"),
     *(
         "_capture.recording",
         "_capture.remote",

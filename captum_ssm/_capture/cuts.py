@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point
+from captum_ssm._graph import Point, dependencies
 
 
 class _Exit(torch.autograd.Function):
@@ -134,6 +134,12 @@ class Cuts:
         if len(self.ports) == 1:
             return output.requires_grad
         return any(port.entry is not None for port in self.ports)
+
+    def are_read_by(self, score: Tensor | None) -> bool:
+        """Whether a score depends on what the mixers returned."""
+        if score is None or not score.requires_grad:
+            return False
+        return any(dependencies([Point.of(score, None)], [port.exit for port in self.ports]))
 
     def _started(self, output: Tensor) -> Tensor:
         # The output where the graph after it begins.

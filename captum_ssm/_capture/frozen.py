@@ -374,6 +374,8 @@ def freeze(
         substitution = Substitution()
 
     def score_of(recording: Recording) -> Tensor:
+        if not through_mixers:
+            recording.check_finite()  # names the mixer, where the score could not
         return read_score(recording, target, position)
 
     asks = score_of if gradients or own_graph else None

@@ -432,6 +432,8 @@ def _record_once(
         recording = Recording(request, output, found, other, arguments)
         if score is not None:
             recording = replace(recording, score=score(recording))
+            if cuts is not None and not (whole or cuts.are_read_by(recording.score)):
+                raise _no_graph()
         if cuts is not None:
             logits = extract_logits(output)
             if cuts.is_connected(logits):
