@@ -10,7 +10,7 @@ windows that lie in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -214,22 +214,14 @@ class CutGraph:
         """
         through = sum(1 << i for i in passed)
         allowed = sum(1 << i for i in before)
-        found, seen, stack = 0, set(self._ends), [root.edge.node]
-        while stack:
-            node = stack.pop()
-            if node in seen:
+        found = 0
+        passing = _edges(root.edge.node, self._ends, lambda node: self._known[node] & through != 0)
+        for node, edge in passing:
+            read = self._known[edge.node]
+            if not read or read & through or read & ~allowed or node.name().startswith(_FACTORS):
                 continue
-            seen.add(node)
-            for earlier, output in node.next_functions:
-                if earlier is None:
-                    continue
-                read = self._known[earlier]
-                if read & through:
-                    stack.append(earlier)
-                elif not read or read & ~allowed or node.name().startswith(_FACTORS):
-                    continue
-                elif tokens is None or not _is_finer(GradientEdge(earlier, output), tokens):
-                    found |= read
+            if tokens is None or not _is_finer(edge, tokens):
+                found |= read
         return _members(found)
 
 
@@ -254,21 +246,12 @@ def joints(root: Point, entry: Point, leaves: Sequence[Point]) -> Joints:
     ends = {leaf.edge.node: i for i, leaf in enumerate(leaves)}
     before = _before(entry.edge.node, ends)
     found: dict[tuple[Node, int], GradientEdge] = {}
-    direct, seen, stack = set(), set(ends), [root.edge.node]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for earlier, output in node.next_functions:
-            if earlier in ends:
-                direct.add(ends[earlier])
-            elif earlier is None or not earlier.next_functions:
-                continue  # a parameter
-            elif earlier in before:
-                found[earlier, output] = GradientEdge(earlier, output)
-            else:
-                stack.append(earlier)
+    direct = set()
+    for _, edge in _edges(root.edge.node, ends, lambda node: node not in before):
+        if edge.node in ends:
+            direct.add(ends[edge.node])
+        elif edge.node in before and edge.node.next_functions:  # a parameter has none
+            found[edge.node, edge.output_nr] = edge
     edges = list(found.values())
     all_before = {edge.node: _before(edge.node, ends) for edge in edges}
     stream = [
@@ -278,6 +261,23 @@ def joints(root: Point, entry: Point, leaves: Sequence[Point]) -> Joints:
         and not any(edge.node in all_before[o.node] for o in edges if o.node is not edge.node)
     ]
     return Joints(stream, [edge for edge in edges if edge not in stream], frozenset(direct))
+
+
+def _edges(
+    root: Node, ends: Collection[Node], enters: Callable[[Node], bool]
+) -> Iterator[tuple[Node, GradientEdge]]:
+    # Nodes from a root to the ends, each with its inputs; past an input only where it is entered.
+    seen, stack = set(ends), [root]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for earlier, output in node.next_functions:
+            if earlier is not None:
+                yield node, GradientEdge(earlier, output)
+                if enters(earlier):
+                    stack.append(earlier)
 
 
 def _is_finer(edge: GradientEdge, tokens: int) -> bool:

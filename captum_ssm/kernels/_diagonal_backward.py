@@ -8,15 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from captum_ssm.kernels._diagonal_states import HUGE, reversed_states, scaled, states
 from captum_ssm.kernels._registration import empty_like_wanted, only_wanted, operation
-from captum_ssm.kernels.diagonal import (
-    HUGE,
-    RECURRENCE,
-    DiagonalCoefficients,
-    reversed_states,
-    scaled,
-    states,
-)
+from captum_ssm.kernels.diagonal import RECURRENCE, DiagonalCoefficients
 
 
 @operation(

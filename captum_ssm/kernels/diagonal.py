@@ -25,6 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from captum_ssm.kernels._arguments import promote, row_index, row_range, shape_error
+from captum_ssm.kernels._diagonal_states import (
+    HUGE,
+    decay,
+    outputs,
+    reversed_outputs,
+    scaled,
+)
 from captum_ssm.kernels._extension import warn_if_missing
 from captum_ssm.kernels._registration import operation
 from captum_ssm.kernels.convolution import (
@@ -155,7 +162,7 @@ def diagonal_scan(v: Tensor, coefficients: DiagonalCoefficients) -> Tensor:
 )
 def diagonal_scan_torch(v: Tensor, c: DiagonalCoefficients) -> Tensor:
     x = (causal_conv(v, c.conv) * c.right)[:, None]
-    return scaled(_recurrence(x, c.dt, c.A, c.B, c.C)[:, 0], c.left)
+    return scaled(outputs(x, c.dt, c.A, c.B, c.C)[:, 0], c.left)
 
 
 def _scan_backward(
@@ -228,100 +235,9 @@ def _rmatvec_backward(
 )
 def diagonal_rmatvec_torch(w: Tensor, c: DiagonalCoefficients, mean: bool = False) -> Tensor:
     w = w if w.dim() == 3 else w[..., None].expand_as(c.dt)
-    s = _reversed_recurrence(scaled(w, c.left)[:, None], c.dt, c.A, c.C, c.B)[:, 0]
+    s = reversed_outputs(scaled(w, c.left)[:, None], c.dt, c.A, c.C, c.B)[:, 0]
     u = causal_conv_transpose(s * c.right, c.conv)
     return u.mean(-1) if mean else u
-
-
-HUGE = 1e30  # stands for an infinite decay step: any A < 0 times this underflows
-
-
-def _decay(exponent: Tensor) -> Tensor:
-    """exp of non-positive numbers, kept above the denormals, which are ten times slower."""
-    return exponent.clamp(min=-700.0 if exponent.dtype == torch.float64 else -70.0).exp()
-
-
-def _steps(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, chunk: int) -> Iterator[Tensor]:
-    """The states h_t = exp(A dt_t) h_(t-1) + write_t x_t, of one token of every chunk at a time.
-
-    x is (B, R, L, D), with R inputs for the same coefficients; dt (B, L, D), write (B, L, G, N);
-    each state is (B, R, chunks, G, D/G, N). The chunks step in parallel: first from zero, for each
-    chunk's final state, then from the correct initial states.
-    """
-    groups = write.shape[2]
-    x = _cut(x, 2, chunk).unflatten(-1, (groups, -1))  # (B, R, chunks, chunk, G, D/G)
-    dt = _cut(dt.clamp(max=HUGE), 1, chunk).unflatten(-1, (groups, -1)).unsqueeze(1)
-    write = _cut(write, 1, chunk)[:, None, :, :, :, None]  # (B, 1, chunks, chunk, G, 1, N)
-    rate = A.unflatten(0, (groups, -1))
-    chunks = x.shape[2]
-
-    def step(h: Tensor | None, t: int) -> Tensor:
-        enter = x[:, :, :, t, ..., None] * write[:, :, :, t]
-        return enter if h is None else enter + _decay(dt[:, :, :, t, ..., None] * rate) * h
-
-    h = None
-    if chunks > 1:
-        last = None
-        for t in range(chunk):
-            last = step(last, t)
-        assert last is not None
-        across = _decay(dt.double().sum(3).to(dt.dtype)[..., None] * rate)
-        carried = [torch.zeros_like(last[:, :, 0])]
-        for c in range(chunks - 1):
-            carried.append(last[:, :, c] + across[:, :, c] * carried[-1])
-        h = torch.stack(carried, 2)
-    for t in range(chunk):
-        h = step(h, t)
-        yield h
-
-
-def _cut(x: Tensor, axis: int, chunk: int) -> Tensor:
-    """Cut the tokens into chunks, the last one padded with zeros."""
-    chunks = -(-x.shape[axis] // chunk)
-    pad = [0, 0] * (x.dim() - 1 - axis) + [0, chunks * chunk - x.shape[axis]]
-    return F.pad(x, pad).unflatten(axis, (chunks, chunk))
-
-
-def _chunk_length(length: int) -> int:
-    """About sqrt(L), a power of two."""
-    return 1 << max(0, (length - 1).bit_length() // 2)
-
-
-def _recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Tensor:
-    """y_t = read_t . h_t for the states of :func:`_steps`: (B, R, L, D)."""
-    length = x.shape[2]
-    chunk = _chunk_length(length)
-    read = _cut(read, 1, chunk)[:, None, :, :, :, None]  # (B, 1, chunks, chunk, G, 1, N)
-    steps = enumerate(_steps(x, dt, A, write, chunk))
-    outputs = [(h * read[:, :, :, t]).sum(-1) for t, h in steps]
-    y = torch.stack(outputs, 3).flatten(4)  # (B, R, chunks, chunk, D)
-    return y.flatten(2, 3)[:, :, :length]
-
-
-def states(x: Tensor, dt: Tensor, A: Tensor, write: Tensor) -> Tensor:
-    """All states of x (B, L, D): (B, L, G, D/G, N)."""
-    length = x.shape[1]
-    steps = _steps(x[:, None], dt, A, write, _chunk_length(length))
-    return torch.stack([h[:, 0] for h in steps], 2).flatten(1, 2)[:, :length]
-
-
-def _late(dt: Tensor) -> Tensor:
-    """The steps of a recurrence from the last token to the first: each the next token's."""
-    return F.pad(dt[:, 1:], (0, 0, 0, 1)).flip(1)
-
-
-def _reversed_recurrence(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Tensor:
-    """u_t = read_t . s_t with s_t = write_t x_t + exp(A dt_(t+1)) s_(t+1)."""
-    return _recurrence(x.flip(2), _late(dt), A, write.flip(1), read.flip(1)).flip(2)
-
-
-def reversed_states(x: Tensor, dt: Tensor, A: Tensor, write: Tensor) -> Tensor:
-    """All states of :func:`_reversed_recurrence`, for x (B, L, D)."""
-    return states(x.flip(1), _late(dt), A, write.flip(1)).flip(1)
-
-
-def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
-    return x if factor is None else x * factor
 
 
 def diagonal_mean(
@@ -452,7 +368,7 @@ def _panel(exponent: Tensor, rate: Tensor, coefficient: Tensor, factor: Tensor |
     exponent (float64) and factor are (..., D), rate (D, N), coefficient (..., G, N).
     """
     groups = coefficient.shape[-2]
-    x = _decay(exponent.to(rate.dtype).unsqueeze(-1) * rate).unflatten(-2, (groups, -1))
+    x = decay(exponent.to(rate.dtype).unsqueeze(-1) * rate).unflatten(-2, (groups, -1))
     x = x * coefficient.unsqueeze(-2)
     if factor is not None:
         x = x * factor.unflatten(-1, (groups, -1)).unsqueeze(-1)
@@ -512,7 +428,7 @@ def diagonal_rows_torch(index: Tensor, c: DiagonalCoefficients) -> Tensor:
     parts = []
     for at in index.split(together, 1):
         w = F.one_hot(at, length).to(c.dt.dtype).unsqueeze(-1)
-        s = _reversed_recurrence(w * one, c.dt, c.A, c.C, c.B)
+        s = reversed_outputs(w * one, c.dt, c.A, c.C, c.B)
         parts.append(causal_conv_transpose(s * c.right[:, None], c.conv).permute(0, 3, 1, 2))
     return torch.cat(parts, 2)
 

@@ -260,7 +260,7 @@ class TokenOperator(ABC):
 
 
 class AroundOperator(TokenOperator):
-    # Base of operators around another, with as many channels and maps.
+    # Base of operators around another; they have as many channels and maps, unless they say more.
     inner: TokenOperator
 
     @property
@@ -274,6 +274,19 @@ class AroundOperator(TokenOperator):
     @property
     def is_causal(self) -> bool:
         return self.inner.is_causal
+
+
+class PartsOperator(TokenOperator):
+    # Base of operators put together from others.
+    parts: tuple[TokenOperator, ...]
+
+    @property
+    def reference(self) -> Tensor:
+        return self.parts[0].reference
+
+    @property
+    def is_causal(self) -> bool:
+        return all(part.is_causal for part in self.parts)
 
 
 def check_rmatvec(reduction: str | None) -> bool:

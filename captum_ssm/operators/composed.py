@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.kernels.convolution import causal_conv_transpose
-from captum_ssm.operators._base import AroundOperator, TokenOperator, check_rmatvec
+from captum_ssm.operators._base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
     depthwise_conv,
@@ -95,7 +95,7 @@ class SkipOperator(TokenOperator):
 
 
 @dataclass(frozen=True)
-class SumOperator(TokenOperator):
+class SumOperator(PartsOperator):
     """The sum of operators with as many maps each, as the two directions of a bidirectional mixer.
 
     Args:
@@ -113,14 +113,6 @@ class SumOperator(TokenOperator):
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         return self.parts[0].sizes
-
-    @property
-    def reference(self) -> Tensor:
-        return self.parts[0].reference
-
-    @property
-    def is_causal(self) -> bool:
-        return all(part.is_causal for part in self.parts)
 
     def matvec(self, v: Tensor) -> Tensor:
         return sum_of([part.matvec(v) for part in self.parts])

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators._base import PartsOperator, TokenOperator, check_rmatvec
 
 
 @dataclass(frozen=True)
-class PlacedOperator(TokenOperator):
+class PlacedOperator(PartsOperator):
     """Operators over sequences of their own lengths, each at its tokens of one batch.
 
     All other entries are zero: tokens of no sequence, and between sequences.
@@ -40,14 +40,6 @@ class PlacedOperator(TokenOperator):
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         return *self.shape, self.parts[0].channels, self.parts[0].maps
-
-    @property
-    def reference(self) -> Tensor:
-        return self.parts[0].reference
-
-    @property
-    def is_causal(self) -> bool:
-        return all(part.is_causal for part in self.parts)
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._placed(v, lambda part, x: part.matvec(x))

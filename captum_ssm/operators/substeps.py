@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators._base import AroundOperator, TokenOperator, check_rmatvec
 
 
 @dataclass(frozen=True)
-class SubstepOperator(TokenOperator):
+class SubstepOperator(AroundOperator):
     r"""Several steps per token, read after the last: one map for each step and map of ``inner``.
 
     What the mixer returns is the sum over the steps of its channels: token i reads
@@ -38,14 +38,6 @@ class SubstepOperator(TokenOperator):
     def sizes(self) -> tuple[int, int, int, int]:
         B, L, D, M = self.inner.sizes
         return B, L // self.steps, D * self.steps, M * self.steps
-
-    @property
-    def reference(self) -> Tensor:
-        return self.inner.reference
-
-    @property
-    def is_causal(self) -> bool:
-        return self.inner.is_causal
 
     def matvec(self, v: Tensor) -> Tensor:
         parts = v.chunk(self.steps, -1)
