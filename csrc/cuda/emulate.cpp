@@ -132,8 +132,9 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, const Arguments&... argu
   launch(kernel, grid, threads, __VA_ARGS__)
 #define CAPTUM_SSM_EMULATED
 
-#include "gradient.cuh"
+#include "diagonal_gradient.cuh"
 #include "linear_attention.cuh"
+#include "linear_attention_gradient.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
 #include "rows.cuh"
@@ -415,6 +416,65 @@ void check_heads(int64_t batch, int64_t L, int64_t H, int64_t N, int64_t P, bool
             transposed[((b * L + j) * H + h) * P + p] +=
                 matrix[((b * H + h) * L + t) * L + j] * w[((b * L + t) * H + h) * P + p];
   compare("heads^T", sizes, backward, transposed);
+
+  // The gradients of w . y, token by token from the last one, with the states of all of them.
+  auto zeros = [](size_t size) { return std::vector<double>(size, 0); };
+  auto of_v = zeros(v.size()), of_q = zeros(q.size()), of_k = of_q, of_e = of_q, of_r = of_q;
+  auto of_a = zeros(a.size()), of_u = zeros(u.size());
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < H; ++h)
+      for (int64_t p = 0; p < P; ++p) {
+        std::vector<std::vector<double>> s(L + 1, zeros(N)), decayed(L, zeros(N));
+        std::vector<double> found(L, 0), of_s(N, 0);
+        auto token = [&](int64_t t) { return (b * L + t) * H + h; };
+        auto step = [&](int64_t t, int64_t n) { return token(t) * A + (per_key ? n : 0); };
+        for (int64_t t = 0; t < L; ++t) {
+          const int64_t at = token(t);
+          for (int64_t n = 0; n < N; ++n) {
+            decayed[t][n] = s[t][n] * std::exp(double(a[step(t, n)]));
+            found[t] += delta ? r[at * N + n] * decayed[t][n] : 0;
+          }
+          for (int64_t n = 0; n < N; ++n)
+            s[t + 1][n] = decayed[t][n] - (delta ? e[at * N + n] * found[t] : 0) +
+                          double(k[at * N + n]) * v[at * P + p];
+        }
+        for (int64_t t = L - 1; t >= 0; --t) {
+          const int64_t at = token(t);
+          const double g = w[at * P + p], x = v[at * P + p];
+          double z = 0;
+          for (int64_t n = 0; n < N; ++n) {
+            if (!bonus) of_s[n] += q[at * N + n] * g;
+            of_q[at * N + n] += g * s[bonus ? t : t + 1][n];
+            of_k[at * N + n] += of_s[n] * x;
+            of_v[at * P + p] += of_s[n] * k[at * N + n];
+            of_e[at * N + n] -= of_s[n] * found[t];
+            z -= of_s[n] * e[at * N + n];
+          }
+          for (int64_t n = 0; n < N; ++n) {
+            if (delta) of_s[n] += z * r[at * N + n];
+            of_r[at * N + n] += z * decayed[t][n];
+            if (std::isfinite(a[step(t, n)])) of_a[step(t, n)] += of_s[n] * decayed[t][n];
+            of_s[n] *= std::exp(double(a[step(t, n)]));
+            if (bonus) of_s[n] += q[at * N + n] * g;
+          }
+          of_u[at] += g * x;
+          if (bonus) of_v[at * P + p] += u[at] * g;
+        }
+      }
+  std::vector<T> g_v(v.size()), g_q(q.size()), g_k(q.size()), g_e(q.size()), g_r(q.size());
+  std::vector<T> g_a(a.size()), g_u(u.size());
+  HeadsGradient<T> of_all{heads,      P,          of(v, P),   of(w, P),   g_v.data(), g_q.data(),
+                          g_k.data(), g_a.data(), g_e.data(), g_r.data(), g_u.data(), nullptr};
+  std::vector<T> checkpoints(of_all.states(), T(NAN));
+  of_all.checkpoints = checkpoints.data();
+  gradient(of_all, nullptr);
+  compare("of v", sizes, g_v, of_v);
+  compare("of q", sizes, g_q, of_q);
+  compare("of k", sizes, g_k, of_k);
+  if (L > 1) compare("of a", sizes, g_a, of_a);
+  if (delta && L > 1) compare("of e", sizes, g_e, of_e);
+  if (delta && L > 1) compare("of r", sizes, g_r, of_r);
+  if (bonus) compare("of u", sizes, g_u, of_u);
 
   std::vector<int64_t> index;
   for (int64_t b = 0; b < batch; ++b)

@@ -13,8 +13,9 @@
 #include <vector>
 
 #include "../arguments.h"
-#include "gradient.cuh"
+#include "diagonal_gradient.cuh"
 #include "linear_attention.cuh"
+#include "linear_attention_gradient.cuh"
 #include "matrix.cuh"
 #include "recurrence.cuh"
 #include "rows.cuh"
@@ -73,7 +74,9 @@ Tensor diagonal_scan(const Tensor& v, const Tensor& dt, const Tensor& right, con
   return recurrence(a, false, whole(v, dt, 3), false);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> diagonal_scan_backward(
+using SevenTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+SevenTensors diagonal_scan_backward(
     const Tensor& grad, const Tensor& v, const Tensor& dt, const Tensor& right, const Tensor& A,
     const Tensor& B, const Tensor& C, const std::optional<Tensor>& left, std::vector<bool> wanted) {
   const DiagonalArguments a(dt, right, A, B, C, left, std::nullopt);
@@ -193,6 +196,35 @@ Tensor linear_attention_scan(const Tensor& v, const Tensor& query, const Tensor&
   return run(HeadArguments(query, key, log_decay, erase, probe, bonus), false, v);
 }
 
+SevenTensors linear_attention_scan_backward(
+    const Tensor& grad, const Tensor& v, const Tensor& query, const Tensor& key,
+    const Tensor& log_decay, const std::optional<Tensor>& erase, const std::optional<Tensor>& probe,
+    const std::optional<Tensor>& bonus, std::vector<bool> wanted) {
+  const HeadArguments a(query, key, log_decay, erase, probe, bonus);
+  torch::stable::accelerator::DeviceGuard guard(a.query.get_device_index());
+  const Tensor in = a.values(v, false), output = a.values(grad, false);
+  STD_TORCH_CHECK(output.size(3) == in.size(3), "captum_ssm: grad must have the shape of v");
+  Gradients make(a.query, wanted);
+  Tensor of_v = make.next(v, true), of_query = make.next(query, true);
+  Tensor of_key = make.next(key, true), of_log_decay = make.next(log_decay, true);
+  Tensor of_erase = make.next(erase, true), of_probe = make.next(probe, true);
+  Tensor of_bonus = make.next(bonus, true);
+  if (in.numel() > 0)
+    dispatch(a.query, [&](auto zero) {
+      using T = decltype(zero);
+      gpu::HeadsGradient<T> r{heads<T>(a),           in.size(3),
+                              rows_of<T>(in),        rows_of<T>(output),
+                              if_wanted<T>(of_v),    if_wanted<T>(of_query),
+                              if_wanted<T>(of_key),  if_wanted<T>(of_log_decay),
+                              if_wanted<T>(of_erase), if_wanted<T>(of_probe),
+                              if_wanted<T>(of_bonus), nullptr};
+      const Tensor checkpoints = torch::stable::new_empty(a.query, {r.states()});
+      r.checkpoints = checkpoints.mutable_data_ptr<T>();
+      STD_CUDA_CHECK(gpu::gradient<T>(r, stream_of(a.query)));
+    });
+  return {of_v, of_query, of_key, of_log_decay, of_erase, of_probe, of_bonus};
+}
+
 Tensor linear_attention_rmatvec(const Tensor& w, const Tensor& query, const Tensor& key,
                                 const Tensor& log_decay, const std::optional<Tensor>& erase,
                                 const std::optional<Tensor>& probe,
@@ -262,6 +294,8 @@ STABLE_TORCH_LIBRARY_IMPL(captum_ssm, CUDA, m) {
   m.impl("diagonal_mean", TORCH_BOX(&captum_ssm::diagonal_mean));
   m.impl("diagonal_rows", TORCH_BOX(&captum_ssm::diagonal_rows));
   m.impl("linear_attention_scan", TORCH_BOX(&captum_ssm::linear_attention_scan));
+  m.impl("linear_attention_scan_backward",
+         TORCH_BOX(&captum_ssm::linear_attention_scan_backward));
   m.impl("linear_attention_rmatvec", TORCH_BOX(&captum_ssm::linear_attention_rmatvec));
   m.impl("linear_attention_rows", TORCH_BOX(&captum_ssm::linear_attention_rows));
   m.impl("linear_attention_mean", TORCH_BOX(&captum_ssm::linear_attention_mean));
