@@ -119,6 +119,7 @@ ORDER = (
     ),
     *("_capture.embedded", "_capture.linears"),
     *(
+        "_capture.tracing",
         "_capture.recording",
         "_capture.remote",
         "_capture.target",

@@ -1,11 +1,11 @@
 """Running the user's model: one way down, a concern per file.
 
 :mod:`model` (what counts as a model) < :mod:`request` (its input and arguments) < :mod:`wiring`
-(how its mixers hang together) < :mod:`measure` (found on the graph of a run) < :mod:`recording`
-(one run under nnsight) and :mod:`remote` (the same on a server) < :mod:`discovery` (mixers that no
-adapter knows), :mod:`target` (the query and the score) and :mod:`checking` (does a frozen mixer
-compute what the mixer did) < :mod:`substitution` (frozen mixers that stand in for a model's own)
-< :mod:`frozen`.
+(how its mixers hang together) < :mod:`measure` (found on the graph of a run) < :mod:`tracing` (a
+model under nnsight) < :mod:`recording` (one run of it) and :mod:`remote` (the same on a server) <
+:mod:`discovery` (mixers that no adapter knows), :mod:`target` (the query and the score) and
+:mod:`checking` (does a frozen mixer compute what the mixer did) < :mod:`substitution` (frozen
+mixers that stand in for a model's own) < :mod:`frozen`.
 """
 
 from captum_ssm._capture.frozen import (

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from captum_ssm._capture.recording import unchanged
 from captum_ssm._capture.request import Request
+from captum_ssm._capture.tracing import unchanged
 from captum_ssm.mixers import find_mixers
 from captum_ssm.mixers._registry import remember
 from captum_ssm.mixers.discovery import discover

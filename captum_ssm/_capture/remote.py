@@ -19,15 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from captum_ssm._capture.model import unwrap
-from captum_ssm._capture.recording import (
-    ONE_RUN,
-    Recording,
-    find_envoys,
-    gradients_at,
-    instrumented,
-    split_calls,
-)
+from captum_ssm._capture.recording import Recording, gradients_at, split_calls
 from captum_ssm._capture.request import Remote, Request
+from captum_ssm._capture.tracing import ONE_RUN, find_envoys, instrumented
 from captum_ssm._capture.wiring import Wiring, of_reads, sequence
 from captum_ssm.mixers import MixerCall
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._capture.recording import is_norm
+from captum_ssm._rules import is_norm
 
 
 class Lens:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
-from captum_ssm._capture.recording import check_finite, is_norm, require_graph
+from captum_ssm._capture.recording import check_finite, require_graph
 from captum_ssm._capture.substitution import with_output
 from captum_ssm._capture.wiring import INPUT, Wiring
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import tensors_in
-from captum_ssm._rules import ruled
+from captum_ssm._rules import is_norm, ruled
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._norms import first_input

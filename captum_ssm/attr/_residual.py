@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture import FrozenLayer, FrozenModel
-from captum_ssm._capture.recording import is_norm
+from captum_ssm._rules import is_norm
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.mixers import MixerCall, find_mixers
 

@@ -16,11 +16,10 @@ from captum_ssm._capture.checking import Rebuilt
 from captum_ssm._capture.discovery import find_unknown_mixers, is_searched, warn_of_unknown
 from captum_ssm._capture.embedded import entries_of, is_view
 from captum_ssm._capture.model import input_embeddings
-from captum_ssm._capture.recording import is_norm
 from captum_ssm._errors import InputError
 from captum_ssm._memory import limited_graph, memory_limit
 from captum_ssm._nested import tensors_in
-from captum_ssm._rules import ruled
+from captum_ssm._rules import is_norm, ruled
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.attr._relevance import relevance_at

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from captum_ssm._capture import resolve_model, unwrap
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
-from captum_ssm._capture.recording import IS_RECORDED, ONE_RUN
 from captum_ssm._capture.substitution import without_autocast
+from captum_ssm._capture.tracing import IS_RECORDED, ONE_RUN
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached
