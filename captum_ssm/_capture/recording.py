@@ -29,6 +29,7 @@ from captum_ssm._capture.measure import measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, is_wrapped, unwrap
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.wiring import Wiring
+from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
@@ -602,7 +603,8 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
                 _make_other_threads_wait(module)
         token = IS_RECORDED.set(True)
         try:
-            yield root
+            with reloaded_in_backward(unwrap(model)):
+                yield root
         finally:
             IS_RECORDED.reset(token)
 
