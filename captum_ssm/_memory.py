@@ -83,7 +83,7 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
     def keep(tensor: torch.Tensor, save: Save) -> Callable[[], torch.Tensor]:
         if _storage(tensor) in own:
             return save(tensor)
-        kept = Kept(tensor, save(tensor))
+        kept = Kept(tensor.detach(), save(tensor))
         if total > limit:
             raise MemoryLimitError(
                 f"{what} keeps what every layer computes, which is more than memory_limit="

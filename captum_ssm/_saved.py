@@ -40,6 +40,8 @@ def saving(keep: Callable[[Tensor, Save], Callable[[], Tensor]]) -> Iterator[Non
 
 
 def _itself(x: Tensor) -> Callable[[], Tensor]:
+    # The tensor itself would hold its graph, which would then hold itself.
+    x = x.detach()
     version = x._version
 
     def restore() -> Tensor:

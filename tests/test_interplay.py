@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, TRANSFORMERS_4, build
-from methods import METHODS, each_method
-from models import embed, ids
+from methods import METHODS, assert_close, each_method
+from models import embed, ids, tiny
 from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from captum_ssm import MambaLRP, MambaRollout, RawAttention, ReconstructionError, hidden_attention
@@ -65,6 +68,78 @@ def test_offloaded_weights_are_loaded_where_they_are_read(kind, family, method, 
     torch.testing.assert_close(found, expected(family, method))
     assert [name for name, p in model.named_parameters() if p.is_meta] == before
     torch.testing.assert_close(model(TOKENS).logits, build(family)(TOKENS).logits)
+
+
+def block_of(path: str) -> str | None:
+    """The path of the block that a weight belongs to: up to its first number."""
+    parts = path.split(".")
+    return next((".".join(parts[: i + 1]) for i, p in enumerate(parts) if p.isdigit()), None)
+
+
+@pytest.fixture
+def blocks_alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """At each load from disk, the number of blocks any of whose weights exist."""
+    offload = pytest.importorskip("accelerate.utils.offload")
+    load, weights, counts = offload.load_offloaded_weight, [], []
+
+    def counted(file: str, info: Any) -> Tensor:
+        weight = load(file, info)
+        weights.append((block_of(Path(file).name), StorageWeakRef(weight.untyped_storage())))
+        weights[:] = [one for one in weights if not one[1].expired()]
+        counts.append(len({block for block, _ in weights if block is not None}))
+        return weight
+
+    monkeypatch.setattr(offload, "load_offloaded_weight", counted)
+    return counts
+
+
+@each_method
+@pytest.mark.parametrize(("family", "preloaded"), [("mamba", "MambaBlock"), ("jamba", None)])
+@pytest.mark.filterwarnings("ignore")
+def test_no_more_than_two_blocks_are_in_memory(
+    family, preloaded, method, blocks_alive, only_references, tmp_path
+):
+    model = tiny(family, layers=4).requires_grad_(False)
+    truth = method(model).attribute(TOKENS, target=5)
+    model.requires_grad_(True)
+    classes = None if preloaded is None else [preloaded]
+    accelerate().disk_offload(
+        model, str(tmp_path), execution_device="cpu", preload_module_classes=classes
+    )
+    assert_close(method(model).attribute(TOKENS, target=5), truth, 1e-6)
+    assert max(blocks_alive) <= 2
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.fixture
+def only_references() -> Iterator[None]:
+    """What nothing refers to is gone, without the garbage collector's help."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("method", [MambaRollout, MambaLRP])
+@pytest.mark.parametrize("fails", ["the model", "the target"])
+def test_an_offloaded_model_is_left_as_it_was(method, fails, tmp_path):
+    model, target = tiny("jamba", layers=2), 5
+    frozen = model.get_output_embeddings().weight.requires_grad_(False)
+    accelerate().disk_offload(model, str(tmp_path), execution_device="cpu")
+    if fails == "the target":
+        target = 10**6
+    else:
+        model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+    hooks = [module.__dict__.get("_hf_hook") for module in model.modules()]
+    if fails == "the target" and method is MambaRollout:
+        method(model).attribute(TOKENS)  # it needs none
+    else:
+        with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
+            method(model).attribute(TOKENS, target=target)
+    assert [module.__dict__.get("_hf_hook") for module in model.modules()] == hooks
+    for name, p in model.named_parameters():
+        assert p.is_meta
+        assert p.requires_grad == (name != "lm_head.weight"), name
+    assert not frozen.requires_grad
 
 
 @pytest.mark.parametrize("family", FAMILIES)
