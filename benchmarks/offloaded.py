@@ -1,12 +1,12 @@
-"""A model whose weights lie on disk: time and peak memory of each method, beside the model in memory.
+"""Time and peak memory of each method, of a model in memory and offloaded to disk.
 
-Eight layers of random weights, about 26 MB (Mamba) or 39 MB (Jamba: one of four layers attention,
-an MLP in each) per layer in float32, offloaded by accelerate's `disk_offload`. The model in memory
-and the offloaded one run in processes of their own. The peak is what the resident set grows by over
-that of a process without the model, with what the allocator keeps; times are the processor's, with
-the files in the page cache. The script checks that both sides give the same relevance.
+Eight layers of random weights in float32: Mamba, 26 MB per layer, and Jamba, which has an MLP in
+each layer and attention in one of four. They are offloaded by accelerate's `disk_offload`. Each
+side runs in a process of its own. The peak is what the resident set grows by over that of a process
+without the model, pages of the weights' files included; times are the processor's, with the files
+in the page cache. The script checks that both sides give the same relevance.
 
-    python benchmarks/offloaded.py      # a minute and a half
+    python benchmarks/offloaded.py      # two minutes
 """
 
 from __future__ import annotations
