@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from captum_ssm._nested import map_tensors
+from captum_ssm._saved import Save, saving
 
 V = TypeVar("V")
+
+
+# By module, the one whose hook loads its weights, as seen in the model's last run: a hook may load
+# those of all modules inside.
+_LOADERS: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether weights of ``module`` were loaded for the model's last run only."""
+    return any(part in _LOADERS for part in module.modules())
 
 
 @contextmanager
@@ -20,12 +31,101 @@ def weights_loaded(module: nn.Module) -> Iterator[None]:
     """Have the weights of ``module`` at hand where accelerate offloads them between calls."""
     with ExitStack() as stack:
         for part in module.modules():
-            hook = getattr(part, "_hf_hook", None)
-            weights = chain(part.parameters(), part.buffers())
-            if hook is not None and any(t.is_meta for t in weights):
-                hook.pre_forward(part)
-                stack.callback(hook.post_forward, part, None)
+            loader = _LOADERS[part]() if part in _LOADERS else part
+            hook = getattr(loader, "_hf_hook", None)
+            if hook is not None and any(value.is_meta for value in _weights(part).values()):
+                hook.pre_forward(loader)
+                stack.callback(hook.post_forward, loader, None)
         yield
+
+
+@contextmanager
+def reloaded_in_backward(model: nn.Module) -> Iterator[None]:
+    """Run a model such that no graph keeps the weights that accelerate loads for each call.
+
+    Its backward pass loads them again. What this changes in the modules' attributes is left to the
+    caller to undo.
+    """
+    away = {m: [n for n, w in _weights(m).items() if w.is_meta] for m in model.modules()}
+    away = {module: names for module, names in away.items() if names}
+    hooked = [m for m in model.modules() if "_hf_hook" in m.__dict__]
+    for module in model.modules():
+        _LOADERS.pop(module, None)
+    if not (away and hooked):
+        yield
+        return
+    loaded = _Loaded(away)
+    for module in hooked:
+        module.__dict__["_hf_hook"] = _WatchedHook(module, loaded)
+    # The node of a graph that a gradient of a parameter would be added by keeps the parameter.
+    trained = [p for p in model.parameters() if p.is_meta and p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        with saving(loaded.keep):
+            yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+class _Loaded:
+    # The weights that were loaded, by their memory. Away are those that may be, by module.
+    def __init__(self, away: Mapping[nn.Module, Sequence[str]]) -> None:
+        self.away = away
+        self.known: dict[tuple[torch.device, int], tuple[ref[Tensor], nn.Module, str]] = {}
+
+    def note(self, part: nn.Module, loader: nn.Module) -> None:
+        weights = _weights(part)
+        for name in self.away[part]:
+            if not weights[name].is_meta:
+                _LOADERS.setdefault(part, ref(loader))
+                self.known[_memory(weights[name])] = ref(weights[name]), part, name
+
+    def keep(self, x: Tensor, save: Save) -> Callable[[], Tensor]:
+        if _memory(x) not in self.known:
+            return save(x)
+        held, part, name = self.known[_memory(x)]
+        weight = held()
+        # Memory that was released may have been given to something else since.
+        if weight is None or weight.dtype != x.dtype:
+            return save(x)
+        size, stride = x.size(), x.stride()
+        offset = x.storage_offset() - weight.storage_offset()
+
+        def load() -> Tensor:
+            with weights_loaded(part):
+                again = _weights(part)[name].detach()
+            return again.as_strided(size, stride, again.storage_offset() + offset)
+
+        return load
+
+
+class _WatchedHook:
+    # A module's hook, which also notes what it loaded.
+    def __init__(self, module: nn.Module, loaded: _Loaded) -> None:
+        self._own: Any = module._hf_hook
+        self._loaded = loaded
+        self._inside = [part for part in module.modules() if part in loaded.away]
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = self._own.pre_forward(module, *args, **kwargs)
+        for part in self._inside:
+            self._loaded.note(part, module)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    # Its own, not those of the modules inside.
+    own = {**module._parameters, **module._buffers}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def _memory(x: Tensor) -> tuple[torch.device, int]:
+    return x.device, x.untyped_storage().data_ptr()
 
 
 def moved(value: V, device: torch.device) -> V:

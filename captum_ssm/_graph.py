@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from captum_ssm._saved import Save, saving
+
 Result = TypeVar("Result")
 
 # Operations whose inputs are multiplied.
@@ -112,10 +114,10 @@ def past_writes(run: Callable[[], Result]) -> Result:
         if "inplace operation" not in str(error):
             raise
 
-    def copied(x: Tensor) -> Tensor:
-        return x if isinstance(x, torch.nn.Parameter) else x.detach().clone()
+    def copied(x: Tensor, save: Save) -> Callable[[], Tensor]:
+        return save(x if isinstance(x, torch.nn.Parameter) else x.detach().clone())
 
-    with torch.autograd.graph.saved_tensors_hooks(copied, lambda x: x):
+    with saving(copied):
         return run()
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+
+from captum_ssm._saved import Save, saving
 
 _LIMIT: ContextVar[int | None] = ContextVar("captum_ssm_memory_limit", default=None)
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -64,21 +66,24 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
 
     class Kept:
         # Stands in the graph for a tensor, and is counted for as long as it is there.
-        def __init__(self, tensor: torch.Tensor) -> None:
+        def __init__(self, tensor: torch.Tensor, restore: Callable[[], torch.Tensor]) -> None:
             nonlocal total
-            self.tensor, self.storage = tensor, _storage(tensor)
+            self.tensor, self.restore, self.storage = tensor, restore, _storage(tensor)
             total += 0 if saved[self.storage] else tensor.untyped_storage().nbytes()
             saved[self.storage] += 1
+
+        def __call__(self) -> torch.Tensor:
+            return self.restore()
 
         def __del__(self) -> None:
             nonlocal total
             saved[self.storage] -= 1
             total -= 0 if saved[self.storage] else self.tensor.untyped_storage().nbytes()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | Kept:
+    def keep(tensor: torch.Tensor, save: Save) -> Callable[[], torch.Tensor]:
         if _storage(tensor) in own:
-            return tensor
-        kept = Kept(tensor)
+            return save(tensor)
+        kept = Kept(tensor.detach(), save(tensor))
         if total > limit:
             raise MemoryLimitError(
                 f"{what} keeps what every layer computes, which is more than memory_limit="
@@ -87,10 +92,7 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
             )
         return kept
 
-    def unpack(kept: torch.Tensor | Kept) -> torch.Tensor:
-        return kept.tensor if isinstance(kept, Kept) else kept
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with saving(keep):
         yield
 
 

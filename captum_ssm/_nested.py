@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,18 +28,25 @@ def map_tensors(
         on_callables (Callable, optional): what takes the place of a function. Default: itself
     """
 
-    def one(leaf: Any) -> Any:
-        if torch.is_tensor(leaf):
-            return function(leaf)
-        if isinstance(leaf, (torch.nn.Module, type)):
-            return leaf
-        if is_dataclass(leaf):
-            parts = {f.name: getattr(leaf, f.name) for f in fields(leaf)}
-            parts = {name: tree_map(one, part) for name, part in parts.items()}
-            return replace(leaf, **parts)  # type: ignore[type-var]
-        return on_callables(leaf) if callable(leaf) else leaf
+    return tree_map(partial(_mapped, function, on_callables), value)
 
-    return tree_map(one, value)
+
+# No function inside of the one above: one that calls itself would keep the tensors that it holds
+# until garbage is collected.
+def _mapped(
+    function: Callable[[Tensor], Any],
+    on_callables: Callable[[Callable[..., Any]], Any],
+    leaf: Any,
+) -> Any:
+    if torch.is_tensor(leaf):
+        return function(leaf)
+    if isinstance(leaf, (torch.nn.Module, type)):
+        return leaf
+    if is_dataclass(leaf):
+        parts = {f.name: getattr(leaf, f.name) for f in fields(leaf)}
+        parts = {name: map_tensors(function, part, on_callables) for name, part in parts.items()}
+        return replace(leaf, **parts)  # type: ignore[type-var]
+    return on_callables(leaf) if callable(leaf) else leaf
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

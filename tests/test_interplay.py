@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, TRANSFORMERS_4, build
-from methods import METHODS, each_method
-from models import embed, ids
-from test_leaves_no_trace import assert_unchanged, fingerprint
+from methods import METHODS, assert_close, each_method
+from models import embed, ids, tiny
+from test_leaves_no_trace import assert_unchanged, fingerprint, tensors_alive
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from captum_ssm import MambaLRP, MambaRollout, RawAttention, ReconstructionError, hidden_attention
+from captum_ssm import (
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    ReconstructionError,
+    hidden_attention,
+)
 from captum_ssm._capture import FrozenLayer, Request, freeze
 from captum_ssm._devices import moved
 from captum_ssm._nested import map_tensors
@@ -65,6 +77,87 @@ def test_offloaded_weights_are_loaded_where_they_are_read(kind, family, method, 
     torch.testing.assert_close(found, expected(family, method))
     assert [name for name, p in model.named_parameters() if p.is_meta] == before
     torch.testing.assert_close(model(TOKENS).logits, build(family)(TOKENS).logits)
+
+
+def block_of(path: str) -> str | None:
+    """The path of the block that a weight belongs to: up to its first number."""
+    parts = path.split(".")
+    return next((".".join(parts[: i + 1]) for i, p in enumerate(parts) if p.isdigit()), None)
+
+
+@pytest.fixture
+def blocks_alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """At each load from disk, the number of blocks any of whose weights exist."""
+    offload = pytest.importorskip("accelerate.utils.offload")
+    load, weights, counts = offload.load_offloaded_weight, [], []
+
+    def counted(file: str, info: Any) -> Tensor:
+        weight = load(file, info)
+        weights.append((block_of(Path(file).name), StorageWeakRef(weight.untyped_storage())))
+        weights[:] = [one for one in weights if not one[1].expired()]
+        counts.append(len({block for block, _ in weights if block is not None}))
+        return weight
+
+    monkeypatch.setattr(offload, "load_offloaded_weight", counted)
+    return counts
+
+
+@pytest.fixture
+def only_references() -> Iterator[None]:
+    """What nothing refers to is gone, without the garbage collector's help."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+LOADED_AT_ONCE = [pytest.param(method, ["MambaBlock"]) for method in (LaTIM, MambaLRP)]
+
+
+@pytest.mark.parametrize(
+    ("method", "at_once"), [*((method, None) for method in METHODS), *LOADED_AT_ONCE]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_no_more_than_two_blocks_are_in_memory(
+    method, at_once, blocks_alive, only_references, tmp_path
+):
+    model = tiny("jamba" if at_once is None else "mamba", layers=3).requires_grad_(False)
+    truth = method(model).attribute(TOKENS, target=5)
+    accelerate().disk_offload(
+        model.requires_grad_(True),
+        str(tmp_path),
+        execution_device="cpu",
+        preload_module_classes=at_once,
+    )
+    assert_close(method(model).attribute(TOKENS, target=5), truth, 1e-6)
+    assert max(blocks_alive) <= 2
+
+
+@pytest.mark.parametrize("method", [MambaAttribution, MambaLRP])
+@pytest.mark.parametrize("fails", [None, "the model", "the target"])
+def test_an_offloaded_model_is_left_as_it_was(method, fails, tmp_path):
+    model = tiny("jamba", layers=2)
+    model.get_output_embeddings().weight.requires_grad_(False)
+    accelerate().disk_offload(model, str(tmp_path), execution_device="cpu")
+    if fails == "the model":
+        model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+    hooks = [module.__dict__.get("_hf_hook") for module in model.modules()]
+    failure = pytest.raises((AssertionError, ZeroDivisionError)) if fails else nullcontext()
+    with failure:
+        method(model).attribute(TOKENS, target=10**6 if fails == "the target" else 5)
+    assert [module.__dict__.get("_hf_hook") for module in model.modules()] == hooks
+    for name, p in model.named_parameters():
+        assert p.is_meta
+        assert p.requires_grad == (name != "lm_head.weight"), name
+
+
+def test_what_a_graph_saves_is_released(tmp_path):
+    model = tiny("jamba", layers=2)
+    accelerate().disk_offload(model, str(tmp_path), execution_device="cpu")
+    method, alive = MambaLRP(model, memory_limit=1 << 30), []
+    for _ in range(3):
+        method.attribute(TOKENS, target=5)
+        alive.append(tensors_alive())
+    assert alive[1] == alive[2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -191,6 +191,29 @@ def test_estimates_are_within_a_factor_of_two_of_the_resident_set(
         assert real[request] / 2 < found.total_bytes < 2 * real[request], request
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["mamba", "jamba"])
+def test_an_offloaded_model_takes_two_blocks_and_activations(kind: str) -> None:
+    pytest.importorskip("accelerate")
+
+    def measured(side: str) -> list[dict[str, float]]:
+        run = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / "offloaded.py"), "--one", kind, side],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)},
+        )
+        assert run.returncode == 0, run.stderr
+        return json.loads(run.stdout.splitlines()[-1])
+
+    for here, away in zip(measured("in memory"), measured("offloaded"), strict=True):
+        allowed = here["peak_MiB"] - here["weights_MiB"] + 2 * here["block_MiB"]
+        assert away["peak_MiB"] <= allowed, here["method"]
+        torch.testing.assert_close(torch.tensor(away["found"]), torch.tensor(here["found"]))
+
+
 def test_an_estimate_leaves_the_model_as_it_was(ids: torch.Tensor) -> None:
     model = build("mamba")
     before = fingerprint(model)

@@ -134,3 +134,28 @@ def test_writing_into_what_the_gradient_needs(method: type[TokenAttribution]) ->
         writes(x.requires_grad_()).sum().backward()
     expected = method(plain).attribute(x.detach(), target=1)
     assert_close(method(writes).attribute(x.detach(), target=1), expected)
+
+
+class WritesAfter(nn.Module):
+    """A classifier of series with a product, one of whose factors is changed after it, or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.first, self.second, self.body = nn.Linear(3, 6), nn.Linear(3, 6), Body()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        product = first * self.second(x)
+        if self.in_place:
+            first += 3
+        else:
+            first = first + 3
+        return self.body(product + first)
+
+
+def test_a_memory_limit_does_not_hide_what_is_written() -> None:
+    plain, writes = (randomize(WritesAfter(in_place)).eval() for in_place in (False, True))
+    x = torch.randn(2, 8, 3)
+    expected = MambaLRP(plain).attribute(x, target=1)
+    assert_close(MambaLRP(writes, memory_limit=1 << 30).attribute(x, target=1), expected)

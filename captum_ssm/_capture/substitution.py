@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from captum_ssm._capture.checking import Deviation, Rebuilt
 from captum_ssm._capture.recording import check_finite
-from captum_ssm._devices import weights_loaded
+from captum_ssm._devices import is_offloaded, weights_loaded
 from captum_ssm._nested import detached, map_tensors
 from captum_ssm._progress import Bar
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -20,8 +20,8 @@ from captum_ssm.mixers._call import LinearCalls
 from captum_ssm.mixers.discovery import MeasuredAdapter
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
 
-# The graphs of frozen mixers are kept up to so many bytes. Later ones are made anew in the
-# backward pass, one at a time.
+# The graphs of frozen mixers are kept up to so many bytes. Later ones, and those of mixers whose
+# weights are offloaded, are made anew in the backward pass, one at a time.
 KEPT = 4 << 30
 # The graph of a mixer in bytes, in those of its output in its working dtype: an S6 mixer keeps
 # about eleven tensors of twice the width.
@@ -141,6 +141,9 @@ class Substitution:
         return None
 
     def _keeps(self, call: MixerCall) -> bool:
+        # A graph of a frozen mixer may keep its weights in another dtype.
+        if is_offloaded(call.module):
+            return False
         self.kept_bytes -= _OUTPUTS * call.output.numel() * call.dtype.itemsize
         return self.kept_bytes >= 0
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from captum_ssm._capture.model import is_wrapped, unwrap
+from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
 from captum_ssm.mixers._named import nearest_misses
@@ -52,7 +53,8 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
                 _make_other_threads_wait(module)
         token = IS_RECORDED.set(True)
         try:
-            yield root
+            with reloaded_in_backward(unwrap(model)):
+                yield root
         finally:
             IS_RECORDED.reset(token)
 

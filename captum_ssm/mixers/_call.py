@@ -99,7 +99,7 @@ class MixerCall:
                 x = x.to(weight.device)
             if not is_plain(layer):  # its weight may be that of a layer inside of it
                 return layer(x.to(self.output.dtype)).to(self.dtype)
-            known = None if self.linears is None else self.linears.find(weight, x)
+            known = None if self.linears is None else self.linears.find(layer, x)
             if known is not None:
                 has_graph = known.requires_grad or not x.requires_grad
                 return known if has_graph else _Known.apply(x, weight, known)
@@ -135,13 +135,14 @@ class LinearCalls(TorchFunctionMode):
         >>> layer, x = nn.Linear(2, 3), torch.randn(1, 2)
         >>> with LinearCalls() as calls:
         ...     y = layer(x)
-        >>> calls.find(layer.weight, x) is y, calls.find(layer.weight, 2 * x) is None
+        >>> calls.find(layer, x) is y, calls.find(layer, 2 * x) is None
         (True, True)
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[tuple[Tensor, Tensor, Tensor, int]] = []
+        # A layer, or its weight: an offloaded layer has another one at each call.
+        self._calls: list[tuple[Any, Tensor, Tensor, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -155,7 +156,7 @@ class LinearCalls(TorchFunctionMode):
         """Only those of a module's own layers, while it runs, at no cost for what else it does."""
 
         def keep(layer: Any, args: Any, result: Tensor) -> None:
-            self._calls.append((layer.weight, args[0].detach(), result, result._version))
+            self._calls.append((layer, args[0].detach(), result, result._version))
 
         layers = filter(is_plain, module.children())
         handles = [layer.register_forward_hook(keep) for layer in layers]
@@ -182,12 +183,12 @@ class LinearCalls(TorchFunctionMode):
         """Let go of all calls."""
         self._calls.clear()
 
-    def find(self, weight: Any, x: Tensor) -> Tensor | None:
-        """What the layer of a weight returned for ``x``, unless that was changed in place since."""
+    def find(self, layer: Any, x: Tensor) -> Tensor | None:
+        """What a layer returned for ``x``, unless that was changed in place since."""
         for own, given, result, version in self._calls:
             # Under autocast a layer returns another dtype than it was given.
             alike = given.dtype == x.dtype == result.dtype and given.shape == x.shape
-            if own is weight and alike:
+            if (own is layer or own is layer.weight) and alike:
                 is_it = result._version == version and torch.equal(given, x)
                 return result if is_it else None
         return None

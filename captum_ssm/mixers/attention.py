@@ -83,6 +83,17 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
     )
 
 
+class _Keep(nn.Module):
+    # Stands for the last layer of attention, and stores what that is given.
+    def __init__(self, seen: dict[str, Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, y: Tensor) -> Tensor:
+        self.seen["gate"] = y
+        return y
+
+
 def _record(call: MixerCall) -> dict[str, Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -92,14 +103,9 @@ def _record(call: MixerCall) -> dict[str, Any]:
 
     seen: dict[str, Any] = {}
 
-    class Keep(nn.Module):
-        def forward(self, y: Tensor) -> Tensor:
-            seen["gate"] = y
-            return y
-
     module = copy.copy(call.module)  # shares parameters; its own attributes
     module.__dict__["_modules"] = dict(call.module._modules)
-    module._modules[_output_name(call.module)] = Keep()
+    module._modules[_output_name(call.module)] = _Keep(seen)
     module.__dict__["config"] = copy.copy(call.module.config)
     module.config._attn_implementation = _INTERFACE
     kwargs = {**call.kwargs}
