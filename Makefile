@@ -7,7 +7,9 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --no-compile
 STAMP   = $(VENV)/.installed.stamp
 # What compiles needs no more than torch, and runs while the rest is installed.
-WITH_TORCH = $(VENV)/.torch.stamp
+WITH_TORCH   = $(VENV)/.torch.stamp
+WITH_KERNELS = $(VENV)/.kernels.stamp
+WITH_REST    = $(VENV)/.rest.stamp
 
 # A thread per process: idle threads that wait for a busy core cost more than they give.
 test notebooks: export OMP_NUM_THREADS ?= 1
@@ -56,11 +58,18 @@ $(WITH_TORCH):
 	$(PIP) "$(TORCH)"
 	touch $@
 
-$(STAMP): $(WITH_TORCH) setup.cfg setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
-	$(PIP) --no-build-isolation --editable ".[dev,docs]"
+$(WITH_KERNELS): $(WITH_TORCH) setup.py $(shell find csrc -type f 2>/dev/null)
+	$(BIN)/python setup.py --quiet build_ext --inplace > $(VENV)/kernels.log
+	touch $@
+
+$(WITH_REST): $(WITH_TORCH) setup.cfg setup.py pyproject.toml
+	CAPTUM_SSM_BUILD=0 $(PIP) --no-build-isolation --editable ".[dev,docs]"
 	# mamba-ssm's modules without their kernels: its reference code is tested against on a CPU.
 	-MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(PIP) \
 	    --no-build-isolation --no-deps mamba-ssm==2.3.2.post1
+	touch $@
+
+$(STAMP): $(WITH_KERNELS) $(WITH_REST)
 	touch $@
 
 clean:
