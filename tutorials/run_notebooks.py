@@ -87,6 +87,9 @@ async def run(name: str, kernel: ForkedKernel) -> list[str]:
     client = NotebookClient(notebook, km=kernel, timeout=SECONDS_PER_CELL, record_timing=False)
     try:
         await client.async_execute()
+    except Exception:
+        print(f"{name} failed", flush=True)
+        raise
     finally:
         kernel.shutdown_kernel()
         nbformat.write(notebook, RUNS / f"{name}.ipynb")
