@@ -39,13 +39,14 @@ def measured(
     A token axis has ``tokens`` entries, of a sequence that is ``stretch`` times longer.
     """
     ignored = {_storage(t) for t in owned}
-    with _Meter(ignored, tokens, 1.0) as linear, _Meter(ignored, tokens, stretch) as quadratic:
+    with _Meter(ignored, tokens, stretch) as meter:
         result = call()
     tensors = {_storage(t): t for t in tensors_in(result)}
-    returned = [sum(m.size(t, t.nbytes) for t in tensors.values()) for m in (linear, quadratic)]
+    sizes = [meter.sizes(t, t.nbytes) for t in tensors.values()]
+    returned = sum(size for size, _ in sizes), sum(stretched for _, stretched in sizes)
     start = _now()
     call()
-    return Reading((linear.peak, quadratic.peak), (returned[0], returned[1]), _now() - start)
+    return Reading((meter.peak[0], meter.peak[1]), returned, _now() - start)
 
 
 def _now() -> float:
@@ -55,17 +56,18 @@ def _now() -> float:
 
 
 class _Meter(TorchDispatchMode):
-    # The bytes of the storages that operations returned and that are still there. What a kernel
-    # allocates for itself and frees before it returns is not seen.
+    # The bytes of the storages that operations returned and that are still there, as they are and
+    # as for the whole sequence. What a kernel allocates for itself and frees before it returns is
+    # not seen.
     def __init__(self, ignored: set[int | None], tokens: int, stretch: float) -> None:
         super().__init__()
         self._live: dict[int, Any] = {}
         self._ignored, self._tokens, self._stretch = ignored, tokens, stretch
-        self.now = self.peak = 0.0
+        self.now, self.peak = [0.0, 0.0], [0.0, 0.0]
 
-    def size(self, value: Tensor, count: int) -> float:
+    def sizes(self, value: Tensor, count: int) -> tuple[float, float]:
         is_map = sum(axis == self._tokens for axis in value.shape) > 1
-        return count * (self._stretch if is_map else 1)
+        return count, count * (self._stretch if is_map else 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -78,14 +80,17 @@ class _Meter(TorchDispatchMode):
         if key is None or key in self._live or key in self._ignored or value.is_meta:
             return
         storage = value.untyped_storage()
-        size = self.size(value, storage.nbytes()) + OBJECTS * (value.device.type == "cpu")
-        self._live[key] = weakref.ref(storage, lambda _: self._gone(key, size))
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        objects = OBJECTS * (value.device.type == "cpu")
+        sizes = [size + objects for size in self.sizes(value, storage.nbytes())]
+        self._live[key] = weakref.ref(storage, lambda _: self._gone(key, sizes))
+        for i, size in enumerate(sizes):
+            self.now[i] += size
+            self.peak[i] = max(self.peak[i], self.now[i])
 
-    def _gone(self, key: int, size: float) -> None:
+    def _gone(self, key: int, sizes: list[float]) -> None:
         del self._live[key]
-        self.now -= size
+        for i, size in enumerate(sizes):
+            self.now[i] -= size
 
 
 def _storage(value: Tensor) -> int | None:

@@ -19,11 +19,11 @@ CAPTUM_SSM_CXXFLAGS="$flags -g -O1 -fno-omit-frame-pointer" CAPTUM_SSM_LDFLAGS="
 test -e "$out"/lib/captum_ssm/_C*.so || { cat "$out/log"; exit 1; }
 
 # Python itself is not instrumented: the runtimes come first, and leaks of its own are not ours.
-# Subprocesses (compilers, other instruction sets) are excluded; each set has its own run. Python
+# Subprocesses (compilers) are excluded; each instruction set has its own run. Python
 # looks in the working directory first, so that must be the instrumented package's.
 root=$PWD
 case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac
-selection="not compiles and not other_instruction_sets and not forced_torch and not missing"
+selection="not compiles and not avx2 and not portable and not forced_torch and not missing"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 export LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
 cd "$out/lib"

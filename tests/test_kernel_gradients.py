@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels import (
+    ALL_FORMS,
     DEVICES,
     DTYPES,
     FORMS,
@@ -25,6 +26,7 @@ from test_kernels import (
     assert_near,
     at,
     each,
+    instructions_of,
     leaf,
     name_of,
     sample,
@@ -74,6 +76,13 @@ def case(shape: tuple, kind: tuple | None, dtype: torch.dtype) -> tuple[Any, Ten
     return c, s.v, torch.randn(s.v.shape, dtype=torch.float64).to(dtype)
 
 
+@functools.cache
+def gradients_of(shape: tuple, kind: tuple | None, dtype: torch.dtype) -> list[Tensor | None]:
+    """What every form of the backward operation should return of a case."""
+    c, v, grad = case(shape, kind, dtype)
+    return by_autograd(grad, v, c)
+
+
 def tensors_of(c: Coefficients, v: Tensor) -> list[Tensor | None]:
     """The arguments that have gradients, in the order of the schema."""
     return [v, *(x for name, x in vars(c).items() if name != "conv")]
@@ -88,7 +97,8 @@ def backward(
         return list(BACKWARD_FORMS[type(c)](grad, v, c, wanted))
     op = getattr(torch.ops.captum_ssm, f"{name_of('scan', [c])}_backward")
     args = (grad, *tensors_of(c, v))
-    found = op(*(args if form == "kernel" else at(form, args)), wanted)
+    with instructions_of(form):
+        found = op(*(at(form, args) if form == "cuda" else args), wanted)
     return [x.cpu() for x in found]
 
 
@@ -112,7 +122,7 @@ def assert_gradients_near(
             assert_near(x, y, tolerance)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @DTYPES
 @pytest.mark.parametrize(("shape", "kind"), SAMPLES, ids=str)
 def test_gradient_matches_autograd(shape, kind, dtype, form):
@@ -174,7 +184,7 @@ def test_gradients_of_any_layout(name, form):
     assert_gradients_near(backward(form, one, v, c), backward(form, one.contiguous(), v, c), 1e-13)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @DTYPES
 def test_gradients_at_extreme_steps(dtype, form):
     c, v, grad = case((1, 150, 6, 3, 1, 0, True), None, dtype)
@@ -188,7 +198,7 @@ def test_gradients_at_extreme_steps(dtype, form):
     assert_gradients_near(found, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_gradients_at_extreme_decays(kind, dtype, form):

@@ -9,8 +9,10 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +31,9 @@ ON_CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 DEVICES = ["cpu", ON_CUDA]
 KERNELS = ["kernel", ON_CUDA]
 FORMS = [*KERNELS, "torch"]
+# Those of "kernel" on a processor that has more.
+INSTRUCTION_SETS = ["avx2", "portable"]
+ALL_FORMS = [*FORMS, *INSTRUCTION_SETS]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 rand = functools.partial(torch.rand, dtype=torch.float64)
 randn = functools.partial(torch.randn, dtype=torch.float64)
@@ -67,9 +72,18 @@ def run(form: str, operation: str, *args: Any) -> Tensor:
     name = name_of(operation, args)
     if form == "torch":
         return TORCH_FORMS[f"{name}_torch"](*args)
-    out = getattr(kernels, name)(*(args if form == "kernel" else at(form, args)))
+    with instructions_of(form):
+        out = getattr(kernels, name)(*(at(form, args) if form == "cuda" else args))
     assert out.is_cuda == (form == "cuda")
     return out.cpu()
+
+
+def instructions_of(form: str) -> AbstractContextManager[Any]:
+    """The kernels use the instruction set that a form names, or the best one."""
+    if form not in INSTRUCTION_SETS:
+        return nullcontext()
+    assert platform.machine() != "x86_64" or kernels.extension_loaded()
+    return patch.dict(os.environ, CAPTUM_SSM_ISA=form)
 
 
 def each(coefficients: Coefficients, change: Callable[[Tensor], Tensor]) -> Any:
@@ -258,7 +272,7 @@ def test_the_naive_matrix_agrees_with_a_second_oracle():
             assert_near(matrix_by_differences(c), kernels.naive_diagonal_matrix(c))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @DTYPES
 @pytest.mark.parametrize(("shape", "kind"), SAMPLES, ids=str)
 def test_matches_the_matrix(shape, kind, dtype, form):
@@ -328,7 +342,7 @@ def test_a_slow_decay_does_not_drift(form, per_key, columns):
         assert_some_rows_near(form, c, s.v, scores[None, None], late, 3500, 5e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @DTYPES
 def test_extreme_steps(dtype, form):
     """Decays that underflow, that stay at one, and resets, which leave what follows exact."""
@@ -350,7 +364,7 @@ def test_extreme_steps(dtype, form):
         assert_near(rows[:, d], maps[:, d])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @DTYPES
 @pytest.mark.parametrize("columns", [1, 40])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -370,9 +384,10 @@ def test_extreme_decays(kind, columns, dtype, form):
             assert_near(run(form, operation, *args), NAIVE[operation](maps, *args), tolerance)
 
 
+@pytest.mark.parametrize("form", ["kernel", *INSTRUCTION_SETS])
 @pytest.mark.parametrize("taps", [0, 4, 40])
 @DTYPES
-def test_entries_are_exact_until_they_underflow(dtype, taps):
+def test_entries_are_exact_until_they_underflow(dtype, taps, form):
     """States that die between two stretches of tokens are left out: not one entry too early."""
     if not kernels.extension_loaded():
         pytest.skip("the PyTorch forms stop at exp(-60)")
@@ -388,7 +403,7 @@ def test_entries_are_exact_until_they_underflow(dtype, taps):
         wanted = NAIVE[operation](maps, *args)
         counts = wanted > smallest
         assert counts.any()
-        relative = (run("kernel", operation, *args).double() / wanted - 1)[counts].abs().max()
+        relative = (run(form, operation, *args).double() / wanted - 1)[counts].abs().max()
         assert relative < tolerance
 
 
@@ -679,7 +694,7 @@ def naive_taps(rows: Tensor, values: Tensor, left: Tensor | None, columns: int) 
     return out if left is None else out * left.double()[..., None]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @DTYPES
 @pytest.mark.parametrize("with_left", [False, True])
 @pytest.mark.parametrize("shape", TAP_SHAPES, ids=str)
@@ -692,7 +707,8 @@ def test_taps_match_the_definition(shape, with_left, dtype, form):
     # Part of a larger tensor, as LaTIM fills it; what lies around it stays.
     whole = torch.full((B, M * P + 2, R, C), float("nan"), dtype=dtype, device=device)
     function = taps_module.tap_rows_torch if form == "torch" else kernels.tap_rows
-    function(*at(device, (rows, values, left)), whole[:, 1:-1])
+    with instructions_of(form):
+        function(*at(device, (rows, values, left)), whole[:, 1:-1])
     whole = whole.cpu()
     expected = naive_taps(rows, values, left, C)
     assert_near(whole[:, 1:-1], expected, 1e-6 if dtype == torch.float32 else 1e-14)
@@ -756,13 +772,6 @@ def run_again(selection: str, **environment: str) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-
-
-@pytest.mark.parametrize("isa", ["avx2", "portable"])
-def test_other_instruction_sets(isa):
-    assert platform.machine() != "x86_64" or kernels.extension_loaded()
-    selection = "(matches or extreme or match_the_definition) and -kernel] or entries and f32"
-    run_again(selection, CAPTUM_SSM_ISA=isa)
 
 
 def test_forced_torch_forms():

@@ -153,6 +153,14 @@ def with_outputs(committed: Any, run: Any) -> Any:
     return notebook
 
 
+def said(name: str, found: list[str]) -> str:
+    """What to say of a notebook in which these problems were found."""
+    if not found:
+        return f"{name}: the committed outputs are those of this run"
+    hint = f"python tutorials/check_outputs.py {name} --write"
+    return "\n".join([f"{name}:", *found, f"To commit the outputs of this run: {hint}"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebook", help="its name, without .ipynb")
@@ -161,15 +169,15 @@ def main() -> None:
     path = HERE / f"{args.notebook}.ipynb"
     committed, run = read(path), read(RUNS / path.name)
     if [cell.source for cell in committed.cells] != [cell.source for cell in run.cells]:
-        sys.exit(f"out/notebooks/{path.name} is a run of other cells: make run-{path.stem}")
+        again = f"python tutorials/run_notebooks.py {path.stem}"
+        sys.exit(f"out/notebooks/{path.name} is a run of other cells; run it again: {again}")
     if args.write:
         committed = with_outputs(committed, run)
         nbformat.write(committed, path)
     found = problems(committed, run)
     if found:
-        hint = f"python tutorials/check_outputs.py {args.notebook} --write"
-        sys.exit("\n".join([f"{path.name}:", *found, f"To commit the outputs of this run: {hint}"]))
-    print(f"{path.name}: the committed outputs are those of this run")
+        sys.exit(said(args.notebook, found))
+    print(said(args.notebook, found))
 
 
 if __name__ == "__main__":

@@ -142,28 +142,33 @@ def candidate_functions() -> list[Callable[..., Any]]:
 
     PyTorch's softmax attention is one of them.
     """
-    telling = telling_names()  # a quick test: a process has tens of thousands of functions
     # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
     # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
     functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
-    functions = [f for f in functions if not telling.isdisjoint(f.__code__.co_varnames)]
+    for telling in telling_names():  # quick tests: a process has tens of thousands of functions
+        functions = [f for f in functions if not telling.isdisjoint(f.__code__.co_varnames)]
     with _LOCK:
         found = [*_EXCHANGED, *(f for f in functions if _is_candidate(f))]
     return [*found, F.scaled_dot_product_attention]
 
 
 def _is_candidate(function: FunctionType) -> bool:
-    code, module = function.__code__, function.__module__ or ""
+    names, module = _parameters(function), function.__module__ or ""
     own = module.startswith("captum_ssm.") and not module.startswith("captum_ssm.models.")
-    if own or module == "torch" or module.startswith("torch."):
+    # An autograd function's forward does not know the graph.
+    if own or module == "torch" or module.startswith("torch.") or "ctx" in names[:1]:
+        return False
+    if not any(True for _ in forms_of(names)):
         return False
     # A Triton kernel takes pointers, and Triton's interpreter looks at its parameters.
     if any("constexpr" in str(kind) for kind in function.__annotations__.values()):
         return False
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    # An autograd function's forward does not know the graph.
-    fits = "ctx" not in names[:1] and any(True for _ in forms_of(names))
-    return fits and _knows_torch(function)
+    return _knows_torch(function)
+
+
+def _parameters(function: FunctionType) -> tuple[str, ...]:
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _knows_torch(function: FunctionType) -> bool:

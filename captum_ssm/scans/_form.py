@@ -120,11 +120,12 @@ def register_scan(
     return register if build is None else register(build)
 
 
-def telling_names() -> frozenset[str]:
-    """Names of which a function that fits a form has one at least."""
-    return frozenset(
-        name for form in _FORMS.values() for role in form.needed[-1:] for name in form.names[role]
-    )
+def telling_names() -> list[frozenset[str]]:
+    """Sets of names; a function that fits a form has one of each at least."""
+    return [
+        frozenset(name for form in _FORMS.values() for name in form.names[form.needed[role]])
+        for role in (-1, 0)
+    ]
 
 
 def forms_of(parameters: Sequence[str]) -> Iterator[ScanForm]:

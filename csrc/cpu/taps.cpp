@@ -23,11 +23,12 @@ void tap_rows(const Tensor& rows, const Tensor& values, const std::optional<Tens
     const T* value = a.values.const_data_ptr<T>();
     const T* scale = data<T>(a.left);
     T* to = out.mutable_data_ptr<T>();
+    const Kernels<T>& k = kernels<T>();
     each_task<T>(a.B * a.D, 0, [&](int64_t task, T*) {
       const int64_t b = task / a.D, d = task % a.D;
-      kernels<T>().tap_rows(from + (b * a.M + d / (a.D / a.M)) * a.R * a.L, value + task * a.L,
-                            a.B * a.D * a.L, a.K, scale ? scale + task * a.R : nullptr, a.R, a.L,
-                            a.C, to + b * a.stride + d * a.R * a.C);
+      k.tap_rows(from + (b * a.M + d / (a.D / a.M)) * a.R * a.L, value + task * a.L, a.B * a.D * a.L,
+                 a.K, scale ? scale + task * a.R : nullptr, a.R, a.L, a.C,
+                 to + b * a.stride + d * a.R * a.C);
     });
   });
 }
