@@ -18,10 +18,10 @@ import torch
 def workspace() -> Iterator[None]:
     """Keep the memory of tensors that are freed inside, for the next ones; also as a decorator.
 
-    On a CPU, for tensors of 1 MiB and more, also those of the user's model and of autograd. What is
-    used and kept together stays within 5% of what is used at the worst moment. At the end of the
-    outermost workspace all that is kept is given back; tensors that are still there stay valid.
-    Without the compiled allocator nothing changes.
+    On a CPU, for tensors of 8 MiB and more, also those of the user's model and of autograd. Pages
+    are asked for only where none are kept, so the peak does not grow. At the end of the outermost
+    workspace all that is kept is given back; tensors that are still there stay valid. Without the
+    compiled allocator nothing changes.
     """
     allocator = _allocator()
     if allocator is None:

@@ -2,32 +2,53 @@
 // again, instead of going back to the operating system and coming from there anew, page by page.
 //
 // It stands before PyTorch's allocator, whose interface is no part of the stable ABI, so this is an
-// extension of its own: built for one version of PyTorch, and loaded with that version only.
+// extension of its own: built for one release of PyTorch, and used with that release only.
 #include <Python.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <torch/headeronly/version.h>
 
-#include <algorithm>
+#include <cstdint>
 #include <list>
 #include <mutex>
 #include <unordered_map>
 
 namespace {
 
-// Smaller ones malloc itself keeps and hands out again.
-constexpr size_t kSmallest = size_t(1) << 20;
+// Blocks are whole chunks. Linux moves a chunk to another address by one entry of the page tables.
+constexpr size_t kChunk = size_t(2) << 20;
 
-// A block may serve a tensor that it exceeds by 1/8 at most.
-constexpr size_t kUnused = 8;
-
-// What is used and kept together may exceed the most that was used by 1/20.
-constexpr size_t kSpare = 20;
+// Smaller tensors stay with malloc, which keeps them itself.
+constexpr size_t kSmallest = size_t(8) << 20;
 
 struct Block {
-  void* data;
+  char* data;
   size_t size;
 };
+
+char* map(char* at, size_t size, int flags) {
+  void* found = mmap(at, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+  return found == MAP_FAILED ? nullptr : static_cast<char*>(found);
+}
+
+// Addresses that begin at a chunk's boundary, still without pages; null if there are none.
+char* map_chunks(size_t size) {
+  char* found = map(nullptr, size + kChunk, 0);
+  if (!found) return nullptr;
+  const size_t before = (kChunk - reinterpret_cast<uintptr_t>(found) % kChunk) % kChunk;
+  if (before) munmap(found, before);
+  munmap(found + before + size, kChunk - before);
+  return found + before;
+}
+
+// Moves the pages of a chunk. Where the number of mappings has reached its limit they are given
+// back, and there will be new ones.
+bool move_chunk(char* from, char* to) {
+  if (mremap(from, kChunk, kChunk, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED) return true;
+  munmap(from, kChunk);
+  return map(to, kChunk, MAP_FIXED) != nullptr;
+}
 
 class Workspace final : public c10::Allocator {
  public:
@@ -40,10 +61,8 @@ class Workspace final : public c10::Allocator {
   // Opens a workspace, or one more within it. Not where somebody else's allocator is in use.
   void enter() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (open_++ > 0) return;
-    most_used_ = used_;
     // Threads that allocate meanwhile read one pointer or the other, and both stay valid.
-    if (c10::GetCPUAllocator() == torch_) c10::SetCPUAllocator(this);
+    if (open_++ == 0 && c10::GetCPUAllocator() == torch_) c10::SetCPUAllocator(this);
   }
 
   // Closes what the last enter() opened; with the first one, everything kept is given back.
@@ -56,15 +75,18 @@ class Workspace final : public c10::Allocator {
 
   size_t kept() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return kept_bytes_;
+    size_t size = 0;
+    for (const Block& block : kept_) size += block.size;
+    return size;
   }
 
   c10::DataPtr allocate(size_t size) override {
     if (size < kSmallest) return torch_->allocate(size);
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (open_ == 0) return torch_->allocate(size);
-    const Block block = take(size);
-    return {block.data, block.data, &give_back, c10::Device(c10::DeviceType::CPU)};
+    char* const data = open_ ? take((size + kChunk - 1) / kChunk * kChunk) : nullptr;
+    if (!data) return torch_->allocate(size);
+    c10::profiledCPUMemoryReporter().New(data, size);
+    return {data, data, &give_back, c10::Device(c10::DeviceType::CPU)};
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
@@ -86,37 +108,43 @@ class Workspace final : public c10::Allocator {
 
   void close() {
     if (in_use()) c10::SetCPUAllocator(torch_);
-    while (!kept_.empty()) drop_oldest();
+    for (const Block& block : kept_) munmap(block.data, block.size);
+    kept_.clear();
   }
 
-  // The smallest block that is kept and large enough, or a new one. What is used and kept together
-  // stays within a twentieth of what was used at the worst moment: so does the peak.
-  Block take(size_t size) {
+  // Memory of whole chunks, of the smallest kept block that is large enough, or else gathered; null
+  // if there is none. New pages are used only where none are kept, so that the pages of a workspace
+  // are never more than its tensors had at the worst moment.
+  char* take(size_t size) {
     auto best = kept_.end();
     for (auto block = kept_.begin(); block != kept_.end(); ++block) {
-      const bool fits = size <= block->size && block->size <= size + size / kUnused;
-      if (fits && (best == kept_.end() || block->size <= best->size)) best = block;
+      if (block->size >= size && (best == kept_.end() || block->size < best->size)) best = block;
     }
-    if (best == kept_.end()) {
-      most_used_ = std::max(most_used_, used_ + size);
-      while (!kept_.empty() && used_ + kept_bytes_ + size > most_used_ + most_used_ / kSpare) drop_oldest();
-      kept_.push_back({torch_->raw_allocate(size), size});
-      kept_bytes_ += size;
-      best = std::prev(kept_.end());
-    }
-    const Block block = *best;
-    sizes_.emplace(block.data, block.size);
-    kept_.erase(best);
-    kept_bytes_ -= block.size;
-    used_ += block.size;
-    return block;
+    char* const data = best == kept_.end() ? gather(size) : cut(best, size);
+    if (data) sizes_.emplace(data, size);
+    return data;
   }
 
-  void drop_oldest() {
-    const Block block = kept_.front();
-    kept_.pop_front();
-    kept_bytes_ -= block.size;
-    torch_->raw_deallocate(block.data);
+  // The beginning of a kept block; what is left of it stays.
+  char* cut(std::list<Block>::iterator block, size_t size) {
+    char* const data = block->data;
+    block->data += size;
+    block->size -= size;
+    if (block->size == 0) kept_.erase(block);
+    return data;
+  }
+
+  // New addresses, to which the pages of kept blocks are moved, the oldest first.
+  char* gather(size_t size) {
+    char* const data = map_chunks(size);
+    if (!data) return nullptr;
+    for (size_t at = 0; at < size && !kept_.empty(); at += kChunk) {
+      if (!move_chunk(cut(kept_.begin(), kChunk), data + at)) {
+        munmap(data, size);
+        return nullptr;
+      }
+    }
+    return data;
   }
 
   // Of every tensor whose memory came from here, at any time and on any thread.
@@ -125,20 +153,21 @@ class Workspace final : public c10::Allocator {
     const std::lock_guard<std::mutex> lock(self.mutex_);
     const auto found = self.sizes_.find(data);
     if (found == self.sizes_.end()) return self.torch_->raw_deallocate(data);
-    const Block block{data, found->second};
+    c10::profiledCPUMemoryReporter().Delete(data);
+    const Block block{static_cast<char*>(data), found->second};
     self.sizes_.erase(found);
-    self.used_ -= block.size;
-    self.kept_.push_back(block);
-    self.kept_bytes_ += block.size;
-    if (self.open_ == 0) self.drop_oldest();
+    if (self.open_) {
+      self.kept_.push_back(block);
+    } else {
+      munmap(block.data, block.size);
+    }
   }
 
   c10::Allocator* const torch_;
   std::mutex mutex_;
   int open_ = 0;
-  std::list<Block> kept_;  // the oldest first
-  std::unordered_map<void*, size_t> sizes_;  // of blocks in use
-  size_t used_ = 0, kept_bytes_ = 0, most_used_ = 0;
+  std::list<Block> kept_;                    // the oldest first
+  std::unordered_map<void*, size_t> sizes_;  // of the blocks that tensors have
 };
 
 PyObject* enter(PyObject*, PyObject*) {
