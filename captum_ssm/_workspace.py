@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from captum_ssm.kernels import extension_loaded
+
 
 @contextmanager
 def workspace() -> Iterator[None]:
@@ -37,8 +39,6 @@ def workspace() -> Iterator[None]:
 @cache
 def _allocator() -> Any:
     # PyTorch's allocators are no part of its stable ABI: built for one release, used with that one.
-    from captum_ssm.kernels import extension_loaded
-
     if not extension_loaded():
         return None
     try:
