@@ -1,8 +1,9 @@
 """Build of the compiled kernels; all metadata is in setup.cfg.
 
-The extension uses libtorch's stable ABI and Python's limited API, so one build serves every
-torch from 2.11 and every Python from 3.10. Where it cannot be built (no torch in the build
-environment, no compiler), the package installs as pure Python and says so.
+The kernels use libtorch's stable ABI and Python's limited API, so one build serves every torch
+from 2.11 and every Python from 3.10; the allocator serves the torch it was built with. Where
+they cannot be built (no torch in the build environment, no compiler), the package installs as pure
+Python and says so.
 """
 
 import os
@@ -40,16 +41,15 @@ def extension():
         without_kernels(f"torch cannot be imported ({error})")
         return {}
 
+    own = os.environ.get("CAPTUM_SSM_CXXFLAGS", "").split()
+    ldflags = os.environ.get("CAPTUM_SSM_LDFLAGS", "").split()
+    plain = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden"]
     cxx = [
-        "-O3",
-        "-g0",
-        "-std=c++17",
-        "-fvisibility=hidden",
+        *plain,
         "-ffp-contract=fast",
         "-Wno-maybe-uninitialized",
         f"-DTORCH_TARGET_VERSION={TORCH_ABI}",
     ]
-    cxx += os.environ.get("CAPTUM_SSM_CXXFLAGS", "").split()
     # What the sources include, so that a change of it builds them anew.
     headers = [
         str(p.relative_to(HERE))
@@ -61,11 +61,21 @@ def extension():
             "captum_ssm._C",
             sources("cpu", ".cpp"),
             depends=headers,
-            extra_compile_args={"cxx": cxx},
-            extra_link_args=os.environ.get("CAPTUM_SSM_LDFLAGS", "").split(),
+            extra_compile_args={"cxx": cxx + own},
+            extra_link_args=ldflags,
             py_limited_api=True,
         )
     ]
+    if sys.platform == "linux":  # elsewhere, malloc itself keeps what is freed
+        modules.append(
+            cpp_extension.CppExtension(
+                "captum_ssm._C_allocator",
+                sources("allocator", ".cpp"),
+                extra_compile_args={"cxx": plain + own},
+                extra_link_args=ldflags,
+                py_limited_api=True,
+            )
+        )
     import torch
 
     cuda = sources("cuda", ".cu")

@@ -12,10 +12,12 @@ from captum_ssm._grid import TokenGrid
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
 from captum_ssm._progress import progress
+from captum_ssm._workspace import workspace
 from captum_ssm.mixers import check_components
 from captum_ssm.operators import REDUCTIONS, TokenOperator
 
 
+@workspace()
 def hidden_attention(
     model: Any,
     inputs: Any,

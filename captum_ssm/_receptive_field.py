@@ -22,6 +22,7 @@ from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import captum_score
 from captum_ssm._errors import InputError, TargetError
 from captum_ssm._integers import as_index
+from captum_ssm._workspace import workspace
 from captum_ssm.attr._inputs import of_inputs
 from captum_ssm.attr._maps import MapOptions, StageMaps
 from captum_ssm.mixers import check_components, find_mixers
@@ -153,6 +154,7 @@ class ReceptiveField:
         return "\n".join(lines)
 
 
+@workspace()
 def effective_receptive_field(
     forward_func: Any,
     inputs: Any,

@@ -16,10 +16,16 @@ if ! command -v "$cxx" >/dev/null; then
 fi
 torch=$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")
 headers=$("$python" -c "import sysconfig; print(sysconfig.get_path('include'))")
-for source in csrc/cpu/*.cpp; do
+compile() {
+    source=$1
+    shift
     "$cxx" -c -O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=fast -Wno-maybe-uninitialized \
-        -DTORCH_TARGET_VERSION=0x020b000000000000 -DPy_LIMITED_API=0x030a0000 \
+        -DPy_LIMITED_API=0x030a0000 "$@" \
         -I"$torch/include" -I"$torch/include/torch/csrc/api/include" -I"$headers" \
         -o "$out/$(basename "$source").o" "$source"
+}
+for source in csrc/cpu/*.cpp; do
+    compile "$source" -DTORCH_TARGET_VERSION=0x020b000000000000
 done
+compile csrc/allocator/workspace.cpp
 echo "compiled for $("$cxx" -dumpmachine)"

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds the CPU extension with AddressSanitizer and UndefinedBehaviorSanitizer, separate from
-# the installed one, and runs the tests of the kernels under them with every instruction set.
+# the installed one, and runs the tests of the kernels and of the
+# allocator under them with every instruction set.
 #
 #   csrc/sanitize.sh            (PYTHON=... and CXX=... override the defaults)
 set -eu
@@ -34,5 +35,6 @@ import os, captum_ssm.kernels, captum_ssm._C as C
 assert os.path.samefile(os.path.dirname(C.__file__), 'captum_ssm'), C.__file__
 print('== $isa:', C.__file__)"
     "$python" -m pytest -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root" \
-        "$root"/tests/test_kernels.py "$root"/tests/test_kernel_gradients.py -k "$selection" "$@"
+        "$root"/tests/test_kernels.py "$root"/tests/test_kernel_gradients.py \
+        "$root"/tests/test_workspace.py -k "$selection" "$@"
 done

@@ -108,6 +108,7 @@ ORDER = (
         "_rules",
         "_transport",
         "kernels",
+        "_workspace",
         "operators",
         "_grid",
         "models",

@@ -31,6 +31,7 @@ from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid
 from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached, map_tensors
+from captum_ssm._workspace import workspace
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._reordered import ReorderedMixer, in_order
 
@@ -332,6 +333,7 @@ class FrozenModel:
         return self.layers[index]
 
 
+@workspace()
 def freeze(
     request: Request,
     *,

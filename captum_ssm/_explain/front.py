@@ -19,6 +19,7 @@ from captum_ssm._explain.texts import TextRequest, explain_text
 from captum_ssm._integers import as_index
 from captum_ssm._progress import progress, showing
 from captum_ssm._rows import has_delta
+from captum_ssm._workspace import workspace
 from captum_ssm.attr import methods as all_methods
 from captum_ssm.explanation import Example, Explanation, Method
 
@@ -27,6 +28,7 @@ MAPS = ("hidden-attention", "latim")
 PACKAGES = ("captum_ssm", "torch", "captum", "transformers", "numpy")
 
 
+@workspace()
 def explain(
     model: Any,
     tokenizer: Any = None,

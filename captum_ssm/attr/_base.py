@@ -25,6 +25,7 @@ from captum_ssm._capture import (
 )
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._memory import memory_limit
+from captum_ssm._workspace import workspace
 from captum_ssm.attr._inputs import FEATURE_SHARES, of_inputs
 from captum_ssm.attr._options import Option, described, no_delta, options_of
 
@@ -204,7 +205,7 @@ class TokenAttribution(Attribution):
     @contextmanager
     def _computing(self) -> Iterator[None]:
         # Around everything after the run of the model.
-        with memory_limit(self.memory_limit), exact_arithmetic():
+        with workspace(), memory_limit(self.memory_limit), exact_arithmetic():
             yield
 
     def _request(self, inputs: Any, additional_forward_args: Any) -> Request:

@@ -15,6 +15,7 @@ from typing_extensions import Unpack, get_type_hints
 from captum_ssm._captum import log_usage
 from captum_ssm._graph import past_writes
 from captum_ssm._progress import showing
+from captum_ssm._workspace import workspace
 
 # What the attribute of every method takes.
 SHARED = (
@@ -141,7 +142,7 @@ def described(function: Callable[..., Any]) -> Callable[..., Any]:
             )
         if kwargs.get("return_convergence_delta") and not self.has_convergence_delta():
             raise no_delta(self.get_name())
-        with showing(kwargs.pop("show_progress", None)):
+        with workspace(), showing(kwargs.pop("show_progress", None)):
             return past_writes(functools.partial(function, self, *args, **kwargs))
 
     attribute.__signature__ = _with_progress(inspect.signature(function))  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from captum_ssm._capture import FrozenLayer, Request, exact_arithmetic, freeze
 from captum_ssm._capture.checking import Rebuilt
 from captum_ssm._capture.recording import gradients_at
 from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._workspace import workspace
 from captum_ssm.attr._relevance import coefficients_at
 from captum_ssm.attr.mamba_lrp import Rules, halves, has_a_rule, with_leaves
 from captum_ssm.interventions._editing import OpenMixer, edited
@@ -28,6 +29,7 @@ from captum_ssm.operators import DiagonalOperator, TokenOperator
 RULES = ("gradient", "relp")
 
 
+@workspace()
 def attribution_patching(
     forward_func: Callable[..., Any],
     clean: Any,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request, freeze
 from captum_ssm._errors import InputError, UnsupportedModelError
+from captum_ssm._workspace import workspace
 from captum_ssm.interventions._editing import OpenMixer, edited
 from captum_ssm.interventions._runs import Runs, bar, runs_at_once, times
 from captum_ssm.interventions._selection import Layers, Tokens, chosen_layers, mask_of
@@ -105,6 +106,7 @@ def patched(
         yield
 
 
+@workspace()
 def activation_patching(
     forward_func: Callable[..., Any],
     clean: Any,

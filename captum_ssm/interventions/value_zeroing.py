@@ -10,11 +10,13 @@ from torch.nn import functional as F
 
 from captum_ssm._capture import Request, exact_arithmetic, freeze, unwrap
 from captum_ssm._errors import InputError
+from captum_ssm._workspace import workspace
 from captum_ssm.interventions._editing import OpenMixer, edited
 from captum_ssm.interventions._runs import Runs, bar, runs_at_once
 from captum_ssm.mixers import FrozenMixer
 
 
+@workspace()
 def value_zeroing(
     model: Any,
     inputs: Any,
