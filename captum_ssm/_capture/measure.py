@@ -39,7 +39,7 @@ from captum_ssm._graph import (
     joints,
     readers,
 )
-from captum_ssm._transport import Patches, Transport, pulled
+from captum_ssm._transport import Patches, Transport, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 _MIXERS = (
@@ -542,7 +542,8 @@ class _Measurement:
             seed = seed.expand(point.shape)
         seed = seed.to(point.device, point.dtype)
         way = Transport(point, self.exits[i], self.batch, around)
-        gradient = pulled(way, seed)
+        with pulling(way) as pull:
+            gradient = pull(seed)
         if gradient is None:
             return None
         energy = way.leaf.flat(gradient).double().square().sum(-1).view(self.batch, -1)
