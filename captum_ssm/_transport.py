@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm._graph import Point
+from captum_ssm._graph import Point, WithoutZeroKernels
 from captum_ssm._rules import ruled
 
 
@@ -247,10 +247,11 @@ def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
             back = pull(dual, create_graph=True)
         if back is None:
             return [root.flat(torch.zeros_like(dual)) for _ in directions]
-        return [
-            root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
-            for one in directions
-        ]
+        with WithoutZeroKernels():
+            return [
+                root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
+                for one in directions
+            ]
 
 
 def orthogonal(point: Point, batch: int, most: int = 64, seed: int = 0) -> list[Tensor]:

@@ -318,7 +318,7 @@ class _Measurement:
         found = joints(root, entry, leaves)
         near = [self._leads(keys[m] for m in found.leaves)]
         points = [replace(root, edge=edge) for edge in found.past]
-        for one in dependencies(points, leaves):
+        for one in dependencies(points, leaves, past_leaves=False):
             reads = {**self.reads, end: {keys[m] for m in one}}
             near.append(self._leads(nearest(reads)[end] if one else ()))
         others = list(zip(found.past, near[1:], strict=True))

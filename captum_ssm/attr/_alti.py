@@ -83,8 +83,8 @@ class Alti:
         """Ascending rows ``(R,)`` of P: tiles of them, each with ``(B, r, C)``, zero beyond."""
         for chosen in self.parts.tiles(rows):
             index = chosen.expand(self.parts.batch, -1)
-            z = self.parts.unprojected(index, self.parts.columns(chosen))
-            yield chosen, _shares(self.parts.reduced(z, self._near_block(chosen)), chosen)
+            near = self.parts.reduced(index, self.parts.columns(chosen), self._near_block(chosen))
+            yield chosen, _shares(near, chosen)
 
     def _near_block(self, chosen: Tensor) -> Callable[[Tensor, slice, slice], Tensor]:
         y = self.output[:, chosen].mT[..., None]  # (B, E, r, 1)

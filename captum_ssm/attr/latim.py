@@ -447,8 +447,7 @@ def _score_tiles(
 
     for chosen in parts.tiles(rows):
         index = chosen.expand(parts.batch, -1)
-        z = parts.unprojected(index, parts.columns(chosen))
-        yield chosen, parts.reduced(z, norm)
+        yield chosen, parts.reduced(index, parts.columns(chosen), norm)
 
 
 def _query_row(
