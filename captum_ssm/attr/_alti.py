@@ -224,6 +224,13 @@ class Alti:
         return 2 * (slopes.gather(-1, at) * length - offsets.gather(-1, at)).clamp(min=0)
 
 
+def of_tiles(tiles: Iterator[tuple[Tensor, Tensor]], length: int) -> Tensor:
+    """All rows of a layer's map, ``(B, L, L)``, of tiles of them."""
+    return torch.cat(
+        [torch.nn.functional.pad(tile, (0, length - tile.shape[2])) for _, tile in tiles], 1
+    )
+
+
 def _squares(z: Tensor) -> Tensor:
     # Of vectors (B, D, r, C): (B, r, C). A sum over the first of many axes is slow in PyTorch.
     total = torch.zeros_like(z[:, 0])

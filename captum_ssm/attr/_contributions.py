@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm import kernels
+from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
@@ -69,6 +70,13 @@ class Contributions:
         self.weight = torch.cat([part.weight for part in self.parts], 1)  # (E, D)
         self._workspace = self.weight.new_empty(0)
         self.is_causal = all(mixer.recurrence.is_causal for mixer in mixers)
+
+    @classmethod
+    def of(
+        cls, frozen: FrozenModel, layers: Sequence[FrozenLayer], activation: str
+    ) -> Contributions:
+        """Those of a layer of a frozen model, or of layers side by side."""
+        return cls([layer.mixer for layer in layers], activation, frozen.mask_of(layers[0]))
 
     def vectors(self, index: Tensor) -> Tensor:
         """T_i(x_j) for the rows ``index (B, R)``: ``(B, R, L, E)``."""
