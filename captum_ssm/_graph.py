@@ -205,6 +205,19 @@ def _bits_of_nodes(
     return known
 
 
+def is_read_past(root: Point, leaf: Point, between: Point) -> bool:
+    """Whether a root depends on a leaf by another way too than through a point between them."""
+    seen, stack = {between.edge.node}, [root.edge.node]
+    while stack:
+        node = stack.pop()
+        if node is leaf.edge.node:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack.extend(n for n, _ in node.next_functions if n is not None)
+    return False
+
+
 def _members(bits: int) -> frozenset[int]:
     return frozenset(i for i in range(bits.bit_length()) if bits >> i & 1)
 

@@ -46,9 +46,9 @@ class TwoGrids(nn.Module):
 class Bare(nn.Module):
     """One grid, and the last stream is the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, mlp: bool = False) -> None:
         super().__init__()
-        self.inp, self.layers = nn.Linear(3, E), nn.ModuleList([Layer(False), Layer(False)])
+        self.inp, self.layers = nn.Linear(3, E), nn.ModuleList([Layer(mlp), Layer(mlp)])
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.inp(x)
@@ -135,11 +135,12 @@ def test_what_one_layer_adds():
     [
         (lambda: TwoGrids(mlp=True), noise(2, 8, 3), 1),
         (Bare, noise(2, 8, 3), (5, 7)),
+        (lambda: Bare(mlp=True), noise(2, 8, 3), (5, 7)),
         (lambda: nn.Sequential(Bare(), nn.Flatten(), nn.Linear(8 * E, 4)), noise(2, 8, 3), 1),
         (inputs.Hierarchy, noise(2, 3, 16, 16), 1),
         (inputs.UShape, noise(2, 3, 16, 16), (2, 5, 5)),
     ],
-    ids=["MLPs", "no norm", "a head of all tokens", "image", "U-shape"],
+    ids=["MLPs", "no norm", "no last norm", "a head of all tokens", "image", "U-shape"],
 )
 def test_without_bias_terms_relevance_is_the_score(model, x, target):
     model = made(model())
