@@ -106,10 +106,11 @@ class LaTIM(TokenAttribution):
         terms and the sum of relevance. The other aggregations decompose nothing; how much of a
         layer's output its vectors miss is returned by :meth:`layer_errors`.
 
-        Where layers work on several grids of tokens, MLPs and all else between mixers are frozen
-        as in MambaLRP. The delta then also holds the bias terms outside of mixers; with ``stage``
-        it is the part of the score that the grid's residual stream carries past all later grids'
-        mixers, less the mixers' bias terms and the sum of relevance.
+        Where layers work on several grids of tokens, or it is not known how the score reads the
+        last stream, MLPs and all else between mixers are frozen as in MambaLRP. The delta then
+        also holds the bias terms outside of mixers; with ``stage`` it is the part of the score that
+        the grid's residual stream carries past all later grids' mixers, less the mixers' bias terms
+        and the sum of relevance.
 
         Args:
             layer (int or str, optional): explain one layer's map, by index (negative from the
@@ -127,7 +128,8 @@ class LaTIM(TokenAttribution):
             tolerance (float, optional): for ``"alti_logit"`` over all layers, the share of the
                 relevance that a layer may put on wrong tokens, between 0 and 1. Vectors that cannot
                 matter more than that are not made. Zero makes all of them. Relevance adds up to
-                the same in either case. Zero for layers on several grids. Default: 0.0
+                the same in either case. Zero where norms and MLPs are frozen, see above.
+                Default: 0.0
             return_error_bound (bool, optional): return, last, a bound ``(B,)`` on what the
                 tolerance changes: the sum over tokens of :math:`|\\text{exact} -
                 \\text{returned}|`, before it is carried from the first layer's tokens to the
