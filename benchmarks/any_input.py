@@ -13,7 +13,10 @@ shape of the inputs. Shown are
   methods that explain tokens: at a place, in all of its features), or the shape is not the input's;
 - "refused" where the library says that it cannot do it. `--errors` prints why.
 
-    python benchmarks/any_input.py
+A model whose packages or repository cannot be got, as without a network, is skipped, and `--save`
+keeps what an earlier run found of it. All of them take about ten minutes.
+
+    python benchmarks/any_input.py --save
     python benchmarks/any_input.py mambavision --errors
 """
 
@@ -24,6 +27,8 @@ import contextlib
 import importlib.machinery
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,6 +73,17 @@ REPOSITORIES = {
     "S-D-Mamba": ("wzhwzhwzh0921/S-D-Mamba", "e7e8bf04066135afa43d85b0a87afa97cda16e3f"),
     "TimeMachine": ("Atik-Ahamed/TimeMachine", "5bf17a728349c674eceafc28a90f22b904e38c2d"),
     "VideoMamba": ("OpenGVLab/VideoMamba", "f3427e42cb8453a523aec3a6f86d57b5bc1de5c3"),
+}
+# By model, in the order of the table.
+NEEDS = {
+    "mambavision": ("einops", "timm", "mambavision"),
+    "opensr-mamba": ("einops", "timm", "opensr-mamba"),
+    "mambular": ("mambular",),
+    "mamba4rec": ("mamba4rec",),
+    "S-Mamba": ("einops", "S-D-Mamba"),
+    "TimeMachine": ("TimeMachine",),
+    "TimeMachine mixed": ("TimeMachine",),
+    "VideoMamba": ("einops", "timm", "VideoMamba"),
 }
 # What timm imports and is not used here.
 VISION = [
@@ -309,21 +325,40 @@ def stand_ins(causal_conv1d: Any, causal_conv1d_cuda: Any) -> None:
     sys.modules["causal_conv1d"].causal_conv1d_fn = causal_conv1d
 
 
-def install(folder: Path) -> None:
-    """The packages without their dependencies and the repositories, once, last on the path."""
+def get(folder: Path, name: str) -> str | None:
+    """Put what a model needs into the folder, once. Returns why that is not possible, if so."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, version in PACKAGES.items():
-        found = f"{name.replace('-', '_')}-{version}.dist-info"
-        if not (folder / found).exists():
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-            subprocess.run([*pip, "--target", str(folder), f"{name}=={version}"], check=True)
-    for name, (repository, commit) in REPOSITORIES.items():
-        if not (folder / name).exists():
-            url = f"https://github.com/{repository}"
-            subprocess.run(["git", "clone", "--quiet", url, str(folder / name)], check=True)
-            subprocess.run(["git", "-C", str(folder / name), "checkout", "-q", commit], check=True)
-    sys.path.append(str(folder))
-    hollow(folder, *VISION)
+    for need in NEEDS[name]:
+        try:
+            (_clone if need in REPOSITORIES else _install)(folder, need)
+        except subprocess.CalledProcessError as error:
+            return f"{need} could not be got: {error.stderr.strip().splitlines()[-1]}"
+    return None
+
+
+def _install(folder: Path, name: str) -> None:
+    # Without its dependencies.
+    version = PACKAGES[name]
+    if (folder / f"{name.replace('-', '_')}-{version}.dist-info").exists():
+        return
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    _run([*pip, f"{name}=={version}"])
+
+
+def _clone(folder: Path, name: str) -> None:
+    if (folder / name).exists():
+        return
+    repository, commit = REPOSITORIES[name]
+    part = folder / f"{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    _run(["git", "clone", "--quiet", f"https://github.com/{repository}", str(part)])
+    _run(["git", "-C", str(part), "checkout", "-q", commit])
+    part.rename(folder / name)
+
+
+def _run(command: list[str]) -> None:
+    quiet = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    subprocess.run(command, check=True, capture_output=True, text=True, env=quiet)
 
 
 def moved(model: nn.Module) -> nn.Module:
@@ -485,8 +520,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        install(folder)
         if args.one:
+            sys.path.append(str(folder))  # last
+            hollow(folder, *VISION)
             with contextlib.redirect_stdout(io.StringIO()):  # some of them print
                 found = one(args.models[0], folder, args.repeats)
             print(json.dumps(found))
@@ -495,12 +531,18 @@ def main() -> None:
         print("| model | input | own s |", " | ".join(kind.__name__ for kind in METHODS), "|")
         print("|---" * (3 + len(METHODS)) + "|")
         for name in args.models or CASES:
+            missing = get(folder, name)
+            if missing is not None:
+                print(f"| {name} | skipped: {missing} |", flush=True)
+                continue
             # Packages of the same name exclude one another.
             command = [sys.executable, __file__, name, "--one", "--folder", str(folder)]
             command += ["--repeats", str(args.repeats)]
             run = subprocess.run(command, capture_output=True, text=True, check=False)
             if run.returncode:
-                print(f"| {name} | not run: {run.stderr.strip().splitlines()[-1]} |", flush=True)
+                reason = run.stderr.strip().splitlines()[-1]
+                print(f"| {name} | failed: {reason} |", flush=True)
+                results[name] = {"failed": reason}
                 continue
             found = results[name] = json.loads(run.stdout.splitlines()[-1])
             cells = [shown(row) for row in found["methods"].values()]
@@ -512,11 +554,22 @@ def main() -> None:
             if args.errors:
                 print(f"    hidden_attention: {found.get('hidden_attention')}")
         if args.save:
-            from _record import RESULTS, save
+            record(results)
 
-            rows = [{"model": name, **found} for name, found in results.items()]
 
-            save(RESULTS / "any_input.json", "any_input", rows, cpu_time=True)
+def record(results: dict[str, dict[str, Any]]) -> None:
+    """Write the results, and what an earlier run found of the other models."""
+    from _record import RESULTS, save
+
+    path = RESULTS / "any_input.json"
+    former = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    kept = {row["model"]: {"found": former["date"], **row} for row in former["rows"]}
+    rows = [
+        {"model": name, **results[name]} if name in results else kept[name]
+        for name in CASES
+        if name in results or name in kept
+    ]
+    save(path, "any_input", rows, cpu_time=True)
 
 
 if __name__ == "__main__":

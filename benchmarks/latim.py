@@ -62,8 +62,8 @@ def norms(contributions: Contributions) -> Tensor:
     L = contributions.length
     found = torch.zeros(1, L, L)
     for rows in contributions.tiles(torch.arange(L)):
-        z = contributions.unprojected(rows[None], contributions.columns(rows))
-        found[:, rows, : z.shape[3]] = contributions.reduced(z, reduce)
+        columns = contributions.columns(rows)
+        found[:, rows, :columns] = contributions.reduced(rows[None], columns, reduce)
     return found
 
 

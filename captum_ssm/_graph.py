@@ -148,12 +148,37 @@ class RankOneProducts(TorchDispatchMode):
         return torch.outer(first @ (a / len(second) ** 0.5), b @ second)
 
 
-def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:
+class WithoutZeroKernels(TorchDispatchMode):
+    """Convolutions with a kernel of zeros are not computed.
+
+    PyTorch's second derivative of a convolution takes that of its weight too, asked for or not: as
+    a convolution with the gradient that was put in as its kernel. Derivatives along directions put
+    in zeros.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kernel = args[1] if func in _CONVOLUTIONS else None
+        if kernel is None or bool(kernel.any()):
+            return func(*args, **(kwargs or {}))
+        x, _, *rest = args
+        shape = func(x.to("meta"), kernel.to("meta"), *rest, **(kwargs or {})).shape
+        return x.new_zeros(shape)
+
+
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten._convolution.default)
+
+
+def dependencies(
+    roots: Sequence[Point | None], leaves: Sequence[Point], *, past_leaves: bool = True
+) -> list[frozenset[int]]:
     """The leaves that each root depends on, read off the graph without a backward pass.
 
-    Leaves before another leaf count too. A root that is None depends on nothing.
+    Leaves before another leaf count too, unless ``past_leaves`` is False. A root that is None
+    depends on nothing.
     """
-    known = _bits_of_nodes(roots, leaves)
+    known = _bits_of_nodes(roots, leaves, past_leaves=past_leaves)
     return [frozenset() if root is None else _members(known[root.edge.node]) for root in roots]
 
 
@@ -165,19 +190,34 @@ def _bits_of_nodes(
     known: dict[Node, int] = {} if past_leaves else dict(bits)
     for root in roots:
         stack = [] if root is None else [root.edge.node]
+        before: dict[Node, list[Node]] = {}  # of the nodes on the stack: slow to ask for
         while stack:
             node = stack[-1]
-            before = [n for n, _ in node.next_functions if n is not None]
-            unknown = [n for n in before if n not in known]
-            if node in known or not unknown:
+            if node in known:
                 stack.pop()
-            stack.extend(unknown if node not in known else ())
-            if node not in known and not unknown:
+            elif node not in before:
+                before[node] = [n for n, _ in node.next_functions if n is not None]
+                stack.extend(n for n in before[node] if n not in known)
+            else:
+                stack.pop()
                 found = bits.get(node, 0)
-                for n in before:
+                for n in before.pop(node):
                     found |= known[n]
                 known[node] = found
     return known
+
+
+def is_read_past(root: Point, leaf: Point, between: Point) -> bool:
+    """Whether a root depends on a leaf by another way too than through a point between them."""
+    seen, stack = {between.edge.node}, [root.edge.node]
+    while stack:
+        node = stack.pop()
+        if node is leaf.edge.node:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack.extend(n for n, _ in node.next_functions if n is not None)
+    return False
 
 
 def _members(bits: int) -> frozenset[int]:

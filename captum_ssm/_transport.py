@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm._graph import Point
+from captum_ssm._graph import Point, WithoutZeroKernels
 from captum_ssm._rules import ruled
 
 
@@ -53,13 +54,16 @@ class Transport:
         r"""w^T T for ``w (B, T)``: ``(B, S)``, without T, in ``probes`` backward passes.
 
         With independent r_t, the squared gradient of :math:`\sum_t \sqrt{w_t} r_t x_t` has the
-        expectation :math:`\sum_t w_t \|J_{ts}\|^2`.
+        expectation :math:`\sum_t w_t \|J_{ts}\|^2`. Each example's weights of one
+        sign get their share of the passes.
         """
         # A norm is estimated from as many squares as there are channels.
         probes = min(24, max(12, 512 // self.leaf.width)) if probes is None else probes
         parts = [(sign, part) for sign in (1, -1) if bool((part := (sign * w).clamp(min=0)).any())]
-        with torch.enable_grad():
-            found = [sign * self._carried(part, probes) for sign, part in parts]
+        size = w.abs().sum(1).clamp(min=torch.finfo(w.dtype).tiny)
+        found = [
+            sign * self._carried(part, (part.sum(1) / size * probes).ceil()) for sign, part in parts
+        ]
         total = w.new_zeros(self.batch, self.leaf.tokens // self.batch, dtype=torch.float64)
         return reduce(torch.add, found, total).to(w)
 
@@ -118,16 +122,20 @@ class Transport:
         found = pushed(self, *seeds)
         return torch.stack([one.double().square().sum(-1) for one in found]).sum(0) / rounds
 
-    def _carried(self, w: Tensor, probes: int) -> Tensor:
+    def _carried(self, w: Tensor, probes: Tensor) -> Tensor:
+        # Weights that are not negative, with so many passes (B,) of each example.
         generator, sizes = torch.Generator().manual_seed(0), self.sizes
-        weights = w.flatten().double().to(sizes) / sizes.clamp(min=1e-300)
-        scale = torch.where(sizes > 0, weights, 0).sqrt().to(self.root.dtype)[:, None]
+        weights = (w.double() / probes.clamp(min=1)[:, None]).flatten().to(sizes)
+        scale = torch.where(sizes > 0, weights / sizes.clamp(min=1e-300), 0).sqrt()
+        scale = scale.to(self.root.dtype).view(self.batch, -1)
+        probes = probes.to(scale.device)
         total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
-        for _ in range(probes):
-            seed = self._noise(self.root, generator) * scale
-            found = pulled(self, self.root.unflat(seed))
-            if found is not None:
-                total += self.leaf.flat(found).double().square().sum(-1) / probes
+        with pulling(self) as pull:
+            for k in range(int(probes.amax())):
+                now = (scale * (probes > k)[:, None]).view(-1, 1)
+                found = pull(self.root.unflat(self._noise(self.root, generator) * now))
+                if found is not None:
+                    total += self.leaf.flat(found).double().square().sum(-1)
         total = total.view(self.batch, -1)
         # The sums are known: each token hands on all of its weight.
         given = torch.where(sizes.view(self.batch, -1) > 0, w.double().to(total.device), 0).sum(1)
@@ -136,13 +144,12 @@ class Transport:
     def _norms(self, seeds: Tensor) -> Tensor:
         # The squared norm at each token of the leaf, (n, T_leaf), for each of n seeds.
         batch = torch.stack([self.root.unflat(seed) for seed in seeds])
-        try:
-            found = pulled(self, batch, is_grads_batched=True)
-        except RuntimeError:  # a node of the graph that cannot be batched
-            rows = [pulled(self, one) for one in batch]
-            found = (
-                None if rows[0] is None else torch.stack([row for row in rows if row is not None])
-            )
+        with pulling(self) as pull:
+            try:
+                found = pull(batch, is_grads_batched=True)
+            except RuntimeError:  # a node of the graph that cannot be batched
+                rows = [row for one in batch if (row := pull(one)) is not None]
+                found = torch.stack(rows) if rows else None
         if found is None:
             return seeds.new_zeros(len(seeds), self.leaf.tokens, dtype=torch.float64)
         return torch.stack([self.leaf.flat(one).double().square().sum(-1) for one in found])
@@ -165,10 +172,11 @@ class Patches(Transport):
     def shares(self) -> Tensor:
         """The entry of T of each token of the leaf, ``(T_leaf,)``."""
         energy = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
-        for seed in orthogonal(self.root, self.batch):
-            found = pulled(self, self.root.unflat(seed))
-            if found is not None:
-                energy += self.leaf.flat(found).double().square().sum(-1)
+        with pulling(self) as pull:
+            for seed in orthogonal(self.root, self.batch):
+                found = pull(self.root.unflat(seed))
+                if found is not None:
+                    energy += self.leaf.flat(found).double().square().sum(-1)
         return energy / self._summed(energy).clamp(min=1e-300)[self.owner.clamp(min=0)]
 
     def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
@@ -196,23 +204,27 @@ class Patches(Transport):
         return out.index_add_(0, self.owner.to(values.device)[kept], values[kept])
 
 
-def pulled(way: Transport, seed: Tensor, **options: Any) -> Tensor | None:
-    """The gradient at the leaf, in its shape, of a seed in the shape of the root.
+@contextmanager
+def pulling(way: Transport) -> Iterator[Callable[..., Tensor | None]]:
+    """Gives a function of a seed in the shape of the root: the gradient at the leaf, in its shape.
 
-    None if there is none. ``options`` are those of :func:`torch.autograd.grad`.
+    It returns None where there is no gradient, and takes the options of
+    :func:`torch.autograd.grad`. What is set up on the graph serves all seeds.
     """
-    options = {"retain_graph": True, "allow_unused": True, **options}
-    if way.factors is not None:
-        with ruled([way.root.edge.node], [way.leaf.edge.node]):
-            found = pulled(replace(way, values=None), seed, **options)
-        return None if found is None else found * way.factors
-    closed = [edge.node.register_prehook(_closing(edge.output_nr)) for edge in way.around]
-    try:
+    factors = way.factors
+
+    def pull(seed: Tensor, **options: Any) -> Tensor | None:
+        options = {"retain_graph": True, "allow_unused": True, **options}
         (found,) = torch.autograd.grad(way.root.edge, way.leaf.edge, seed, **options)
-    finally:
-        for handle in closed:
-            handle.remove()
-    return found
+        return found if found is None or factors is None else found * factors
+
+    with torch.enable_grad(), ExitStack() as stack:
+        if factors is not None:
+            stack.enter_context(ruled([way.root.edge.node], [way.leaf.edge.node]))
+        for edge in way.around:
+            closed = edge.node.register_prehook(_closing(edge.output_nr))
+            stack.callback(closed.remove)
+        yield pull
 
 
 def _closing(output: int) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
@@ -231,13 +243,15 @@ def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
     root = way.root
     with torch.enable_grad():
         dual = torch.zeros(root.shape, dtype=root.dtype, device=root.device, requires_grad=True)
-        back = pulled(way, dual, create_graph=True)
+        with pulling(way) as pull:
+            back = pull(dual, create_graph=True)
         if back is None:
             return [root.flat(torch.zeros_like(dual)) for _ in directions]
-        return [
-            root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
-            for one in directions
-        ]
+        with WithoutZeroKernels():
+            return [
+                root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
+                for one in directions
+            ]
 
 
 def orthogonal(point: Point, batch: int, most: int = 64, seed: int = 0) -> list[Tensor]:

@@ -43,6 +43,20 @@ class TwoGrids(nn.Module):
         return self.head(self.norm(h).mean(1))
 
 
+class Bare(nn.Module):
+    """One grid, and the last stream is the output."""
+
+    def __init__(self, mlp: bool = False) -> None:
+        super().__init__()
+        self.inp, self.layers = nn.Linear(3, E), nn.ModuleList([Layer(mlp), Layer(mlp)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x)
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
 def made(model: nn.Module) -> nn.Module:
     return randomize(model).double().eval()
 
@@ -120,10 +134,13 @@ def test_what_one_layer_adds():
     ("model", "x", "target"),
     [
         (lambda: TwoGrids(mlp=True), noise(2, 8, 3), 1),
+        (Bare, noise(2, 8, 3), (5, 7)),
+        (lambda: Bare(mlp=True), noise(2, 8, 3), (5, 7)),
+        (lambda: nn.Sequential(Bare(), nn.Flatten(), nn.Linear(8 * E, 4)), noise(2, 8, 3), 1),
         (inputs.Hierarchy, noise(2, 3, 16, 16), 1),
         (inputs.UShape, noise(2, 3, 16, 16), (2, 5, 5)),
     ],
-    ids=["MLPs", "image", "U-shape"],
+    ids=["MLPs", "no norm", "no last norm", "a head of all tokens", "image", "U-shape"],
 )
 def test_without_bias_terms_relevance_is_the_score(model, x, target):
     model = made(model())

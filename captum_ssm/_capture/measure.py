@@ -39,7 +39,7 @@ from captum_ssm._graph import (
     joints,
     readers,
 )
-from captum_ssm._transport import Patches, Transport, pulled
+from captum_ssm._transport import Patches, Transport, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 _MIXERS = (
@@ -318,7 +318,7 @@ class _Measurement:
         found = joints(root, entry, leaves)
         near = [self._leads(keys[m] for m in found.leaves)]
         points = [replace(root, edge=edge) for edge in found.past]
-        for one in dependencies(points, leaves):
+        for one in dependencies(points, leaves, past_leaves=False):
             reads = {**self.reads, end: {keys[m] for m in one}}
             near.append(self._leads(nearest(reads)[end] if one else ()))
         others = list(zip(found.past, near[1:], strict=True))
@@ -542,7 +542,8 @@ class _Measurement:
             seed = seed.expand(point.shape)
         seed = seed.to(point.device, point.dtype)
         way = Transport(point, self.exits[i], self.batch, around)
-        gradient = pulled(way, seed)
+        with pulling(way) as pull:
+            gradient = pull(seed)
         if gradient is None:
             return None
         energy = way.leaf.flat(gradient).double().square().sum(-1).view(self.batch, -1)

@@ -33,7 +33,7 @@ from captum_ssm._capture.tracing import (
 )
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, UnsupportedModelError
-from captum_ssm._graph import past_writes
+from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm._progress import Bar
@@ -167,7 +167,9 @@ class Recording:
             retain_graph=self.wiring is not None and self.wiring.needs_graph,
         )
         count = len(wanted)
-        carrying = self.carrying(dict(zip(wanted, found[:count], strict=True)))
+        carrying = self._without_passed(target).carrying(
+            dict(zip(wanted, found[:count], strict=True))
+        )
         if self.wiring is None:
             return carrying
         known = {
@@ -189,7 +191,21 @@ class Recording:
             call.order: torch.zeros_like(call.output) if gradient is None else gradient
             for call, gradient in zip(wanted, found, strict=True)
         }
-        others = [replace(call, gradient=gradients.get(call.order)) for call in self.others]
+        kept = self._without_passed(target)
+        others = [replace(call, gradient=gradients.get(call.order)) for call in kept.others]
+        return replace(kept, others=others)
+
+    def _without_passed(self, target: Tensor) -> Recording:
+        # Without the calls after the last mixer that the target reads past as well, such as that
+        # of an MLP's norm: their gradient does not say how it reads the residual stream.
+        def is_passed(call: MixerCall) -> bool:
+            given = next(tensors_in((call.args, call.kwargs)), None)
+            if given is None or not (given.requires_grad and call.output.requires_grad):
+                return False
+            return is_read_past(Point.of(target, None), Point.of(given), Point.of(call.output))
+
+        last = self.calls[-1].order
+        others = [call for call in self.others if call.order < last or not is_passed(call)]
         return replace(self, others=others)
 
     def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:

@@ -83,8 +83,8 @@ class Alti:
         """Ascending rows ``(R,)`` of P: tiles of them, each with ``(B, r, C)``, zero beyond."""
         for chosen in self.parts.tiles(rows):
             index = chosen.expand(self.parts.batch, -1)
-            z = self.parts.unprojected(index, self.parts.columns(chosen))
-            yield chosen, _shares(self.parts.reduced(z, self._near_block(chosen)), chosen)
+            near = self.parts.reduced(index, self.parts.columns(chosen), self._near_block(chosen))
+            yield chosen, _shares(near, chosen)
 
     def _near_block(self, chosen: Tensor) -> Callable[[Tensor, slice, slice], Tensor]:
         y = self.output[:, chosen].mT[..., None]  # (B, E, r, 1)
@@ -222,6 +222,13 @@ class Alti:
         offsets = torch.nn.functional.pad((self._row_norms[order] * starts).cumsum(-1), (1, 0))
         at = torch.searchsorted(starts, length)
         return 2 * (slopes.gather(-1, at) * length - offsets.gather(-1, at)).clamp(min=0)
+
+
+def of_tiles(tiles: Iterator[tuple[Tensor, Tensor]], length: int) -> Tensor:
+    """All rows of a layer's map, ``(B, L, L)``, of tiles of them."""
+    return torch.cat(
+        [torch.nn.functional.pad(tile, (0, length - tile.shape[2])) for _, tile in tiles], 1
+    )
 
 
 def _squares(z: Tensor) -> Tensor:

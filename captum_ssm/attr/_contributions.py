@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm import kernels
+from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
@@ -69,6 +70,13 @@ class Contributions:
         self.weight = torch.cat([part.weight for part in self.parts], 1)  # (E, D)
         self._workspace = self.weight.new_empty(0)
         self.is_causal = all(mixer.recurrence.is_causal for mixer in mixers)
+
+    @classmethod
+    def of(
+        cls, frozen: FrozenModel, layers: Sequence[FrozenLayer], activation: str
+    ) -> Contributions:
+        """Those of a layer of a frozen model, or of layers side by side."""
+        return cls([layer.mixer for layer in layers], activation, frozen.mask_of(layers[0]))
 
     def vectors(self, index: Tensor) -> Tensor:
         """T_i(x_j) for the rows ``index (B, R)``: ``(B, R, L, E)``."""
@@ -149,25 +157,52 @@ class Contributions:
             first = last
         return z
 
-    def reduced(self, z: Tensor, reduce: Callable[[Tensor, slice, slice], Tensor]) -> Tensor:
-        """A reduction of the vectors W z over their width: ``(B, R, C)`` of ``z (B, D, R, C)``.
+    def reduced(
+        self, index: Tensor, columns: int, reduce: Callable[[Tensor, slice, slice], Tensor]
+    ) -> Tensor:
+        """A reduction of the vectors of rows ``index (B, R)`` over their width.
 
         ``reduce`` takes vectors ``(B, E, r, c)``, and which of the rows and columns they are. They
         are made in blocks that stay in the cache, and are never in memory as a whole.
+
+        Returns:
+            Tensor: ``(B, R, C)``, of the first columns.
         """
-        B, _, R, C = z.shape
-        out = z.new_empty(B, R, C)
-        weight = self.weight.expand(B, -1, -1)
-        size = max(1, BLOCK // B)
-        height = max(1, size // C)
+        (B, R), size = index.shape, max(1, BLOCK // len(index))
+        if all(part.is_sum_of_maps for part in self.parts):
+            height, block = min(R, size), self._blocks_of_maps(index, columns)
+        else:
+            height, block = max(1, size // columns), self._blocks_of_channels(index, columns)
+        out = self.weight.new_empty(B, R, columns)
+        width = max(1, size // height)
         for top in range(0, R, height):
             rows = slice(top, min(R, top + height))
-            for left in range(0, C, size):
-                columns = slice(left, min(C, left + size))
-                block = z[:, :, rows, columns]
-                vectors = torch.bmm(weight, block.flatten(2)).unflatten(2, block.shape[2:])
-                out[:, rows, columns] = reduce(vectors, rows, columns)
+            for left in range(0, columns, width):
+                chosen = slice(left, min(columns, left + width))
+                out[:, rows, chosen] = reduce(block(rows, chosen), rows, chosen)
         return out
+
+    def _blocks_of_channels(self, index: Tensor, columns: int) -> Callable[[slice, slice], Tensor]:
+        # W z: as many products per pair of tokens as W has entries.
+        z = self.unprojected(index, columns)
+        weight = self.weight.expand(len(index), -1, -1)
+
+        def block(rows: slice, chosen: slice) -> Tensor:
+            part = z[:, :, rows, chosen]
+            return torch.bmm(weight, part.flatten(2)).unflatten(2, part.shape[2:])
+
+        return block
+
+    def _blocks_of_maps(self, index: Tensor, columns: int) -> Callable[[slice, slice], Tensor]:
+        # The values of each head are projected first, so that a pair costs one vector per head.
+        maps = torch.cat([part.maps(index)[..., :columns] for part in self.parts], 1)
+
+        def block(rows: slice, chosen: slice) -> Tensor:
+            projected = torch.cat([part.projected(chosen) for part in self.parts], 3)
+            found = projected @ maps[:, :, rows, chosen].permute(0, 3, 1, 2)  # (B, c, E, r)
+            return found.permute(0, 2, 3, 1)
+
+        return block
 
 
 @dataclass(frozen=True)
@@ -200,6 +235,26 @@ class _Part:
     @property
     def weight(self) -> Tensor:
         return self.mixer.out_weight
+
+    @property
+    def is_sum_of_maps(self) -> bool:
+        """Whether T_ij is a sum over maps of their entry times a vector of token j, as attention's.
+
+        Row factors, taps and skips differ by channel.
+        """
+        _, _, D, M = self.mixer.recurrence.sizes
+        rest = (self.left, self.position, self.mixer.skip)
+        return M < D and len(self.lagged) == 1 and all(one is None for one in rest)
+
+    def maps(self, index: Tensor) -> Tensor:
+        """The rows ``index (B, R)`` of the maps, ``(B, M, R, L)``."""
+        return self.mixer.recurrence.map_rows(index, 0, self.mixer.recurrence.sizes[3])
+
+    def projected(self, tokens: slice) -> Tensor:
+        """What each map adds of some tokens, ``(B, c, E, M)``."""
+        M = self.mixer.recurrence.sizes[3]
+        values = self.lagged[0][:, tokens].unflatten(2, (M, -1))
+        return torch.einsum("emp,bcmp->bcem", self.weight.unflatten(1, (M, -1)), values)
 
     def restore(self, values: Tensor, dim: int) -> Tensor:
         # From the scan's order of the tokens to the model's.

@@ -1,8 +1,9 @@
 r"""ALTI-Logit through mixers that work on different tokens: grids, orders, U-shapes.
 
-There is no one residual stream, but each mixer still adds its output y to one. Let the score's
-coefficients :math:`d` at y be the gradient along the ways that lead past all later mixers, norms
-and gates frozen as in MambaLRP. Then the score is, except for bias terms,
+Also where the score is read from one residual stream by no norm or head that is known. Each mixer
+adds its output y to a residual stream. Let the score's coefficients :math:`d` at y be the gradient
+along the ways that lead past all later mixers, norms and gates frozen as in MambaLRP. Then the
+score is, except for bias terms,
 
 .. math::
     s = \langle d_0, h \rangle + \sum_\lambda \langle d_\lambda, y_\lambda \rangle,
@@ -197,9 +198,13 @@ class Grids:
             if i not in self.steps:
                 return {i: w}
             one = self.steps[i]
-            parts = [self._parts([layer], activation) for layer in one.layers]
+            parts = [Contributions.of(self.frozen, [layer], activation) for layer in one.layers]
             if bool((w != 0).any()):
-                whole = parts[0] if len(parts) == 1 else self._parts(one.layers, activation)
+                whole = (
+                    parts[0]
+                    if len(parts) == 1
+                    else Contributions.of(self.frozen, one.layers, activation)
+                )
                 alti = Alti(whole, one.before + one.mixed(), one.before)
                 w = alti.carry(w[:, None], 0.0, advance)[0][:, 0]
             else:
@@ -218,12 +223,9 @@ class Grids:
         total = torch.zeros_like(self.score)
         for step in self.steps.values():
             for layer, direction in zip(step.layers, step.directions, strict=True):
-                total = total + _dot(direction, self._parts([layer], "gate").bias())
+                bias = Contributions.of(self.frozen, [layer], "gate").bias()
+                total = total + _dot(direction, bias)
         return total
-
-    def _parts(self, layers: Sequence[FrozenLayer], activation: str) -> Contributions:
-        mask = self.frozen.mask_of(layers[0])
-        return Contributions([layer.mixer for layer in layers], activation, mask)
 
 
 def _check_shares(wiring: Wiring) -> None:

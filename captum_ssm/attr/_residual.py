@@ -19,6 +19,10 @@ from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.mixers import MixerCall, find_mixers
 
 
+class UnreadStreamError(ValueError):
+    """It is not known in which direction the score is read from the residual stream."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """One layer's step through the residual stream.
@@ -58,8 +62,8 @@ class ResidualStream:
         """Read the stream off a model frozen with gradients and norms.
 
         Raises:
-            ValueError: where the norms of a pre-norm residual stream are not found, or a mixer
-                does not add to it.
+            UnreadStreamError: where no norm or head is known that reads it.
+            ValueError: where a mixer does not add to it.
         """
         groups: list[list[FrozenLayer]] = []
         for layer in frozen.layers:
@@ -121,7 +125,7 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenLayer]) -> tuple[Tenso
     if norms:
         call, norm = norms[-1], FrozenNorm.of(norms[-1])
         if norm is None:
-            raise ValueError(
+            raise UnreadStreamError(
                 f"the model's last norm, {call.path} ({type(call.module).__name__}), is neither "
                 "an RMS norm nor a layer norm; pass layer= and another aggregation for a map of "
                 "one layer."
@@ -134,7 +138,7 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenLayer]) -> tuple[Tenso
         final = first_input(call)
         assert call.gradient is not None
         return final, call.gradient.to(final.dtype) @ call.weight(call.module)
-    raise ValueError(
+    raise UnreadStreamError(
         "neither a norm nor a linear head was found after the model's last mixer, so the "
         "direction in which the score is read from the residual stream is not known; pass layer= "
         "and another aggregation for a map of one layer."
@@ -152,7 +156,7 @@ def _read_pooled(
     read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
     # Both in the width of the stream.
     if not bool((read - given).norm() <= 1e-3 * given.norm()):
-        raise ValueError(
+        raise UnreadStreamError(
             f"what {call.path} is given is not the mean of the tokens after the last mixer, nor "
             "one of them, so the direction in which the score is read from the residual stream is "
             "not known; pass layer= and another aggregation for a map of one layer."
@@ -165,7 +169,7 @@ def _read_pooled(
     elif isinstance(call.module, nn.Linear):
         direction = gradient @ call.weight(call.module)
     else:
-        raise ValueError(
+        raise UnreadStreamError(
             f"the model's last norm, {call.path} ({type(call.module).__name__}), is neither an RMS "
             "norm nor a layer norm; pass layer= and another aggregation for a map of one layer."
         )

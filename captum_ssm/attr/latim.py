@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm._captum import TargetType
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
@@ -17,11 +17,12 @@ from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
 from captum_ssm._nested import tensors_in
 from captum_ssm._progress import Bar
-from captum_ssm.attr._alti import Alti
+from captum_ssm.attr._alti import Alti, of_tiles
 from captum_ssm.attr._base import TokenAttribution, delta
+from captum_ssm.attr._chain import bias_part, decomposed, logit_matrix, logit_row, output_of
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._grids import CutMixers, Grids
-from captum_ssm.attr._residual import ResidualStream, norms_and_head
+from captum_ssm.attr._residual import ResidualStream, UnreadStreamError, norms_and_head
 from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
 from captum_ssm.operators.composed import sum_of
 
@@ -105,10 +106,11 @@ class LaTIM(TokenAttribution):
         terms and the sum of relevance. The other aggregations decompose nothing; how much of a
         layer's output its vectors miss is returned by :meth:`layer_errors`.
 
-        Where layers work on several grids of tokens, MLPs and all else between mixers are frozen
-        as in MambaLRP. The delta then also holds the bias terms outside of mixers; with ``stage``
-        it is the part of the score that the grid's residual stream carries past all later grids'
-        mixers, less the mixers' bias terms and the sum of relevance.
+        Where layers work on several grids of tokens, or it is not known how the score reads the
+        last stream, MLPs and all else between mixers are frozen as in MambaLRP. The delta then
+        also holds the bias terms outside of mixers; with ``stage`` it is the part of the score that
+        the grid's residual stream carries past all later grids' mixers, less the mixers' bias terms
+        and the sum of relevance.
 
         Args:
             layer (int or str, optional): explain one layer's map, by index (negative from the
@@ -126,7 +128,8 @@ class LaTIM(TokenAttribution):
             tolerance (float, optional): for ``"alti_logit"`` over all layers, the share of the
                 relevance that a layer may put on wrong tokens, between 0 and 1. Vectors that cannot
                 matter more than that are not made. Zero makes all of them. Relevance adds up to
-                the same in either case. Zero for layers on several grids. Default: 0.0
+                the same in either case. Zero where norms and MLPs are frozen, see above.
+                Default: 0.0
             return_error_bound (bool, optional): return, last, a bound ``(B,)`` on what the
                 tolerance changes: the sum over tokens of :math:`|\\text{exact} -
                 \\text{returned}|`, before it is carried from the first layer's tokens to the
@@ -160,12 +163,14 @@ class LaTIM(TokenAttribution):
                 row = _query_row(frozen, [frozen.select_one(layer)], activation, aggregation)
                 return self._formatted(frozen.wiring.from_first(row), frozen)
         frozen = self._run_score(request, target, position)
-        if not (frozen.is_chain or self.remote):
+        stream = self._stream(frozen)
+        if stream is None:
             if tolerance or return_error_bound:
                 raise ValueError(
                     f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}; "
-                    "the layers of this model work on several grids of tokens, for which all "
-                    "vectors are made: leave them at 0.0 and False."
+                    "the layers of this model work on several grids of tokens, or its score is "
+                    "read from them by no norm or head that is known. All vectors are then made: "
+                    "leave them at 0.0 and False."
                 )
             grids = self._grids(frozen, target, position, layer, stage)
             with self._computing(), Bar("LaTIM, layers", len(grids.steps)) as bar:
@@ -175,21 +180,19 @@ class LaTIM(TokenAttribution):
                     return relevance, delta(grids.score - grids.bias(), relevance)
                 return relevance
         with self._computing():
-            frozen.require_chain("LaTIM")
             if stage is not None:
                 frozen.stages_of(stage)  # there is one
-            stream = ResidualStream.of(frozen)
             if layer is None:
                 is_one = _is_one_text(inputs, additional_forward_args, request.batch)
                 text = frozen.of_first() if is_one else frozen
-                row, bias, bound = _logit_row(frozen, text, stream, activation, tolerance)
+                row, bias, bound = logit_row(frozen, text, stream, activation, tolerance)
             else:
-                parts = _contributions(frozen, [frozen.select_one(layer)], activation)
-                row, bias = parts.dot_row(stream.direction), _bias(stream, parts)
+                parts = Contributions.of(frozen, [frozen.select_one(layer)], activation)
+                row, bias = parts.dot_row(stream.direction), bias_part(stream, parts)
             relevance = self._formatted(frozen.wiring.from_first(row), frozen)
             found = [relevance]
             if return_convergence_delta:
-                found.append(delta(_decomposed(frozen, stream, layer) - bias, relevance))
+                found.append(delta(decomposed(frozen, stream, layer) - bias, relevance))
             if return_error_bound:
                 found.append(bound)
             return found[0] if len(found) == 1 else tuple(found)
@@ -209,19 +212,18 @@ class LaTIM(TokenAttribution):
         if not _to_logit(layer, aggregation):
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
         frozen = self._run_score(request, target, position)
-        if not (frozen.is_chain or self.remote):
+        stream = self._stream(frozen)
+        if stream is None:
             grids = self._grids(frozen, target, position, layer, stage)
             with self._computing():
                 return grids.score - grids.bias()
         with self._computing():
-            frozen.require_chain("LaTIM")
-            stream = ResidualStream.of(frozen)
             stages = [stage.layers for stage in stream.stages]
             groups = stages if layer is None else [[frozen.select_one(layer)]]
             # The activation changes what relevance misses, not what is decomposed.
-            parts = [_contributions(frozen, group, "gate") for group in groups]
-            bias = sum_of([_bias(stream, part) for part in parts])
-            return _decomposed(frozen, stream, layer) - bias
+            parts = [Contributions.of(frozen, group, "gate") for group in groups]
+            bias = sum_of([bias_part(stream, part) for part in parts])
+            return decomposed(frozen, stream, layer) - bias
 
     def interactions(
         self,
@@ -258,14 +260,14 @@ class LaTIM(TokenAttribution):
                 frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen) if to_logit else None
             if stream is not None and layer is None:
-                return frozen.mask_matrix(_logit_matrix(frozen, stream, activation))
+                return frozen.mask_matrix(logit_matrix(frozen, stream, activation))
             chosen = [frozen.select_one(layer)]
-            parts = _contributions(frozen, chosen, activation)
+            parts = Contributions.of(frozen, chosen, activation)
             if stream is not None:
                 return frozen.mask_matrix(parts.dot_matrix(stream.direction))
             rows = torch.arange(parts.length, device=parts.weight.device)
-            tiles = _score_tiles(parts, aggregation, _output(chosen), rows)
-            return frozen.mask_matrix(_whole(tiles, parts.length))
+            tiles = _score_tiles(parts, aggregation, output_of(chosen), rows)
+            return frozen.mask_matrix(of_tiles(tiles, parts.length))
 
     def contributions(
         self,
@@ -300,7 +302,7 @@ class LaTIM(TokenAttribution):
         frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
             chosen = frozen.select_one(layer)
-            parts, mask = _contributions(frozen, [chosen], activation), frozen.mask_of(chosen)
+            parts, mask = Contributions.of(frozen, [chosen], activation), frozen.mask_of(chosen)
             index = frozen.row_index(rows, chosen.shape)
             vectors = parts.vectors(index)
             if mask is not None:
@@ -345,6 +347,19 @@ class LaTIM(TokenAttribution):
             return _chosen_logits(logits, target).sum(1)
 
         return self._run_score(replace(request, forward_func=summed), None, None)
+
+    def _stream(self, frozen: FrozenModel) -> ResidualStream | None:
+        # None where there is no one residual stream, or it is not known how the score is read
+        # from it: both are read off the graph of a run here.
+        with self._computing():
+            if frozen.is_chain or self.remote:
+                frozen.require_chain("LaTIM")
+                try:
+                    return ResidualStream.of(frozen)
+                except UnreadStreamError:
+                    if self.remote:
+                        raise
+            return None
 
     def _grids(
         self,
@@ -422,17 +437,6 @@ def _check_aggregation(aggregation: str | float) -> str | float | None:
     )
 
 
-def _contributions(
-    frozen: FrozenModel, layers: Sequence[FrozenLayer], activation: str
-) -> Contributions:
-    mask = frozen.mask_of(layers[0])
-    return Contributions([layer.mixer for layer in layers], activation, mask)
-
-
-def _output(layers: Sequence[FrozenLayer]) -> Tensor:
-    return sum_of([layer.call.output.to(layer.call.dtype) for layer in layers])
-
-
 def _score_tiles(
     parts: Contributions, aggregation: str | float, output: Tensor, rows: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -447,8 +451,7 @@ def _score_tiles(
 
     for chosen in parts.tiles(rows):
         index = chosen.expand(parts.batch, -1)
-        z = parts.unprojected(index, parts.columns(chosen))
-        yield chosen, parts.reduced(z, norm)
+        yield chosen, parts.reduced(index, parts.columns(chosen), norm)
 
 
 def _query_row(
@@ -457,98 +460,27 @@ def _query_row(
     activation: str,
     aggregation: str | float,
 ) -> Tensor:
-    parts = _contributions(frozen, layers, activation)
+    parts = Contributions.of(frozen, layers, activation)
     frozen.require_chain("LaTIM")
     (query,) = frozen.require_query()
     row = torch.zeros_like(query)
     rows = (query != 0).any(0).nonzero()[:, 0]
-    for chosen, tile in _score_tiles(parts, aggregation, _output(layers), rows):
+    for chosen, tile in _score_tiles(parts, aggregation, output_of(layers), rows):
         row[:, : tile.shape[2]] += torch.einsum("bi,bij->bj", query[:, chosen], tile)
     return row
 
 
-def _whole(tiles: Iterator[tuple[Tensor, Tensor]], length: int) -> Tensor:
-    # All rows, (B, L, L), of tiles of them.
-    return torch.cat([nn.functional.pad(tile, (0, length - tile.shape[2])) for _, tile in tiles], 1)
-
-
 def _layer_error(frozen: FrozenModel, layer: FrozenLayer, activation: str) -> Tensor:
     # Relative norm of what the contributions miss of the layer's output, per example.
-    parts = _contributions(frozen, [layer], activation)
-    output = _output([layer]) - parts.bias()
+    parts = Contributions.of(frozen, [layer], activation)
+    output = output_of([layer]) - parts.bias()
     error, mask = parts.total() - output, frozen.mask_of(layer)
     if mask is not None:
         error, output = error * mask[..., None], output * mask[..., None]
     return error.flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1).clamp(min=1e-30)
 
 
-def _logit_row(
-    frozen: FrozenModel,
-    text: FrozenModel,
-    stream: ResidualStream,
-    activation: str,
-    tolerance: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Relevance ``(B, L)`` of eq. 8 at the query, and what belongs to it.
-
-    The bias terms' share of the score, ``(B,)``, and the bound on what the tolerance changes of
-    the relevance, ``(B,)``. Vectors are those of ``text``: of one example where all are the same
-    text, so that they are made once for all targets.
-    """
-    direction = stream.direction
-    B, L = frozen.shape
-    N = text.shape[0]
-    v, bias, bound = direction.new_zeros(B, L), direction.new_zeros(B), direction.new_zeros(B)
-    layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
-    with Bar("LaTIM, layers", len(stream.stages)) as bar:
-        for stage in reversed(stream.stages):
-            parts = _contributions(text, [layers[id(layer)] for layer in stage.layers], activation)
-            v = v + (direction * stage.local).sum(-1)
-            if bool((v != 0).any()):
-                alti = Alti(parts, (stage.before + stage.mixed)[:N], stage.before[:N])
-                carried, wrong = alti.carry(v.view(N, -1, L), tolerance, bar.advance)
-                v, bound = carried.view(B, L), bound + wrong.view(B)
-            else:
-                bar.advance()
-            v = v + torch.cat([parts.dot_row(one) for one in direction.split(N)])
-            bias = bias + _bias(stream, parts)
-    return v + (direction * stream.stages[0].before).sum(-1), bias, bound
-
-
 def _is_one_text(inputs: Any, further: Any, batch: int) -> bool:
     # Whether what was given is one text expanded to a batch: the same memory.
     batched = [x for x in tensors_in((inputs, further)) if x.dim() and x.shape[0] == batch]
     return batch > 1 and bool(batched) and not any(x.stride(0) for x in batched)
-
-
-def _bias(stream: ResidualStream, parts: Contributions) -> Tensor:
-    return (stream.direction * parts.bias()).sum((1, 2))
-
-
-def _decomposed(frozen: FrozenModel, stream: ResidualStream, layer: int | str | None) -> Tensor:
-    """What vectors and bias terms add up to, ``(B,)``: the score, or one layer's part of it."""
-    vectors = stream.final if layer is None else _output([frozen.select_one(layer)])
-    return (stream.direction * vectors).sum((1, 2))
-
-
-def _logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) -> Tensor:
-    """Eq. 8 for every query token: ``(B, L, L)``."""
-    direction = stream.direction
-    first = (direction * stream.stages[0].before).sum(-1)
-    total = torch.diag_embed(first)
-    # R: how much of each token's stream is which input token's.
-    mixing = torch.eye(first.shape[1], dtype=first.dtype, device=first.device)
-    mixing = mixing.expand(first.shape[0], -1, -1)
-    with Bar("LaTIM, layers", len(stream.stages)) as bar:
-        for stage in stream.stages:
-            parts = _contributions(frozen, stage.layers, activation)
-            total = total + parts.dot_matrix(direction) @ mixing
-            alti = Alti(parts, stage.before + stage.mixed, stage.before)
-            mixing = _whole(alti.tiles(_every_row(frozen)), first.shape[1]) @ mixing
-            total = total + (direction * stage.local).sum(-1, keepdim=True) * mixing
-            bar.advance()
-    return total
-
-
-def _every_row(frozen: FrozenModel) -> Tensor:
-    return torch.arange(frozen.shape[1], device=frozen.layers[0].call.output.device)

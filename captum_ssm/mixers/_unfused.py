@@ -43,6 +43,8 @@ def unfused(module: nn.Module) -> Iterator[None]:
 def fused_functions() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
     """Fused functions of the process, each with what computes a call of it by its equation."""
     found: dict[Callable[..., Any], Callable[[FunctionCall], Any]] = {}
+    if "fla.modules" not in sys.modules:
+        return found
     for name, module in list(sys.modules.items()):
         if name.startswith("fla.modules."):
             for known, plain in _PLAIN_FUNCTIONS.items():
