@@ -75,7 +75,8 @@ def test_what_is_imported_is_installed_with_the_package():
     assert required <= set(found)  # and nothing is installed for nothing
     # What only some functions import may be left to an extra, one that users are told of.
     extras = [
-        declared("options.extras_require", name) for name in ("distributed", "metrics", "tables")
+        declared("options.extras_require", name)
+        for name in ("distributed", "metrics", "notebook", "tables")
     ]
     missing = set(found) - required - set().union(*extras)
     assert not missing, {name: found[name] for name in missing}
@@ -148,18 +149,19 @@ def installed(built: Path, folder: Path) -> Path:
 
 
 def try_readme(python: Path, folder: Path) -> str:
-    """Runs the first lines of code of the README, as a reader would."""
+    """Runs the first two pieces of code of the README, as a reader would."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    match = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert match
-    script = match[1] + (
+    pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    script = "".join(pieces[:2]) + (
         "print(tuple(relevance.shape), int(relevance[0].argmax()))\n"
         "import captum_ssm as c\n"
         "print(c.__file__, c.kernels.extension_loaded(), c.__version__)\n"
     )
     (folder / "tutorials").symlink_to(ROOT / "tutorials")
-    (folder / "five_lines.py").write_text(script, encoding="utf-8")
-    return run(python, "five_lines.py", cwd=folder)
+    (folder / "readme.py").write_text(script, encoding="utf-8")
+    said = run(python, "readme.py", cwd=folder)
+    assert "<script" in (folder / "why.html").read_text(encoding="utf-8")  # the page is whole
+    return said
 
 
 def test_the_source_distribution_is_whole(sdist):
