@@ -362,8 +362,11 @@ def count_fla(only: list[str]) -> dict[str, Row]:
     return found
 
 
-def on_cpu() -> frozenset[str]:
+def on_cpu(setattr: Callable[..., None] = setattr) -> frozenset[str]:
     """Let fla's layers run where kernels do not: on its naive forms, or its recurrences.
+
+    Args:
+        setattr (Callable, optional): puts them in; a test passes one that undoes it.
 
     Returns:
         frozenset of str: the files of the layers that run on naive forms.
@@ -371,12 +374,12 @@ def on_cpu() -> frozenset[str]:
     importlib.import_module("fla.layers.simple_gla")  # which fla.layers leaves out
     sys.path.insert(0, str(ROOT / "tests" / "fla"))
     standins = importlib.import_module("standins")
-    standins.install()
-    without_chunks()
+    standins.install(setattr)
+    without_chunks(setattr)
     return frozenset(standins.LAYERS)
 
 
-def without_chunks() -> None:
+def without_chunks(setattr: Callable[..., None]) -> None:
     """Let fla's layers run their recurrences, where the interpreter fails at kernels of chunks."""
     modules = [m for name, m in sys.modules.items() if name.startswith("fla.layers.")]
     for module in modules:
@@ -457,7 +460,8 @@ REASONS = {
 FLA_OPTIONS: dict[str, dict[str, Any]] = {
     "BasedLinearAttention": {"num_key_value_heads": 2, "feature_dim": 8},
     "HGRN2Attention": {"expand_ratio": 16},
-    "Mamba2": {"num_heads": 4},
+    "Mamba": {"intermediate_size": 64},
+    "Mamba2": {"num_heads": 4, "chunk_size": 64},
     "LogLinearMamba2": {"num_heads": 4},
     "MultiheadLatentAttention": {
         "q_lora_rank": 8,
