@@ -331,7 +331,8 @@ def count_mamba_ssm(only: list[str]) -> dict[str, Row]:
 
     found: dict[str, Row] = {name: {"known": "not run"} for name in names_in("mamba_ssm")}
     with on_cpu() as package:
-        sizes = {"Mamba": {"d_state": 4}, "Mamba3": {"d_state": 8, "headdim": 8}}
+        heads = {"d_state": 8, "headdim": 8}
+        sizes = {"Mamba": {"d_state": 4}, "Mamba2": heads, "Mamba2Simple": heads, "Mamba3": heads}
         for name, options in sizes.items():
             mixer = getattr(package, name)(16, **options)
             model = nn.Sequential(nn.Linear(16, 16), randomize(mixer), nn.Linear(16, 5)).eval()
@@ -383,15 +384,23 @@ def without_chunks(setattr: Callable[..., None]) -> None:
     """Let fla's layers run their recurrences, where the interpreter fails at kernels of chunks."""
     modules = [m for name, m in sys.modules.items() if name.startswith("fla.layers.")]
     for module in modules:
-        for name in list(vars(module)):
+        for name, function in list(vars(module).items()):
             kind, _, rest = name.partition("_")
-            other = getattr(module, f"fused_recurrent_{rest}", None)
-            if kind == "chunk" and other is not None:
+            if kind != "chunk" or not function.__module__.startswith("fla.ops."):
+                continue
+            ops = sys.modules[function.__module__.rpartition(".")[0]]
+            other = getattr(ops, f"fused_recurrent_{rest}", None)
+            if other is not None:
                 taken = inspect.signature(other).parameters
                 setattr(module, name, functools.partial(_with_some, other, frozenset(taken)))
 
 
 def _with_some(function: Callable[..., Any], taken: frozenset[str], **given: Any) -> Any:
+    # GLA's kernel of chunks and its recurrence call the decay by two names.
+    if "gk" in taken and "g" in given and "g" not in taken:
+        given["gk"] = given.pop("g")
+    left_out = [name for name, value in given.items() if name not in taken]
+    assert not any(torch.is_tensor(given[name]) for name in left_out), left_out
     return function(**{name: value for name, value in given.items() if name in taken})
 
 
