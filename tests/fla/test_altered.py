@@ -56,8 +56,9 @@ def same(x: Tensor) -> Tensor:
 
 
 def projection_of(layer: nn.Module) -> nn.Module:
-    # Raven hands its output projection's weight to a fused function: there it is the queries.
-    return layer.q_proj if type(layer).__name__ == "Raven" else layer.o_proj
+    # These hand their output projection's weight to a fused function: there it is the queries.
+    fused = ("GatedSlotAttention", "LightNetAttention", "Raven")
+    return layer.q_proj if type(layer).__name__ in fused else layer.o_proj
 
 
 @pytest.mark.parametrize("name", some_fast(MEASURED))

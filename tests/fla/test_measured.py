@@ -10,7 +10,7 @@ from fla.ops.log_linear_attn.naive import naive_log_linear_attn
 from fla.ops.stickbreaking_attn.naive import naive_stickbreaking_attn
 from models import ids
 
-from captum_ssm import LaTIM, MambaLRP
+from captum_ssm import LaTIM, MambaLRP, UnsupportedModelError, hidden_attention
 from captum_ssm.scans import Scan, ScanCalls, intercepted
 
 pytestmark = [
@@ -38,6 +38,20 @@ def test_relevance_sums_to_the_logit(name):
 def test_the_table_names_every_layer():
     assert census.names_in("fla").keys() == ROWS.keys()
     assert len(EXPLAINED) >= 30
+
+
+NOT_WHOLE = {
+    "BitAttention": "what it does after flash_attn_func mixes channels or tokens",
+    "RodimusAttention": "it adds something to its scans that depends on its tokens",
+    "MomAttention": "a scan does not run over all tokens of one example",
+}
+
+
+@pytest.mark.usefixtures("recurrences")
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_a_layer_that_is_not_explained_whole_says_why(name):
+    with pytest.raises(UnsupportedModelError, match=NOT_WHOLE[name]):
+        hidden_attention(build(name), ids(1, 4), formulation="unified")
 
 
 @pytest.mark.parametrize("length", [1, 2, 9])
