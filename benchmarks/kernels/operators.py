@@ -25,7 +25,6 @@ from captum_ssm import kernels
 from captum_ssm.kernels import diagonal as diagonal_kernels
 from captum_ssm.kernels import linear_attention as linear_attention_kernels
 from captum_ssm.operators import (
-    ConvolvedOperator,
     DiagonalOperator,
     LinearAttentionOperator,
     PlacedOperator,
@@ -109,20 +108,22 @@ def naive_placed(op: PlacedOperator) -> Tensor:
 
 def short_convolution(length: int, channels: int) -> TokenOperator:
     """LFM2's gated convolution, with its gates."""
+    gate, written, taps = parts_of_short_convolution(length, channels)
+    return SkipOperator(gate).convolved(taps).scaled(None, written)
+
+
+def parts_of_short_convolution(length: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     gate, written = torch.rand(2, 1, length, channels, generator=g)
-    band = SkipOperator(gate).convolved(torch.randn(channels, 3, generator=g))
-    return band.scaled(None, written)
+    return gate, written, torch.randn(channels, 3, generator=g)
 
 
-def naive_short_convolution(op: ScaledOperator) -> Tensor:
-    assert isinstance(op.inner, ConvolvedOperator)
-    assert isinstance(op.inner.inner, SkipOperator)
-    assert op.right is not None
+def naive_short_convolution(op: TokenOperator) -> Tensor:
+    gate, written, taps = parts_of_short_convolution(op.length, op.channels)
     band = torch.zeros(op.channels, op.length, op.length)
-    for lag, taps in enumerate(op.inner.taps.flip(-1).mT):
-        band += taps[:, None, None] * torch.ones(op.length - lag).diag(-lag)
-    return op.inner.inner.diagonal.mT[..., None] * band * op.right.mT[:, :, None]
+    for lag, tap in enumerate(taps.flip(-1).mT):
+        band += tap[:, None, None] * torch.ones(op.length - lag).diag(-lag)
+    return gate.mT[..., None] * band * written.mT[:, :, None]
 
 
 def weights(length: int, heads: int) -> WeightsOperator:
