@@ -331,7 +331,8 @@ def count_mamba_ssm(only: list[str]) -> dict[str, Row]:
 
     found: dict[str, Row] = {name: {"known": "not run"} for name in names_in("mamba_ssm")}
     with on_cpu() as package:
-        sizes = {"Mamba": {"d_state": 4}, "Mamba3": {"d_state": 8, "headdim": 8}}
+        heads = {"d_state": 8, "headdim": 8}
+        sizes = {"Mamba": {"d_state": 4}, "Mamba2": heads, "Mamba2Simple": heads, "Mamba3": heads}
         for name, options in sizes.items():
             mixer = getattr(package, name)(16, **options)
             model = nn.Sequential(nn.Linear(16, 16), randomize(mixer), nn.Linear(16, 5)).eval()
@@ -362,8 +363,11 @@ def count_fla(only: list[str]) -> dict[str, Row]:
     return found
 
 
-def on_cpu() -> frozenset[str]:
+def on_cpu(setattr: Callable[..., None] = setattr) -> frozenset[str]:
     """Let fla's layers run where kernels do not: on its naive forms, or its recurrences.
+
+    Args:
+        setattr (Callable, optional): puts them in; a test passes one that undoes it.
 
     Returns:
         frozenset of str: the files of the layers that run on naive forms.
@@ -371,24 +375,32 @@ def on_cpu() -> frozenset[str]:
     importlib.import_module("fla.layers.simple_gla")  # which fla.layers leaves out
     sys.path.insert(0, str(ROOT / "tests" / "fla"))
     standins = importlib.import_module("standins")
-    standins.install()
-    without_chunks()
+    standins.install(setattr)
+    without_chunks(setattr)
     return frozenset(standins.LAYERS)
 
 
-def without_chunks() -> None:
+def without_chunks(setattr: Callable[..., None]) -> None:
     """Let fla's layers run their recurrences, where the interpreter fails at kernels of chunks."""
     modules = [m for name, m in sys.modules.items() if name.startswith("fla.layers.")]
     for module in modules:
-        for name in list(vars(module)):
+        for name, function in list(vars(module).items()):
             kind, _, rest = name.partition("_")
-            other = getattr(module, f"fused_recurrent_{rest}", None)
-            if kind == "chunk" and other is not None:
+            if kind != "chunk" or not function.__module__.startswith("fla.ops."):
+                continue
+            ops = sys.modules[function.__module__.rpartition(".")[0]]
+            other = getattr(ops, f"fused_recurrent_{rest}", None)
+            if other is not None:
                 taken = inspect.signature(other).parameters
                 setattr(module, name, functools.partial(_with_some, other, frozenset(taken)))
 
 
 def _with_some(function: Callable[..., Any], taken: frozenset[str], **given: Any) -> Any:
+    # GLA's kernel of chunks and its recurrence call the decay by two names.
+    if "gk" in taken and "g" in given and "g" not in taken:
+        given["gk"] = given.pop("g")
+    left_out = [name for name, value in given.items() if name not in taken]
+    assert not any(torch.is_tensor(given[name]) for name in left_out), left_out
     return function(**{name: value for name, value in given.items() if name in taken})
 
 
@@ -457,7 +469,8 @@ REASONS = {
 FLA_OPTIONS: dict[str, dict[str, Any]] = {
     "BasedLinearAttention": {"num_key_value_heads": 2, "feature_dim": 8},
     "HGRN2Attention": {"expand_ratio": 16},
-    "Mamba2": {"num_heads": 4},
+    "Mamba": {"intermediate_size": 64},
+    "Mamba2": {"num_heads": 4, "chunk_size": 64},
     "LogLinearMamba2": {"num_heads": 4},
     "MultiheadLatentAttention": {
         "q_lora_rank": 8,

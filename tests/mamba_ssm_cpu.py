@@ -9,6 +9,7 @@ norm by its equations, so that its autograd function is run as it is.
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 
 @contextmanager
 def on_cpu() -> Iterator[SimpleNamespace]:
-    """``Mamba``, ``Mamba3``, ``MambaLMHeadModel``, ``MambaConfig`` of mamba_ssm, run on a CPU.
+    """mamba_ssm's mixers, ``MambaLMHeadModel`` and ``MambaConfig``, run on a CPU.
 
     At the end the package is forgotten: transformers binds mamba_ssm's functions into a modeling
     file that is imported while the package can be, and other tests would then run those.
@@ -49,6 +50,7 @@ def _import() -> SimpleNamespace:
     scan = load("ops.selective_scan_interface")
     norm = load("ops.triton.layer_norm")
     gated_norm = load("ops.triton.layernorm_gated")
+    ssd = load("ops.triton.ssd_combined")
     mamba3_scan = load("ops.triton.mamba3.mamba3_siso_combined")
     simple = load("modules.mamba_simple")
     mamba3 = load("modules.mamba3")
@@ -59,6 +61,8 @@ def _import() -> SimpleNamespace:
         norm._layer_norm_fwd: _norm_forward,
         norm._layer_norm_bwd: _norm_backward,
         gated_norm.rmsnorm_fn: gated_norm.rms_norm_ref,
+        ssd.mamba_chunk_scan_combined: _taking(ssd.ssd_selective_scan),
+        ssd.mamba_split_conv1d_scan_combined: _taking(ssd.mamba_split_conv1d_scan_ref),
         mamba3_scan.mamba3_siso_combined: mamba3_siso,
     }
     for name, module in list(sys.modules.items()):
@@ -67,13 +71,41 @@ def _import() -> SimpleNamespace:
                 if isinstance(value, FunctionType) and value in references:
                     setattr(module, key, references[value])
     simple.causal_conv1d_fn = None  # its own nn.Conv1d then
+    ssd.causal_conv1d_fn = _convolution  # which the reference of the fused path calls
     mamba3.mamba3_mimo_combined = mamba3_mimo  # which needs TileLang
     return SimpleNamespace(
         Mamba=simple.Mamba,
+        Mamba2=load("modules.mamba2").Mamba2,
+        Mamba2Simple=load("modules.mamba2_simple").Mamba2Simple,
         Mamba3=mamba3.Mamba3,
         MambaLMHeadModel=mixer_seq.MambaLMHeadModel,
         MambaConfig=load("models.config_mamba").MambaConfig,
     )
+
+
+def _taking(reference):
+    # A reference function, given also what only its kernel takes.
+    taken = inspect.signature(reference).parameters
+
+    def call(*args, **kwargs):
+        named = dict(zip(names, args, strict=False)) | kwargs
+        assert all(named.get(name) is None for name in ("initial_states", "seq_idx", "cu_seqlens"))
+        return reference(**{name: value for name, value in named.items() if name in taken})
+
+    names = [*taken]
+    if "chunk_size" not in taken:
+        names.insert(names.index("C") + 1, "chunk_size")
+    return call
+
+
+def _convolution(x, weight, bias, activation=None):
+    y = torch.nn.functional.conv1d(
+        torch.nn.functional.pad(x, (weight.shape[1] - 1, 0)),
+        weight[:, None],
+        bias,
+        groups=len(weight),
+    )
+    return torch.nn.functional.silu(y) if activation else y
 
 
 def mamba3_siso(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D=None, Z=None, **_):

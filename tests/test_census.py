@@ -49,6 +49,17 @@ def test_every_recurrent_mixer_of_transformers_is_explained():
     assert set(known.values()) <= {"registered", "part"}, known
 
 
+def test_every_recurrent_mixer_of_mamba_ssm_is_explained():
+    known = {name: row["known"] for name, row in TABLE["mamba_ssm"].items() if name != "MHA"}
+    assert set(known) >= {"Mamba", "Mamba2", "Mamba2Simple", "Mamba3"}
+    assert set(known.values()) == {"registered"}, known
+
+
+def test_every_layer_of_fla_that_is_not_explained_says_why():
+    for name, row in TABLE["fla"].items():
+        assert "error" in row or row["why"], name
+
+
 def test_classes_with_an_adapter_are_registered():
     names = {name.rpartition(".")[2] for name in registered()}
     rows = TABLE["transformers"]

@@ -30,5 +30,5 @@ def test_layers_of_flash_linear_attention():
     made = run("--version", seconds=600)
     if made.returncode:
         pytest.skip(f"the environment could not be made: {made.stderr.strip()[-300:]}")
-    result = run("-p", "no:cacheprovider", seconds=900)
+    result = run("-p", "no:cacheprovider", seconds=1800)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from frozen import alter_a_head, assert_reconstructs, frozen_layers
-from mamba_ssm_cpu import mamba3_mimo, mamba3_siso, on_cpu
+from mamba_ssm_cpu import on_cpu
 from models import VOCABULARY, ids, randomize, tiny
 from torch import nn
 
@@ -117,36 +117,52 @@ def test_a_bare_mixer_is_a_model(mamba_ssm, fast_path):
     assert relevance.shape == x.shape
 
 
-MAMBA3 = {
-    "plain": {},
-    "norm": {"is_outproj_norm": True},
-    "groups": {"ngroups": 2, "rope_fraction": 1.0},
-    "mimo": {"is_mimo": True, "mimo_rank": 2, "ngroups": 2},
-    "mimo_norm": {"is_mimo": True, "mimo_rank": 3, "is_outproj_norm": True},
+SSD = {"d_state": 4, "headdim": 8, "ngroups": 2, "chunk_size": 64}
+# By name: the mixer's class and its options; mamba2_fused is one kernel from in_proj to out_proj.
+MIXERS = {
+    # One group: unlike the kernel, its reference has one norm for all groups.
+    "mamba2_fused": ("Mamba2", SSD | {"ngroups": 1}),
+    "mamba2": (
+        "Mamba2",
+        SSD | {"use_mem_eff_path": False, "d_ssm": 16, "D_has_hdim": True, "rmsnorm": False},
+    ),
+    "mamba2_simple": ("Mamba2Simple", SSD | {"use_mem_eff_path": False}),
+    "mamba3": ("Mamba3", {}),
+    "mamba3_norm": ("Mamba3", {"is_outproj_norm": True}),
+    "mamba3_groups": ("Mamba3", {"ngroups": 2, "rope_fraction": 1.0}),
+    "mimo": ("Mamba3", {"is_mimo": True, "mimo_rank": 2, "ngroups": 2}),
+    "mimo_norm": ("Mamba3", {"is_mimo": True, "mimo_rank": 3, "is_outproj_norm": True}),
+}
+# The scan that each class calls, its values, and what is no part of the map.
+SCANS = {
+    "mamba2": ("mamba_chunk_scan_combined", "x", ("D", "z")),
+    "mamba3": ("mamba3_siso_combined", "V", ("D", "Z")),
+    "mimo": ("mamba3_mimo_combined", "V", ("D", "Z", "MIMO_Out")),
 }
 
 
-def mamba3(mamba_ssm, variant):
+def model_of(mamba_ssm, variant):
     model = language_model(mamba_ssm, fused_add_norm=False)  # of which Mamba3 is no option yet
+    name, options = MIXERS[variant]
     for block in model.backbone.layers:
-        block.mixer = mamba_ssm.Mamba3(16, d_state=8, headdim=8, **MAMBA3[variant])
+        block.mixer = getattr(mamba_ssm, name)(16, **{"d_state": 8, "headdim": 8} | options)
+        if name == "Mamba2Simple":  # which takes tokens alone
+            block.mixer.register_forward_pre_hook(lambda m, args, _: (args, {}), with_kwargs=True)
     return randomize(model).eval()
 
 
-@pytest.mark.parametrize("variant", MAMBA3)
+@pytest.mark.parametrize("variant", [name for name in MIXERS if name != "mamba2_fused"])
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 65])
-def test_mamba3_is_what_impulses_through_its_scan_measure(mamba_ssm, variant, length, monkeypatch):
-    model, tokens, calls = mamba3(mamba_ssm, variant), ids(2, length), []
+def test_a_mixer_is_what_impulses_through_its_scan_measure(mamba_ssm, variant, length, monkeypatch):
+    model, tokens, calls = model_of(mamba_ssm, variant), ids(2, length), []
+    name, values, others = SCANS[variant.partition("_")[0]]
+    modeling = sys.modules[type(model.backbone.layers[0].mixer).__module__]
+    scan = getattr(modeling, name)
 
-    name, scan = "mamba3_siso_combined", mamba3_siso
-    if variant.startswith("mimo"):
-        name, scan = "mamba3_mimo_combined", mamba3_mimo
+    def spy(*args, **kwargs):
+        calls.append(dict(zip(("x", "dt", "A", "B", "C"), args, strict=False)) | kwargs)
+        return scan(*args, **kwargs)
 
-    def spy(**kwargs):
-        calls.append(kwargs)
-        return scan(**kwargs)
-
-    modeling = sys.modules["mamba_ssm.modules.mamba3"]
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(modeling, name, spy)
         model(tokens)
@@ -156,9 +172,9 @@ def test_mamba3_is_what_impulses_through_its_scan_measure(mamba_ssm, variant, le
         for call, found in zip(calls, maps.values(), strict=True):
             some = range(length) if length < 10 else (0, 1, length // 2, length - 2, length - 1)
             for j in some:
-                impulse = torch.zeros_like(call["V"])
+                impulse = torch.zeros_like(call[values])
                 impulse[:, j] = 1
-                alone = {"V": impulse, "D": None, "Z": None, "MIMO_Out": None}
+                alone = {values: impulse} | dict.fromkeys(others)
                 column = scan(**(call | alone)).flatten(2)  # (B, L, channels)
                 width = column.shape[-1] // found.shape[1]
                 column = column.unflatten(-1, (-1, width))
@@ -167,18 +183,18 @@ def test_mamba3_is_what_impulses_through_its_scan_measure(mamba_ssm, variant, le
                 assert error <= 2e-5 * found.abs().max()
 
 
-@pytest.mark.parametrize("variant", MAMBA3)
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_mamba3_is_exact(mamba_ssm, variant, length):
-    layers = frozen_layers(mamba3(mamba_ssm, variant), ids(2, length), check=True)
+@pytest.mark.parametrize("variant", MIXERS)
+@pytest.mark.parametrize("length", [1, 2, 7, 65])
+def test_a_mixer_is_exact(mamba_ssm, variant, length):
+    layers = frozen_layers(model_of(mamba_ssm, variant), ids(2, length), check=True)
     assert len(layers) == 2
     for layer in layers:
         assert_reconstructs(layer)
 
 
-@pytest.mark.parametrize("variant", MAMBA3)
-def test_methods_on_mamba3(mamba_ssm, variant):
-    model, tokens = mamba3(mamba_ssm, variant), ids(2, 9)
+@pytest.mark.parametrize("variant", MIXERS)
+def test_methods_on_a_mixer(mamba_ssm, variant):
+    model, tokens = model_of(mamba_ssm, variant), ids(2, 9)
     relevance, delta = LaTIM(model).attribute(
         tokens, target=3, activation="gate", return_convergence_delta=True
     )
@@ -189,5 +205,7 @@ def test_methods_on_mamba3(mamba_ssm, variant):
     for method in METHODS[:3]:
         assert float(method(model).attribute(tokens, target=3).abs().max()) > 0
     alter_a_head(model.backbone.layers[1].mixer.out_proj)
+    if variant == "mamba2_fused":  # whose kernel is handed the projection's weight
+        model.backbone.layers[1].mixer.use_mem_eff_path = False
     with pytest.raises(ReconstructionError, match=r"layers\.1\.mixer"):
         hidden_attention(model, tokens)

@@ -33,6 +33,7 @@ from captum_ssm import hidden_attention
 from captum_ssm.mixers import find_mixers
 
 LENGTHS = (1, 2, 3, 19, 67)
+DELTA_LENGTHS = (1, 2, 3, 64, 65)  # of functions that take chunks of 64
 S6_LENGTHS = (1, 2, 3, 7, 33)  # of a loop over tokens, once per head and column
 TOLERANCE = 2e-5
 
@@ -308,7 +309,10 @@ PROBES: dict[str, Measure] = {
     "zaya": eager_probabilities,
 }
 PROBES = {family: probe for family, probe in PROBES.items() if family in FAMILIES}
-CHUNKED = set(PROBES) - {*S6_FAMILIES, *CONV_FAMILIES}
+LENGTHS_OF = {
+    **dict.fromkeys((*S6_FAMILIES, *CONV_FAMILIES), S6_LENGTHS),
+    **dict.fromkeys((*DELTA_FAMILIES, *KDA_FAMILIES), DELTA_LENGTHS),
+}
 
 
 def assert_same(maps: dict[str, Tensor], truth: dict[str, Tensor], mask: Tensor | None) -> None:
@@ -332,7 +336,11 @@ def test_every_family_has_a_probe():
 
 @pytest.mark.parametrize(
     ("family", "length"),
-    [(family, L) for family in PROBES for L in (LENGTHS if family in CHUNKED else S6_LENGTHS)],
+    [
+        pytest.param(family, L, marks=pytest.mark.slow if L == 64 else ())
+        for family in PROBES
+        for L in LENGTHS_OF.get(family, LENGTHS)
+    ],
 )
 def test_hidden_attention_is_what_impulses_measure(family, length, monkeypatch):
     skip_what_fails_by_itself(family, length)

@@ -1,11 +1,12 @@
 """Time of a row, a matrix and a product with values (matvec), for each kind of operator.
 
 Layers of the shapes people run: Mamba's diagonal recurrence, Mamba-2's scalar decay per head, a
-decay per key dimension (GLA, Kimi), the gated delta rule, softmax attention. Each operator is
-first checked against its naive form at a short length; then, in one run, a row of the channel
-mean in linear time against the same row through the matrix, and row, matvec and matrix by the
-kernels against the chunked PyTorch forms and, for matvec, the recurrence run token by
-token in PyTorch.
+decay per key dimension (GLA), the delta rule with either decay, several of its steps per token,
+Mamba-3's trapezoidal rule, a padded batch that is packed; short convolutions, softmax attention,
+and maps that are stored as they were measured, which are PyTorch alone. Each operator is first
+checked against its naive form at a short length; then, in one run, a row of the channel mean in
+linear time against the same row through the matrix, and row, matvec and matrix by the kernels
+against the chunked PyTorch forms and, for matvec, the recurrence run token by token in PyTorch.
 
     python benchmarks/kernels/operators.py --cpu-time
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from _common import arguments, check, layer, save, seconds
@@ -25,9 +27,14 @@ from captum_ssm.kernels import linear_attention as linear_attention_kernels
 from captum_ssm.operators import (
     DiagonalOperator,
     LinearAttentionOperator,
+    PlacedOperator,
+    ScaledOperator,
+    SkipOperator,
     SoftmaxOperator,
     SubstepOperator,
+    SumOperator,
     TokenOperator,
+    WeightsOperator,
 )
 
 
@@ -56,6 +63,72 @@ def delta_product(length: int, heads: int, steps: int = 2) -> SubstepOperator:
 def naive_delta_product(op: SubstepOperator) -> Tensor:
     rows = kernels.naive_linear_attention_matrix(op.inner)[:, :, op.steps - 1 :: op.steps]
     return torch.cat([rows[..., step :: op.steps] for step in range(op.steps)], 1)
+
+
+def trapezoid(length: int, heads: int) -> LinearAttentionOperator:
+    """Mamba-3: a token reads of itself only the half of what it writes that comes at once."""
+    g = torch.Generator().manual_seed(0)
+    bonus = torch.randn(1, length, heads, generator=g)
+    return replace(linear_attention(length, heads, 128, 64), bonus=bonus)
+
+
+def trapezoid_of_rank(length: int, heads: int, rank: int = 4) -> SumOperator:
+    """Mamba-3 with several inputs and outputs per head: each output reads each input's values."""
+    part = trapezoid(length, heads * rank)
+    weights = torch.rand(rank, 1, 1, part.channels, generator=torch.Generator().manual_seed(1))
+    return SumOperator(tuple(ScaledOperator(part, right=w) for w in weights))
+
+
+def naive_trapezoid_of_rank(op: SumOperator) -> Tensor:
+    total = torch.zeros(())
+    for part in op.parts:
+        assert isinstance(part, ScaledOperator)
+        assert isinstance(part.inner, LinearAttentionOperator)
+        assert part.right is not None
+        maps = kernels.naive_linear_attention_matrix(part.inner)
+        total = total + maps.repeat_interleave(64, 1) * part.right.mT[:, :, None]
+    return total
+
+
+def placed(length: int, heads: int) -> PlacedOperator:
+    """Two examples, one of which is padded on the left to twice its length."""
+    half = length // 2
+    parts = tuple(linear_attention(size, heads, 128, 64) for size in (length, length - half))
+    at = (torch.arange(length), torch.arange(half, length))
+    return PlacedOperator(parts, (0, 1), at, (2, length))
+
+
+def naive_placed(op: PlacedOperator) -> Tensor:
+    maps = torch.zeros(2, op.maps, op.length, op.length, dtype=torch.float64)
+    for part, row, at in zip(op.parts, op.examples, op.positions, strict=True):
+        assert isinstance(part, LinearAttentionOperator)
+        maps[row, :, at[:, None], at] = kernels.naive_linear_attention_matrix(part)[0]
+    return maps
+
+
+def short_convolution(length: int, channels: int) -> TokenOperator:
+    """LFM2's gated convolution, with its gates."""
+    gate, written, taps = parts_of_short_convolution(length, channels)
+    return SkipOperator(gate).convolved(taps).scaled(None, written)
+
+
+def parts_of_short_convolution(length: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    gate, written = torch.rand(2, 1, length, channels, generator=g)
+    return gate, written, torch.randn(channels, 3, generator=g)
+
+
+def naive_short_convolution(op: TokenOperator) -> Tensor:
+    gate, written, taps = parts_of_short_convolution(op.length, op.channels)
+    band = torch.zeros(op.channels, op.length, op.length)
+    for lag, tap in enumerate(taps.flip(-1).mT):
+        band += tap[:, None, None] * torch.ones(op.length - lag).diag(-lag)
+    return gate.mT[..., None] * band * written.mT[:, :, None]
+
+
+def weights(length: int, heads: int) -> WeightsOperator:
+    g = torch.Generator().manual_seed(0)
+    return WeightsOperator(torch.rand(1, heads, length, length, generator=g).tril(), width=64)
 
 
 def softmax(length: int, heads: int, state: int) -> SoftmaxOperator:
@@ -87,10 +160,42 @@ KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict
         kernels.naive_linear_attention_matrix,
         {"heads": 2},
     ),
+    "delta rule with a decay per key, 16 heads of 128, state 128": (
+        lambda length, heads=16: linear_attention(
+            length, heads, 128, 128, per_key=True, delta=True
+        ),
+        kernels.naive_linear_attention_matrix,
+        {"heads": 2},
+    ),
     "delta product of 2 steps, 8 heads of 128, state 128": (
         lambda length, heads=8: delta_product(length, heads),
         naive_delta_product,
         {"heads": 1},
+    ),
+    "trapezoid, 24 heads of 64, state 128": (
+        lambda length, heads=24: trapezoid(length, heads),
+        kernels.naive_linear_attention_matrix,
+        {"heads": 2},
+    ),
+    "trapezoid of rank 4, 4 heads of 64, state 128": (
+        lambda length, heads=4: trapezoid_of_rank(length, heads),
+        naive_trapezoid_of_rank,
+        {"heads": 1},
+    ),
+    "decay per head of a padded batch, 24 heads of 64, state 128": (
+        lambda length, heads=24: placed(length, heads),
+        naive_placed,
+        {"heads": 2},
+    ),
+    "short convolution of 3 taps, 2048 channels": (
+        lambda length, channels=2048: short_convolution(length, channels),
+        naive_short_convolution,
+        {"channels": 8},
+    ),
+    "stored maps, 12 heads of 64": (
+        lambda length, heads=12: weights(length, heads),
+        lambda op: op.weights,
+        {"heads": 2},
     ),
     "softmax, 12 heads of 64": (
         lambda length, heads=12: softmax(length, heads, 64),
@@ -139,18 +244,39 @@ def token_by_token(op: TokenOperator, v: Tensor) -> Tensor:
             spread[:, step :: op.steps] = part
             found.append(token_by_token(op.inner, spread)[:, op.steps - 1 :: op.steps])
         return torch.cat(found, -1)
+    if isinstance(op, PlacedOperator):
+        out = torch.zeros_like(v)
+        for part, row, at in zip(op.parts, op.examples, op.positions, strict=True):
+            out[row, at] = token_by_token(part, v[row : row + 1, at])[0]
+        return out
+    if isinstance(op, SumOperator):
+        return torch.stack([token_by_token(part, v) for part in op.parts]).sum(0)
+    if isinstance(op, ScaledOperator):
+        assert op.right is not None
+        return token_by_token(op.inner, v * op.right)
     assert isinstance(op, LinearAttentionOperator)
     x = v.unflatten(-1, (op.maps, op.width))
     state = torch.zeros(op.batch, op.maps, op.query.shape[-1], op.width)
     rows = []
     for t in range(op.length):
+        before = state
         state = op.log_decay[:, t].exp()[..., None] * state
         if op.erase is not None and op.probe is not None:
             found = torch.einsum("bhn,bhnp->bhp", op.probe[:, t], state)
             state = state - op.erase[:, t, :, :, None] * found[:, :, None]
         state = state + op.key[:, t, :, :, None] * x[:, t, :, None]
-        rows.append(torch.einsum("bhn,bhnp->bhp", op.query[:, t], state))
+        read = state if op.bonus is None else before
+        row = torch.einsum("bhn,bhnp->bhp", op.query[:, t], read)
+        rows.append(row if op.bonus is None else row + op.bonus[:, t, :, None] * x[:, t])
     return torch.stack(rows, 1).flatten(2)
+
+
+def has_kernels(op: TokenOperator) -> bool:
+    """Whether there is a recurrence in an operator, which the kernels compute."""
+    parts = getattr(op, "parts", (getattr(op, "inner", None),))
+    if isinstance(op, (DiagonalOperator, LinearAttentionOperator)):
+        return True
+    return any(has_kernels(part) for part in parts if part is not None)
 
 
 def main() -> None:
@@ -161,9 +287,11 @@ def main() -> None:
         check(name, tiny.matrix(), naive(tiny), 1e-5)
         for length in args.lengths or (1024, 2048):
             op = make(length)
-            query = torch.zeros(1, length)
+            query = torch.zeros(op.batch, length)
             query[:, -1] = 1.0
-            v = torch.randn(1, length, op.channels, generator=torch.Generator().manual_seed(1))
+            v = torch.randn(
+                op.batch, length, op.channels, generator=torch.Generator().manual_seed(1)
+            )
 
             def row(op: TokenOperator = op, query: Tensor = query) -> Tensor:
                 return op.rmatvec(query, "mean")
@@ -171,18 +299,20 @@ def main() -> None:
             def matrix(op: TokenOperator = op) -> Tensor:
                 return op.matrix("mean")
 
+            def matvec(op: TokenOperator = op, v: Tensor = v) -> Tensor:
+                return op.matvec(v)
+
             row_s, matrix_s = seconds(row, matrix, repeats=args.repeats)
+            (matvec_s,) = seconds(matvec, repeats=args.repeats)
             found = {
                 "kind": name,
                 "length": length,
                 "row_ms": 1e3 * row_s,
                 "matrix_ms": 1e3 * matrix_s,
+                "matvec_ms": 1e3 * matvec_s,
                 "matrix_over_row": matrix_s / row_s,
             }
-            if not isinstance(op, SoftmaxOperator):
-
-                def matvec(op: TokenOperator = op, v: Tensor = v) -> Tensor:
-                    return op.matvec(v)
+            if has_kernels(op):
 
                 def loop(op: TokenOperator = op, v: Tensor = v) -> Tensor:
                     return token_by_token(op, v)

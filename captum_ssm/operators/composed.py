@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.kernels.convolution import causal_conv_transpose
 from captum_ssm.operators._base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
@@ -290,6 +290,8 @@ class ConvolvedOperator(AroundOperator):
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
         inner = self.inner if left is None else self.inner.scaled(left, None)
+        if right is not None and isinstance(inner, SkipOperator) and self.grid is None:
+            return _band(inner.diagonal, self.taps, right)
         scaled = ConvolvedOperator(inner, self.taps, self.grid)
         # A column factor acts before the convolution, so it is not part of `inner`.
         return scaled if right is None else ScaledOperator(scaled, right=right)
@@ -298,6 +300,17 @@ class ConvolvedOperator(AroundOperator):
         if grid is None and self.grid is None:
             return ConvolvedOperator(self.inner, join_taps(self.taps, taps))
         return super().convolved(taps, grid)
+
+
+def _band(left: Tensor, taps: Tensor, right: Tensor) -> TokenOperator:
+    # diag(left) conv diag(right) is a band: for each lag a diagonal, shifted.
+    parts, shifted = [], right
+    for lag, tap in enumerate(taps.flip(-1).mT):
+        one = torch.zeros_like(taps)
+        one[:, -1 - lag] = 1
+        parts.append(ConvolvedOperator(SkipOperator(left * tap * shifted), one))
+        shifted = nn.functional.pad(shifted, (0, 0, 1, 0))[:, :-1]
+    return SumOperator(tuple(parts))
 
 
 def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:

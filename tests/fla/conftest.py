@@ -10,6 +10,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -58,3 +59,11 @@ def naive(monkeypatch) -> None:
     for key in ("silu", "swish", "sigmoid"):
         monkeypatch.setitem(ACT2FN, key, ACT2FN[key])
     ops.enable(monkeypatch.setattr)
+
+
+@pytest.fixture
+def recurrences(monkeypatch) -> None:
+    """The layers where kernels of chunks do not run: on fla's recurrences, or naive forms."""
+    import census
+
+    census.on_cpu(partial(monkeypatch.setattr, raising=False))

@@ -26,7 +26,7 @@ RWKV7 = dict(
     num_hidden_layers=2,
 )
 # One group: on a CPU, unlike in its kernels, the layer gives heads the wrong ones of several.
-MAMBA2 = dict(head_dim=8, state_size=4)
+MAMBA2 = dict(head_dim=8, state_size=4, chunk_size=64)
 
 # By module: the layer's class, and the options of each variant.
 VARIANTS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {

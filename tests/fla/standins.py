@@ -157,8 +157,8 @@ STANDINS: dict[str, dict[str, Callable[..., Any]]] = {
 LAYERS = {path.split(".")[1] for path in STANDINS}
 
 
-def install() -> None:
-    """Put them in, for the rest of the process."""
+def install(setattr=setattr) -> None:
+    """Put them in, by pytest's ``monkeypatch.setattr`` for the time of a test."""
     for path, functions in STANDINS.items():
         module = importlib.import_module(f"fla.{path}")
         for name, function in functions.items():

@@ -1,90 +1,33 @@
-"""fla's layers that have no adapter: their scans are recorded, proven and measured."""
+"""Relevance through every layer adds up; what the census says of them; functions of the others."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import census
 import pytest
 import torch
-from families import padded
+from explained import EXPLAINED, ROWS, build, some_fast
 from fla.ops.log_linear_attn.naive import naive_log_linear_attn
 from fla.ops.stickbreaking_attn.naive import naive_stickbreaking_attn
-from frozen import assert_reconstructs, frozen_layers
 from models import ids
 
-from captum_ssm import LaTIM, MambaLRP
+from captum_ssm import LaTIM, MambaLRP, UnsupportedModelError, hidden_attention
 from captum_ssm.scans import Scan, ScanCalls, intercepted
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import census
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # fla's advice on options
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of kernels that NumPy runs
 ]
-ROWS = census.load()["fla"]
-# Whose recurrences, unlike their kernels of chunks, have no backward pass.
-NO_BACKWARD = ("Comba", "PrecondGatedDeltaNet")
-MEASURED = sorted(name for name, row in ROWS.items() if row["known"] == "measured")
 
 
-# One of each kind: a recurrence, two passes, several steps, a solve, softmax, impulses.
-FAST = ("ABCAttention", "Attention", "DeltaFormerAttention", "GatedDeltaProduct")
-FAST += ("KimiDeltaAttention", "MesaNet")
-
-
-def some_fast(names: list[str]) -> list[object]:
-    """Most to be left to slow runs: kernels take Triton's interpreter seconds."""
-    slow = pytest.mark.slow
-    return [n if n in FAST else pytest.param(n, marks=slow) for n in names]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def recurrences():
-    census.on_cpu()
-
-
-def build(name: str) -> census.FlaModel:
-    modules = [m for path, m in sys.modules.items() if path.startswith("fla.layers.")]
-    return census.FlaModel(next(getattr(m, name) for m in modules if hasattr(m, name)))
-
-
-@pytest.mark.parametrize("length", [1, 2, 9])
-@pytest.mark.parametrize("name", MEASURED)
-def test_a_measured_layer_is_the_layer(name, length):
-    for layer in frozen_layers(build(name), ids(2, length), check=True):
-        assert_reconstructs(layer)
-
-
-# Path attention needs a cache where there is a mask; momentum DeltaNet takes no mask.
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    "name", some_fast(sorted(set(MEASURED) - {"PaTHAttention", "MomentumDeltaNet"}))
-)
-def test_a_padded_batch(name, side):
-    mask = padded(side)
-    for layer in frozen_layers(build(name), ids(2, 9), mask, check=True):
-        assert_reconstructs(layer, mask)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [64, 65])
-@pytest.mark.parametrize("name", MEASURED)
-def test_over_a_chunk_of_tokens(name, length):
-    for layer in frozen_layers(build(name), ids(1, length), check=True):
-        assert_reconstructs(layer)
-
-
-@pytest.mark.parametrize("name", some_fast(MEASURED))
+@pytest.mark.usefixtures("recurrences")
+@pytest.mark.parametrize("name", some_fast(EXPLAINED))
 def test_relevance_sums_to_the_logit(name):
     model, tokens = build(name), ids(2, 9)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if path.endswith("bias") and "dt" not in path:
                 parameter.zero_()
-    methods = [(MambaLRP, {}), (LaTIM, {"activation": "gate"})]
-    for method, options in methods[: 1 if name in NO_BACKWARD else 2]:
+    for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
         relevance, delta = method(model).attribute(
             tokens, target=3, return_convergence_delta=True, **options
         )
@@ -94,8 +37,21 @@ def test_relevance_sums_to_the_logit(name):
 
 def test_the_table_names_every_layer():
     assert census.names_in("fla").keys() == ROWS.keys()
-    explained = [r for r in ROWS.values() if r["known"] in ("registered", "measured", "recognized")]
-    assert len(explained) >= 30
+    assert len(EXPLAINED) >= 30
+
+
+NOT_WHOLE = {
+    "BitAttention": "what it does after flash_attn_func mixes channels or tokens",
+    "RodimusAttention": "it adds something to its scans that depends on its tokens",
+    "MomAttention": "a scan does not run over all tokens of one example",
+}
+
+
+@pytest.mark.usefixtures("recurrences")
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_a_layer_that_is_not_explained_whole_says_why(name):
+    with pytest.raises(UnsupportedModelError, match=NOT_WHOLE[name]):
+        hidden_attention(build(name), ids(1, 4), formulation="unified")
 
 
 @pytest.mark.parametrize("length", [1, 2, 9])
