@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,11 +42,15 @@ def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
 
 def alter_a_head(projection: nn.Module) -> None:
     """Make a mixer compute something else in one head, which an output projection is given."""
-    forward = projection.forward
+    projection.forward = with_a_head_altered(projection.forward)
 
-    def scaled(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+
+def with_a_head_altered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``(..., D)`` that is given other values in the first quarter of channels."""
+
+    def altered(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         factor = torch.ones(x.shape[-1])
         factor[: factor.numel() // 4] = 1.3
-        return forward(x * factor, *args, **kwargs)
+        return function(x * factor, *args, **kwargs)
 
-    projection.forward = scaled
+    return altered

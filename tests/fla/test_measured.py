@@ -25,7 +25,8 @@ def test_relevance_sums_to_the_logit(name):
     model, tokens = build(name), ids(2, 9)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if path.endswith("bias") and "dt" not in path:
+            # RWKV-7's bonus (r_k) has the values' mean, which counts as a bias term.
+            if path.endswith(("bias", "r_k")) and "dt" not in path:
                 parameter.zero_()
     for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
         relevance, delta = method(model).attribute(
