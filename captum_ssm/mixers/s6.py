@@ -100,9 +100,9 @@ class S6Scan:
         ).with_values(values)
 
 
-@adapts("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
+@adapts("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "fla.layers.mamba.Mamba")
 def freeze_s6(call: MixerCall) -> FrozenMixer:
-    """Mamba, FalconMamba, Jamba and mamba-ssm's ``Mamba``."""
+    """Mamba, FalconMamba, Jamba, and the ``Mamba`` of mamba-ssm and of flash-linear-attention."""
     module = call.module
     x, mask = masked_tokens(call)
     u, z = call.linear(module.in_proj, x).chunk(2, dim=-1)

@@ -18,9 +18,8 @@ ROWS = census.load()["fla"]
 KNOWN = ("registered", "recognized", "measured")
 EXPLAINED = sorted(name for name, row in ROWS.items() if row["known"] in KNOWN)
 MEASURED = [name for name in EXPLAINED if ROWS[name]["known"] == "measured"]
-# Path attention needs a cache where there is a mask; momentum DeltaNet takes no mask; and a mask of
-# Mamba's, whose scan is written out in its forward, is no part of what is recognized.
-UNPADDED = ("PaTHAttention", "MomentumDeltaNet", "Mamba")
+# Path attention needs a cache where there is a mask; momentum DeltaNet takes no mask.
+UNPADDED = ("PaTHAttention", "MomentumDeltaNet")
 # One of each kind: a recurrence, two passes, several steps, a solve, softmax, impulses.
 FAST = ("ABCAttention", "Attention", "DeltaFormerAttention", "GatedDeltaProduct")
 FAST += ("KimiDeltaAttention", "MesaNet")

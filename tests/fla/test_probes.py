@@ -20,7 +20,6 @@ from frozen import assert_reconstructs, frozen_layers
 from models import ids
 from torch import Tensor, nn
 
-from captum_ssm import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
 
 pytestmark = [
@@ -240,10 +239,3 @@ def test_a_layer_is_its_scan_over_a_chunk(name, length):
 @pytest.mark.parametrize("name", some_fast([n for n in EXPLAINED if n not in UNPADDED]))
 def test_a_layer_under_a_padding_mask(name, side):
     assert_is_its_scan(explained.build(name), ids(2, 9), padded(side))
-
-
-@pytest.mark.usefixtures("recurrences")
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_recognized_layer_is_refused_under_a_padding_mask(side):
-    with pytest.raises(UnsupportedModelError, match="nearest to S6"):
-        frozen_layers(explained.build("Mamba"), ids(2, 9), padded(side), check=True)
