@@ -32,11 +32,12 @@ def calls(model: Any) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "streamed": (RawAttention(model).attribute, {"sign": "clamp"}),
         "rollout": (MambaRollout(model).rollout, {}),
         "hidden_attention": (partial(hidden_attention, model), {}),
-        # Last: the small objects of a graph leave holes, which the next would fill first.
+        "lrp": (MambaLRP(model).attribute, {"target": 3}),
+        "latim": (LaTIM(model).attribute, {"target": 3}),
+        # Last: the small objects of a graph through a loop over tokens leave holes all over the
+        # heap, and the next would touch as many pages for less.
         "attribution": (MambaAttribution(model).attribute, {"target": 3}),
         "unified": (Unified(model).attribute, {"target": 3}),
-        "latim": (LaTIM(model).attribute, {"target": 3}),
-        "lrp": (MambaLRP(model).attribute, {"target": 3}),
     }
 
 
