@@ -12,6 +12,7 @@ from models import tiny
 
 from captum_ssm import MambaLRP, MambaRollout, _workspace
 from captum_ssm._workspace import workspace
+from captum_ssm.interventions import knockout
 from captum_ssm.kernels import extension_loaded
 
 if sys.platform != "linux" or not extension_loaded():
@@ -114,6 +115,13 @@ def test_a_workspace_within_another_keeps_until_the_outer_one_ends() -> None:
         assert allocator.in_use()
         assert allocator.kept() == 8 * MIB
     call()
+
+
+def test_an_intervention_is_a_call() -> None:
+    model, ids = tiny().eval(), torch.randint(1, 30, (1, 8))
+    with torch.no_grad(), knockout(model, sources=[2]):
+        model(ids)
+        assert allocator.in_use()
 
 
 def test_tensors_outlive_it() -> None:

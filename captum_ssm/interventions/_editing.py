@@ -27,6 +27,7 @@ from captum_ssm._capture.tracing import IS_RECORDED, ONE_RUN
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached
+from captum_ssm._workspace import workspace
 from captum_ssm.interventions._selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import LinearCalls, bound_arguments
@@ -131,7 +132,7 @@ def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Ite
             "layer in one at a time. Name other layers, or join the two into one."
         )
     run = _Edits(root, chosen, edit, check)
-    with _noticed(run):
+    with workspace(), _noticed(run):
         yield
     missed = [path for path in chosen if path not in run.reached]
     if missed:
