@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds the CPU extension with AddressSanitizer and UndefinedBehaviorSanitizer, separate from
-# the installed one, and runs the tests of the kernels and of the
-# allocator under them with every instruction set.
+# the installed one, and runs the tests of the kernels and of the allocator under them with every
+# instruction set.
 #
 #   csrc/sanitize.sh            (PYTHON=... and CXX=... override the defaults)
 set -eu
