@@ -411,15 +411,16 @@ class Explained:
         queue = list(found)
         return score.detach(), [queue.pop(0) if x.is_floating_point() else None for x in leaves]
 
-    def method(self, kind: type) -> Any:
+    def method(self, kind: type, **options: Any) -> Any:
         if self.case.forward is None:
-            return kind(self.model)
-        return kind(self.forward, model=self.model)
+            return kind(self.model, **options)
+        return kind(self.forward, model=self.model, **options)
 
-    def attribute(self, kind: type, **more: Any) -> Any:
-        options = {"activation": "gate"} if kind is LaTIM else {}
-        options |= more
-        return self.method(kind).attribute(self.case.inputs, target=self.case.target, **options)
+    def attribute(self, kind: type, **options: Any) -> Any:
+        """Relevance by a method made with these options."""
+        more = {"activation": "gate"} if kind is LaTIM else {}
+        method = self.method(kind, **options)
+        return method.attribute(self.case.inputs, target=self.case.target, **more)
 
     def wrong(self, kind: type, found: Any) -> str | None:
         """What is certainly wrong with a map."""
@@ -453,16 +454,16 @@ class Explained:
         self.model.load_state_dict(kept)
         return float((delta / score).abs().max())
 
-    def times(self, kind: type, repeats: int) -> list[float]:
-        """Its time over that of forward and backward, one after the other."""
+    def cost(self, kind: type, repeats: int, **options: Any) -> float:
+        """Its time over that of forward and backward, one after the other: the median."""
         ratios = []
         for _ in range(repeats):
             start = process_time()
             self.backward()
             middle = process_time()
-            self.attribute(kind)
+            self.attribute(kind, **options)
             ratios.append((process_time() - middle) / (middle - start))
-        return ratios
+        return median(ratios)
 
 
 def one(name: str, folder: Path, repeats: int) -> dict[str, Any]:
@@ -490,7 +491,9 @@ def _one(explained: Explained, kind: type, repeats: int) -> dict[str, Any]:
         wrong = explained.wrong(kind, explained.attribute(kind))
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    row: dict[str, Any] = {"cost": median(explained.times(kind, repeats))}
+    row: dict[str, Any] = {"cost": explained.cost(kind, repeats)}
+    if explained.inputs[0].dim() == 4 and kind is not MambaLRP:
+        row["interpolated"] = explained.cost(kind, repeats, interpolate_mode="bilinear")
     if wrong is not None:
         row["wrong"] = wrong
     if kind in (LaTIM, MambaLRP):
@@ -504,7 +507,8 @@ def shown(row: dict[str, Any]) -> str:
         return "refused"
     wrong = f" WRONG: {row['wrong']}" if "wrong" in row else ""
     missed = f", {row['missed']:.0e}" if "missed" in row else ""
-    return f"{row['cost']:.1f} times{missed}{wrong}"
+    grid = f" ({row['interpolated']:.1f} interpolated)" if "interpolated" in row else ""
+    return f"{row['cost']:.1f} times{grid}{missed}{wrong}"
 
 
 def main() -> None:

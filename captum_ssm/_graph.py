@@ -380,6 +380,8 @@ def readers(
     size = a.square().sum(-1)
     ratio = (a * b).sum(-1) / size.clamp(min=1e-300)
     rest = (b - ratio[:, None] * a).norm(dim=-1) / size.sqrt().clamp(min=1e-150)
+    if bool((rest > 0.01)[size > 1e-4 * size.amax()].any()):
+        return None
     found = (ratio - 1) * T
     unclear = ((found - found.round()).abs() > 0.25) | (rest > 0.05 / T)
     if bool(unclear[size > 0].any()):

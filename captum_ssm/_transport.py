@@ -67,20 +67,24 @@ class Transport:
         total = w.new_zeros(self.batch, self.leaf.tokens // self.batch, dtype=torch.float64)
         return reduce(torch.add, found, total).to(w)
 
-    def matvec(self, values: Tensor, probes: int = 8) -> Tensor:
+    def matvec(self, values: Tensor, probes: int) -> Tensor:
         """T values for ``values (B, S, k)`` in [0, 1]: ``(B, T, k)``, from passes forward."""
         generator = torch.Generator().manual_seed(1)
-        parts = [torch.ones_like(values[..., 0]), *values.unbind(-1)]
+        ones = torch.ones_like(values[..., 0])
+        columns = values.unbind(-1)
+        moved = [k for k, column in enumerate(columns) if not torch.equal(column, ones)]
         scales = [
-            part.flatten()[:, None].sqrt().to(self.leaf.device, self.leaf.dtype) for part in parts
+            part.flatten()[:, None].sqrt().to(self.leaf.device, self.leaf.dtype)
+            for part in (ones, *(columns[k] for k in moved))
         ]
-        totals = torch.zeros(len(parts), self.root.tokens, dtype=torch.float64)
+        totals = torch.zeros(len(scales), self.root.tokens, dtype=torch.float64)
         for _ in range(probes):
             r = self._noise(self.leaf, generator)
             found = pushed(self, *[self.leaf.unflat(r * scale) for scale in scales])
             totals += torch.stack([one.double().square().sum(-1) for one in found]).to(totals)
-        means = (totals[1:] / totals[0].clamp(min=1e-300)).T
-        return means.unflatten(0, (self.batch, -1)).to(values)
+        means = (totals[:1] > 0).double().repeat(len(columns), 1)  # of ones
+        means[moved] = totals[1:] / totals[0].clamp(min=1e-300)
+        return means.T.unflatten(0, (self.batch, -1)).to(values)
 
     def matrix(self, probes: int | None = None) -> Tensor:
         """T, ``(B, T, S)``, in ``probes`` passes for each token of one example."""
@@ -184,7 +188,7 @@ class Patches(Transport):
         found = w.flatten()[self.owner.clamp(min=0).to(w.device)] * self.shares.to(w)
         return found.view(self.batch, -1)
 
-    def matvec(self, values: Tensor, probes: int = 8) -> Tensor:
+    def matvec(self, values: Tensor, probes: int) -> Tensor:
         """T values for ``values (B, S, k)``: ``(B, T, k)``."""
         shares = self.shares.to(values)[:, None]
         return self._summed(shares * values.flatten(0, 1)).unflatten(0, (self.batch, -1))

@@ -19,7 +19,7 @@ from captum_ssm._capture.checking import (
     warn_if_padding_is_read,
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
-from captum_ssm._capture.grids import stage_grids
+from captum_ssm._capture.grids import StageGrids
 from captum_ssm._capture.recording import Recording, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -151,9 +151,9 @@ class FrozenModel:
         return B, tokens
 
     @cached_property
-    def grids(self) -> list[TokenGrid | None]:
-        """The grid of each stage's tokens; None where they form none."""
-        return stage_grids(self.wiring, self.grid)
+    def grids(self) -> StageGrids:
+        """By stage, the grid of its tokens; None where they form none."""
+        return StageGrids(self.wiring, self.grid)
 
     def from_patches(self, mode: str) -> FrozenModel:
         """The same, with relevance interpolated from the first stage's own grid.

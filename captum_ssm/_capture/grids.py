@@ -14,25 +14,61 @@ from captum_ssm._capture.ways import Way
 from captum_ssm._capture.wiring import INPUT, Link, Wiring
 from captum_ssm._grid import TokenGrid
 
+# Passes for the mean places of tokens. A few tell clear lines apart.
+PROBES = (2, 8)
 
-def stage_grids(wiring: Wiring, declared: TokenGrid | None) -> list[TokenGrid | None]:
+
+class StageGrids:
     """The grid of each stage's tokens; None where they form none, and for texts.
 
     A token lies at the mean of the places it is made of, weighted as by a transport. Tokens that
-    are made of no place (CLS, registers) are left out.
+    are made of no place (CLS, registers) are left out. Measured for the stages up to the one that
+    is asked for.
 
     Args:
         wiring (Wiring): of a run with one input.
         declared (TokenGrid, optional): that of the first stage, where the model tells.
     """
-    way = wiring.inputs[0] if len(wiring.inputs) == 1 else None
-    if way is None or not way.roots or way.leaf.channels is None:
-        return [None] * len(wiring.stages)
-    size = _axes(way)
-    start = _points(size)
-    if declared is not None:
-        start = _of_tokens(declared, wiring.stages[0].tokens)
-    return [_grid(found[0], size) for found in _places(wiring, start)]
+
+    def __init__(self, wiring: Wiring, declared: TokenGrid | None) -> None:
+        way = wiring.inputs[0] if len(wiring.inputs) == 1 else None
+        self._wiring = wiring
+        self._known: dict[int, TokenGrid | None] = {}
+        self._size: tuple[int, ...] = ()
+        if way is None or not way.roots or way.leaf.channels is None:
+            return
+        self._size = _axes(way)
+        start = _points(self._size)
+        if declared is not None:
+            start = _of_tokens(declared, wiring.stages[0].tokens)
+        self._after = {n: {INPUT: start.expand(way.batch, -1, -1)} for n in PROBES}
+
+    def __getitem__(self, stage: int) -> TokenGrid | None:
+        stage %= len(self._wiring.stages)
+        if stage not in self._known:
+            self._known[stage] = self._measured(stage) if self._size else None
+        return self._known[stage]
+
+    def _measured(self, stage: int) -> TokenGrid | None:
+        for probes in PROBES:
+            found = _grid(self._places(stage, probes)[0], self._size)
+            if found is not None:
+                return found
+        return None
+
+    def _places(self, last: int, probes: int) -> Tensor:
+        # The coordinates of a stage's tokens, (B, T, axes + 1); zero for those that have none.
+        after = self._after[probes]
+        for i, stage in enumerate(self._wiring.stages[: last + 1]):
+            if i in after:
+                continue
+            reads = stage.reads or ((INPUT, Link()),)
+            if any(link.share is not None for _, link in reads):  # the finest tokens say it best
+                reads = (max(reads, key=lambda read: after[read[0]].shape[1]),)
+            found = [link.matvec(after[earlier], probes) for earlier, link in reads]
+            rows = reduce(torch.add, found)
+            after[i] = rows / rows[..., -1:].clamp(min=1e-12)
+        return after[last]
 
 
 def _axes(way: Way) -> tuple[int, ...]:
@@ -53,18 +89,6 @@ def _of_tokens(grid: TokenGrid, tokens: int) -> Tensor:
     found = torch.zeros(tokens, len(grid.shape) + 1, dtype=torch.float64)
     found[grid.index.flatten()] = _points(grid.shape)
     return found
-
-
-def _places(wiring: Wiring, start: Tensor) -> list[Tensor]:
-    # The coordinates of each stage's tokens, (B, T, axes + 1); zero for those that have none.
-    after: dict[int, Tensor] = {INPUT: start.expand(wiring.inputs[0].batch, -1, -1)}
-    for i, stage in enumerate(wiring.stages):
-        reads = stage.reads or ((INPUT, Link()),)
-        if any(link.share is not None for _, link in reads):  # the finest tokens say it best
-            reads = (max(reads, key=lambda read: after[read[0]].shape[1]),)
-        rows = reduce(torch.add, [link.matvec(after[earlier]) for earlier, link in reads])
-        after[i] = rows / rows[..., -1:].clamp(min=1e-12)
-    return [after[i] for i in range(len(wiring.stages))]
 
 
 def _grid(places: Tensor, size: tuple[int, ...]) -> TokenGrid | None:

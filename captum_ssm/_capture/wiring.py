@@ -78,13 +78,15 @@ class Link:
             return found
         return found * self.share.to(found).view(*self.share.shape, *[1] * (found.dim() - 2))
 
-    def matvec(self, values: Tensor) -> Tensor:
+    def matvec(self, values: Tensor, probes: int) -> Tensor:
         """Means ``(B, T, k)`` of ``values (B, S, k)`` in [0, 1] of the earlier tokens.
 
-        They are weighted as by the transport; zero for tokens that read none.
+        They are weighted as by the transport, measured in so many passes; zero for tokens that
+        read none.
         """
         if self.transport is not None:
-            return self.transport.matvec(values if self.order is None else values[:, self.order])
+            values = values if self.order is None else values[:, self.order]
+            return self.transport.matvec(values, probes)
         return self._read(values)
 
     def _read(self, matrix: Tensor) -> Tensor:
