@@ -38,7 +38,7 @@ def measured(method: str, layers: int, length: int, tolerance: float) -> dict[st
         model(ids)
     forward = time.perf_counter() - start
     forward_peak = peak_gib()
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     if method == "lrp":
         MambaLRP(model).attribute(ids, target=3)
     else:
@@ -49,6 +49,7 @@ def measured(method: str, layers: int, length: int, tolerance: float) -> dict[st
         "layers": layers,
         "tolerance": tolerance if method == "attribution" else None,
         "seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - processor,
         "peak_GiB": peak_gib(),
         "forward_s": forward,
         "forward_peak_GiB": forward_peak,
