@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -284,6 +285,30 @@ def test_what_a_vector_misses_is_bounded_by_its_length() -> None:
     assert (missing >= -1e-4).all()
     expected = weight.norm(dim=1) * z.norm(dim=1)[..., None] - y.abs()[:, :, None]
     torch.testing.assert_close(bound, 2 * expected.clamp(min=0).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def coarse_products(monkeypatch) -> Iterator[None]:
+    """Products in float32 may take bfloat16, on a processor that is fast with it."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    monkeypatch.setattr(_contributions, "ROUNDED", 1)
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.05])
+def test_vectors_follow_pytorchs_precision_of_products(request, tolerance, width) -> None:
+    latim, ids = LaTIM(build("mamba")), ids_for(2, 33)
+    options = {"target": torch.tensor([3, 7]), "activation": "gate", "tolerance": tolerance}
+    exact = latim.attribute(ids, **options)
+    request.getfixturevalue("coarse_products")
+    found = latim.attribute(ids, **options)
+    distance = (found - exact).abs().sum(1) / exact.abs().sum(1)
+    assert (distance > 1e-5).all()
+    assert (distance < 1e-2).all()
+    torch.testing.assert_close(found.sum(1), exact.sum(1))  # none is lost
+    torch.testing.assert_close(latim.attribute(ids, **options), found)
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05])

@@ -203,7 +203,7 @@ class Alti:
         y = self.output[b, chosen].mT  # (E, r)
         for block in pairs.split(BLOCK):
             row, column = block // columns, block % columns
-            vectors = self.parts.weight @ z.index_select(1, block)
+            (vectors,) = self.parts.project(z.index_select(1, block)[None])
             if self.residual is not None:
                 own = (chosen[row] == column).nonzero()[:, 0]
                 vectors[:, own] += self.residual[b, column[own]].mT

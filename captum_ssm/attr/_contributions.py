@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ TILE = 1 << 25  # numbers before the output projection that are kept at a time
 MOST_ROWS = 64  # of a tile: the recurrences' kernels make rows by blocks of so many
 PIECE = 1 << 19  # numbers of the maps' rows that are made at a time
 BLOCK = 512  # vectors that are made, and reduced, at a time
+ROUNDED = 256  # width from which on a product takes longer than to round what is multiplied
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -77,6 +79,18 @@ class Contributions:
     ) -> Contributions:
         """Those of a layer of a frozen model, or of layers side by side."""
         return cls([layer.mixer for layer in layers], activation, frozen.mask_of(layers[0]))
+
+    def project(self, z: Tensor) -> Tensor:
+        """W z of vectors ``(B, D, n)`` before the output projection: ``(B, E, n)``.
+
+        In bfloat16, sums in float32, where PyTorch's setting for products allows that.
+        """
+        weight = self._factor
+        return torch.bmm(weight.expand(len(z), -1, -1), z.to(weight.dtype)).to(z.dtype)
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        return self.weight.bfloat16() if _may_be_rounded(self.weight) else self.weight
 
     def vectors(self, index: Tensor) -> Tensor:
         """T_i(x_j) for the rows ``index (B, R)``: ``(B, R, L, E)``."""
@@ -185,11 +199,10 @@ class Contributions:
     def _blocks_of_channels(self, index: Tensor, columns: int) -> Callable[[slice, slice], Tensor]:
         # W z: as many products per pair of tokens as W has entries.
         z = self.unprojected(index, columns)
-        weight = self.weight.expand(len(index), -1, -1)
 
         def block(rows: slice, chosen: slice) -> Tensor:
             part = z[:, :, rows, chosen]
-            return torch.bmm(weight, part.flatten(2)).unflatten(2, part.shape[2:])
+            return self.project(part.flatten(2)).unflatten(2, part.shape[2:])
 
         return block
 
@@ -327,6 +340,15 @@ class _Part:
             inside = (column >= 0)[:, None]
             found.append((column.clamp(min=0), factor * _at(values, index) * inside))
         return found
+
+
+def _may_be_rounded(weight: Tensor) -> bool:
+    # On other devices PyTorch follows the setting itself.
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or len(weight) < ROUNDED:
+        return False
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    is_fast = any(has for name, has in capabilities.items() if name.endswith("bf16"))
+    return is_fast and torch.get_float32_matmul_precision() == "medium"
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
