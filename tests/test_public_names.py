@@ -117,9 +117,9 @@ ORDER = (
     "mixers",
     *(
         f"_capture.{name}"
-        for name in ("model", "request", "ways", "wiring", "grids", "cuts", "streams", "measure")
+        for name in ("model", "request", "ways", "wiring", "grids", "cuts", "streams", "orders")
     ),
-    *("_capture.embedded", "_capture.linears"),
+    *("_capture.mixing", "_capture.measure", "_capture.embedded", "_capture.linears"),
     *(
         "_capture.tracing",
         "_capture.recording",

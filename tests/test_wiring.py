@@ -23,7 +23,7 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm._capture import Request, freeze, measure
+from captum_ssm._capture import Request, freeze, mixing
 from captum_ssm._graph import Point, RankOneProducts, gradients
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
@@ -35,7 +35,7 @@ THROUGH_LAYERS = [MambaRollout, MambaAttribution, UnifiedImplicitAttention, RawA
 @pytest.fixture(autouse=True)
 def as_if_wide(monkeypatch):
     """Measured by products of rank one, as models of real widths are."""
-    monkeypatch.setattr(measure, "_WIDE", 0)
+    monkeypatch.setattr(mixing, "_WIDE", 0)
 
 
 def mixer() -> nn.Module:

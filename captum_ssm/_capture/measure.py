@@ -8,9 +8,7 @@ earlier one.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
+from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
+from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.streams import ResidualStreams
 from captum_ssm._capture.ways import Way, feature_axis, portions
 from captum_ssm._capture.wiring import (
@@ -31,14 +31,7 @@ from captum_ssm._capture.wiring import (
     side_by_side,
 )
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import (
-    Point,
-    RankOneProducts,
-    dependencies,
-    gradients,
-    joints,
-    readers,
-)
+from captum_ssm._graph import Point, dependencies, gradients, joints, readers
 from captum_ssm._transport import Patches, Transport, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
@@ -53,14 +46,10 @@ _MIXERS = (
     "Stack",
     "Unbind",
 )
-# So many tokens, in the whole batch, are looked at two by two.
-_FEW = 64
 # The size of what a zero adds to the tokens that it is a part of.
 _TINY = 1e-150
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
-# Narrower matrices are multiplied faster than they are exchanged for others of rank one.
-_WIDE = 256
 # Passes for the shares in which tokens are read past one another.
 _PROBES = 32
 
@@ -117,7 +106,7 @@ class _Measurement:
             self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
         self.direct = self._direct()
         self.groups = side_by_side(self.direct)
-        self.orders: dict[int, Tensor | None] = {}  # by mixer, over the whole batch
+        self.orders = Orders(batch)
         self.links: dict[tuple[int, int], Link] = {}
         # By what reads past others: what it reads, and the joints to leave out on the way there.
         self.around: dict[int, dict[int, tuple[GradientEdge, ...]]] = {}
@@ -176,7 +165,7 @@ class _Measurement:
         for s, group in enumerate(self.groups):
             stage_of |= dict.fromkeys(group, s)
         per_token = self._is_per_token()
-        simple = self._counts_agree() and not self._leaks(list(self.exits), per_token)
+        simple = self._counts_agree() and not self._is_mixed(list(self.exits), per_token)
         stages = []
         for group in self.groups:
             reads = self._reads(group[0], stage_of, simple)
@@ -237,37 +226,6 @@ class _Measurement:
         alike = {point.tokens for point in points}
         return len(alike) == 1 and all(p.shape[0] == self.batch for p in points)
 
-    def _leaks(self, leaves: Sequence[int], per_token: bool) -> bool:
-        """Whether not everything between acts on each token by itself, in its order."""
-        if max(self.exits[i].width for i in leaves) < _WIDE:
-            return self._finds_leak(leaves, per_token)
-        with RankOneProducts():
-            suspected = self._finds_leak(leaves, per_token)
-        return suspected and self._finds_leak(leaves, per_token)
-
-    def _finds_leak(self, leaves: Sequence[int], per_token: bool) -> bool:
-        # Whether gradients put in at some of the tokens reach others.
-        end = len(self.ports)
-        roots = [i for i in leaves if i >= 0 and self.entries[i] is not None]
-        if per_token and self.output is not None and self.direct[end] <= set(leaves):
-            roots.append(end)
-        count = self.exits[leaves[0]].tokens
-        generator = torch.Generator().manual_seed(0)
-        points = [(i, p) for i in roots if (p := self.entries[i]) is not None]
-        for chosen in _separating(count, generator):
-            seeds = [
-                p.outer(generator) * self._in_order(i, chosen).to(p.device)[:, None]
-                for i, p in points
-            ]
-            found = gradients([p for _, p in points], seeds, [self.exits[i] for i in leaves])
-            for i, gradient in zip(leaves, found, strict=True):
-                if gradient is not None:
-                    others = ~self._in_order(i, chosen).to(gradient.device)
-                    # NaN, as at the norm of a token that is zero, tells nothing.
-                    if bool((gradient[others].abs() > 0).any()):
-                        return True
-        return False
-
     def _reads(self, i: int, stage_of: dict[int, int], simple: bool) -> tuple[Read, ...]:
         # One read per stage, by way of its first mixer.
         leads = sorted({stage_of[j]: j for j in sorted(self.direct[i], reverse=True)}.values())
@@ -304,7 +262,7 @@ class _Measurement:
         for (k, way), share in zip(ways.items(), shares, strict=True):
             S = way.leaf.tokens // B
             before = self.orders.get(k)
-            order = None if before is None else self._local(before, S, S)
+            order = None if before is None else self.orders.of_example(before, S, S)
             link = self.links.get((i, k), Link(transport=way, order=order, count=S))
             self.links[i, k] = replace(link, share=share)
         return list(past)
@@ -366,7 +324,7 @@ class _Measurement:
                     self.orders[i] = None if torch.equal(source, here) else source
                     if self.orders[i] is None or i < len(self.ports):
                         return Link()
-                local = self._local(source, T, S)
+                local = self.orders.of_example(source, T, S)
                 if local is None:
                     raise self._refused(i, j, "across the examples of the batch")
                 return Link(source=local, count=S)
@@ -376,7 +334,7 @@ class _Measurement:
             self.orders.setdefault(i, before)
             return Link()
         self._refuse_mixers(i, j)
-        order = None if before is None else self._local(before, S, S)
+        order = None if before is None else self.orders.of_example(before, S, S)
         if not self._examples_are_apart(root, leaf) or (before is not None and order is None):
             raise self._refused(i, j, "across the examples of the batch")
         values = self.ways[INPUT - j].values if j < 0 else None
@@ -413,7 +371,7 @@ class _Measurement:
                 mine, theirs = (torch.argsort(p) for p in found)
                 place = torch.empty_like(theirs)
                 place[theirs] = torch.arange(T)
-                self._put(i, lead, place[mine])
+                self.orders.put(i, lead, place[mine])
                 return
         consumer = next(k for k, one in self.direct.items() if i in one)
         root = self.entries[consumer]
@@ -425,79 +383,42 @@ class _Measurement:
             if len(found) == 2:
                 place = torch.full((root.tokens,), -1)
                 place[found[1]] = torch.arange(T)
-                self._put(i, lead, place[found[0]])
+                self.orders.put(i, lead, place[found[0]])
             if len(found) == 2 or root.tokens == T:
                 return
         raise self._refused(i, lead, "side by side, in orders that could not be told apart")
 
-    def _put(self, i: int, lead: int, same: Tensor) -> None:
-        # Token t of mixer i is the lead's token same[t].
-        order = self.orders.get(lead)
-        found = same if order is None else order[same]
-        self.orders[i] = None if torch.equal(found, torch.arange(len(found))) else found
+    def _is_mixed(self, leaves: Sequence[int], per_token: bool) -> bool:
+        # Whether not everything between acts on each token by itself, in its order.
+        end = len(self.ports)
+        roots = {i: self.entries[i] for i in leaves if i >= 0}
+        if per_token and self.direct[end] <= set(leaves):
+            roots[end] = self.output
+        known = {i: root for i, root in roots.items() if root is not None}
+        return is_mixed(known, {i: self.exits[i] for i in leaves}, self.orders)
 
     def _check_orders(self, per_token: bool) -> None:
         # Of mixers whose tokens are the same, in their orders: from one transport to the next.
         for space in self._spaces():
-            if not self._leaks(space, per_token):
+            if not self._is_mixed(space, per_token):
                 continue
             for i in [*space, *([len(self.ports)] if per_token else [])]:
-                for j, share in self._exchanges(i, space).items():
+                root, leaves = self.entries.get(i), self._near(i, space)
+                if root is None or not leaves:
+                    continue
+                for j, share in shares_of_others(i, root, leaves, self.orders).items():
                     self._refuse_mixers(i, j)
-                    is_local = self._is_local(i, j)
-                    self.is_far |= not is_local
-                    if share > _EXCHANGED and not is_local:
+                    is_far = not is_local(i, root, j, self.exits[j], self.orders)
+                    self.is_far |= is_far
+                    if share > _EXCHANGED and is_far:
                         raise self._refused(i, j, f"by something that is no mixer ({share:.0%})")
                     self.exchanged = max(self.exchanged, share)
 
-    def _exchanges(self, i: int, space: Sequence[int]) -> dict[int, float]:
-        """The share of other tokens in what those of i read of each leaf, where there is any."""
-        root = None if i < 0 else self.entries[i]
+    def _near(self, i: int, space: Sequence[int]) -> dict[int, Point]:
         # What happens between two stages shows in what the later one reads of the one before both.
         near = self.direct.get(i, frozenset())
         near = near.union(*(self.direct[k] for k in near if k >= 0))
-        leaves = [j for j in space if j in near and j in self.reads[i]]
-        if root is None or not leaves:
-            return {}
-        generator = torch.Generator().manual_seed(0)
-        points = [self.exits[j] for j in leaves]
-        away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
-        for own in _halves(root.tokens, generator):
-            seed = root.noise(generator) * self._in_order(i, own).to(root.device)[:, None]
-            for j, gradient in zip(leaves, gradients([root], [seed], points), strict=True):
-                if gradient is not None:
-                    energy = gradient.double().square().sum(-1).cpu()
-                    whole[j] += float(energy.sum())
-                    away[j] += float(energy[~self._in_order(j, own)].sum())
-        # Half of what goes to other tokens goes to tokens that were not chosen.
-        return {j: min(1.0, 2 * away[j] / whole[j]) for j in leaves if away[j] > 0}
-
-    def _is_local(self, i: int, j: int) -> bool:
-        # Whether a token of i reads its neighbors in j only, as by a token shift or a convolution.
-        root, leaf = self.entries[i], self.exits[j]
-        assert root is not None
-        count = root.tokens
-        length = count // self.batch
-        t = length - 1 - length // 4  # late enough that a causal recurrence would show
-        here = torch.zeros(count, dtype=torch.bool)
-        here[t] = True
-        seed = (
-            root.noise(torch.Generator().manual_seed(0))
-            * self._in_order(i, here).to(root.device)[:, None]
-        )
-        (found,) = gradients([root], [seed], [leaf])
-        near = torch.zeros(count, dtype=torch.bool)
-        reach = max(1, min(4, length // 4))
-        near[max(0, t - reach) : t + reach + 1] = True
-        if found is None:
-            return True
-        energy = found.double().square().sum(-1).cpu()
-        return float(energy[self._in_order(j, near)].sum()) >= 0.99 * float(energy.sum())
-
-    def _in_order(self, i: int, chosen: Tensor) -> Tensor:
-        # Tokens of the model that were chosen, as those of a mixer.
-        order = self.orders.get(i)
-        return chosen if order is None else chosen[order]
+        return {j: self.exits[j] for j in space if j in near and j in self.reads[i]}
 
     def _spaces(self) -> list[list[int]]:
         space_of: dict[int, int] = {i: i for i in self.exits if i < 0}
@@ -557,26 +478,13 @@ class _Measurement:
         return energy if bool((energy.amax(1) > 0).all()) else None
 
     def _windows(self, i: int) -> Tensor | None:
-        # The order of one example, (W, l).
-        point, order = self.exits[i], self.orders.get(i)
-        T = point.tokens // self.batch
-        windows = point.shape[0] // self.batch if len(point.shape) == 3 else 1
-        if order is None:
-            return None if windows == 1 else torch.arange(T).view(windows, -1)
-        local = self._local(order, T, T)
-        if local is None:
+        try:
+            return self.orders.windows(i, self.exits[i])
+        except ValueError:
             raise UnsupportedModelError(
                 f"{self.name(i)} is given the tokens of each example in an order of its own; "
                 "explain one example at a time."
-            )
-        return local.view(windows, -1)
-
-    def _local(self, source: Tensor, T: int, S: int) -> Tensor | None:
-        # Indices into the whole batch as those of one example, if all examples agree.
-        parts = source.view(self.batch, T)
-        parts = torch.where(parts >= 0, parts - S * torch.arange(self.batch)[:, None], -1)
-        inside = (parts >= -1) & (parts < S) & (parts == parts[:1])
-        return parts[0] if bool(inside.all()) else None
+            ) from None
 
     def _refuse_mixers(self, i: int, j: int) -> None:
         root, leaf = self.entries[i], self.exits[j]
@@ -598,29 +506,6 @@ _ADVICE = (
     "convergence delta. Or register the module that mixes the tokens with "
     "captum_ssm.register_mixer."
 )
-
-
-def _separating(count: int, generator: torch.Generator) -> list[Tensor]:
-    # Sets of tokens, (count,) bool: a half and the rest; of few tokens such that for any two of
-    # them, both ways, a set holds one and not the other (Sperner: codes of equal weight).
-    if count > _FEW:
-        return list(_halves(count, generator))[:2]
-    size = next(k for k in range(2, count + 2) if math.comb(k, k // 2) >= count)
-    codes = itertools.islice(itertools.combinations(range(size), size // 2), count)
-    holds = torch.zeros(count, size, dtype=torch.bool)
-    for token, code in zip(torch.randperm(count, generator=generator).tolist(), codes, strict=True):
-        holds[token, list(code)] = True
-    return list(holds.T)
-
-
-def _halves(count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    # Halves of the tokens and their rests, (count,) bool: where the tokens are few, such that any
-    # two of them are told apart.
-    place = torch.randperm(count, generator=generator)
-    for bit in range(max(1, (count - 1).bit_length()) if count <= _FEW else 1):
-        half = (place >> bit) & 1 == 1
-        yield half
-        yield ~half
 
 
 def _kinds_between(root: Point, leaf: Point, leaves: Sequence[Point]) -> set[str]:

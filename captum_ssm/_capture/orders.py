@@ -1,0 +1,61 @@
+"""The orders in which mixers are given the model's tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from captum_ssm._graph import Point
+
+
+class Orders(dict[int, "Tensor | None"]):
+    """By mixer, ``(T,)``: which of the model's tokens, over the whole batch, is its token t.
+
+    None is the model's own order. A mixer that is missing has not been looked at yet.
+
+    Args:
+        batch (int): B.
+    """
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def chosen(self, mixer: int, tokens: Tensor) -> Tensor:
+        """Some of the model's tokens, ``(T,)`` bool, as those of a mixer."""
+        order = self.get(mixer)
+        return tokens if order is None else tokens[order]
+
+    def put(self, mixer: int, other: int, same: Tensor) -> None:
+        """Say that token t of a mixer is token ``same[t]`` of another."""
+        order = self.get(other)
+        found = same if order is None else order[same]
+        self[mixer] = None if torch.equal(found, torch.arange(len(found))) else found
+
+    def windows(self, mixer: int, tokens: Point) -> Tensor | None:
+        """The order of one example, ``(W, l)``, of a mixer that returned these tokens.
+
+        Raises:
+            ValueError: if examples have different orders.
+        """
+        order, T = self.get(mixer), tokens.tokens // self.batch
+        windows = tokens.shape[0] // self.batch if len(tokens.shape) == 3 else 1
+        if order is None:
+            return None if windows == 1 else torch.arange(T).view(windows, -1)
+        local = self.of_example(order, T, T)
+        if local is None:
+            raise ValueError("examples have different orders")
+        return local.view(windows, -1)
+
+    def of_example(self, source: Tensor, count: int, earlier: int) -> Tensor | None:
+        """Indices into the whole batch as those of one example, if all examples agree.
+
+        Args:
+            source (Tensor): ``(B T,)``, of earlier tokens; -1 for none.
+            count (int): T.
+            earlier (int): S, of one example.
+        """
+        parts = source.view(self.batch, count)
+        parts = torch.where(parts >= 0, parts - earlier * torch.arange(self.batch)[:, None], -1)
+        inside = (parts >= -1) & (parts < earlier) & (parts == parts[:1])
+        return parts[0] if bool(inside.all()) else None
