@@ -35,10 +35,8 @@ types: $(STAMP)
 # What the libraries say of the terminal that is missing here is no part of a notebook.
 notebooks: export PYTHONWARNINGS = ignore:IProgress not found
 
-# All of them; some with NOTEBOOKS="Copying_Mamba Time_Series". A package with the weights that one
-# of them explains may be missing, without a network: then that one is skipped.
+# All of them; some with NOTEBOOKS="Copying_Mamba Time_Series".
 notebooks: $(STAMP)
-	-$(PIP) --no-deps typeseg==0.2.7
 	$(BIN)/python tutorials/run_notebooks.py $(NOTEBOOKS)
 
 # With the notebooks' committed outputs, which a run of the notebooks checks.
@@ -67,6 +65,8 @@ $(WITH_REST): $(WITH_TORCH) setup.cfg setup.py pyproject.toml
 	# mamba-ssm's modules without their kernels: its reference code is tested against on a CPU.
 	-MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(PIP) \
 	    --no-build-isolation --no-deps mamba-ssm==2.3.2.post1
+	# Weights that a notebook and a test explain; both are skipped where they cannot be had.
+	-$(PIP) --no-deps typeseg==0.2.7
 	touch $@
 
 $(STAMP): $(WITH_KERNELS) $(WITH_REST)

@@ -44,7 +44,7 @@ class Area:
     Examples::
 
         >>> field = effective_receptive_field(nn.Conv1d(2, 3, 5), torch.randn(4, 2, 9), channels=1)
-        >>> field.area(0.9).side
+        >>> field.area(1.0).side
         5
     """
 

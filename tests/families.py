@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import S6_FAMILIES, SHARED, VOCABULARY, randomize, tiny
+from models import S6_FAMILIES, SHARED, VOCABULARY, built_once, randomize, tiny
 from torch import Tensor, nn
 
 try:
@@ -279,6 +279,7 @@ ALIKE = (
 NO_STREAM = ("qwen4_exp", "inkling", "inkling2")
 
 
+@built_once
 def build(family: str, *, seed: int = 0, **changes: object) -> nn.Module:
     """A random model of a family, in eval mode and float32."""
     if family in S6_FAMILIES:

@@ -272,20 +272,28 @@ def test_the_naive_matrix_agrees_with_a_second_oracle():
             assert_near(matrix_by_differences(c), kernels.naive_diagonal_matrix(c))
 
 
-@pytest.mark.parametrize("form", ALL_FORMS)
-@DTYPES
-@pytest.mark.parametrize(("shape", "kind"), SAMPLES, ids=str)
-def test_matches_the_matrix(shape, kind, dtype, form):
+@functools.cache
+def expected(shape: tuple, kind: tuple | None, dtype: torch.dtype) -> list[tuple[str, Any, Tensor]]:
+    """Calls of every operation, some of them twice, and what each form should return."""
     s, maps, length = sample(shape, kind, dtype), matrix(shape, kind, dtype), shape[1]
     third = length // 3
     ranges = {(), (0, 1), (length - 1, length), (third, third + 1), (third, max(1, 2 * third))}
     calls = s.calls(*(r for r in ranges if not r or r[0] < r[1]))
-    if form != "torch" or length <= 100:
-        calls.append(("rows", (torch.arange(length).expand(shape[0], -1), s.coefficients)))
-    for operation, args in calls:
+    calls.append(("rows", (torch.arange(length).expand(shape[0], -1), s.coefficients)))
+    return [(operation, args, NAIVE[operation](maps, *args)) for operation, args in calls]
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+@DTYPES
+@pytest.mark.parametrize(("shape", "kind"), SAMPLES, ids=str)
+def test_matches_the_matrix(shape, kind, dtype, form):
+    calls = expected(shape, kind, dtype)
+    if form == "torch" and shape[1] > 100:
+        calls = calls[:-1]  # not every row
+    for operation, args, wanted in calls:
         out = run(form, operation, *args)
         assert out.dtype == dtype
-        assert_near(out, NAIVE[operation](maps, *args))
+        assert_near(out, wanted)
 
 
 @pytest.mark.parametrize("name", MIDDLE)
@@ -578,8 +586,9 @@ def test_opcheck(device, name, operation):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["diagonal", "delta, bonus"])
-def test_compiles_as_one_graph(name):
+def test_compiles_as_one_graph(name, backend):
     s = sample(*MIDDLE[name])
     tensors, family = vars(s.coefficients), name_of("", [s.coefficients])
     scan, rmatvec, mean, rows = (getattr(kernels, family + operation) for operation in NAIVE)
@@ -595,7 +604,7 @@ def test_compiles_as_one_graph(name):
     v, w = leaf(s.v), leaf(s.w)
     expected = everything(v, w)
     expected_grads = torch.autograd.grad(expected, (v, w))
-    actual = torch.compile(everything, fullgraph=True)(v, w)
+    actual = torch.compile(everything, fullgraph=True, backend=backend)(v, w)
     torch.testing.assert_close(actual, expected)
     for x, y in zip(torch.autograd.grad(actual, (v, w)), expected_grads, strict=True):
         torch.testing.assert_close(x, y)
@@ -775,7 +784,8 @@ def run_again(selection: str, **environment: str) -> None:
 
 
 def test_forced_torch_forms():
-    calls = "(matches and f64 or test_extreme_steps) and -kernel]"
+    """Every operation of every kind of recurrence; tests in the form "torch" have their shapes."""
+    calls = "(any_layout or test_extreme_steps) and -kernel]"
     run_again(calls, CAPTUM_SSM_PURE_TORCH="1")
 
 

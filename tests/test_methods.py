@@ -207,26 +207,22 @@ def test_mamba_attribution_is_eq_24(family, length):
     for position in {length // 2, length - 1}:
         gradients = gated_gradients(model, target, position, input_ids=tokens)
         truth = explicit_rollout([m.double() for m in maps.values()], gradients, sign="clamp")
+        chosen = {"target": target, "position": position}
         if family in ("mamba", "falcon_mamba"):
-            chosen = {"target": target, "position": position}
             assert_close(explain.attribute(tokens, **chosen).double(), truth[:, position], 1e-4)
             assert_close(explain.rollout(tokens, **chosen).double(), truth, 1e-4)
         else:  # a hybrid's attention layers are in the product too
+            paths = list(hidden_attention(model, tokens))
+            products = [
+                explain.rollout(tokens, start_layer=k, **chosen).double() for k in range(len(paths))
+            ]
+            products.append(torch.eye(length, dtype=torch.float64).expand(2, -1, -1))
             for k, path in enumerate(maps):
+                # The product from a layer on, times the inverse of the product after it.
+                index = paths.index(path)
+                ours = torch.linalg.solve(products[index + 1], products[index])
                 alone = explicit_rollout([maps[path].double()], [gradients[k]], sign="clamp")
-                index = list(hidden_attention(model, tokens)).index(path)
-                ours = layer_beta(explain, tokens, index, target=target, position=position)
                 assert_close(ours, alone, 1e-4)
-
-
-def layer_beta(explain, tokens, index, **kwargs) -> Tensor:
-    """beta of one layer: the product from it on, times the inverse of the product after it."""
-    count = len(hidden_attention(explain.forward_func, tokens))
-    whole = explain.rollout(tokens, start_layer=index, **kwargs).double()
-    if index == count - 1:
-        return whole
-    rest = explain.rollout(tokens, start_layer=index + 1, **kwargs).double()
-    return torch.linalg.solve(rest, whole)
 
 
 @pytest.mark.parametrize("options", [o for o in OPTIONS if "sign" not in o], ids=named)

@@ -451,12 +451,11 @@ def naive_diagonal_matrix(coefficients: DiagonalCoefficients) -> Tensor:
     batch, length, channels = dt.shape
     group = torch.arange(channels) // (channels // B.shape[2])
     out = torch.zeros(batch, channels, length, length, dtype=torch.float64)
-    for j in range(length):
-        h = B[:, j, group] * right[:, j, :, None]
-        for i in range(j, length):
-            if i > j:
-                h = h * torch.exp(A * dt[:, i, :, None].clamp(max=HUGE))
-            out[:, :, i, j] = (C[:, i, group] * h).sum(-1)
+    h = torch.zeros(batch, length, channels, A.shape[1], dtype=torch.float64)  # by column j
+    for i in range(length):
+        h[:, :i] *= torch.exp(A * dt[:, i, None, :, None].clamp(max=HUGE))
+        h[:, i] = B[:, i, group] * right[:, i, :, None]
+        out[:, :, i] = (C[:, i, None, group] * h).sum(-1).mT
     if c.left is not None:
         out *= c.left.double().mT[..., None]
     if c.conv is not None:
