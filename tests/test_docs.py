@@ -29,7 +29,8 @@ matplotlib.use("Agg")
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+# Those of a build, which may be under way, are none.
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")])
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 MODULES = (
     "captum_ssm",
