@@ -136,8 +136,24 @@ def frozen_output(mixer: FrozenMixer) -> Rebuilt:
 
 
 def halves(a: Tensor, b: Tensor) -> Tensor:
-    """The product, with half of its relevance to each factor."""
-    return 0.5 * (a * b.detach() + a.detach() * b)
+    """The product of ``a`` and ``b``, of one shape, with half of its relevance to each factor."""
+    return _Halves.apply(a, b)
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.set_materialize_grads(False)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None
+        a, b = ctx.saved_tensors
+        half = 0.5 * grad
+        return half * b, half * a
 
 
 def has_a_rule(module: nn.Module) -> bool:

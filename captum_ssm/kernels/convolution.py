@@ -66,9 +66,12 @@ class _FewTaps(torch.autograd.Function):
         x, taps, bias, ctx.adjoint = inputs
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, taps)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None
         x, taps = ctx.saved_tensors
         of_x, of_taps, of_bias, _ = ctx.needs_input_grad
         pair = (grad, x) if ctx.adjoint else (x, grad)

@@ -189,7 +189,8 @@ class LinearCalls(TorchFunctionMode):
             # Under autocast a layer returns another dtype than it was given.
             alike = given.dtype == x.dtype == result.dtype and given.shape == x.shape
             if (own is layer or own is layer.weight) and alike:
-                is_it = result._version == version and torch.equal(given, x)
+                is_it = given.is_set_to(x) or torch.equal(given, x)
+                is_it = is_it and result._version == version
                 return result if is_it else None
         return None
 

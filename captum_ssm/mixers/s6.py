@@ -97,7 +97,7 @@ class S6Scan:
             activation=activation,
             gate=None if z is None else self.gate(z),
             gate_argument=z if self.gate in SCALING_GATES else None,
-        ).with_values(values)
+        ).with_values(values, convolved=conv.output)
 
 
 @adapts("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "fla.layers.mamba.Mamba")
@@ -147,7 +147,7 @@ def freeze_zamba(call: MixerCall) -> FrozenMixer:
         activation=activation,
         gate=F.silu(z),
         gate_argument=z,
-    ).with_values(values)
+    ).with_values(values, convolved=conv.output)
 
 
 def _operator(dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None) -> DiagonalOperator:
