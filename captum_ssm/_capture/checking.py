@@ -13,6 +13,7 @@ from torch import Tensor
 from captum_ssm._errors import ReconstructionError
 from captum_ssm._nested import map_tensors
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._call import KnownLinear
 from captum_ssm.mixers._frozen_mixer import Product
 from captum_ssm.mixers._weights import is_quantized
 
@@ -39,14 +40,14 @@ def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) 
         rebuilt (Tensor): ``(B, L, E)``.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
     """
-    return _relative(*_norms(call, rebuilt), mask)
+    return _relative(*_norms(rebuilt, call.output), mask)
 
 
-def _norms(call: MixerCall, rebuilt: Tensor) -> tuple[Tensor, Tensor]:
+def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     # Of the error, and of what is expected, for each token: (B, L).
     # A mixer of images may return (B, H, W, E).
-    expected = call.output.to(rebuilt.dtype).reshape(rebuilt.shape)
-    error = torch.linalg.vector_norm(rebuilt - expected, dim=2)
+    expected = expected.to(found.dtype).reshape(found.shape)
+    error = torch.linalg.vector_norm(found - expected, dim=2)
     return error, torch.linalg.vector_norm(expected, dim=2)
 
 
@@ -79,27 +80,38 @@ class Rebuilt:
         output (Tensor): ``(B, L, E)``.
         share (Tensor): ``(B,)``, how much of it comes of the recurrence, by norms.
         rounding (float): that of the :class:`FrozenMixer`.
+        projected (tuple of Tensor, optional): the input of the output projection, and the one that
+            the module's own was given, ``(B, L, D)``, where that is known. These are then
+            compared, and ``output`` is the module's own. Default: None
     """
 
     output: Tensor
     share: Tensor
     rounding: float
+    projected: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(
         cls,
         mixer: FrozenMixer,
+        call: MixerCall | None = None,
         multiply: Product = torch.mul,
         mixed: Sequence[Tensor] | None = None,
     ) -> Rebuilt:
         """What ``mixer`` computes, with its rule for the product of signal and gate.
 
-        ``mixed`` is what its scans return, where that is known.
+        Of what ``call`` has kept the output projection is not computed again. ``mixed`` is what
+        the mixer's scans return, where that is known.
         """
         gated = mixer.gated_output(multiply, mixed)
         with torch.no_grad():
             share = mixer.recurrence_share(gated)
-        return cls(mixer.out_proj(gated), share, mixer.rounding)
+        own = None if call is None else call.projected(mixer.out_weight)
+        if call is None or own is None or own.shape != gated.shape:
+            return cls(mixer.out_proj(gated), share, mixer.rounding)
+        # A copy: the model may go on to change its own in place.
+        output = KnownLinear.apply(gated, mixer.out_weight, call.output.clone())
+        return cls(output, share, mixer.rounding, (gated, own))
 
 
 @dataclass(frozen=True)
@@ -121,8 +133,9 @@ class Deviation:
     @classmethod
     @torch.no_grad()
     def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
-        """That of ``rebuilt`` from the output of ``call``."""
-        return cls(*_norms(call, rebuilt.output), rebuilt.share, rebuilt.rounding)
+        """That of ``rebuilt`` from the output of ``call``, or from what was projected to it."""
+        compared = rebuilt.projected or (rebuilt.output, call.output)
+        return cls(*_norms(*compared), rebuilt.share, rebuilt.rounding)
 
     def errors(self, mask: Tensor | None) -> tuple[float, float]:
         """The largest errors of all examples: of the output, and of what the recurrence adds."""

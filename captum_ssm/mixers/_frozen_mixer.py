@@ -231,10 +231,8 @@ class FrozenMixer:
         Args:
             gated (Tensor): :meth:`gated_output`, ``(B, L, D)``.
         """
-        rest = self._add_up(lambda scan: scan._skipped())
-        if self.offset is not None:
-            rest = rest + self.offset
-        added, whole = ((x.flatten(1)).norm(dim=1) for x in (gated - rest, gated))
+        alone = self._add_up(lambda scan: scan.gated(scan._recurrent()))
+        added, whole = (x.flatten(1).norm(dim=1) for x in (alone, gated))
         return added / whole.clamp(min=1e-30)
 
     def remainder(self) -> Tensor:
@@ -278,14 +276,10 @@ class FrozenMixer:
             return y
         return y * self.gate if self.gate_argument is None else multiply(y, self.gate)
 
-    def _skipped(self) -> Tensor:
-        # What comes of the skip, (B, L, D).
-        if self.skip is None:
-            return torch.zeros_like(self.inputs)
-        y = self.skip * self.values
-        if self.centered:
-            y = y - y.mean(-1, keepdim=True)
-        return y if self.left is None else y * self.left
+    def _recurrent(self) -> Tensor:
+        # What the recurrence returns, (B, L, D), without the skip.
+        y = self.mixed
+        return y if self.skip is None else torch.addcmul(y, self.skip, self.values, value=-1)
 
     def _subtracted_mean(self) -> Tensor:
         if not self.centered:
