@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from captum_ssm._errors import ReconstructionError
 from captum_ssm._nested import map_tensors
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.mixers._call import KnownLinear
 from captum_ssm.mixers._frozen_mixer import Product
 from captum_ssm.mixers._weights import is_quantized
 
@@ -81,8 +81,8 @@ class Rebuilt:
         share (Tensor): ``(B,)``, how much of it comes of the recurrence, by norms.
         rounding (float): that of the :class:`FrozenMixer`.
         projected (tuple of Tensor, optional): the input of the output projection, and the one that
-            the module's own was given, ``(B, L, D)``, where that is known. These are then
-            compared, and ``output`` is the module's own. Default: None
+            the module's own was given, ``(B, L, D)``, where that is known. ``output`` then comes of
+            the latter. Default: None
     """
 
     output: Tensor
@@ -107,11 +107,21 @@ class Rebuilt:
         with torch.no_grad():
             share = mixer.recurrence_share(gated)
         own = None if call is None else call.projected(mixer.out_weight)
-        if call is None or own is None or own.shape != gated.shape:
+        if own is None or own.shape != gated.shape:
             return cls(mixer.out_proj(gated), share, mixer.rounding)
-        # A copy: the model may go on to change its own in place.
-        output = KnownLinear.apply(gated, mixer.out_weight, call.output.clone())
-        return cls(output, share, mixer.rounding, (gated, own))
+        return cls(mixer.out_proj(_Own.apply(gated, own)), share, mixer.rounding, (gated, own))
+
+
+class _Own(torch.autograd.Function):
+    # A module's own values, with the gradient of ours.
+    @staticmethod
+    def forward(ctx: Any, ours: Tensor, own: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return grad, None
 
 
 @dataclass(frozen=True)
@@ -133,9 +143,12 @@ class Deviation:
     @classmethod
     @torch.no_grad()
     def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
-        """That of ``rebuilt`` from the output of ``call``, or from what was projected to it."""
-        compared = rebuilt.projected or (rebuilt.output, call.output)
-        return cls(*_norms(*compared), rebuilt.share, rebuilt.rounding)
+        """That of ``rebuilt`` from the output of ``call``, and from what was projected to it."""
+        error, size = _norms(rebuilt.output, call.output)
+        if rebuilt.projected is not None:
+            before, whole = _norms(*rebuilt.projected)
+            error = torch.maximum(error, before / whole.clamp(min=1e-30) * size)
+        return cls(error, size, rebuilt.share, rebuilt.rounding)
 
     def errors(self, mask: Tensor | None) -> tuple[float, float]:
         """The largest errors of all examples: of the output, and of what the recurrence adds."""

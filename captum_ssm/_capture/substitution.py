@@ -100,8 +100,7 @@ class Substitution:
         if not in_place:
             return call.result
         if is_kept:
-            is_own = rebuilt.projected is not None
-            return with_output(call, rebuilt.output) if is_own else _in_place(call, rebuilt.output)
+            return _in_place(call, rebuilt.output)
         return with_output(call, self._recomputed(call, adapter))
 
     @contextmanager

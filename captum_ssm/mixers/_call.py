@@ -102,7 +102,7 @@ class MixerCall:
             known = None if self.linears is None else self.linears.find(layer, x)
             if known is not None:
                 has_graph = known.requires_grad or not x.requires_grad
-                return known if has_graph else KnownLinear.apply(x, weight, known)
+                return known if has_graph else _Known.apply(x, weight, known)
             bias = None if layer.bias is None else self.parameter(layer.bias)
             return F.linear(x, self.parameter(layer.weight), bias)
 
@@ -223,7 +223,7 @@ class LinearCalls(TorchFunctionMode):
 def _is_linear(layer: Any, given: Tensor, result: Tensor) -> bool:
     # Whether a layer computed what its weights say: its forward may be another one. Some tokens
     # will do.
-    if not isinstance(layer, nn.Module):
+    if isinstance(layer, Tensor):  # the weight itself
         return True
     given, result = (x.detach().flatten(0, -2) for x in (given, result))
     step = max(1, len(given) // 16)
@@ -231,9 +231,8 @@ def _is_linear(layer: Any, given: Tensor, result: Tensor) -> bool:
     return bool((result[::step] - expected).norm() <= 1e-5 * expected.norm())
 
 
-class KnownLinear(torch.autograd.Function):
-    """What a linear layer is known to return for x: only its gradient is computed."""
-
+class _Known(torch.autograd.Function):
+    # What a linear layer is known to return for x: only its gradient is computed.
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
