@@ -116,7 +116,7 @@ class FrozenMixer:
     def with_values(
         self, values: Tensor, mixed: Tensor | None = None, convolved: Tensor | None = None
     ) -> FrozenMixer:
-        """This mixer, with ``values``, ``mixed`` and ``convolved`` as already computed."""
+        """This mixer, with ``values``, ``mixed`` and ``convolved``, ``(B, L, D)``, as computed."""
         known = {"values": values, "mixed": mixed, "convolved": convolved}
         return self._knowing({name: x for name, x in known.items() if x is not None})
 
