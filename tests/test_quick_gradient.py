@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from families import build, modeling_of
 from test_leaves_no_trace import assert_unchanged, fingerprint
 
-from captum_ssm import MambaAttribution, MambaLRP, MambaRollout
-from captum_ssm._capture import Request, Substitution, freeze
+from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, ReconstructionError
+from captum_ssm._capture import Request, Substitution, freeze, recording
 from captum_ssm._capture.recording import record
 from captum_ssm._capture.substitution import KEPT
 from captum_ssm._capture.target import read_score
 from captum_ssm.attr._residual import ResidualStream, norms_and_head
-from captum_ssm.mixers import find_mixers
+from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers._call import LinearCalls
 
 
@@ -135,7 +140,7 @@ def test_a_direction_is_read_without_a_graph_of_the_mixers(family: str, tokens: 
     torch.testing.assert_close(found.final, expected.final)
 
 
-def test_an_input_projection_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outer_projections_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mamba")
     ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
     used: list[bool] = []
@@ -149,13 +154,70 @@ def test_an_input_projection_is_computed_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(LinearCalls, "find", counted)
     frozen = freeze(Request.of(model, None, ids))
     row = MambaRollout(model).attribute(ids)
-    assert sum(used) == len(frozen.layers)
+    assert sum(used) == 2 * len(frozen.layers)
     # A frozen layer lets go of them; beyond the budget there are none.
     used.clear()
     for layer in (*frozen.layers, *frozen.layers):
         assert layer.mixer is not None
-    assert sum(used) == len(frozen.layers)
+    assert sum(used) == 2 * len(frozen.layers)
     monkeypatch.setattr("captum_ssm._capture.linears.KEPT", 0)
     used.clear()
     torch.testing.assert_close(MambaRollout(model).attribute(ids), row)
     assert not any(used)
+
+
+@pytest.mark.parametrize("method", [MambaRollout, MambaAttribution, MambaLRP])
+@pytest.mark.parametrize("part", ["out_proj", "gate"])
+def test_what_is_wrong_next_to_a_known_projection_is_caught(
+    part: str, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("mamba")
+    freeze_it = find_adapter(model.backbone.layers[0].mixer)
+
+    def wrong(call: MixerCall) -> FrozenMixer:
+        mixer = freeze_it(call)
+        if part == "gate":
+            return replace(mixer, gate=1.001 * mixer.gate)
+        return replace(mixer, out_proj=lambda y: 1.001 * mixer.out_proj(y))
+
+    # Of this library's own, so that gradients replace the model's mixers by it.
+    wrong.__module__ = freeze_it.__module__
+    monkeypatch.setitem(registry._REGISTRY, "MambaMixer", wrong)
+    tokens = torch.randint(1, 30, (1, 40), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ReconstructionError, match="relative error"):
+        method(model).attribute(tokens, target=3)
+
+
+def test_relevance_measures_the_wiring_of_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    own = recording.measure
+
+    def counted(cuts: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        measured.append(output.shape[1])
+        return own(cuts, output, *args, **kwargs)
+
+    monkeypatch.setattr(recording, "measure", counted)
+    method = MambaLRP(build("mamba"))
+    for length in (3, 3, 40, 50, 9):  # few tokens do not tell what mixes many
+        method.attribute(torch.ones(1, length, dtype=torch.long), target=3)
+    assert measured == [3, 40]
+
+
+@pytest.mark.parametrize("function", [causal_conv, causal_conv_transpose])
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_a_convolution_of_few_taps_has_gradients(function: Any, length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, taps, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, length, 2), (2, 4), (2,))
+    )
+    given = (x, taps, bias) if function is causal_conv else (x, taps)
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)
+    y = causal_conv(x, taps)
+    there, back = (y * y.detach()).sum(), (causal_conv_transpose(y.detach(), taps) * x).sum()
+    torch.testing.assert_close(there, back)
+    expected = torch.nn.functional.conv1d(
+        torch.nn.functional.pad(x.mT, (3, 0)), taps[:, None], bias, groups=2
+    )
+    torch.testing.assert_close(causal_conv(x, taps, bias), expected.mT)

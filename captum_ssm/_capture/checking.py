@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +40,14 @@ def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) 
         rebuilt (Tensor): ``(B, L, E)``.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
     """
-    return _relative(*_norms(call, rebuilt), mask)
+    return _relative(*_norms(rebuilt, call.output), mask)
 
 
-def _norms(call: MixerCall, rebuilt: Tensor) -> tuple[Tensor, Tensor]:
+def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     # Of the error, and of what is expected, for each token: (B, L).
     # A mixer of images may return (B, H, W, E).
-    expected = call.output.to(rebuilt.dtype).reshape(rebuilt.shape)
-    error = torch.linalg.vector_norm(rebuilt - expected, dim=2)
+    expected = expected.to(found.dtype).reshape(found.shape)
+    error = torch.linalg.vector_norm(found - expected, dim=2)
     return error, torch.linalg.vector_norm(expected, dim=2)
 
 
@@ -79,27 +80,48 @@ class Rebuilt:
         output (Tensor): ``(B, L, E)``.
         share (Tensor): ``(B,)``, how much of it comes of the recurrence, by norms.
         rounding (float): that of the :class:`FrozenMixer`.
+        projected (tuple of Tensor, optional): the input of the output projection, and the one that
+            the module's own was given, ``(B, L, D)``, where that is known. ``output`` then comes of
+            the latter. Default: None
     """
 
     output: Tensor
     share: Tensor
     rounding: float
+    projected: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(
         cls,
         mixer: FrozenMixer,
+        call: MixerCall | None = None,
         multiply: Product = torch.mul,
         mixed: Sequence[Tensor] | None = None,
     ) -> Rebuilt:
         """What ``mixer`` computes, with its rule for the product of signal and gate.
 
-        ``mixed`` is what its scans return, where that is known.
+        Of what ``call`` has kept the output projection is not computed again. ``mixed`` is what
+        the mixer's scans return, where that is known.
         """
         gated = mixer.gated_output(multiply, mixed)
         with torch.no_grad():
             share = mixer.recurrence_share(gated)
-        return cls(mixer.out_proj(gated), share, mixer.rounding)
+        own = None if call is None else call.projected(mixer.out_weight)
+        if own is None or own.shape != gated.shape:
+            return cls(mixer.out_proj(gated), share, mixer.rounding)
+        return cls(mixer.out_proj(_Own.apply(gated, own)), share, mixer.rounding, (gated, own))
+
+
+class _Own(torch.autograd.Function):
+    # A module's own values, with the gradient of ours.
+    @staticmethod
+    def forward(ctx: Any, ours: Tensor, own: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return grad, None
 
 
 @dataclass(frozen=True)
@@ -121,8 +143,12 @@ class Deviation:
     @classmethod
     @torch.no_grad()
     def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
-        """That of ``rebuilt`` from the output of ``call``."""
-        return cls(*_norms(call, rebuilt.output), rebuilt.share, rebuilt.rounding)
+        """That of ``rebuilt`` from the output of ``call``, and from what was projected to it."""
+        error, size = _norms(rebuilt.output, call.output)
+        if rebuilt.projected is not None:
+            before, whole = _norms(*rebuilt.projected)
+            error = torch.maximum(error, before / whole.clamp(min=1e-30) * size)
+        return cls(error, size, rebuilt.share, rebuilt.rounding)
 
     def errors(self, mask: Tensor | None) -> tuple[float, float]:
         """The largest errors of all examples: of the output, and of what the recurrence adds."""

@@ -15,12 +15,30 @@ from captum_ssm.mixers.discovery import discover
 
 # Models whose unknown mixers, if they have any, were found; and what is still not known of some.
 _SEARCHED: WeakSet[nn.Module] = WeakSet()
+# Models between whose known mixers no token was mixed, and on how many tokens that was measured.
+_UNMIXED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+# On so many tokens it is seen what mixes them.
+_ENOUGH = 32
 _UNKNOWN: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def is_searched(model: nn.Module) -> bool:
-    """Whether all mixers of a model are known."""
-    return model in _SEARCHED
+def is_searched(request: Request) -> bool:
+    """Whether all mixers of a request's model are known, as far as its tokens can tell."""
+    model = request.module
+    known = _UNMIXED.get(model, 0) >= min(_tokens(request), _ENOUGH)
+    return model in _SEARCHED or known
+
+
+def remember_unmixed(request: Request) -> None:
+    """Let :func:`is_searched` know that no token was mixed between the known mixers."""
+    model = request.module
+    _UNMIXED[model] = max(_UNMIXED.get(model, 0), _tokens(request))
+
+
+def _tokens(request: Request) -> int:
+    # Of ids and embeddings (B, L, ...), or the entries of images (B, C, H, W).
+    shape = request.inputs[0].shape
+    return shape[1] if len(shape) < 4 else shape[2:].numel()
 
 
 def warn_of_unknown(model: nn.Module, refused: str | None) -> None:

@@ -105,7 +105,7 @@ class FrozenLayer:
         with weights_loaded(call.module):
             mixer = adapter(call)
         if self.check and self.is_new and self.made is None:
-            check_reconstruction(self.name, call, Rebuilt.of(mixer), self.mask)
+            check_reconstruction(self.name, call, Rebuilt.of(mixer, call), self.mask)
         if call.linears is not None:
             call.linears.forget()
         return mixer

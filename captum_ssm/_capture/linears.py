@@ -17,7 +17,7 @@ KEPT = 1 << 29
 
 
 class KeptLinears:
-    """Runs mixers without a graph and keeps what their input projections computed.
+    """Runs mixers without a graph and keeps what their outermost projections computed.
 
     Attributes:
         kept (list of LinearCalls or None): one per call of a mixer, in forward order; None where
@@ -42,9 +42,12 @@ class KeptLinears:
         if found is not None:
             # Later layers are given what the mixer computed, which a frozen one computes in
             # another order of operations.
-            found.keep_only(call.given_tokens().shape, call.dtype)
-            if not 0 < found.nbytes <= self._room:  # half precision keeps none: its dtype differs
+            ends = call.given_tokens(), call.output
+            found.keep_only(*ends)
+            size = found.nbytes_without(*ends)
+            # A frozen mixer of one in half precision computes in another dtype.
+            if call.output.dtype == call.dtype and 0 < size <= self._room:
+                self._room -= size
+            else:
                 found = None
-        if found is not None:
-            self._room -= found.nbytes
         self.kept.append(found)

@@ -92,7 +92,7 @@ class Substitution:
                 self._of_scans.add(adapter)
             in_place = not (call.output.requires_grad and self.needs_graph(call.module))
             with torch.set_grad_enabled(is_kept and in_place):
-                rebuilt = self.rebuilt(mixer)
+                rebuilt = self.rebuilt(mixer, given)
         self._linears.forget()  # a frozen mixer may hold its call
         deviation = Deviation.of(given, rebuilt)
         is_needed = self.keeps_mixers and is_kept
@@ -128,9 +128,9 @@ class Substitution:
         """Whether this call's mixer is frozen while the model runs."""
         return call.output.device.type == "cpu" and call.given_tokens().requires_grad
 
-    def rebuilt(self, mixer: FrozenMixer) -> Rebuilt:
+    def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
         """What a frozen mixer computes, with the graph that gradients go through."""
-        return Rebuilt.of(mixer)
+        return Rebuilt.of(mixer, call)
 
     def pulled(self, output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> Any:
         """The gradients at ``leaves`` of a frozen mixer's output, from that at the output."""
@@ -173,7 +173,7 @@ class Substitution:
             args, kwargs = map_tensors(one, (call.args, call.kwargs))
             again = replace(call, args=args, kwargs=kwargs)
             with torch.enable_grad(), without_autocast(), weights_loaded(call.module):
-                output = self.rebuilt(adapter(again)).output
+                output = self.rebuilt(adapter(again), again).output
             shaped = gradient.reshape(output.shape).to(output.dtype)
             self._count()
             return self.pulled(output, leaves, shaped)

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from captum_ssm._captum import TargetType, format_output
 from captum_ssm._capture import FrozenModel, Request, Substitution
 from captum_ssm._capture.checking import Rebuilt
-from captum_ssm._capture.discovery import find_unknown_mixers, is_searched, warn_of_unknown
+from captum_ssm._capture.discovery import (
+    find_unknown_mixers,
+    is_searched,
+    remember_unmixed,
+    warn_of_unknown,
+)
 from captum_ssm._capture.embedded import entries_of, is_view
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._devices import weights_loaded
@@ -95,10 +100,12 @@ class MambaLRP(TokenAttribution):
         """
         request = with_leaves(self._request(inputs, additional_forward_args))
         find_unknown_mixers(request)
-        is_new = not is_searched(request.module) and not request.remote
+        is_new = not is_searched(request) and not request.remote
         rules, frozen = self._ruled(request, position, target, wiring=is_new)
+        if is_new and not frozen.wiring.is_mixed:
+            remember_unmixed(request)
         # Scans that no mixer is known of have to be frozen too.
-        if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
+        elif frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = self._ruled(request, position, target, wiring=True)
         score = frozen.require_score()
         found = rules.relevance(score)
@@ -130,14 +137,30 @@ class MambaLRP(TokenAttribution):
         return rules, frozen
 
 
-def frozen_output(mixer: FrozenMixer) -> Rebuilt:
+def frozen_output(mixer: FrozenMixer, call: MixerCall | None = None) -> Rebuilt:
     """A mixer's output, ``(B, L, E)``, differentiable in its inputs by the rules above."""
-    return Rebuilt.of(mixer.detach_coefficients(), halves)
+    return Rebuilt.of(mixer.detach_coefficients(), call, halves)
 
 
 def halves(a: Tensor, b: Tensor) -> Tensor:
-    """The product, with half of its relevance to each factor."""
-    return 0.5 * (a * b.detach() + a.detach() * b)
+    """The product of ``a`` and ``b``, of one shape, with half of its relevance to each factor."""
+    return _Halves.apply(a, b)
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.set_materialize_grads(False)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None
+        a, b = ctx.saved_tensors
+        half = 0.5 * grad
+        return half * b, half * a
 
 
 def has_a_rule(module: nn.Module) -> bool:
@@ -173,8 +196,8 @@ class Rules(Substitution):
     def takes(self, call: MixerCall) -> bool:
         return True
 
-    def rebuilt(self, mixer: FrozenMixer) -> Rebuilt:
-        return frozen_output(mixer)
+    def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
+        return frozen_output(mixer, call)
 
     def pulled(self, output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> Any:
         starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]

@@ -65,15 +65,9 @@ class OpenMixer:
 
     @cached_property
     def projected(self) -> Tensor | None:
-        """What the module's output projection was given, ``(B, L, D)``.
-
-        None where it is no plain linear layer, or is not the last that the module computes.
-        """
-        call, linears = self.call, self.call.linears
-        found = None if linears is None else linears.given_for(call.output, self.mixer.out_weight)
-        if found is None or found.shape != self.gated.shape or found.dtype != call.output.dtype:
-            return None
-        return found
+        """What the module's output projection was given, ``(B, L, D)``, where that was kept."""
+        found = self.call.projected(self.mixer.out_weight)
+        return found if found is None or found.shape == self.gated.shape else None
 
     def check(self, mask: Tensor | None) -> None:
         """Raise `ReconstructionError` unless this is what the module computed."""
@@ -81,11 +75,10 @@ class OpenMixer:
         with torch.no_grad():
             share = self.mixer.recurrence_share(gated)
             if own is None:
-                call, output = self.call, self.output.detach()
-            else:  # before the projection, which is then not computed again
-                call, output = replace(self.call, result=own), gated
-            rebuilt = Rebuilt(output, share, self.mixer.rounding)
-            check_reconstruction(self.path, call, rebuilt, mask)
+                rebuilt = Rebuilt(self.output.detach(), share, self.mixer.rounding)
+            else:
+                rebuilt = Rebuilt(self.call.output, share, self.mixer.rounding, (gated, own))
+            check_reconstruction(self.path, self.call, rebuilt, mask)
 
     def returning(self, gated: Tensor) -> Tensor:
         """The module's output for another input of its output projection, ``(B, L, D)``."""

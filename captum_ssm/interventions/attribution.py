@@ -22,7 +22,7 @@ from captum_ssm.interventions._runs import Runs
 from captum_ssm.interventions._selection import Layers
 from captum_ssm.interventions.patching import Pair, Patching, check_component, state_operator
 from captum_ssm.interventions.states import states_of
-from captum_ssm.mixers import FrozenMixer
+from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers.discovery import scans_frozen
 from captum_ssm.operators import DiagonalOperator, TokenOperator
 
@@ -235,10 +235,10 @@ class _Kept(Rules):
         self.kept: list[_Slopes] = []
         self.kept_bytes = math.inf
 
-    def rebuilt(self, mixer: FrozenMixer) -> Rebuilt:
+    def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
         frozen = mixer.detach_coefficients()
         scans = [scan for scan, _, _ in frozen.scans_in_order()]
         mixed = [scan.mixed for scan in scans]
-        rebuilt = Rebuilt.of(frozen, halves, mixed)
+        rebuilt = Rebuilt.of(frozen, call, halves, mixed)
         self.kept.append(_Slopes(rebuilt.output, [scan.values for scan in scans], mixed))
         return rebuilt

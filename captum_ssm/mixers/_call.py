@@ -106,6 +106,15 @@ class MixerCall:
             bias = None if layer.bias is None else self.parameter(layer.bias)
             return F.linear(x, self.parameter(layer.weight), bias)
 
+    def projected(self, weight: Tensor) -> Tensor | None:
+        """What the module's output projection was given, ``(B, L, D)``.
+
+        None where that was not kept: where it is no plain linear layer with the matrix ``weight``,
+        or is not the last that the module computes.
+        """
+        found = None if self.linears is None else self.linears.given_for(self.output, weight)
+        return found if found is None or found.dtype == self.output.dtype else None
+
     def weight(self, layer: Any) -> Tensor:
         """The matrix of a linear layer, ``(out, in)``, in the working dtype.
 
@@ -166,18 +175,26 @@ class LinearCalls(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
-    def keep_only(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Let go of all calls but those given tensors of this shape and dtype."""
+    def keep_only(self, tokens: Tensor, output: Tensor) -> None:
+        """Let go of all calls, except those given as many tokens, and what ``output`` came of.
+
+        Args:
+            tokens (Tensor): ``(B, L, E)``, what the mixer was given.
+            output (Tensor): ``(B, L, E)``, what it returned. All in its dtype.
+        """
         self._calls = [
             one
             for one in self._calls
-            if one[1].shape == shape and one[1].dtype == one[2].dtype == dtype
+            if (one[1].shape == tokens.shape or one[2].is_set_to(output))
+            and one[1].dtype == one[2].dtype == output.dtype
         ]
 
-    @property
-    def nbytes(self) -> int:
-        """The size of what the layers returned."""
-        return sum(result.nbytes for _, _, result, _ in self._calls)
+    def nbytes_without(self, *others: Tensor) -> int:
+        """The size of what the layers were given and returned, without tensors held elsewhere."""
+        sizes = {x.data_ptr(): x.nbytes for one in self._calls for x in one[1:3]}
+        for x in others:
+            sizes.pop(x.data_ptr(), None)
+        return sum(sizes.values())
 
     def forget(self) -> None:
         """Let go of all calls."""
@@ -189,20 +206,29 @@ class LinearCalls(TorchFunctionMode):
             # Under autocast a layer returns another dtype than it was given.
             alike = given.dtype == x.dtype == result.dtype and given.shape == x.shape
             if (own is layer or own is layer.weight) and alike:
-                is_it = result._version == version and torch.equal(given, x)
+                is_it = given.is_set_to(x) or torch.equal(given, x)
+                is_it = is_it and result._version == version
                 return result if is_it else None
         return None
 
     def given_for(self, output: Tensor, weight: Tensor) -> Tensor | None:
         """What the layer with the matrix ``weight`` was given when it returned ``output``."""
         for own, given, result, version in self._calls:
-            if (
-                result.is_set_to(output)
-                and result._version == version
-                and own.data_ptr() == weight.data_ptr()
-            ):
-                return given
+            of_layer = getattr(own, "weight", own).data_ptr() == weight.data_ptr()
+            if of_layer and result.is_set_to(output) and result._version == version:
+                return given if _is_linear(own, given, result) else None
         return None
+
+
+def _is_linear(layer: Any, given: Tensor, result: Tensor) -> bool:
+    # Whether a layer computed what its weights say: its forward may be another one. Some tokens
+    # will do.
+    if isinstance(layer, Tensor):  # the weight itself
+        return True
+    given, result = (x.detach().flatten(0, -2) for x in (given, result))
+    step = max(1, len(given) // 16)
+    expected = F.linear(given[::step], layer.weight.detach(), layer.bias)
+    return bool((result[::step] - expected).norm() <= 1e-5 * expected.norm())
 
 
 class _Known(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,9 +98,14 @@ class FrozenMixer:
     rounding: float = 1.0
 
     @cached_property
+    def convolved(self) -> Tensor:
+        """conv(u) + bias, ``(B, L, D)``: what the activation is applied to."""
+        return ShortConv(self.inputs, self.conv, self.conv_bias).output
+
+    @cached_property
     def values(self) -> Tensor:
         """v, ``(B, L, D)``, the input of the recurrence."""
-        v = ShortConv(self.inputs, self.conv, self.conv_bias).output
+        v = self.convolved
         return v if self.activation is None else v * self.activation
 
     @cached_property
@@ -107,11 +113,15 @@ class FrozenMixer:
         """:math:`\\alpha v + s \\odot v`, ``(B, L, D)``: what norm and gate are applied to."""
         return self.mix(self.values)
 
-    def with_values(self, values: Tensor, mixed: Tensor | None = None) -> FrozenMixer:
-        """This mixer, with ``values`` and ``mixed``, ``(B, L, D)``, already computed."""
-        self.__dict__["values"] = values  # cached_property's cache, which copies do not share
-        if mixed is not None:
-            self.__dict__["mixed"] = mixed
+    def with_values(
+        self, values: Tensor, mixed: Tensor | None = None, convolved: Tensor | None = None
+    ) -> FrozenMixer:
+        """This mixer, with ``values``, ``mixed`` and ``convolved``, ``(B, L, D)``, as computed."""
+        known = {"values": values, "mixed": mixed, "convolved": convolved}
+        return self._knowing({name: x for name, x in known.items() if x is not None})
+
+    def _knowing(self, known: dict[str, Tensor]) -> Self:
+        self.__dict__.update(known)  # cached_property's cache, which copies do not share
         return self
 
     def operator(
@@ -221,10 +231,8 @@ class FrozenMixer:
         Args:
             gated (Tensor): :meth:`gated_output`, ``(B, L, D)``.
         """
-        rest = self._add_up(lambda scan: scan._skipped())
-        if self.offset is not None:
-            rest = rest + self.offset
-        added, whole = ((x.flatten(1)).norm(dim=1) for x in (gated - rest, gated))
+        alone = self._add_up(lambda scan: scan.gated(scan._recurrent()))
+        added, whole = (x.flatten(1).norm(dim=1) for x in (alone, gated))
         return added / whole.clamp(min=1e-30)
 
     def remainder(self) -> Tensor:
@@ -245,11 +253,10 @@ class FrozenMixer:
         frozen = detached(
             {name: getattr(self, name) for name in ("skip", "activation", "gate", "norm", "offset")}
         )
-        z = self.gate_argument
-        if self.gate is not None and z is not None:
-            tiny = torch.where(z.abs() < 1e-6, torch.full_like(z, 1e-6), z).detach()
-            frozen["gate"] = z * (frozen["gate"] / tiny)
-        return replace(self, recurrence=self.recurrence.detach(), **frozen)
+        if self.gate is not None and self.gate_argument is not None:
+            frozen["gate"] = _TimesConstant.apply(self.gate_argument, frozen["gate"])
+        mixer = replace(self, recurrence=self.recurrence.detach(), **frozen)
+        return mixer._knowing({"convolved": self.convolved})
 
     def _add_up(self, of: Callable[[FrozenMixer], Tensor]) -> Tensor:
         # The sum of a function of each scan, (B, L, D), with the tokens in the model's order.
@@ -269,14 +276,10 @@ class FrozenMixer:
             return y
         return y * self.gate if self.gate_argument is None else multiply(y, self.gate)
 
-    def _skipped(self) -> Tensor:
-        # What comes of the skip, (B, L, D).
-        if self.skip is None:
-            return torch.zeros_like(self.inputs)
-        y = self.skip * self.values
-        if self.centered:
-            y = y - y.mean(-1, keepdim=True)
-        return y if self.left is None else y * self.left
+    def _recurrent(self) -> Tensor:
+        # What the recurrence returns, (B, L, D), without the skip.
+        y = self.mixed
+        return y if self.skip is None else torch.addcmul(y, self.skip, self.values, value=-1)
 
     def _subtracted_mean(self) -> Tensor:
         if not self.centered:
@@ -291,6 +294,22 @@ class FrozenMixer:
         no hook inside a fused kernel is needed.
         """
         return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
+
+
+class _TimesConstant(torch.autograd.Function):
+    # A known function of x, as x times a constant.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, known: Tensor) -> Tensor:
+        ctx.save_for_backward(x, known)
+        ctx.set_materialize_grads(False)
+        return known.view_as(known)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None
+        x, known = ctx.saved_tensors
+        return grad * (known / torch.where(x.abs() < 1e-6, 1e-6, x)), None
 
 
 def check_components(formulation: str, components: Iterable[str] | None) -> tuple[str, ...] | None:

@@ -85,8 +85,7 @@ class ShortConv:
     @cached_property
     def output(self) -> Tensor:
         """conv(u) + bias, ``(B, L, D)``."""
-        psi = causal_conv(self.inputs, self.taps)
-        return psi if self.bias is None else psi + self.bias
+        return causal_conv(self.inputs, self.taps, self.bias)
 
     def channels(self, index: slice | Tensor) -> ShortConv:
         """The convolution of some of the channels."""

@@ -97,7 +97,7 @@ class S6Scan:
             activation=activation,
             gate=None if z is None else self.gate(z),
             gate_argument=z if self.gate in SCALING_GATES else None,
-        ).with_values(values)
+        ).with_values(values, convolved=conv.output)
 
 
 @adapts("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "fla.layers.mamba.Mamba")
@@ -147,7 +147,7 @@ def freeze_zamba(call: MixerCall) -> FrozenMixer:
         activation=activation,
         gate=F.silu(z),
         gate_argument=z,
-    ).with_values(values)
+    ).with_values(values, convolved=conv.output)
 
 
 def _operator(dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None) -> DiagonalOperator:
@@ -158,12 +158,15 @@ def _operator(dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None) 
 def _values(
     act: Function | None, conv: ShortConv, mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """The activation factor and the input of the recurrence."""
-    activation = None if act is None else activation_factor(act, conv.output)
+    """The activation factor, a constant, and the input of the recurrence."""
+    psi = conv.output
+    activation = None if act is None else activation_factor(act, psi.detach())
+    values = psi if act is None else act(psi)
     if mask is not None:
-        keep = mask[..., None].expand_as(conv.output)
+        keep = mask[..., None].expand_as(psi)
         activation = keep if activation is None else activation * keep
-    return activation, conv.output if activation is None else activation * conv.output
+        values = values * keep
+    return activation, values
 
 
 def _norm(call: MixerCall, name: str) -> Function | None:

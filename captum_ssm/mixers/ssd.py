@@ -63,11 +63,12 @@ def freeze_scan(
     values, B, C = (factor * conv.output).split([D, groups * N, groups * N], -1)
     dt = F.softplus(step + call.parameter(module.dt_bias)).clamp(*limit)  # (B, L, H)
     A = call.decay_rate(module.A_log)
-    key = _per_head(B, groups, H) * dt[..., None]
-    if mask is not None:
-        key = key * mask[..., None, None]
+    write = dt if mask is None else dt * mask[..., None]
     recurrence = LinearAttentionOperator(
-        query=_per_head(C, groups, H), key=key, log_decay=(A * dt)[..., None], width=width
+        query=_per_head(C, groups, H),
+        key=_per_head(B, groups, H) * write[..., None],
+        log_decay=(A * dt)[..., None],
+        width=width,
     )
     skip = None
     if module.D is not None:
@@ -175,6 +176,7 @@ def freeze_mamba_ssm(call: MixerCall) -> FrozenMixer:
 
 
 def _per_head(x: Tensor, groups: int, heads: int) -> Tensor:
-    # (B, L, groups N) to (B, L, heads, N): consecutive heads share a group.
-    parts = x.unflatten(-1, (groups, -1))
-    return parts.repeat_interleave(heads // groups, 2)
+    # (B, L, groups N) to (B, L, heads, N): consecutive heads share a group. Of one group it is a
+    # view.
+    parts = x.unflatten(-1, (groups, 1, -1))
+    return parts.expand(-1, -1, -1, heads // groups, -1).flatten(2, 3)
