@@ -35,49 +35,37 @@ struct GradientSpace {
   T* adjoint;                 // the one of the head at hand
   int64_t total;
 
-  static int64_t span_size(const HeadsGradient<T>& r) {
-    return Span<T>((T*)nullptr, r.heads, 0, 0).total;
-  }
-
   GradientSpace(const HeadsGradient<T>& r, T* base)
       : padded(heads_padded<T>(r.heads.N)), columns(round_up(r.P, larger(kRows, lanes<T>))),
         size(columns * padded), spans(round_up(r.heads.L, kSteps) / kSteps),
         per_segment(smaller(smaller(spans, kSegmentSpans),
                             larger(4, kSegmentBytes / int64_t(size * sizeof(T))))),
         segments((spans + per_segment - 1) / per_segment), span(base, r.heads, 0, 0) {
-    total = span_size(r);
-    auto take = [&](int64_t count) {
-      T* p = base + total;
-      total += round_up(count, 64 / sizeof(T));
-#if defined(__SANITIZE_ADDRESS__)
-      if (base) __asan_poison_memory_region(base + total, 64);
-      total += 64 / sizeof(T);
-#endif
-      return p;
-    };
-    first_m = take(padded);
-    v = take(kLongSteps * columns);
-    g = take(kSteps * columns);
-    z = take(kSteps * columns);
-    of_v = take(kSteps * columns);
-    gv = take(kSteps * kSteps);
-    zv = take(kSteps * kSteps);
-    gf = take(kSteps * kSteps);
-    zf = take(kSteps * kSteps);
-    from_q = take(kSteps * padded);
-    from_r = take(kSteps * padded);
-    from_k = take(kSteps * padded);
-    from_e = take(kSteps * padded);
-    through = take(padded);
-    found = take(per_segment * kSteps * columns);
-    states = take((per_segment + 1) * size);
-    starts = take((r.h1 - r.h0) * segments * size);
-    adjoints = take((r.h1 - r.h0) * size);
+    Parts<T> parts{base, span.total};
+    first_m = parts.take(padded);
+    v = parts.take(kLongSteps * columns);
+    g = parts.take(kSteps * columns);
+    z = parts.take(kSteps * columns);
+    of_v = parts.take(kSteps * columns);
+    gv = parts.take(kSteps * kSteps);
+    zv = parts.take(kSteps * kSteps);
+    gf = parts.take(kSteps * kSteps);
+    zf = parts.take(kSteps * kSteps);
+    from_q = parts.take(kSteps * padded);
+    from_r = parts.take(kSteps * padded);
+    from_k = parts.take(kSteps * padded);
+    from_e = parts.take(kSteps * padded);
+    through = parts.take(padded);
+    found = parts.take(per_segment * kSteps * columns);
+    states = parts.take((per_segment + 1) * size);
+    starts = parts.take((r.h1 - r.h0) * segments * size);
+    adjoints = parts.take((r.h1 - r.h0) * size);
+    total = parts.total;
   }
 };
 
 template <class T>
-static int64_t head_gradient_scratch(const HeadsGradient<T>& r) {
+static int64_t spans_gradient_scratch(const HeadsGradient<T>& r) {
   return GradientSpace<T>(r, (T*)nullptr).total;
 }
 
@@ -433,7 +421,7 @@ static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_
 }
 
 template <class T>
-static void head_gradient(const HeadsGradient<T>& r, T* scratch) {
+static void spans_gradient(const HeadsGradient<T>& r, T* scratch) {
   GradientSpace<T> s(r, scratch);
   const int64_t heads = r.h1 - r.h0;
   for (int64_t k = 0; k < heads * s.segments * s.size; ++k) s.starts[k] = 0;

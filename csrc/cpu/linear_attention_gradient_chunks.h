@@ -1,0 +1,494 @@
+// The gradients of linear_attention_scan where a head has one decay for all keys: dense products of
+// matrices, kChunk tokens at a time. No includes here (see vec.h).
+//
+// The names are those of linear_attention_gradient.h. Reads and writes are stacked by kind: rows of
+// queries and then of probes, rows of keys and then of erased ones, and their values likewise. With
+// `decay` from a write to a read of the same chunk,
+//   scores = reads writes^T * decay,    products = (values of reads) (values of writes)^T * decay,
+// products writes is the gradient of the reads, and products^T reads that of the writes. Where a
+// token is erased along its key, as most delta rules do, one row of writes serves both kinds, whose
+// values are added up, and the gradient of the values is the negative of z.
+//
+// Values, and what is solved for, are kept by column: (columns, tokens). The states are kept at the
+// start of each chunk of a segment, and computed again for all segments except the last one.
+
+constexpr int64_t kChunk = 32;
+constexpr int64_t kSegmentChunkBytes = 16 << 20;  // of what is kept for a segment
+
+template <class T>
+struct ChunkSpace {
+  int64_t padded, columns;  // N, P in whole vectors and whole micro tiles
+  int64_t size;             // of a state: columns * padded
+  int64_t kinds, written;   // of reads and of values; of rows of writes
+  int64_t chunks, per_segment, segments;
+  int64_t tokens, write_tokens;  // kinds * kChunk, written * kChunk
+  T m;                      // exp of the log decays of a chunk together, minus 1
+  T *steps_m;               // (kChunk) exp(log_decay) - 1
+  T *seen, *to_end;         // (tokens), (kChunk): decays up to a read, and from a write on
+  T *decay, *decay_by_key;  // (tokens, kChunk) between write and read; that of the last kind, turned
+  T *reads, *of_reads;      // (tokens, padded)
+  T *writes, *of_writes;    // (write_tokens, padded), (tokens, padded)
+  T *reads_by_state;        // (padded, kChunk), of the probes
+  T *writes_by_state;       // (padded, write_tokens)
+  T *read_values;           // (columns, tokens)
+  T *sum;                   // (columns, kChunk) of the values of both kinds
+  T *solved;                // (columns, write_tokens)
+  T *scores;                // (tokens, write_tokens)
+  T *scores_by_key;         // (write_tokens, kChunk), of the probes
+  T *products;              // (tokens, tokens)
+  T *inverse;               // (kChunk, kChunk)
+  T *crossing, *edges;      // (kChunk, kChunk), (kChunk), see gradient_of_decays
+  T *values;                // (chunks of a segment, columns, tokens), of writes
+  T *states;                // (chunks of a segment + 1, columns, padded)
+  T *starts;                // (segments, columns, padded)
+  T *adjoint;               // (columns, padded)
+  int64_t total;
+
+  ChunkSpace(const HeadsGradient<T>& r, T* base) {
+    const bool delta = bool(r.heads.erase);
+    const auto &key = r.heads.key, &erase = r.heads.erase;
+    const bool same = erase.data == key.data && erase.token == key.token && erase.head == key.head;
+    padded = heads_padded<T>(r.heads.N);
+    columns = round_up(r.P, larger(kRows, lanes<T>));
+    size = columns * padded;
+    kinds = delta ? 2 : 1;
+    written = delta && !same ? 2 : 1;
+    tokens = kinds * kChunk, write_tokens = written * kChunk;
+    chunks = round_up(r.heads.L, kChunk) / kChunk;
+    const int64_t kept = (size + columns * tokens) * int64_t(sizeof(T));
+    per_segment = smaller(chunks, larger(8, kSegmentChunkBytes / kept));
+    segments = (chunks + per_segment - 1) / per_segment;
+    Parts<T> parts{base};
+    steps_m = parts.take(kChunk);
+    seen = parts.take(tokens);
+    to_end = parts.take(kChunk);
+    decay = parts.take(tokens * kChunk);
+    decay_by_key = parts.take(kChunk * kChunk);
+    reads = parts.take(tokens * padded);
+    of_reads = parts.take(tokens * padded);
+    writes = parts.take(write_tokens * padded);
+    of_writes = parts.take(tokens * padded);
+    reads_by_state = parts.take(padded * kChunk);
+    writes_by_state = parts.take(padded * write_tokens);
+    read_values = parts.take(columns * tokens);
+    sum = parts.take(columns * kChunk);
+    solved = parts.take(columns * write_tokens);
+    scores = parts.take(tokens * write_tokens);
+    scores_by_key = parts.take(write_tokens * kChunk);
+    products = parts.take(tokens * tokens);
+    inverse = parts.take(kChunk * kChunk);
+    crossing = parts.take(kChunk * kChunk);
+    edges = parts.take(kChunk);
+    values = parts.take(per_segment * columns * tokens);
+    states = parts.take((per_segment + 1) * size);
+    starts = parts.take(segments * size);
+    adjoint = parts.take(size);
+    total = parts.total;
+  }
+};
+
+// A matrix whose entry (m, k) is at data[m * row + k * step].
+template <class T>
+struct Left {
+  const T* data;
+  int64_t row, step;
+};
+
+// to <- start + m start + A B, for kRows rows and V vectors of columns; nothing where no start.
+template <int V, class T>
+INLINE void multiply_tile(Left<T> a, const T* b, int64_t b_row, int64_t begin, int64_t end,
+                          const T* start, T m, T* to, int64_t row) {
+  Vec<T> sum[kRows][V] = {};
+  if (start)
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        const Vec<T> h = load(start + r * row + v * lanes<T>);
+        sum[r][v] = h + h * splat(m);
+      }
+  for (int64_t k = begin; k < end; ++k) {
+    Vec<T> x[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) x[v] = load(b + k * b_row + v * lanes<T>);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec<T> y = splat(a.data[r * a.row + k * a.step]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sum[r][v] += y * x[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(to + r * row + v * lanes<T>, sum[r][v]);
+}
+
+// The entries of A that are not zero: all, those with k <= m, those with k >= m.
+enum class Entries { all, lower, upper };
+
+// to <- start + m start + A B, (rows, columns) with a dimension of `count` between; no start is zero.
+template <class T>
+NOINLINE void multiply(int64_t rows, int64_t columns, int64_t count, Left<T> a, Entries entries,
+                       const T* b, int64_t b_row, const T* start, T m, T* to, int64_t row) {
+  constexpr int64_t W = lanes<T>;
+  for (int64_t c = 0; c < columns;) {
+    const bool two = c + 2 * W <= columns;
+    for (int64_t i = 0; i < rows; i += kRows) {
+      const int64_t begin = entries == Entries::upper ? i : 0;
+      const int64_t end = entries == Entries::lower ? smaller(count, i + kRows) : count;
+      const int64_t at = i * row + c;
+      const Left<T> part{a.data + i * a.row, a.row, a.step};
+      (two ? multiply_tile<2, T> : multiply_tile<1, T>)(part, b + c, b_row, begin, end,
+                                                        start ? start + at : nullptr, m, to + at,
+                                                        row);
+    }
+    c += two ? 2 * W : W;
+  }
+}
+
+template <class T>
+static void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
+                 int64_t to_row) {
+  for (int64_t c = 0; c < columns; ++c)
+    for (int64_t i = 0; i < rows; ++i) to[c * to_row + i] = from[i * from_row + c];
+}
+
+// Rows of a chunk, (kChunk, width); zero for missing tokens.
+template <class T>
+static void read_chunk(const Rows<const T>& from, int64_t h, int64_t t0, int64_t steps,
+                       int64_t count, int64_t width, T* to) {
+  for (int64_t i = 0; i < kChunk; ++i)
+    copy_row(from.at(t0 + (i < steps ? i : 0), h), i < steps ? count : 0, width, to + i * width);
+}
+
+template <class T>
+static void write_chunk(const Rows<T>& to, int64_t h, int64_t t0, int64_t steps, int64_t count,
+                        const T* from, int64_t row) {
+  for (int64_t i = 0; i < steps; ++i)
+    for (int64_t n = 0; n < count; n += lanes<T>)
+      store_part(to.at(t0 + i, h) + n, load(from + i * row + n), count - n);
+}
+
+// x[i][k] *= factors[i]
+template <class T>
+static void scale_rows(const T* factors, int64_t rows, int64_t row, T* x) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t n = 0; n < row; n += lanes<T>)
+      store(x + i * row + n, load(x + i * row + n) * splat(factors[i]));
+}
+
+// x[p][k] *= factors[k % count]
+template <class T>
+static void scale_columns(const T* factors, int64_t count, int64_t rows, int64_t row, T* x) {
+  for (int64_t p = 0; p < rows; ++p)
+    for (int64_t k = 0; k < row; k += count)
+      for (int64_t n = 0; n < count; n += lanes<T>)
+        store(x + p * row + k + n, load(x + p * row + k + n) * load(factors + n));
+}
+
+// x[i][k] *= factors[i][k % kChunk]
+template <class T>
+static void multiply_entries(const T* factors, int64_t rows, int64_t row, T* x) {
+  for (int64_t i = 0; i < rows; ++i)
+    scale_columns(factors + i * kChunk, kChunk, 1, row, x + i * row);
+}
+
+// The decays of a chunk. Multiplied forward from the token they belong to: see linear_attention.h.
+template <class T>
+static void read_decays(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h, int64_t t0,
+                        int64_t steps) {
+  const bool bonus = bool(r.heads.bonus), delta = s.kinds == 2;
+  for (int64_t i = 0; i < kChunk; ++i)
+    s.steps_m[i] = i < steps ? *r.heads.log_decay.at(t0 + i, h) : T(0);
+  for (int64_t i = 0; i < kChunk; i += lanes<T>)
+    store(s.steps_m + i, decay_minus_one<T>(load(s.steps_m + i)));
+
+  s.m = 0;
+  T through = 1;
+  for (int64_t j = 0; j < kChunk; ++j) s.to_end[j] = 0;
+  for (int64_t i = 0; i < kChunk; ++i) {
+    const T m = s.steps_m[i], before = through;
+    T *reads = s.decay + i * kChunk, *probes = s.decay + (kChunk + i) * kChunk;
+    if (bonus)
+      for (int64_t j = 0; j < kChunk; ++j) reads[j] = s.to_end[j];
+    for (int64_t j = 0; j < kChunk; ++j) s.to_end[j] += s.to_end[j] * m;
+    if (delta)
+      for (int64_t j = 0; j < kChunk; ++j) probes[j] = s.to_end[j];
+    s.to_end[i] = 1;
+    if (!bonus)
+      for (int64_t j = 0; j < kChunk; ++j) reads[j] = s.to_end[j];
+    through += through * m;
+    s.m = s.m + (m + s.m * m);
+    s.seen[i] = bonus ? before : through;
+    if (delta) s.seen[kChunk + i] = through;
+  }
+  if (delta) turn(s.decay + kChunk * kChunk, kChunk, kChunk, kChunk, s.decay_by_key, kChunk);
+}
+
+// The negative of (1 + A)^-1, where A has no entries on its diagonal and on one side of it.
+template <class T>
+static void invert(const T* a, int64_t row, Entries entries, T* to) {
+  const bool lower = entries == Entries::lower;
+  for (int64_t k = 0; k < kChunk; ++k) {
+    const int64_t i = lower ? k : kChunk - 1 - k;
+    const int64_t begin = lower ? 0 : i + 1, end = lower ? i : kChunk;
+    T* own = to + i * kChunk;
+    for (int64_t c = 0; c < kChunk; c += lanes<T>) {
+      Vec<T> sum{};
+      for (int64_t j = begin; j < end; ++j) sum -= splat(a[i * row + j]) * load(to + j * kChunk + c);
+      store(own + c, sum);
+    }
+    own[i] -= 1;
+  }
+}
+
+// Zeros for the values of the second kind.
+template <class T>
+static void clear_last(const ChunkSpace<T>& s, T* values) {
+  for (int64_t p = 0; p < s.columns; ++p)
+    for (int64_t i = kChunk; i < s.tokens; ++i) values[p * s.tokens + i] = 0;
+}
+
+// The values of writes, and the state after a chunk.
+template <class T>
+static void chunk_forward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h, int64_t t0,
+                          const T* state, T* values, T* next) {
+  const Heads<T>& heads = r.heads;
+  const int64_t steps = smaller(kChunk, heads.L - t0), padded = s.padded, columns = s.columns;
+  const T* zero = nullptr;
+  read_decays(r, s, h, t0, steps);
+  read_chunk(r.v, h, t0, steps, r.P, columns, s.solved);
+  turn(s.solved, columns, kChunk, columns, values, s.tokens);
+  if (!r.states()) {
+    if (s.kinds == 2) clear_last(s, values);
+    return;
+  }
+  read_chunk(heads.key, h, t0, steps, heads.N, padded, s.writes);
+  const T* written = values;
+  int64_t written_row = s.tokens;
+  if (s.kinds == 2) {
+    if (s.written == 2)
+      read_chunk(heads.erase, h, t0, steps, heads.N, padded, s.writes + kChunk * padded);
+    read_chunk(heads.probe, h, t0, steps, heads.N, padded, s.reads);
+    turn(s.reads, padded, kChunk, padded, s.reads_by_state, kChunk);
+    multiply(s.write_tokens, kChunk, padded, {s.writes, padded, 1}, Entries::all, s.reads_by_state,
+             kChunk, zero, T(0), s.scores_by_key, kChunk);
+    for (int64_t kind = 0; kind < s.written; ++kind)
+      multiply_entries(s.decay_by_key, kChunk, kChunk, s.scores_by_key + kind * kChunk * kChunk);
+    invert(s.scores_by_key + (s.written - 1) * kChunk * kChunk, kChunk, Entries::upper, s.inverse);
+    multiply(columns, kChunk, padded, {state, padded, 1}, Entries::all, s.reads_by_state, kChunk,
+             zero, T(0), s.sum, kChunk);
+    scale_columns(s.seen + kChunk, kChunk, columns, kChunk, s.sum);
+    multiply(columns, kChunk, kChunk, {values, s.tokens, 1}, Entries::all, s.scores_by_key, kChunk,
+             s.sum, T(0), s.sum, kChunk);
+    multiply(columns, kChunk, kChunk, {s.sum, kChunk, 1}, Entries::all, s.inverse, kChunk, zero,
+             T(0), s.solved, kChunk);
+    for (int64_t p = 0; p < columns; ++p)
+      for (int64_t i = 0; i < kChunk; i += lanes<T>) {
+        const Vec<T> found = load(s.solved + p * kChunk + i);
+        store(values + p * s.tokens + kChunk + i, found);
+        store(s.sum + p * kChunk + i, found + load(values + p * s.tokens + i));
+      }
+    if (s.written == 1) written = s.sum, written_row = kChunk;
+  }
+  for (int64_t kind = 0; kind < s.written; ++kind)
+    scale_rows(s.to_end, kChunk, padded, s.writes + kind * kChunk * padded);
+  multiply(columns, padded, s.write_tokens, {written, written_row, 1}, Entries::all, s.writes,
+           padded, state, s.m, next, padded);
+}
+
+// z, and the gradient of the values, which is returned as (columns, rows of the number given).
+template <class T>
+static void chunk_values(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h, int64_t t0,
+                         int64_t steps) {
+  const int64_t columns = s.columns, row = s.write_tokens;
+  const T* zero = nullptr;
+  multiply(columns, row, s.padded, {s.adjoint, s.padded, 1}, Entries::all, s.writes_by_state, row,
+           zero, T(0), s.solved, row);
+  scale_columns(s.to_end, kChunk, columns, row, s.solved);
+  multiply(columns, row, kChunk, {s.read_values, s.tokens, 1}, Entries::all, s.scores, row,
+           s.solved, T(0), s.solved, row);
+  const T* of_v = s.solved;
+  int64_t of_v_row = row;
+  T sign = 1;
+  if (s.kinds == 2) {
+    const int64_t last = row - kChunk;
+    const T* of_probes = s.scores + kChunk * row;
+    T* z = s.read_values + kChunk;
+    invert(of_probes + last, row, Entries::lower, s.inverse);
+    multiply(columns, kChunk, kChunk, {s.solved + last, row, 1}, Entries::all, s.inverse, kChunk,
+             zero, T(0), z, s.tokens);
+    if (s.written == 1)
+      of_v = z, of_v_row = s.tokens, sign = -1;
+    else
+      multiply(columns, kChunk, kChunk, {z, s.tokens, 1}, Entries::all, of_probes, row, s.solved,
+               T(0), s.solved, row);
+  }
+  if (!r.of_v) return;
+  turn(of_v, of_v_row, columns, kChunk, s.sum, columns);
+  for (int64_t i = 0; i < steps; ++i) {
+    const T own = r.heads.bonus ? *r.heads.bonus.at(t0 + i, h) : T(0);
+    for (int64_t p = 0; p < r.P; p += lanes<T>) {
+      Vec<T> x = load(s.sum + i * columns + p) * splat(sign);
+      if (r.heads.bonus) x += splat(own) * load_part(r.output.at(t0 + i, h) + p, r.P - p);
+      store_part(r.of_v.at(t0 + i, h) + p, x, r.P - p);
+    }
+  }
+}
+
+// The decay of a token is a factor of all that it stands between, whose sum is its gradient:
+// crossing[i][j] of the writes of token j that decay last at i, edges[i] of what was before the
+// chunk and decays last at i, `after[j]` of the writes of j that are left at the end.
+template <class T>
+static void gradient_of_decays(const HeadsGradient<T>& r, const ChunkSpace<T>& s, int64_t h,
+                               int64_t t0, int64_t steps, const T* after, T through) {
+  Vec<T> sums[kChunk / lanes<T>];
+  for (int64_t v = 0; v < kChunk / lanes<T>; ++v) sums[v] = load(after + v * lanes<T>);
+  T edge = through;
+  for (int64_t i = kChunk - 1; i >= 0; --i) {
+    Vec<T> sum{};
+    for (int64_t v = 0; v < kChunk / lanes<T>; ++v) {
+      sums[v] += load(s.crossing + i * kChunk + v * lanes<T>);
+      const int64_t before = i - v * lanes<T>;
+      if (before > 0) sum += before < lanes<T> ? keep_first<T>(sums[v], before) : sums[v];
+    }
+    edge += s.edges[i];
+    if (i < steps) *r.of_log_decay.at(t0 + i, h) = total<T>(sum) + edge;
+  }
+}
+
+// One chunk of the gradients.
+template <class T>
+static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h, int64_t t0,
+                           const T* state, const T* values) {
+  const Heads<T>& heads = r.heads;
+  const int64_t steps = smaller(kChunk, heads.L - t0), padded = s.padded, columns = s.columns;
+  const int64_t tokens = s.tokens, row = s.write_tokens, square = kChunk * padded;
+  const bool bonus = bool(heads.bonus), delta = s.kinds == 2;
+  const T* zero = nullptr;
+  read_decays(r, s, h, t0, steps);
+  read_chunk(heads.query, h, t0, steps, heads.N, padded, s.reads);
+  read_chunk(heads.key, h, t0, steps, heads.N, padded, s.writes);
+  if (delta) read_chunk(heads.probe, h, t0, steps, heads.N, padded, s.reads + square);
+  if (s.written == 2) read_chunk(heads.erase, h, t0, steps, heads.N, padded, s.writes + square);
+  turn(s.writes, padded, row, padded, s.writes_by_state, row);
+  multiply(tokens, row, padded, {s.reads, padded, 1}, Entries::all, s.writes_by_state, row, zero,
+           T(0), s.scores, row);
+  multiply_entries(s.decay, tokens, row, s.scores);
+  read_chunk(r.output, h, t0, steps, r.P, columns, s.sum);
+  turn(s.sum, columns, kChunk, columns, s.read_values, tokens);
+  if (r.adjoint())
+    chunk_values(r, s, h, t0, steps);
+  else if (delta)
+    clear_last(s, s.read_values);
+
+  multiply(tokens, tokens, columns, {s.read_values, 1, tokens}, Entries::all, values, tokens, zero,
+           T(0), s.products, tokens);
+  if (r.of_bonus)
+    for (int64_t i = 0; i < steps; ++i) *r.of_bonus.at(t0 + i, h) = s.products[i * tokens + i];
+  if (r.of_log_decay) {
+    for (int64_t k = 0; k < kChunk * kChunk; ++k) s.crossing[k] = 0;
+    for (int64_t k = 0; k < tokens; ++k) {
+      const int64_t i = k % kChunk - (bonus && k < kChunk);
+      if (i < 0) continue;
+      for (int64_t j = 0; j < tokens; j += lanes<T>) {
+        T* to = s.crossing + i * kChunk + j % kChunk;
+        store(to, load(to) + load(s.products + k * tokens + j) * load(s.scores + k * row + j % row));
+      }
+    }
+  }
+  multiply_entries(s.decay, tokens, tokens, s.products);
+
+  T after[kChunk] = {};
+  if (r.of_key || r.of_erase || r.of_log_decay) {
+    multiply(tokens, padded, columns, {values, 1, tokens}, Entries::all, s.adjoint, padded, zero,
+             T(0), s.of_writes, padded);
+    for (int64_t k = 0; k < tokens; ++k) {
+      const int64_t j = k % kChunk;
+      scale_rows(s.to_end + j, 1, padded, s.of_writes + k * padded);
+      after[j] += dot(s.writes + k % row * padded, s.of_writes + k * padded, padded);
+    }
+    for (int64_t kind = 0; kind < s.kinds; ++kind)
+      for (int64_t other = 0; other < s.kinds; ++other) {
+        T* to = s.of_writes + kind * square;
+        multiply(kChunk, padded, kChunk,
+                 {s.products + other * kChunk * tokens + kind * kChunk, 1, tokens}, Entries::upper,
+                 s.reads + other * square, padded, to, T(0), to, padded);
+      }
+    if (r.of_key) write_chunk(r.of_key, h, t0, steps, heads.N, s.of_writes, padded);
+    if (r.of_erase) write_chunk(r.of_erase, h, t0, steps, heads.N, s.of_writes + square, padded);
+  }
+  if (r.of_query || r.of_probe || r.of_log_decay) {
+    multiply(tokens, padded, columns, {s.read_values, 1, tokens}, Entries::all, state, padded, zero,
+             T(0), s.of_reads, padded);
+    for (int64_t i = 0; i < kChunk; ++i) s.edges[i] = 0;
+    for (int64_t k = 0; k < tokens; ++k) {
+      const int64_t i = k % kChunk - (bonus && k < kChunk);
+      scale_rows(s.seen + k, 1, padded, s.of_reads + k * padded);
+      if (i >= 0) s.edges[i] += dot(s.reads + k * padded, s.of_reads + k * padded, padded);
+    }
+    if (s.written < s.kinds)
+      for (int64_t i = 0; i < tokens; ++i)
+        for (int64_t j = 0; j < kChunk; ++j)
+          s.products[i * tokens + j] += s.products[i * tokens + kChunk + j];
+    for (int64_t kind = 0; kind < s.kinds; ++kind)
+      for (int64_t other = 0; other < s.written; ++other) {
+        T* to = s.of_reads + kind * square;
+        multiply(kChunk, padded, kChunk,
+                 {s.products + kind * kChunk * tokens + other * kChunk, tokens, 1}, Entries::lower,
+                 s.writes + other * square, padded, to, T(0), to, padded);
+      }
+    if (r.of_query) write_chunk(r.of_query, h, t0, steps, heads.N, s.of_reads, padded);
+    if (r.of_probe) write_chunk(r.of_probe, h, t0, steps, heads.N, s.of_reads + square, padded);
+  }
+  if (r.of_log_decay)
+    gradient_of_decays(r, s, h, t0, steps, after, (1 + s.m) * dot(state, s.adjoint, s.size));
+  if (r.adjoint()) {
+    scale_rows(s.seen, tokens, padded, s.reads);
+    multiply(columns, padded, tokens, {s.read_values, tokens, 1}, Entries::all, s.reads, padded,
+             s.adjoint, s.m, s.adjoint, padded);
+  }
+}
+
+template <class T>
+static void chunks_gradient(const HeadsGradient<T>& r, T* scratch) {
+  ChunkSpace<T> s(r, scratch);
+  const int64_t values = s.columns * s.tokens;
+  for (int64_t h = r.h0; h < r.h1; ++h) {
+    for (int64_t k = 0; k < s.size; ++k) s.starts[k] = s.adjoint[k] = 0;
+    // Passes through a segment; its first state is given, the states and values are kept.
+    auto forward = [&](int64_t segment) {
+      const int64_t first = segment * s.per_segment;
+      const int64_t last = smaller(first + s.per_segment, s.chunks);
+      const T* start = s.starts + segment * s.size;
+      for (int64_t k = 0; k < s.size; ++k) s.states[k] = start[k];
+      for (int64_t c = first; c < last; ++c) {
+        T* state = s.states + (c - first) * s.size;
+        chunk_forward(r, s, h, c * kChunk, state, s.values + (c - first) * values, state + s.size);
+      }
+    };
+    for (int64_t segment = 0; segment + 1 < s.segments; ++segment) {
+      forward(segment);
+      T* next = s.starts + (segment + 1) * s.size;
+      for (int64_t k = 0; k < s.size; ++k) next[k] = s.states[s.per_segment * s.size + k];
+    }
+    for (int64_t segment = s.segments - 1; segment >= 0; --segment) {
+      forward(segment);
+      const int64_t first = segment * s.per_segment;
+      for (int64_t c = smaller(first + s.per_segment, s.chunks) - 1; c >= first; --c)
+        chunk_backward(r, s, h, c * kChunk, s.states + (c - first) * s.size,
+                       s.values + (c - first) * values);
+    }
+  }
+}
+
+template <class T>
+static int64_t head_gradient_scratch(const HeadsGradient<T>& r) {
+  return r.heads.per_key ? spans_gradient_scratch<T>(r) : ChunkSpace<T>(r, (T*)nullptr).total;
+}
+
+template <class T>
+static void head_gradient(const HeadsGradient<T>& r, T* scratch) {
+  r.heads.per_key ? spans_gradient<T>(r, scratch) : chunks_gradient<T>(r, scratch);
+}
