@@ -13,7 +13,39 @@
 // start of each chunk of a segment, and computed again for all segments except the last one.
 
 constexpr int64_t kChunk = 32;
-constexpr int64_t kSegmentChunkBytes = 16 << 20;  // of what is kept for a segment
+constexpr int64_t kSegmentChunkBytes = 32 << 20;  // of what is kept for a segment
+
+// Rows of one head lie apart in memory, each token's on another page, so that the hardware does not
+// foresee them. Those that come next are asked for a few lines at a time, between products.
+struct Foreseen {
+  struct Part {
+    const char* data;
+    int64_t token, size;  // in bytes
+  };
+  Part parts[12];
+  int64_t tokens = 0, count = 0;    // of each part; of parts
+  int64_t part = 0, step = 0, at = 0;
+
+  void start(int64_t of_each) { tokens = of_each, count = part = step = at = 0; }
+
+  template <class X>
+  void add(const Rows<X>& rows, int64_t h, int64_t t0, int64_t size) {
+    constexpr int64_t bytes = sizeof(X);
+    if (rows) parts[count++] = {(const char*)rows.at(t0, h), rows.token * bytes, size * bytes};
+  }
+
+  // At most `lines` of them, all of one row.
+  INLINE void fetch(int64_t lines) {
+    if (part == count) return;
+    const Part& own = parts[part];
+    const int64_t end = smaller(at + 64 * lines, own.size);
+    for (int64_t k = at; k < end; k += 64) __builtin_prefetch(own.data + step * own.token + k, 0, 2);
+    at = end;
+    if (end < own.size) return;
+    at = 0;
+    if (++step == tokens) step = 0, ++part;
+  }
+};
 
 template <class T>
 struct ChunkSpace {
@@ -31,6 +63,7 @@ struct ChunkSpace {
   T *reads_by_state;        // (padded, kChunk), of the probes
   T *writes_by_state;       // (padded, write_tokens)
   T *read_values;           // (columns, tokens)
+  T *grad;                  // (kChunk, columns), of the output
   T *sum;                   // (columns, kChunk) of the values of both kinds
   T *solved;                // (columns, write_tokens)
   T *scores;                // (tokens, write_tokens)
@@ -38,10 +71,12 @@ struct ChunkSpace {
   T *products;              // (tokens, tokens)
   T *inverse;               // (kChunk, kChunk)
   T *crossing, *edges;      // (kChunk, kChunk), (kChunk), see gradient_of_decays
-  T *values;                // (chunks of a segment, columns, tokens), of writes
-  T *states;                // (chunks of a segment + 1, columns, padded)
-  T *starts;                // (segments, columns, padded)
-  T *adjoint;               // (columns, padded)
+  T *values;                // (chunks of a segment, heads, columns, tokens), of writes
+  T *states;                // (chunks of a segment + 1, heads, columns, padded)
+  T *starts;                // (segments, heads, columns, padded)
+  T *adjoints;              // (heads, columns, padded)
+  T *adjoint;               // the one of the head at hand
+  Foreseen next;
   int64_t total;
 
   ChunkSpace(const HeadsGradient<T>& r, T* base) {
@@ -55,7 +90,8 @@ struct ChunkSpace {
     written = delta && !same ? 2 : 1;
     tokens = kinds * kChunk, write_tokens = written * kChunk;
     chunks = round_up(r.heads.L, kChunk) / kChunk;
-    const int64_t kept = (size + columns * tokens) * int64_t(sizeof(T));
+    const int64_t heads = r.h1 - r.h0;
+    const int64_t kept = heads * (size + columns * tokens) * int64_t(sizeof(T));
     per_segment = smaller(chunks, larger(8, kSegmentChunkBytes / kept));
     segments = (chunks + per_segment - 1) / per_segment;
     Parts<T> parts{base};
@@ -71,6 +107,7 @@ struct ChunkSpace {
     reads_by_state = parts.take(padded * kChunk);
     writes_by_state = parts.take(padded * write_tokens);
     read_values = parts.take(columns * tokens);
+    grad = parts.take(kChunk * columns);
     sum = parts.take(columns * kChunk);
     solved = parts.take(columns * write_tokens);
     scores = parts.take(tokens * write_tokens);
@@ -79,10 +116,10 @@ struct ChunkSpace {
     inverse = parts.take(kChunk * kChunk);
     crossing = parts.take(kChunk * kChunk);
     edges = parts.take(kChunk);
-    values = parts.take(per_segment * columns * tokens);
-    states = parts.take((per_segment + 1) * size);
-    starts = parts.take(segments * size);
-    adjoint = parts.take(size);
+    values = parts.take(per_segment * heads * columns * tokens);
+    states = parts.take((per_segment + 1) * heads * size);
+    starts = parts.take(segments * heads * size);
+    adjoints = parts.take(heads * size);
     total = parts.total;
   }
 };
@@ -127,31 +164,57 @@ INLINE void multiply_tile(Left<T> a, const T* b, int64_t b_row, int64_t begin, i
 // The entries of A that are not zero: all, those with k <= m, those with k >= m.
 enum class Entries { all, lower, upper };
 
-// to <- start + m start + A B, (rows, columns) with a dimension of `count` between; no start is zero.
-template <class T>
-NOINLINE void multiply(int64_t rows, int64_t columns, int64_t count, Left<T> a, Entries entries,
-                       const T* b, int64_t b_row, const T* start, T m, T* to, int64_t row) {
-  constexpr int64_t W = lanes<T>;
-  for (int64_t c = 0; c < columns;) {
-    const bool two = c + 2 * W <= columns;
-    for (int64_t i = 0; i < rows; i += kRows) {
-      const int64_t begin = entries == Entries::upper ? i : 0;
-      const int64_t end = entries == Entries::lower ? smaller(count, i + kRows) : count;
-      const int64_t at = i * row + c;
-      const Left<T> part{a.data + i * a.row, a.row, a.step};
-      (two ? multiply_tile<2, T> : multiply_tile<1, T>)(part, b + c, b_row, begin, end,
-                                                        start ? start + at : nullptr, m, to + at,
-                                                        row);
-    }
-    c += two ? 2 * W : W;
+// The same for all rows of V vectors of columns.
+template <int V, class T>
+NOINLINE void multiply_panel(Foreseen& next, int64_t rows, int64_t count, Left<T> a,
+                             Entries entries, const T* b, int64_t b_row, const T* start, T m, T* to,
+                             int64_t row) {
+  for (int64_t i = 0; i < rows; i += kRows) {
+    const int64_t begin = entries == Entries::upper ? i : 0;
+    const int64_t end = entries == Entries::lower ? smaller(count, i + kRows) : count;
+    multiply_tile<V>(Left<T>{a.data + i * a.row, a.row, a.step}, b, b_row, begin, end,
+                     start ? start + i * row : nullptr, m, to + i * row, row);
+    next.fetch((end - begin) / 4);
   }
 }
 
+// to <- start + m start + A B, (rows, columns) with a dimension of `count` between; no start is zero.
 template <class T>
-static void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
-                 int64_t to_row) {
-  for (int64_t c = 0; c < columns; ++c)
-    for (int64_t i = 0; i < rows; ++i) to[c * to_row + i] = from[i * from_row + c];
+static void multiply(ChunkSpace<T>& s, int64_t rows, int64_t columns, int64_t count, Left<T> a,
+                     Entries entries, const T* b, int64_t b_row, const T* start, T m, T* to,
+                     int64_t row) {
+  constexpr int64_t W = lanes<T>;
+  int64_t c = 0;
+  for (; c + 2 * W <= columns; c += 2 * W)
+    multiply_panel<2>(s.next, rows, count, a, entries, b + c, b_row, start ? start + c : nullptr, m,
+                      to + c, row);
+  if (c < columns)
+    multiply_panel<1>(s.next, rows, count, a, entries, b + c, b_row, start ? start + c : nullptr, m,
+                      to + c, row);
+}
+
+// to[c][i] = from[i][c], in squares of four.
+template <class T>
+NOINLINE void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
+                   int64_t to_row) {
+  typedef T Four __attribute__((vector_size(4 * sizeof(T))));
+  typedef T Loose __attribute__((vector_size(4 * sizeof(T)), aligned(sizeof(T)), may_alias));
+  for (int64_t i = 0; i < rows; i += 4)
+    for (int64_t c = 0; c < columns; c += 4) {
+      Four x[4], even[2], odd[2];
+      for (int k = 0; k < 4; ++k) x[k] = (Four) * (const Loose*)(from + (i + k) * from_row + c);
+      for (int k = 0; k < 2; ++k) {
+        const Four a = x[2 * k], b = x[2 * k + 1];
+        even[k] = Four{a[0], b[0], a[2], b[2]};
+        odd[k] = Four{a[1], b[1], a[3], b[3]};
+      }
+      const Four first[2] = {even[0], odd[0]}, second[2] = {even[1], odd[1]};
+      for (int k = 0; k < 2; ++k) {
+        const Four a = first[k], b = second[k];
+        *(Loose*)(to + (c + k) * to_row + i) = (Loose)Four{a[0], a[1], b[0], b[1]};
+        *(Loose*)(to + (c + k + 2) * to_row + i) = (Loose)Four{a[2], a[3], b[2], b[3]};
+      }
+    }
 }
 
 // Rows of a chunk, (kChunk, width); zero for missing tokens.
@@ -165,9 +228,12 @@ static void read_chunk(const Rows<const T>& from, int64_t h, int64_t t0, int64_t
 template <class T>
 static void write_chunk(const Rows<T>& to, int64_t h, int64_t t0, int64_t steps, int64_t count,
                         const T* from, int64_t row) {
-  for (int64_t i = 0; i < steps; ++i)
-    for (int64_t n = 0; n < count; n += lanes<T>)
-      store_part(to.at(t0 + i, h) + n, load(from + i * row + n), count - n);
+  for (int64_t i = 0; i < steps; ++i) {
+    T* own = to.at(t0 + i, h);
+    int64_t n = 0;
+    for (; n + lanes<T> <= count; n += lanes<T>) store(own + n, load(from + i * row + n));
+    if (n < count) store_part(own + n, load(from + i * row + n), count - n);
+  }
 }
 
 // x[i][k] *= factors[i]
@@ -272,17 +338,17 @@ static void chunk_forward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h
       read_chunk(heads.erase, h, t0, steps, heads.N, padded, s.writes + kChunk * padded);
     read_chunk(heads.probe, h, t0, steps, heads.N, padded, s.reads);
     turn(s.reads, padded, kChunk, padded, s.reads_by_state, kChunk);
-    multiply(s.write_tokens, kChunk, padded, {s.writes, padded, 1}, Entries::all, s.reads_by_state,
+    multiply(s, s.write_tokens, kChunk, padded, {s.writes, padded, 1}, Entries::all, s.reads_by_state,
              kChunk, zero, T(0), s.scores_by_key, kChunk);
     for (int64_t kind = 0; kind < s.written; ++kind)
       multiply_entries(s.decay_by_key, kChunk, kChunk, s.scores_by_key + kind * kChunk * kChunk);
     invert(s.scores_by_key + (s.written - 1) * kChunk * kChunk, kChunk, Entries::upper, s.inverse);
-    multiply(columns, kChunk, padded, {state, padded, 1}, Entries::all, s.reads_by_state, kChunk,
+    multiply(s, columns, kChunk, padded, {state, padded, 1}, Entries::all, s.reads_by_state, kChunk,
              zero, T(0), s.sum, kChunk);
     scale_columns(s.seen + kChunk, kChunk, columns, kChunk, s.sum);
-    multiply(columns, kChunk, kChunk, {values, s.tokens, 1}, Entries::all, s.scores_by_key, kChunk,
+    multiply(s, columns, kChunk, kChunk, {values, s.tokens, 1}, Entries::all, s.scores_by_key, kChunk,
              s.sum, T(0), s.sum, kChunk);
-    multiply(columns, kChunk, kChunk, {s.sum, kChunk, 1}, Entries::all, s.inverse, kChunk, zero,
+    multiply(s, columns, kChunk, kChunk, {s.sum, kChunk, 1}, Entries::all, s.inverse, kChunk, zero,
              T(0), s.solved, kChunk);
     for (int64_t p = 0; p < columns; ++p)
       for (int64_t i = 0; i < kChunk; i += lanes<T>) {
@@ -294,7 +360,7 @@ static void chunk_forward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h
   }
   for (int64_t kind = 0; kind < s.written; ++kind)
     scale_rows(s.to_end, kChunk, padded, s.writes + kind * kChunk * padded);
-  multiply(columns, padded, s.write_tokens, {written, written_row, 1}, Entries::all, s.writes,
+  multiply(s, columns, padded, s.write_tokens, {written, written_row, 1}, Entries::all, s.writes,
            padded, state, s.m, next, padded);
 }
 
@@ -304,10 +370,10 @@ static void chunk_values(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h,
                          int64_t steps) {
   const int64_t columns = s.columns, row = s.write_tokens;
   const T* zero = nullptr;
-  multiply(columns, row, s.padded, {s.adjoint, s.padded, 1}, Entries::all, s.writes_by_state, row,
+  multiply(s, columns, row, s.padded, {s.adjoint, s.padded, 1}, Entries::all, s.writes_by_state, row,
            zero, T(0), s.solved, row);
   scale_columns(s.to_end, kChunk, columns, row, s.solved);
-  multiply(columns, row, kChunk, {s.read_values, s.tokens, 1}, Entries::all, s.scores, row,
+  multiply(s, columns, row, kChunk, {s.read_values, s.tokens, 1}, Entries::all, s.scores, row,
            s.solved, T(0), s.solved, row);
   const T* of_v = s.solved;
   int64_t of_v_row = row;
@@ -317,24 +383,23 @@ static void chunk_values(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h,
     const T* of_probes = s.scores + kChunk * row;
     T* z = s.read_values + kChunk;
     invert(of_probes + last, row, Entries::lower, s.inverse);
-    multiply(columns, kChunk, kChunk, {s.solved + last, row, 1}, Entries::all, s.inverse, kChunk,
+    multiply(s, columns, kChunk, kChunk, {s.solved + last, row, 1}, Entries::all, s.inverse, kChunk,
              zero, T(0), z, s.tokens);
     if (s.written == 1)
       of_v = z, of_v_row = s.tokens, sign = -1;
     else
-      multiply(columns, kChunk, kChunk, {z, s.tokens, 1}, Entries::all, of_probes, row, s.solved,
+      multiply(s, columns, kChunk, kChunk, {z, s.tokens, 1}, Entries::all, of_probes, row, s.solved,
                T(0), s.solved, row);
   }
   if (!r.of_v) return;
-  turn(of_v, of_v_row, columns, kChunk, s.sum, columns);
+  T* turned = s.sum;
+  turn(of_v, of_v_row, columns, kChunk, turned, columns);
   for (int64_t i = 0; i < steps; ++i) {
     const T own = r.heads.bonus ? *r.heads.bonus.at(t0 + i, h) : T(0);
-    for (int64_t p = 0; p < r.P; p += lanes<T>) {
-      Vec<T> x = load(s.sum + i * columns + p) * splat(sign);
-      if (r.heads.bonus) x += splat(own) * load_part(r.output.at(t0 + i, h) + p, r.P - p);
-      store_part(r.of_v.at(t0 + i, h) + p, x, r.P - p);
-    }
+    for (int64_t p = 0; p < columns; ++p)
+      turned[i * columns + p] = turned[i * columns + p] * sign + own * s.grad[i * columns + p];
   }
+  write_chunk(r.of_v, h, t0, steps, r.P, turned, columns);
 }
 
 // The decay of a token is a factor of all that it stands between, whose sum is its gradient:
@@ -358,6 +423,40 @@ static void gradient_of_decays(const HeadsGradient<T>& r, const ChunkSpace<T>& s
   }
 }
 
+// What a pass over a chunk reads, and writes.
+template <class T>
+static void foresee(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h, int64_t t0,
+                    bool backward) {
+  const Heads<T>& heads = r.heads;
+  s.next.start(larger(0, smaller(kChunk, heads.L - t0)));
+  if (t0 < 0 || t0 >= heads.L) return;
+  s.next.add(heads.key, h, t0, heads.N);
+  s.next.add(heads.probe, h, t0, heads.N);
+  if (s.written == 2) s.next.add(heads.erase, h, t0, heads.N);
+  if (!backward) {
+    s.next.add(r.v, h, t0, r.P);
+    return;
+  }
+  s.next.add(heads.query, h, t0, heads.N);
+  s.next.add(r.output, h, t0, r.P);
+  s.next.add(r.of_v, h, t0, r.P);
+  s.next.add(r.of_key, h, t0, heads.N);
+  s.next.add(r.of_erase, h, t0, heads.N);
+  s.next.add(r.of_query, h, t0, heads.N);
+  s.next.add(r.of_probe, h, t0, heads.N);
+}
+
+template <class T>
+static T dot_states(const ChunkSpace<T>& s, const T* state) {
+  Vec<T> sum[4] = {};
+  for (int64_t k = 0; k < s.size; k += 4 * lanes<T>)
+    for (int64_t v = 0; v < 4; ++v) {
+      const int64_t at = k + v * lanes<T>;
+      sum[v] += load(state + at) * load(s.adjoint + at);
+    }
+  return total<T>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
 // One chunk of the gradients.
 template <class T>
 static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h, int64_t t0,
@@ -373,17 +472,17 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
   if (delta) read_chunk(heads.probe, h, t0, steps, heads.N, padded, s.reads + square);
   if (s.written == 2) read_chunk(heads.erase, h, t0, steps, heads.N, padded, s.writes + square);
   turn(s.writes, padded, row, padded, s.writes_by_state, row);
-  multiply(tokens, row, padded, {s.reads, padded, 1}, Entries::all, s.writes_by_state, row, zero,
+  multiply(s, tokens, row, padded, {s.reads, padded, 1}, Entries::all, s.writes_by_state, row, zero,
            T(0), s.scores, row);
   multiply_entries(s.decay, tokens, row, s.scores);
-  read_chunk(r.output, h, t0, steps, r.P, columns, s.sum);
-  turn(s.sum, columns, kChunk, columns, s.read_values, tokens);
+  read_chunk(r.output, h, t0, steps, r.P, columns, s.grad);
+  turn(s.grad, columns, kChunk, columns, s.read_values, tokens);
   if (r.adjoint())
     chunk_values(r, s, h, t0, steps);
   else if (delta)
     clear_last(s, s.read_values);
 
-  multiply(tokens, tokens, columns, {s.read_values, 1, tokens}, Entries::all, values, tokens, zero,
+  multiply(s, tokens, tokens, columns, {s.read_values, 1, tokens}, Entries::all, values, tokens, zero,
            T(0), s.products, tokens);
   if (r.of_bonus)
     for (int64_t i = 0; i < steps; ++i) *r.of_bonus.at(t0 + i, h) = s.products[i * tokens + i];
@@ -402,7 +501,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
 
   T after[kChunk] = {};
   if (r.of_key || r.of_erase || r.of_log_decay) {
-    multiply(tokens, padded, columns, {values, 1, tokens}, Entries::all, s.adjoint, padded, zero,
+    multiply(s, tokens, padded, columns, {values, 1, tokens}, Entries::all, s.adjoint, padded, zero,
              T(0), s.of_writes, padded);
     for (int64_t k = 0; k < tokens; ++k) {
       const int64_t j = k % kChunk;
@@ -412,7 +511,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     for (int64_t kind = 0; kind < s.kinds; ++kind)
       for (int64_t other = 0; other < s.kinds; ++other) {
         T* to = s.of_writes + kind * square;
-        multiply(kChunk, padded, kChunk,
+        multiply(s, kChunk, padded, kChunk,
                  {s.products + other * kChunk * tokens + kind * kChunk, 1, tokens}, Entries::upper,
                  s.reads + other * square, padded, to, T(0), to, padded);
       }
@@ -420,7 +519,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     if (r.of_erase) write_chunk(r.of_erase, h, t0, steps, heads.N, s.of_writes + square, padded);
   }
   if (r.of_query || r.of_probe || r.of_log_decay) {
-    multiply(tokens, padded, columns, {s.read_values, 1, tokens}, Entries::all, state, padded, zero,
+    multiply(s, tokens, padded, columns, {s.read_values, 1, tokens}, Entries::all, state, padded, zero,
              T(0), s.of_reads, padded);
     for (int64_t i = 0; i < kChunk; ++i) s.edges[i] = 0;
     for (int64_t k = 0; k < tokens; ++k) {
@@ -435,7 +534,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     for (int64_t kind = 0; kind < s.kinds; ++kind)
       for (int64_t other = 0; other < s.written; ++other) {
         T* to = s.of_reads + kind * square;
-        multiply(kChunk, padded, kChunk,
+        multiply(s, kChunk, padded, kChunk,
                  {s.products + kind * kChunk * tokens + other * kChunk, tokens, 1}, Entries::lower,
                  s.writes + other * square, padded, to, T(0), to, padded);
       }
@@ -443,10 +542,10 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     if (r.of_probe) write_chunk(r.of_probe, h, t0, steps, heads.N, s.of_reads + square, padded);
   }
   if (r.of_log_decay)
-    gradient_of_decays(r, s, h, t0, steps, after, (1 + s.m) * dot(state, s.adjoint, s.size));
+    gradient_of_decays(r, s, h, t0, steps, after, (1 + s.m) * dot_states(s, state));
   if (r.adjoint()) {
     scale_rows(s.seen, tokens, padded, s.reads);
-    multiply(columns, padded, tokens, {s.read_values, tokens, 1}, Entries::all, s.reads, padded,
+    multiply(s, columns, padded, tokens, {s.read_values, tokens, 1}, Entries::all, s.reads, padded,
              s.adjoint, s.m, s.adjoint, padded);
   }
 }
@@ -454,32 +553,41 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
 template <class T>
 static void chunks_gradient(const HeadsGradient<T>& r, T* scratch) {
   ChunkSpace<T> s(r, scratch);
-  const int64_t values = s.columns * s.tokens;
-  for (int64_t h = r.h0; h < r.h1; ++h) {
-    for (int64_t k = 0; k < s.size; ++k) s.starts[k] = s.adjoint[k] = 0;
-    // Passes through a segment; its first state is given, the states and values are kept.
-    auto forward = [&](int64_t segment) {
-      const int64_t first = segment * s.per_segment;
-      const int64_t last = smaller(first + s.per_segment, s.chunks);
-      const T* start = s.starts + segment * s.size;
-      for (int64_t k = 0; k < s.size; ++k) s.states[k] = start[k];
-      for (int64_t c = first; c < last; ++c) {
-        T* state = s.states + (c - first) * s.size;
-        chunk_forward(r, s, h, c * kChunk, state, s.values + (c - first) * values, state + s.size);
-      }
-    };
-    for (int64_t segment = 0; segment + 1 < s.segments; ++segment) {
-      forward(segment);
-      T* next = s.starts + (segment + 1) * s.size;
-      for (int64_t k = 0; k < s.size; ++k) next[k] = s.states[s.per_segment * s.size + k];
+  const int64_t heads = r.h1 - r.h0, all = heads * s.size, values = s.columns * s.tokens;
+  for (int64_t k = 0; k < all; ++k) s.starts[k] = s.adjoints[k] = 0;
+  auto each = [&](int64_t segment, int64_t c, bool backward, auto pass) {
+    const int64_t k = c - segment * s.per_segment;
+    for (int64_t h = 0; h < heads; ++h) {
+      const bool last = h + 1 == heads;
+      foresee(r, s, last ? r.h0 : r.h0 + h + 1, (c + (last ? (backward ? -1 : 1) : 0)) * kChunk,
+              backward);
+      pass(r.h0 + h, c * kChunk, s.states + k * all + h * s.size,
+           s.values + (k * heads + h) * values, h * s.size);
     }
-    for (int64_t segment = s.segments - 1; segment >= 0; --segment) {
-      forward(segment);
-      const int64_t first = segment * s.per_segment;
-      for (int64_t c = smaller(first + s.per_segment, s.chunks) - 1; c >= first; --c)
-        chunk_backward(r, s, h, c * kChunk, s.states + (c - first) * s.size,
-                       s.values + (c - first) * values);
-    }
+  };
+  // Keeps the states and values of a segment, whose first states are given.
+  auto forward = [&](int64_t segment) {
+    const T* start = s.starts + segment * all;
+    for (int64_t k = 0; k < all; ++k) s.states[k] = start[k];
+    const int64_t first = segment * s.per_segment;
+    for (int64_t c = first; c < smaller(first + s.per_segment, s.chunks); ++c)
+      each(segment, c, false, [&](int64_t h, int64_t t0, T* state, T* kept, int64_t) {
+        chunk_forward(r, s, h, t0, state, kept, state + all);
+      });
+  };
+  for (int64_t segment = 0; segment + 1 < s.segments; ++segment) {
+    forward(segment);
+    T* next = s.starts + (segment + 1) * all;
+    for (int64_t k = 0; k < all; ++k) next[k] = s.states[s.per_segment * all + k];
+  }
+  for (int64_t segment = s.segments - 1; segment >= 0; --segment) {
+    forward(segment);
+    const int64_t first = segment * s.per_segment;
+    for (int64_t c = smaller(first + s.per_segment, s.chunks) - 1; c >= first; --c)
+      each(segment, c, true, [&](int64_t h, int64_t t0, T* state, T* kept, int64_t at) {
+        s.adjoint = s.adjoints + at;
+        chunk_backward(r, s, h, t0, state, kept);
+      });
   }
 }
 
