@@ -1,4 +1,5 @@
-// The gradients of linear_attention_scan. No includes here (see vec.h).
+// The gradients of linear_attention_scan where each key has a decay of its own; where a head has one,
+// see linear_attention_gradient_chunks.h. No includes here (see vec.h).
 //
 // A head's state S and its gradient R go kSteps tokens at a time, as in linear_attention.h, but with
 // a row of N numbers for each column of values. Reads are those of q, whose values are the gradient g
@@ -323,7 +324,6 @@ template <bool delta, bool bonus, class T>
 NOINLINE void gradients_of_coefficients(const HeadsGradient<T>& r, const GradientSpace<T>& s,
                                         int64_t h, int64_t t0, int64_t steps) {
   const Heads<T>& m = r.heads;
-  Vec<T> of_head[kSteps] = {};
   for (int64_t n = 0; n < m.N; n += lanes<T>) {
     SpanVectors<T> c;
     for (int64_t i = 0; i < kSteps; ++i) {
@@ -345,16 +345,11 @@ NOINLINE void gradients_of_coefficients(const HeadsGradient<T>& r, const Gradien
       put(r.of_key, c.of_k[i]);
       if (delta) put(r.of_probe, c.of_r[i]);
       if (delta) put(r.of_erase, c.of_e[i]);
-      if (m.per_key)
-        put(r.of_log_decay, c.of_decay[i]);
-      else
-        of_head[i] += c.of_decay[i];
+      put(r.of_log_decay, c.of_decay[i]);
     }
   }
-  for (int64_t i = 0; i < steps; ++i) {
-    if (r.of_log_decay && !m.per_key) *r.of_log_decay.at(t0 + i, h) = total<T>(of_head[i]);
-    if (r.of_bonus) *r.of_bonus.at(t0 + i, h) = s.gv[i * kSteps + i];
-  }
+  if (r.of_bonus)
+    for (int64_t i = 0; i < steps; ++i) *r.of_bonus.at(t0 + i, h) = s.gv[i * kSteps + i];
 }
 
 // The gradients of the values: z, of what was found, and of_v.
@@ -391,8 +386,7 @@ static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_
   make_rows(r.heads, h, t0, steps, span);
   const T* a = r.heads.log_decay.at(t0, h);
   for (int64_t n = 0; n < s.padded; n += lanes<T>)
-    store(s.first_m + n, decay_minus_one<T>(r.heads.per_key ? load_part(a + n, r.heads.N - n)
-                                                            : splat(*a)));
+    store(s.first_m + n, decay_minus_one<T>(load_part(a + n, r.heads.N - n)));
   read_values(s, r.v, h, t0, steps, P, s.v);
   read_values(s, r.output, h, t0, steps, P, s.g);
   if (r.adjoint()) gradients_of_values(s, delta);

@@ -15,38 +15,6 @@
 constexpr int64_t kChunk = 32;
 constexpr int64_t kSegmentChunkBytes = 32 << 20;  // of what is kept for a segment
 
-// Rows of one head lie apart in memory, each token's on another page, so that the hardware does not
-// foresee them. Those that come next are asked for a few lines at a time, between products.
-struct Foreseen {
-  struct Part {
-    const char* data;
-    int64_t token, size;  // in bytes
-  };
-  Part parts[12];
-  int64_t tokens = 0, count = 0;    // of each part; of parts
-  int64_t part = 0, step = 0, at = 0;
-
-  void start(int64_t of_each) { tokens = of_each, count = part = step = at = 0; }
-
-  template <class X>
-  void add(const Rows<X>& rows, int64_t h, int64_t t0, int64_t size) {
-    constexpr int64_t bytes = sizeof(X);
-    if (rows) parts[count++] = {(const char*)rows.at(t0, h), rows.token * bytes, size * bytes};
-  }
-
-  // At most `lines` of them, all of one row.
-  INLINE void fetch(int64_t lines) {
-    if (part == count) return;
-    const Part& own = parts[part];
-    const int64_t end = smaller(at + 64 * lines, own.size);
-    for (int64_t k = at; k < end; k += 64) __builtin_prefetch(own.data + step * own.token + k, 0, 2);
-    at = end;
-    if (end < own.size) return;
-    at = 0;
-    if (++step == tokens) step = 0, ++part;
-  }
-};
-
 template <class T>
 struct ChunkSpace {
   int64_t padded, columns;  // N, P in whole vectors and whole micro tiles
@@ -123,99 +91,6 @@ struct ChunkSpace {
     total = parts.total;
   }
 };
-
-// A matrix whose entry (m, k) is at data[m * row + k * step].
-template <class T>
-struct Left {
-  const T* data;
-  int64_t row, step;
-};
-
-// to <- start + m start + A B, for kRows rows and V vectors of columns; nothing where no start.
-template <int V, class T>
-INLINE void multiply_tile(Left<T> a, const T* b, int64_t b_row, int64_t begin, int64_t end,
-                          const T* start, T m, T* to, int64_t row) {
-  Vec<T> sum[kRows][V] = {};
-  if (start)
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) {
-        const Vec<T> h = load(start + r * row + v * lanes<T>);
-        sum[r][v] = h + h * splat(m);
-      }
-  for (int64_t k = begin; k < end; ++k) {
-    Vec<T> x[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) x[v] = load(b + k * b_row + v * lanes<T>);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const Vec<T> y = splat(a.data[r * a.row + k * a.step]);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sum[r][v] += y * x[v];
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(to + r * row + v * lanes<T>, sum[r][v]);
-}
-
-// The entries of A that are not zero: all, those with k <= m, those with k >= m.
-enum class Entries { all, lower, upper };
-
-// The same for all rows of V vectors of columns.
-template <int V, class T>
-NOINLINE void multiply_panel(Foreseen& next, int64_t rows, int64_t count, Left<T> a,
-                             Entries entries, const T* b, int64_t b_row, const T* start, T m, T* to,
-                             int64_t row) {
-  for (int64_t i = 0; i < rows; i += kRows) {
-    const int64_t begin = entries == Entries::upper ? i : 0;
-    const int64_t end = entries == Entries::lower ? smaller(count, i + kRows) : count;
-    multiply_tile<V>(Left<T>{a.data + i * a.row, a.row, a.step}, b, b_row, begin, end,
-                     start ? start + i * row : nullptr, m, to + i * row, row);
-    next.fetch((end - begin) / 4);
-  }
-}
-
-// to <- start + m start + A B, (rows, columns) with a dimension of `count` between; no start is zero.
-template <class T>
-static void multiply(ChunkSpace<T>& s, int64_t rows, int64_t columns, int64_t count, Left<T> a,
-                     Entries entries, const T* b, int64_t b_row, const T* start, T m, T* to,
-                     int64_t row) {
-  constexpr int64_t W = lanes<T>;
-  int64_t c = 0;
-  for (; c + 2 * W <= columns; c += 2 * W)
-    multiply_panel<2>(s.next, rows, count, a, entries, b + c, b_row, start ? start + c : nullptr, m,
-                      to + c, row);
-  if (c < columns)
-    multiply_panel<1>(s.next, rows, count, a, entries, b + c, b_row, start ? start + c : nullptr, m,
-                      to + c, row);
-}
-
-// to[c][i] = from[i][c], in squares of four.
-template <class T>
-NOINLINE void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
-                   int64_t to_row) {
-  typedef T Four __attribute__((vector_size(4 * sizeof(T))));
-  typedef T Loose __attribute__((vector_size(4 * sizeof(T)), aligned(sizeof(T)), may_alias));
-  for (int64_t i = 0; i < rows; i += 4)
-    for (int64_t c = 0; c < columns; c += 4) {
-      Four x[4], even[2], odd[2];
-      for (int k = 0; k < 4; ++k) x[k] = (Four) * (const Loose*)(from + (i + k) * from_row + c);
-      for (int k = 0; k < 2; ++k) {
-        const Four a = x[2 * k], b = x[2 * k + 1];
-        even[k] = Four{a[0], b[0], a[2], b[2]};
-        odd[k] = Four{a[1], b[1], a[3], b[3]};
-      }
-      const Four first[2] = {even[0], odd[0]}, second[2] = {even[1], odd[1]};
-      for (int k = 0; k < 2; ++k) {
-        const Four a = first[k], b = second[k];
-        *(Loose*)(to + (c + k) * to_row + i) = (Loose)Four{a[0], a[1], b[0], b[1]};
-        *(Loose*)(to + (c + k + 2) * to_row + i) = (Loose)Four{a[2], a[3], b[2], b[3]};
-      }
-    }
-}
 
 // Rows of a chunk, (kChunk, width); zero for missing tokens.
 template <class T>
@@ -338,17 +213,17 @@ static void chunk_forward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h
       read_chunk(heads.erase, h, t0, steps, heads.N, padded, s.writes + kChunk * padded);
     read_chunk(heads.probe, h, t0, steps, heads.N, padded, s.reads);
     turn(s.reads, padded, kChunk, padded, s.reads_by_state, kChunk);
-    multiply(s, s.write_tokens, kChunk, padded, {s.writes, padded, 1}, Entries::all, s.reads_by_state,
+    multiply(s.next, s.write_tokens, kChunk, padded, {s.writes, padded, 1}, Entries::all, s.reads_by_state,
              kChunk, zero, T(0), s.scores_by_key, kChunk);
     for (int64_t kind = 0; kind < s.written; ++kind)
       multiply_entries(s.decay_by_key, kChunk, kChunk, s.scores_by_key + kind * kChunk * kChunk);
     invert(s.scores_by_key + (s.written - 1) * kChunk * kChunk, kChunk, Entries::upper, s.inverse);
-    multiply(s, columns, kChunk, padded, {state, padded, 1}, Entries::all, s.reads_by_state, kChunk,
+    multiply(s.next, columns, kChunk, padded, {state, padded, 1}, Entries::all, s.reads_by_state, kChunk,
              zero, T(0), s.sum, kChunk);
     scale_columns(s.seen + kChunk, kChunk, columns, kChunk, s.sum);
-    multiply(s, columns, kChunk, kChunk, {values, s.tokens, 1}, Entries::all, s.scores_by_key, kChunk,
+    multiply(s.next, columns, kChunk, kChunk, {values, s.tokens, 1}, Entries::all, s.scores_by_key, kChunk,
              s.sum, T(0), s.sum, kChunk);
-    multiply(s, columns, kChunk, kChunk, {s.sum, kChunk, 1}, Entries::all, s.inverse, kChunk, zero,
+    multiply(s.next, columns, kChunk, kChunk, {s.sum, kChunk, 1}, Entries::all, s.inverse, kChunk, zero,
              T(0), s.solved, kChunk);
     for (int64_t p = 0; p < columns; ++p)
       for (int64_t i = 0; i < kChunk; i += lanes<T>) {
@@ -360,7 +235,7 @@ static void chunk_forward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h
   }
   for (int64_t kind = 0; kind < s.written; ++kind)
     scale_rows(s.to_end, kChunk, padded, s.writes + kind * kChunk * padded);
-  multiply(s, columns, padded, s.write_tokens, {written, written_row, 1}, Entries::all, s.writes,
+  multiply(s.next, columns, padded, s.write_tokens, {written, written_row, 1}, Entries::all, s.writes,
            padded, state, s.m, next, padded);
 }
 
@@ -370,10 +245,10 @@ static void chunk_values(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h,
                          int64_t steps) {
   const int64_t columns = s.columns, row = s.write_tokens;
   const T* zero = nullptr;
-  multiply(s, columns, row, s.padded, {s.adjoint, s.padded, 1}, Entries::all, s.writes_by_state, row,
+  multiply(s.next, columns, row, s.padded, {s.adjoint, s.padded, 1}, Entries::all, s.writes_by_state, row,
            zero, T(0), s.solved, row);
   scale_columns(s.to_end, kChunk, columns, row, s.solved);
-  multiply(s, columns, row, kChunk, {s.read_values, s.tokens, 1}, Entries::all, s.scores, row,
+  multiply(s.next, columns, row, kChunk, {s.read_values, s.tokens, 1}, Entries::all, s.scores, row,
            s.solved, T(0), s.solved, row);
   const T* of_v = s.solved;
   int64_t of_v_row = row;
@@ -383,12 +258,12 @@ static void chunk_values(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h,
     const T* of_probes = s.scores + kChunk * row;
     T* z = s.read_values + kChunk;
     invert(of_probes + last, row, Entries::lower, s.inverse);
-    multiply(s, columns, kChunk, kChunk, {s.solved + last, row, 1}, Entries::all, s.inverse, kChunk,
+    multiply(s.next, columns, kChunk, kChunk, {s.solved + last, row, 1}, Entries::all, s.inverse, kChunk,
              zero, T(0), z, s.tokens);
     if (s.written == 1)
       of_v = z, of_v_row = s.tokens, sign = -1;
     else
-      multiply(s, columns, kChunk, kChunk, {z, s.tokens, 1}, Entries::all, of_probes, row, s.solved,
+      multiply(s.next, columns, kChunk, kChunk, {z, s.tokens, 1}, Entries::all, of_probes, row, s.solved,
                T(0), s.solved, row);
   }
   if (!r.of_v) return;
@@ -472,7 +347,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
   if (delta) read_chunk(heads.probe, h, t0, steps, heads.N, padded, s.reads + square);
   if (s.written == 2) read_chunk(heads.erase, h, t0, steps, heads.N, padded, s.writes + square);
   turn(s.writes, padded, row, padded, s.writes_by_state, row);
-  multiply(s, tokens, row, padded, {s.reads, padded, 1}, Entries::all, s.writes_by_state, row, zero,
+  multiply(s.next, tokens, row, padded, {s.reads, padded, 1}, Entries::all, s.writes_by_state, row, zero,
            T(0), s.scores, row);
   multiply_entries(s.decay, tokens, row, s.scores);
   read_chunk(r.output, h, t0, steps, r.P, columns, s.grad);
@@ -482,7 +357,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
   else if (delta)
     clear_last(s, s.read_values);
 
-  multiply(s, tokens, tokens, columns, {s.read_values, 1, tokens}, Entries::all, values, tokens, zero,
+  multiply(s.next, tokens, tokens, columns, {s.read_values, 1, tokens}, Entries::all, values, tokens, zero,
            T(0), s.products, tokens);
   if (r.of_bonus)
     for (int64_t i = 0; i < steps; ++i) *r.of_bonus.at(t0 + i, h) = s.products[i * tokens + i];
@@ -501,7 +376,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
 
   T after[kChunk] = {};
   if (r.of_key || r.of_erase || r.of_log_decay) {
-    multiply(s, tokens, padded, columns, {values, 1, tokens}, Entries::all, s.adjoint, padded, zero,
+    multiply(s.next, tokens, padded, columns, {values, 1, tokens}, Entries::all, s.adjoint, padded, zero,
              T(0), s.of_writes, padded);
     for (int64_t k = 0; k < tokens; ++k) {
       const int64_t j = k % kChunk;
@@ -511,7 +386,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     for (int64_t kind = 0; kind < s.kinds; ++kind)
       for (int64_t other = 0; other < s.kinds; ++other) {
         T* to = s.of_writes + kind * square;
-        multiply(s, kChunk, padded, kChunk,
+        multiply(s.next, kChunk, padded, kChunk,
                  {s.products + other * kChunk * tokens + kind * kChunk, 1, tokens}, Entries::upper,
                  s.reads + other * square, padded, to, T(0), to, padded);
       }
@@ -519,7 +394,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     if (r.of_erase) write_chunk(r.of_erase, h, t0, steps, heads.N, s.of_writes + square, padded);
   }
   if (r.of_query || r.of_probe || r.of_log_decay) {
-    multiply(s, tokens, padded, columns, {s.read_values, 1, tokens}, Entries::all, state, padded, zero,
+    multiply(s.next, tokens, padded, columns, {s.read_values, 1, tokens}, Entries::all, state, padded, zero,
              T(0), s.of_reads, padded);
     for (int64_t i = 0; i < kChunk; ++i) s.edges[i] = 0;
     for (int64_t k = 0; k < tokens; ++k) {
@@ -534,7 +409,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     for (int64_t kind = 0; kind < s.kinds; ++kind)
       for (int64_t other = 0; other < s.written; ++other) {
         T* to = s.of_reads + kind * square;
-        multiply(s, kChunk, padded, kChunk,
+        multiply(s.next, kChunk, padded, kChunk,
                  {s.products + kind * kChunk * tokens + other * kChunk, tokens, 1}, Entries::lower,
                  s.writes + other * square, padded, to, T(0), to, padded);
       }
@@ -545,7 +420,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     gradient_of_decays(r, s, h, t0, steps, after, (1 + s.m) * dot_states(s, state));
   if (r.adjoint()) {
     scale_rows(s.seen, tokens, padded, s.reads);
-    multiply(s, columns, padded, tokens, {s.read_values, tokens, 1}, Entries::all, s.reads, padded,
+    multiply(s.next, columns, padded, tokens, {s.read_values, tokens, 1}, Entries::all, s.reads, padded,
              s.adjoint, s.m, s.adjoint, padded);
   }
 }
