@@ -1,5 +1,5 @@
-// The gradients of linear_attention_scan where each key has a decay of its own; where a head has one,
-// see linear_attention_gradient_chunks.h. No includes here (see vec.h).
+// The gradients of linear_attention_scan where each key has a decay of its own (for one per head, see
+// linear_attention_gradient_chunks.h). No includes here (see vec.h).
 //
 // A head's state S and its gradient R go kSteps tokens at a time, as in linear_attention.h, but with
 // a row of N numbers for each column of values. Reads are those of q, whose values are the gradient g

@@ -90,6 +90,22 @@ struct ChunkSpace {
     adjoints = parts.take(heads * size);
     total = parts.total;
   }
+
+  // Products, while what comes next is fetched: to <- A B, to <- to + A B, and the same for a state
+  // that has decayed over a chunk.
+  void set(int64_t rows, int64_t width, int64_t count, Left<T> a, const T* b, int64_t b_row, T* to,
+           int64_t to_row) {
+    multiply(next, rows, width, count, a, Entries::all, b, b_row, (const T*)nullptr, T(0), to,
+             to_row);
+  }
+  void add(int64_t rows, int64_t width, int64_t count, Left<T> a, const T* b, int64_t b_row, T* to,
+           int64_t to_row, Entries entries = Entries::all) {
+    multiply(next, rows, width, count, a, entries, b, b_row, (const T*)to, T(0), to, to_row);
+  }
+  void pass(int64_t rows, int64_t width, int64_t count, Left<T> a, const T* b, int64_t b_row,
+            const T* state, T* to) {
+    multiply(next, rows, width, count, a, Entries::all, b, b_row, state, m, to, padded);
+  }
 };
 
 // Rows of a chunk, (kChunk, width); zero for missing tokens.
@@ -175,11 +191,11 @@ static void invert(const T* a, int64_t row, Entries entries, T* to) {
     const int64_t i = lower ? k : kChunk - 1 - k;
     const int64_t begin = lower ? 0 : i + 1, end = lower ? i : kChunk;
     T* own = to + i * kChunk;
-    for (int64_t c = 0; c < kChunk; c += lanes<T>) {
-      Vec<T> sum{};
-      for (int64_t j = begin; j < end; ++j) sum -= splat(a[i * row + j]) * load(to + j * kChunk + c);
-      store(own + c, sum);
-    }
+    Vec<T> sums[kChunk / lanes<T>] = {};
+    for (int64_t j = begin; j < end; ++j)
+      for (int64_t v = 0; v < kChunk / lanes<T>; ++v)
+        sums[v] -= splat(a[i * row + j]) * load(to + j * kChunk + v * lanes<T>);
+    for (int64_t v = 0; v < kChunk / lanes<T>; ++v) store(own + v * lanes<T>, sums[v]);
     own[i] -= 1;
   }
 }
@@ -197,7 +213,6 @@ static void chunk_forward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h
                           const T* state, T* values, T* next) {
   const Heads<T>& heads = r.heads;
   const int64_t steps = smaller(kChunk, heads.L - t0), padded = s.padded, columns = s.columns;
-  const T* zero = nullptr;
   read_decays(r, s, h, t0, steps);
   read_chunk(r.v, h, t0, steps, r.P, columns, s.solved);
   turn(s.solved, columns, kChunk, columns, values, s.tokens);
@@ -213,18 +228,15 @@ static void chunk_forward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h
       read_chunk(heads.erase, h, t0, steps, heads.N, padded, s.writes + kChunk * padded);
     read_chunk(heads.probe, h, t0, steps, heads.N, padded, s.reads);
     turn(s.reads, padded, kChunk, padded, s.reads_by_state, kChunk);
-    multiply(s.next, s.write_tokens, kChunk, padded, {s.writes, padded, 1}, Entries::all, s.reads_by_state,
-             kChunk, zero, T(0), s.scores_by_key, kChunk);
+    s.set(s.write_tokens, kChunk, padded, {s.writes, padded, 1}, s.reads_by_state, kChunk,
+          s.scores_by_key, kChunk);
     for (int64_t kind = 0; kind < s.written; ++kind)
       multiply_entries(s.decay_by_key, kChunk, kChunk, s.scores_by_key + kind * kChunk * kChunk);
     invert(s.scores_by_key + (s.written - 1) * kChunk * kChunk, kChunk, Entries::upper, s.inverse);
-    multiply(s.next, columns, kChunk, padded, {state, padded, 1}, Entries::all, s.reads_by_state, kChunk,
-             zero, T(0), s.sum, kChunk);
+    s.set(columns, kChunk, padded, {state, padded, 1}, s.reads_by_state, kChunk, s.sum, kChunk);
     scale_columns(s.seen + kChunk, kChunk, columns, kChunk, s.sum);
-    multiply(s.next, columns, kChunk, kChunk, {values, s.tokens, 1}, Entries::all, s.scores_by_key, kChunk,
-             s.sum, T(0), s.sum, kChunk);
-    multiply(s.next, columns, kChunk, kChunk, {s.sum, kChunk, 1}, Entries::all, s.inverse, kChunk, zero,
-             T(0), s.solved, kChunk);
+    s.add(columns, kChunk, kChunk, {values, s.tokens, 1}, s.scores_by_key, kChunk, s.sum, kChunk);
+    s.set(columns, kChunk, kChunk, {s.sum, kChunk, 1}, s.inverse, kChunk, s.solved, kChunk);
     for (int64_t p = 0; p < columns; ++p)
       for (int64_t i = 0; i < kChunk; i += lanes<T>) {
         const Vec<T> found = load(s.solved + p * kChunk + i);
@@ -235,21 +247,17 @@ static void chunk_forward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h
   }
   for (int64_t kind = 0; kind < s.written; ++kind)
     scale_rows(s.to_end, kChunk, padded, s.writes + kind * kChunk * padded);
-  multiply(s.next, columns, padded, s.write_tokens, {written, written_row, 1}, Entries::all, s.writes,
-           padded, state, s.m, next, padded);
+  s.pass(columns, padded, s.write_tokens, {written, written_row, 1}, s.writes, padded, state, next);
 }
 
-// z, and the gradient of the values, which is returned as (columns, rows of the number given).
+// z, and the gradient of the values.
 template <class T>
-static void chunk_values(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h, int64_t t0,
-                         int64_t steps) {
+static void gradients_of_chunk_values(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h,
+                                      int64_t t0, int64_t steps) {
   const int64_t columns = s.columns, row = s.write_tokens;
-  const T* zero = nullptr;
-  multiply(s.next, columns, row, s.padded, {s.adjoint, s.padded, 1}, Entries::all, s.writes_by_state, row,
-           zero, T(0), s.solved, row);
+  s.set(columns, row, s.padded, {s.adjoint, s.padded, 1}, s.writes_by_state, row, s.solved, row);
   scale_columns(s.to_end, kChunk, columns, row, s.solved);
-  multiply(s.next, columns, row, kChunk, {s.read_values, s.tokens, 1}, Entries::all, s.scores, row,
-           s.solved, T(0), s.solved, row);
+  s.add(columns, row, kChunk, {s.read_values, s.tokens, 1}, s.scores, row, s.solved, row);
   const T* of_v = s.solved;
   int64_t of_v_row = row;
   T sign = 1;
@@ -258,13 +266,11 @@ static void chunk_values(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t h,
     const T* of_probes = s.scores + kChunk * row;
     T* z = s.read_values + kChunk;
     invert(of_probes + last, row, Entries::lower, s.inverse);
-    multiply(s.next, columns, kChunk, kChunk, {s.solved + last, row, 1}, Entries::all, s.inverse, kChunk,
-             zero, T(0), z, s.tokens);
+    s.set(columns, kChunk, kChunk, {s.solved + last, row, 1}, s.inverse, kChunk, z, s.tokens);
     if (s.written == 1)
       of_v = z, of_v_row = s.tokens, sign = -1;
     else
-      multiply(s.next, columns, kChunk, kChunk, {z, s.tokens, 1}, Entries::all, of_probes, row, s.solved,
-               T(0), s.solved, row);
+      s.add(columns, kChunk, kChunk, {z, s.tokens, 1}, of_probes, row, s.solved, row);
   }
   if (!r.of_v) return;
   T* turned = s.sum;
@@ -340,25 +346,22 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
   const int64_t steps = smaller(kChunk, heads.L - t0), padded = s.padded, columns = s.columns;
   const int64_t tokens = s.tokens, row = s.write_tokens, square = kChunk * padded;
   const bool bonus = bool(heads.bonus), delta = s.kinds == 2;
-  const T* zero = nullptr;
   read_decays(r, s, h, t0, steps);
   read_chunk(heads.query, h, t0, steps, heads.N, padded, s.reads);
   read_chunk(heads.key, h, t0, steps, heads.N, padded, s.writes);
   if (delta) read_chunk(heads.probe, h, t0, steps, heads.N, padded, s.reads + square);
   if (s.written == 2) read_chunk(heads.erase, h, t0, steps, heads.N, padded, s.writes + square);
   turn(s.writes, padded, row, padded, s.writes_by_state, row);
-  multiply(s.next, tokens, row, padded, {s.reads, padded, 1}, Entries::all, s.writes_by_state, row, zero,
-           T(0), s.scores, row);
+  s.set(tokens, row, padded, {s.reads, padded, 1}, s.writes_by_state, row, s.scores, row);
   multiply_entries(s.decay, tokens, row, s.scores);
   read_chunk(r.output, h, t0, steps, r.P, columns, s.grad);
   turn(s.grad, columns, kChunk, columns, s.read_values, tokens);
   if (r.adjoint())
-    chunk_values(r, s, h, t0, steps);
+    gradients_of_chunk_values(r, s, h, t0, steps);
   else if (delta)
     clear_last(s, s.read_values);
 
-  multiply(s.next, tokens, tokens, columns, {s.read_values, 1, tokens}, Entries::all, values, tokens, zero,
-           T(0), s.products, tokens);
+  s.set(tokens, tokens, columns, {s.read_values, 1, tokens}, values, tokens, s.products, tokens);
   if (r.of_bonus)
     for (int64_t i = 0; i < steps; ++i) *r.of_bonus.at(t0 + i, h) = s.products[i * tokens + i];
   if (r.of_log_decay) {
@@ -376,8 +379,7 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
 
   T after[kChunk] = {};
   if (r.of_key || r.of_erase || r.of_log_decay) {
-    multiply(s.next, tokens, padded, columns, {values, 1, tokens}, Entries::all, s.adjoint, padded, zero,
-             T(0), s.of_writes, padded);
+    s.set(tokens, padded, columns, {values, 1, tokens}, s.adjoint, padded, s.of_writes, padded);
     for (int64_t k = 0; k < tokens; ++k) {
       const int64_t j = k % kChunk;
       scale_rows(s.to_end + j, 1, padded, s.of_writes + k * padded);
@@ -385,17 +387,15 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     }
     for (int64_t kind = 0; kind < s.kinds; ++kind)
       for (int64_t other = 0; other < s.kinds; ++other) {
-        T* to = s.of_writes + kind * square;
-        multiply(s.next, kChunk, padded, kChunk,
-                 {s.products + other * kChunk * tokens + kind * kChunk, 1, tokens}, Entries::upper,
-                 s.reads + other * square, padded, to, T(0), to, padded);
+        const T* between = s.products + other * kChunk * tokens + kind * kChunk;
+        s.add(kChunk, padded, kChunk, {between, 1, tokens}, s.reads + other * square, padded,
+              s.of_writes + kind * square, padded, Entries::upper);
       }
     if (r.of_key) write_chunk(r.of_key, h, t0, steps, heads.N, s.of_writes, padded);
     if (r.of_erase) write_chunk(r.of_erase, h, t0, steps, heads.N, s.of_writes + square, padded);
   }
   if (r.of_query || r.of_probe || r.of_log_decay) {
-    multiply(s.next, tokens, padded, columns, {s.read_values, 1, tokens}, Entries::all, state, padded, zero,
-             T(0), s.of_reads, padded);
+    s.set(tokens, padded, columns, {s.read_values, 1, tokens}, state, padded, s.of_reads, padded);
     for (int64_t i = 0; i < kChunk; ++i) s.edges[i] = 0;
     for (int64_t k = 0; k < tokens; ++k) {
       const int64_t i = k % kChunk - (bonus && k < kChunk);
@@ -408,10 +408,9 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
           s.products[i * tokens + j] += s.products[i * tokens + kChunk + j];
     for (int64_t kind = 0; kind < s.kinds; ++kind)
       for (int64_t other = 0; other < s.written; ++other) {
-        T* to = s.of_reads + kind * square;
-        multiply(s.next, kChunk, padded, kChunk,
-                 {s.products + kind * kChunk * tokens + other * kChunk, tokens, 1}, Entries::lower,
-                 s.writes + other * square, padded, to, T(0), to, padded);
+        const T* between = s.products + kind * kChunk * tokens + other * kChunk;
+        s.add(kChunk, padded, kChunk, {between, tokens, 1}, s.writes + other * square, padded,
+              s.of_reads + kind * square, padded, Entries::lower);
       }
     if (r.of_query) write_chunk(r.of_query, h, t0, steps, heads.N, s.of_reads, padded);
     if (r.of_probe) write_chunk(r.of_probe, h, t0, steps, heads.N, s.of_reads + square, padded);
@@ -420,8 +419,8 @@ static void chunk_backward(const HeadsGradient<T>& r, ChunkSpace<T>& s, int64_t 
     gradient_of_decays(r, s, h, t0, steps, after, (1 + s.m) * dot_states(s, state));
   if (r.adjoint()) {
     scale_rows(s.seen, tokens, padded, s.reads);
-    multiply(s.next, columns, padded, tokens, {s.read_values, tokens, 1}, Entries::all, s.reads, padded,
-             s.adjoint, s.m, s.adjoint, padded);
+    s.pass(columns, padded, tokens, {s.read_values, tokens, 1}, s.reads, padded, s.adjoint,
+           s.adjoint);
   }
 }
 

@@ -39,7 +39,7 @@ struct Left {
   int64_t row, step;
 };
 
-// to <- start + m start + A B, for kRows rows and V vectors of columns; nothing where no start.
+// to <- start + m start + A B, for kRows rows and V vectors of columns.
 template <int V, class T>
 INLINE void multiply_tile(Left<T> a, const T* b, int64_t b_row, int64_t begin, int64_t end,
                           const T* start, T m, T* to, int64_t row) {
@@ -86,7 +86,7 @@ NOINLINE void multiply_panel(Foreseen& next, int64_t rows, int64_t count, Left<T
   }
 }
 
-// to <- start + m start + A B, (rows, columns) with a dimension of `count` between; no start is zero.
+// to <- start + m start + A B, (rows, columns) with a dimension of `count` between; start may be null.
 template <class T>
 static void multiply(Foreseen& next, int64_t rows, int64_t columns, int64_t count, Left<T> a,
                      Entries entries, const T* b, int64_t b_row, const T* start, T m, T* to,
