@@ -17,7 +17,7 @@ cp -r captum_ssm "$out/lib/"
 find "$out/lib" -name '*.so' -delete
 CAPTUM_SSM_CXXFLAGS="$flags -g -O1 -fno-omit-frame-pointer" CAPTUM_SSM_LDFLAGS="$flags" \
     "$python" setup.py -q build_ext --build-lib "$out/lib" --build-temp "$out/temp" >"$out/log" 2>&1
-test -e "$out"/lib/captum_ssm/_C*.so || { cat "$out/log"; exit 1; }
+test -e "$out"/lib/captum_ssm/_C.abi3.so || { cat "$out/log"; exit 1; }
 
 # Python itself is not instrumented: the runtimes come first, and leaks of its own are not ours.
 # Subprocesses (compilers) are excluded; each instruction set has its own run. Python

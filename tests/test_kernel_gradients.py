@@ -55,12 +55,13 @@ DIAGONAL = [
     (1, 33, 48, 16, 3, 0, False),
     (2, 65, 40, 4, 8, 0, True),
 ]
-# Batch, length, heads, states, columns: lengths around the spans of 8 tokens.
+# Batch, length, heads, states, columns: lengths around the spans of 8 tokens and chunks of 32.
 HEADS = [
     (1, 1, 1, 1, 1),
     (2, 2, 1, 5, 2),
     (1, 8, 2, 16, 17),
     (2, 9, 3, 7, 1),
+    (1, 33, 1, 9, 4),
     (1, 67, 2, 20, 33),
 ]
 SAMPLES = [(shape, None) for shape in DIAGONAL] + list(itertools.product(HEADS, KINDS))
@@ -149,6 +150,27 @@ def test_long_sequences_and_threads(shape, kind, threads):
     found = backward("kernel", grad, v, c)
     assert_gradients_near(found, by_autograd(grad, v, c), TOLERANCE[torch.float32])
     assert all(map(torch.equal, found, backward("kernel", grad, v, c)))
+
+
+def test_states_of_several_segments():
+    """More states than are kept at once: those of all segments but the last are computed again."""
+    c, v, grad = case((1, 1900, 1, 256, 256), (False, True, False), torch.float64)
+    assert_gradients_near(backward("kernel", grad, v, c), backward("torch", grad, v, c), 1e-11)
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+@DTYPES
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1]], ids=str)
+def test_what_is_erased_need_not_be_the_key(kind, dtype, form):
+    c, v, grad = case((2, 67, 2, 20, 33), kind, dtype)
+    assert c.erase is not None
+    c = replace(c, erase=c.erase * torch.linspace(0.5, 1, 20, dtype=dtype))
+    assert_gradients_near(backward(form, grad, v, c), by_autograd(grad, v, c), TOLERANCE[dtype])
+    # Where it is, one tensor serves both.
+    same = replace(c, erase=c.key)
+    copied = replace(c, erase=c.key.clone())
+    found, expected = backward(form, grad, v, same), backward(form, grad, v, copied)
+    assert_gradients_near(found, expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -185,7 +185,11 @@ SevenTensors linear_attention_scan_backward(
   if (!empty)
     dispatch(a.query, [&](auto zero) {
       using T = decltype(zero);
-      const int64_t together = std::min(kHeadsTogether, per_part(a.H, a.batch));
+      const HeadsKernels<T>& k = kernels<T>().heads;
+      // Heads take turns, so their states should stay in a processor's own cache.
+      constexpr int64_t kCache = 256 << 10;
+      const int64_t cached = std::max<int64_t>(1, kCache / (k.padded(a.N) * P * int64_t(sizeof(T))));
+      const int64_t together = std::min({kHeadsTogether, cached, per_part(a.H, a.batch)});
       const int64_t groups = up(a.H, together);
       auto make_task = [&](int64_t task) {
         const int64_t b = task / groups, h0 = task % groups * together;
@@ -200,7 +204,6 @@ SevenTensors linear_attention_scan_backward(
         r.of_log_decay = to(of_log_decay, a.log_decay.size(3)), r.of_bonus = to(of_bonus, 1);
         return r;
       };
-      const HeadsKernels<T>& k = kernels<T>().heads;
       each_task<T>(a.batch * groups, k.gradient_scratch(make_task(0)),
                    [&](int64_t task, T* space) { k.gradient(make_task(task), space); });
     });

@@ -186,6 +186,24 @@ static void join_heads(const HeadsRun<T>& r, const T* before) {
 template <class T>
 constexpr int64_t kBlock = kColumnVectors * lanes<T>;  // columns handled at once
 
+// Scratch memory, given out part by part; only counted where there is none.
+template <class T>
+struct Parts {
+  T* base;
+  int64_t total = 0;
+
+  T* take(int64_t count) {
+    T* p = base + total;
+    total += round_up(count, 64 / sizeof(T));
+#if defined(__SANITIZE_ADDRESS__)
+    // A gap after each part, so that running from one into the next is seen.
+    if (base) __asan_poison_memory_region(base + total, 64);
+    total += 64 / sizeof(T);
+#endif
+    return p;
+  }
+};
+
 // The coefficients of kSteps tokens relative to the state before them, in rows of `padded`:
 //   found = find S,   y = read S + scores x,   S <- S + diag(m) S + write^T x - take^T found.
 // Backwards, read and write are swapped, and so are find and take; scores are transposed.
@@ -203,38 +221,28 @@ struct Span {
 
   Span(T* base, const Heads<T>& heads, int64_t together, int64_t columns) {
     const int64_t padded = heads_padded<T>(heads.N);
-    int64_t used = 0;
 #if defined(__SANITIZE_ADDRESS__)
     // The task before may have had other sizes.
     if (base)
       __asan_unpoison_memory_region(
           base, Span(nullptr, heads, together, columns).total * sizeof(T));
 #endif
-    auto take_part = [&](int64_t count) {
-      T* p = base + used;
-      used += round_up(count, 64 / sizeof(T));
-#if defined(__SANITIZE_ADDRESS__)
-      // A gap after each part, so that running from one into the next is seen.
-      if (base) __asan_poison_memory_region(base + used, 64);
-      used += 64 / sizeof(T);
-#endif
-      return p;
-    };
+    Parts<T> parts{base};
     const bool delta = bool(heads.erase);
-    read = take_part(kSteps * padded);
-    write = take_part(kLongSteps * padded);
-    find = take_part(delta ? kSteps * padded : 0);
-    take = take_part(delta ? kSteps * padded : 0);
-    m = take_part(kSteps * padded);
-    scores = take_part(kSteps * kSteps);
-    rk = take_part(delta ? kSteps * kSteps : 0);
-    re = take_part(delta ? kSteps * kSteps : 0);
-    qe = take_part(delta ? kSteps * kSteps : 0);
-    x = take_part(kSteps * kBlock<T>);
-    y = take_part(kLongSteps * kBlock<T>);
-    found = take_part(delta ? kSteps * kBlock<T> : 0);
-    state = take_part(together * round_up(columns, kBlock<T>) * padded);
-    total = used;
+    read = parts.take(kSteps * padded);
+    write = parts.take(kLongSteps * padded);
+    find = parts.take(delta ? kSteps * padded : 0);
+    take = parts.take(delta ? kSteps * padded : 0);
+    m = parts.take(kSteps * padded);
+    scores = parts.take(kSteps * kSteps);
+    rk = parts.take(delta ? kSteps * kSteps : 0);
+    re = parts.take(delta ? kSteps * kSteps : 0);
+    qe = parts.take(delta ? kSteps * kSteps : 0);
+    x = parts.take(kSteps * kBlock<T>);
+    y = parts.take(kLongSteps * kBlock<T>);
+    found = parts.take(delta ? kSteps * kBlock<T> : 0);
+    state = parts.take(together * round_up(columns, kBlock<T>) * padded);
+    total = parts.total;
   }
 };
 

@@ -1,4 +1,5 @@
-// The gradients of linear_attention_scan. No includes here (see vec.h).
+// The gradients of linear_attention_scan where each key has a decay of its own (for one per head, see
+// linear_attention_gradient_chunks.h). No includes here (see vec.h).
 //
 // A head's state S and its gradient R go kSteps tokens at a time, as in linear_attention.h, but with
 // a row of N numbers for each column of values. Reads are those of q, whose values are the gradient g
@@ -35,49 +36,37 @@ struct GradientSpace {
   T* adjoint;                 // the one of the head at hand
   int64_t total;
 
-  static int64_t span_size(const HeadsGradient<T>& r) {
-    return Span<T>((T*)nullptr, r.heads, 0, 0).total;
-  }
-
   GradientSpace(const HeadsGradient<T>& r, T* base)
       : padded(heads_padded<T>(r.heads.N)), columns(round_up(r.P, larger(kRows, lanes<T>))),
         size(columns * padded), spans(round_up(r.heads.L, kSteps) / kSteps),
         per_segment(smaller(smaller(spans, kSegmentSpans),
                             larger(4, kSegmentBytes / int64_t(size * sizeof(T))))),
         segments((spans + per_segment - 1) / per_segment), span(base, r.heads, 0, 0) {
-    total = span_size(r);
-    auto take = [&](int64_t count) {
-      T* p = base + total;
-      total += round_up(count, 64 / sizeof(T));
-#if defined(__SANITIZE_ADDRESS__)
-      if (base) __asan_poison_memory_region(base + total, 64);
-      total += 64 / sizeof(T);
-#endif
-      return p;
-    };
-    first_m = take(padded);
-    v = take(kLongSteps * columns);
-    g = take(kSteps * columns);
-    z = take(kSteps * columns);
-    of_v = take(kSteps * columns);
-    gv = take(kSteps * kSteps);
-    zv = take(kSteps * kSteps);
-    gf = take(kSteps * kSteps);
-    zf = take(kSteps * kSteps);
-    from_q = take(kSteps * padded);
-    from_r = take(kSteps * padded);
-    from_k = take(kSteps * padded);
-    from_e = take(kSteps * padded);
-    through = take(padded);
-    found = take(per_segment * kSteps * columns);
-    states = take((per_segment + 1) * size);
-    starts = take((r.h1 - r.h0) * segments * size);
-    adjoints = take((r.h1 - r.h0) * size);
+    Parts<T> parts{base, span.total};
+    first_m = parts.take(padded);
+    v = parts.take(kLongSteps * columns);
+    g = parts.take(kSteps * columns);
+    z = parts.take(kSteps * columns);
+    of_v = parts.take(kSteps * columns);
+    gv = parts.take(kSteps * kSteps);
+    zv = parts.take(kSteps * kSteps);
+    gf = parts.take(kSteps * kSteps);
+    zf = parts.take(kSteps * kSteps);
+    from_q = parts.take(kSteps * padded);
+    from_r = parts.take(kSteps * padded);
+    from_k = parts.take(kSteps * padded);
+    from_e = parts.take(kSteps * padded);
+    through = parts.take(padded);
+    found = parts.take(per_segment * kSteps * columns);
+    states = parts.take((per_segment + 1) * size);
+    starts = parts.take((r.h1 - r.h0) * segments * size);
+    adjoints = parts.take((r.h1 - r.h0) * size);
+    total = parts.total;
   }
 };
 
 template <class T>
-static int64_t head_gradient_scratch(const HeadsGradient<T>& r) {
+static int64_t spans_gradient_scratch(const HeadsGradient<T>& r) {
   return GradientSpace<T>(r, (T*)nullptr).total;
 }
 
@@ -335,7 +324,6 @@ template <bool delta, bool bonus, class T>
 NOINLINE void gradients_of_coefficients(const HeadsGradient<T>& r, const GradientSpace<T>& s,
                                         int64_t h, int64_t t0, int64_t steps) {
   const Heads<T>& m = r.heads;
-  Vec<T> of_head[kSteps] = {};
   for (int64_t n = 0; n < m.N; n += lanes<T>) {
     SpanVectors<T> c;
     for (int64_t i = 0; i < kSteps; ++i) {
@@ -357,16 +345,11 @@ NOINLINE void gradients_of_coefficients(const HeadsGradient<T>& r, const Gradien
       put(r.of_key, c.of_k[i]);
       if (delta) put(r.of_probe, c.of_r[i]);
       if (delta) put(r.of_erase, c.of_e[i]);
-      if (m.per_key)
-        put(r.of_log_decay, c.of_decay[i]);
-      else
-        of_head[i] += c.of_decay[i];
+      put(r.of_log_decay, c.of_decay[i]);
     }
   }
-  for (int64_t i = 0; i < steps; ++i) {
-    if (r.of_log_decay && !m.per_key) *r.of_log_decay.at(t0 + i, h) = total<T>(of_head[i]);
-    if (r.of_bonus) *r.of_bonus.at(t0 + i, h) = s.gv[i * kSteps + i];
-  }
+  if (r.of_bonus)
+    for (int64_t i = 0; i < steps; ++i) *r.of_bonus.at(t0 + i, h) = s.gv[i * kSteps + i];
 }
 
 // The gradients of the values: z, of what was found, and of_v.
@@ -403,8 +386,7 @@ static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_
   make_rows(r.heads, h, t0, steps, span);
   const T* a = r.heads.log_decay.at(t0, h);
   for (int64_t n = 0; n < s.padded; n += lanes<T>)
-    store(s.first_m + n, decay_minus_one<T>(r.heads.per_key ? load_part(a + n, r.heads.N - n)
-                                                            : splat(*a)));
+    store(s.first_m + n, decay_minus_one<T>(load_part(a + n, r.heads.N - n)));
   read_values(s, r.v, h, t0, steps, P, s.v);
   read_values(s, r.output, h, t0, steps, P, s.g);
   if (r.adjoint()) gradients_of_values(s, delta);
@@ -433,7 +415,7 @@ static void pass_backward(const HeadsGradient<T>& r, GradientSpace<T>& s, int64_
 }
 
 template <class T>
-static void head_gradient(const HeadsGradient<T>& r, T* scratch) {
+static void spans_gradient(const HeadsGradient<T>& r, T* scratch) {
   GradientSpace<T> s(r, scratch);
   const int64_t heads = r.h1 - r.h0;
   for (int64_t k = 0; k < heads * s.segments * s.size; ++k) s.starts[k] = 0;
