@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -197,10 +198,16 @@ def test_relevance_measures_the_wiring_of_a_model_once(monkeypatch: pytest.Monke
         return own(cuts, output, *args, **kwargs)
 
     monkeypatch.setattr(recording, "measure", counted)
-    method = MambaLRP(build("mamba"))
+    model = build("mamba")
     for length in (3, 3, 40, 50, 9):  # few tokens do not tell what mixes many
-        method.attribute(torch.ones(1, length, dtype=torch.long), target=3)
+        MambaLRP(model).attribute(torch.ones(1, length, dtype=torch.long), target=3)
     assert measured == [3, 40]
+    # Not where another function runs the model, or a module of it is another one.
+    ids = torch.ones(1, 40, dtype=torch.long)
+    MambaLRP(lambda ids: model(ids).logits, model=model).attribute(ids, target=3)
+    model.backbone.layers[0].norm = copy.deepcopy(model.backbone.layers[0].norm)
+    MambaLRP(model).attribute(ids, target=3)
+    assert measured == [3, 40, 40, 40]
 
 
 @pytest.mark.parametrize("function", [causal_conv, causal_conv_transpose])

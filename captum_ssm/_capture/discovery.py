@@ -15,8 +15,9 @@ from captum_ssm.mixers.discovery import discover
 
 # Models whose unknown mixers, if they have any, were found; and what is still not known of some.
 _SEARCHED: WeakSet[nn.Module] = WeakSet()
-# Models between whose known mixers no token was mixed, and on how many tokens that was measured.
-_UNMIXED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+# Models between whose known mixers no token was mixed: the modules that they had, and on how many
+# tokens that was measured.
+_UNMIXED: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
 # On so many tokens it is seen what mixes them.
 _ENOUGH = 32
 _UNKNOWN: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -25,14 +26,25 @@ _UNKNOWN: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def is_searched(request: Request) -> bool:
     """Whether all mixers of a request's model are known, as far as its tokens can tell."""
     model = request.module
-    known = _UNMIXED.get(model, 0) >= min(_tokens(request), _ENOUGH)
-    return model in _SEARCHED or known
+    if model in _SEARCHED:
+        return True
+    modules, tokens = _UNMIXED.get(model, (0, 0))
+    return (
+        request.forward_func is model  # a function may mix tokens itself
+        and modules == _modules(model)
+        and tokens >= min(_tokens(request), _ENOUGH)
+    )
 
 
 def remember_unmixed(request: Request) -> None:
     """Let :func:`is_searched` know that no token was mixed between the known mixers."""
     model = request.module
-    _UNMIXED[model] = max(_UNMIXED.get(model, 0), _tokens(request))
+    _UNMIXED[model] = _modules(model), _tokens(request)
+
+
+def _modules(model: nn.Module) -> int:
+    # Another number where a module was exchanged.
+    return hash(tuple(map(id, model.modules())))
 
 
 def _tokens(request: Request) -> int:
