@@ -14,8 +14,8 @@ from captum_ssm._capture.ways import Way
 from captum_ssm._capture.wiring import INPUT, Link, Wiring
 from captum_ssm._grid import TokenGrid
 
-# Passes for the mean places of tokens. A few tell clear lines apart.
-PROBES = (2, 8)
+# Passes for the mean places of tokens. One tells clear lines apart.
+PROBES = (1, 8)
 
 
 class StageGrids:

@@ -99,7 +99,10 @@ class _State:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.attributes = module, dict(module.__dict__)
         kept = (dict, list, set)
-        self.contents = [(v, v.copy()) for v in self.attributes.values() if isinstance(v, kept)]
+        # Most are empty, and copies of these would be thousands.
+        self.contents = [
+            (v, v.copy() if v else None) for v in self.attributes.values() if isinstance(v, kept)
+        ]
         if module.training:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.clone()
@@ -109,7 +112,8 @@ class _State:
         self.module.__dict__.update(self.attributes)
         for value, content in self.contents:
             value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
+            if content:
+                value.extend(content) if isinstance(value, list) else value.update(content)
 
 
 @contextmanager
