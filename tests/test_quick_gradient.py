@@ -17,6 +17,7 @@ from captum_ssm._capture.recording import record
 from captum_ssm._capture.substitution import KEPT
 from captum_ssm._capture.target import read_score
 from captum_ssm.attr._residual import ResidualStream, norms_and_head
+from captum_ssm.attr.mamba_lrp import Rules, with_leaves
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers import _registry as registry
@@ -228,3 +229,13 @@ def test_a_convolution_of_few_taps_has_gradients(function: Any, length: int) -> 
         torch.nn.functional.pad(x.mT, (3, 0)), taps[:, None], bias, groups=2
     )
     torch.testing.assert_close(causal_conv(x, taps, bias), expected.mT)
+
+
+def test_relevance_keeps_the_form_only_of_what_mixers_returned() -> None:
+    model, ids = build("mamba"), torch.ones(1, 9, dtype=torch.long)
+    request = with_leaves(Request.of(model, None, ids))
+    rules = Rules(request)
+    frozen = freeze(request, target=3, substitution=rules, query=False)
+    for layer in frozen.layers:
+        assert layer.call.output.shape == (1, 9, model.config.hidden_size)
+        assert layer.call.output.untyped_storage().nbytes() == layer.call.dtype.itemsize

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
-from captum_ssm._nested import detached, tensors_in
+from captum_ssm._nested import detached, map_tensors, tensors_in
 from captum_ssm._progress import Bar
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import bound_arguments
@@ -45,7 +45,13 @@ if TYPE_CHECKING:
 
 
 class Substitute(Protocol):
-    """What takes the place of recorded modules' results."""
+    """What takes the place of recorded modules' results.
+
+    Attributes:
+        keeps_mixers (bool): whether what it took the place of is needed after the run.
+    """
+
+    keeps_mixers: ClassVar[bool]
 
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""
@@ -391,15 +397,19 @@ def _record_once(
                 linears.leave(call)
             if substitute is not None:
                 value = substitute(call)
-            is_recorded = value is own or envoy in inside
+            is_own = value is own
+            is_recorded = is_own or envoy in inside
             bar.advance(envoy in inside)
             if gradients and not _first(value).requires_grad:
                 # A frozen model fed with ids has no graph: it starts here.
                 value = _with_first(value, _first(value).detach().clone().requires_grad_(True))
+            recorded = value
+            if not (is_own or substitute is None or substitute.keeps_mixers):
+                recorded = map_tensors(_form, value)
             if cuts is None:
-                return value if is_recorded else None, value
+                return recorded if is_recorded else None, value
             if envoy in inside:
-                return value, _with_first(
+                return recorded, _with_first(
                     value, cuts.leave(envoy.path.removeprefix("model."), _first(value))
                 )
             if _is_table(envoy._module) and table in (None, envoy._module):
@@ -519,6 +529,11 @@ def split_calls(
             f"{type(unwrap(model)).__name__}; pass the model that forward_func runs."
         )
     return mixers, [call for call in calls if find_adapter(call.module) is None]
+
+
+def _form(x: Tensor) -> Tensor:
+    # Its shape and dtype, without its numbers.
+    return x.new_zeros(()).expand(x.shape)
 
 
 def _first(value: Any) -> Tensor:

@@ -55,7 +55,8 @@ class Substitution:
     which takes less memory than ours. What was frozen is kept, in the order of the mixers' calls.
 
     Attributes:
-        keeps_mixers (bool): whether the frozen mixers are needed after the run.
+        keeps_mixers (bool): whether the frozen mixers, and what the model's own returned, are
+            needed after the run.
         kept_bytes (float): of graphs, before they are made anew in the backward pass.
     """
 
