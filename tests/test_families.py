@@ -310,7 +310,7 @@ def test_rwkv_token_shift_is_a_convolution_where_features_share_one_mix():
         for _, module in find_mixers(model):
             module.time_mix_value.fill_(0.3)
     shifted = ("conv", "gate")
-    for layer in frozen_layers(model, tokens, check=True):
+    for layer in frozen_layers(model, tokens, check=True)[:2]:
         mixer = layer.mixer
         assert mixer.conv_bias.abs().max() <= 1e-6 * mixer.values.abs().max()
         plain = mixer.operator("unified").matrix()
@@ -488,3 +488,20 @@ def test_a_wrong_recurrence_is_known_however_little_it_adds(method, error, monke
         return
     with pytest.raises(ReconstructionError, match="of what its recurrence adds"):
         method(model).attribute(tokens, target=4)
+
+
+def test_a_recurrence_that_adds_nothing_is_not_known_by_its_rounding(monkeypatch):
+    model, tokens = build("recurrent_gemma"), ids(2, 9)
+    freeze = find_adapter(model.model.layers[0].temporal_block)
+
+    def all_in_the_skip(call):
+        mixer = freeze(call)
+        nothing = mixer.recurrence.scaled(torch.zeros_like(mixer.inputs), None)
+        return replace(mixer, recurrence=nothing, skip=mixer.mixed / mixer.values)
+
+    monkeypatch.setitem(registry._REGISTRY, "RecurrentGemmaRecurrentBlock", all_in_the_skip)
+    for layer in frozen_layers(model, tokens, check=True)[:2]:
+        mixer = layer.mixer
+        share = mixer.recurrence_share(mixer.gated_output())
+        assert (share > 0).all()
+        assert (share < torch.finfo(torch.float32).eps).all()

@@ -150,12 +150,15 @@ class Deviation:
             error = torch.maximum(error, before / whole.clamp(min=1e-30) * size)
         return cls(error, size, rebuilt.share, rebuilt.rounding)
 
-    def errors(self, mask: Tensor | None) -> tuple[float, float]:
-        """The largest errors of all examples: of the output, and of what the recurrence adds."""
+    def errors(self, mask: Tensor | None, least: float = 0.0) -> tuple[float, float]:
+        """The largest errors of all examples: of the output, and of what the recurrence adds.
+
+        A recurrence whose share is not above ``least`` (a token that decays at once) adds nothing
+        that could be wrong.
+        """
         error = _relative(self.error, self.size, mask)
         share = self.share.to(error)
-        # A recurrence that adds nothing (a token that decays at once) has nothing to be wrong.
-        of_recurrence = torch.where(share > 0, error / share.clamp(min=1e-30), 0)
+        of_recurrence = torch.where(share <= least, 0, error / share.clamp(min=1e-30))
         return float(error.amax()), float(of_recurrence.amax())
 
 
@@ -204,7 +207,7 @@ def check_deviation(
 
 
 def _error_on_larger_tokens(call: MixerCall) -> float:
-    """The error of what the recurrence adds, on tokens on which it adds more.
+    """The error of what the recurrence adds, or of all, on tokens on which it adds more.
 
     In half precision, where these would overflow, a copy of the mixer in float32 is run.
     """
@@ -227,7 +230,9 @@ def _error_on_larger_tokens(call: MixerCall) -> float:
         again = replace(
             call, module=module, args=args, kwargs=kwargs, result=module(*args, **kwargs)
         )
-        return Deviation.of(again, Rebuilt.of(adapter(again))).errors(None)[1]
+        # A share is the norm of a difference, known up to the rounding of what is subtracted.
+        rounding = torch.finfo(dtype).eps
+        return max(Deviation.of(again, Rebuilt.of(adapter(again))).errors(None, least=rounding))
 
 
 def warn_if_padding_is_read(
