@@ -387,12 +387,18 @@ class Explained:
         self.model = (case.model if case.trained else moved(case.model)).eval()
         self.forward = case.forward or self.model
         self.inputs = tensors(case.inputs)
+        self.writes_in_place = False
         self.score, self.gradients = self.backward()
 
     def backward(self) -> tuple[Tensor, list[Tensor | None]]:
         """The model's own forward and backward, to its floating inputs and parameters."""
         leaves = [x.clone().requires_grad_() if x.is_floating_point() else x for x in self.inputs]
-        # Some models write into what a gradient of their own needs.
+        if not self.writes_in_place:
+            try:
+                return self._backward(leaves)
+            except RuntimeError:  # it writes into what a gradient of its own needs
+                self.writes_in_place = True
+        # Much slower than a plain pass.
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
             return self._backward(leaves)
 
@@ -405,10 +411,9 @@ class Explained:
             target = tensors(self.case.target)
             score = output[(slice(None), *target)]
         wanted = [x for x in leaves if x.is_floating_point()]
-        found = torch.autograd.grad(
-            score.sum(), wanted or list(self.model.parameters()), allow_unused=True
+        queue = list(
+            torch.autograd.grad(score.sum(), [*wanted, *self.model.parameters()], allow_unused=True)
         )
-        queue = list(found)
         return score.detach(), [queue.pop(0) if x.is_floating_point() else None for x in leaves]
 
     def method(self, kind: type, **options: Any) -> Any:
