@@ -262,7 +262,7 @@ class CutGraph:
             read = self._known[edge.node]
             if not read or read & through or read & ~allowed or node.name().startswith(_FACTORS):
                 continue
-            if tokens is None or not _is_finer(edge, tokens):
+            if tokens is None or _times_finer(edge, tokens) < 2:
                 found |= read
         return _members(found)
 
@@ -299,10 +299,32 @@ def joints(root: Point, entry: Point, leaves: Sequence[Point]) -> Joints:
     stream = [
         edge
         for edge in edges
-        if not _is_finer(edge, entry.tokens)
+        if _times_finer(edge, entry.tokens) <= 1
         and not any(edge.node in all_before[o.node] for o in edges if o.node is not edge.node)
     ]
     return Joints(stream, [edge for edge in edges if edge not in stream], frozenset(direct))
+
+
+def meeting(root: Point, leaves: Sequence[Point]) -> GradientEdge | None:
+    """The earliest tensor that all ways from ``root`` to some leaves pass; None for the root."""
+    ends = {leaf.edge.node for leaf in leaves}
+    known = _bits_of_nodes([root], leaves, past_leaves=False)
+    # Earlier ones first.
+    nodes = [node for node, bits in known.items() if bits and node not in ends]
+    ways: dict[Any, int] = dict.fromkeys(ends, 1)  # to the leaves
+    for node in nodes:
+        ways[node] = sum(ways.get(earlier, 0) for earlier, _ in node.next_functions)
+    arriving = dict.fromkeys(ways, 0)  # from the root
+    arriving[root.edge.node], found = 1, None
+    for node in reversed(nodes):
+        for earlier, output in node.next_functions:
+            if earlier is None or earlier not in ways or earlier in ends:
+                continue
+            arriving[earlier] += arriving[node]
+            # What as many ways pass as there are, all do.
+            if arriving[earlier] * ways[earlier] == ways[root.edge.node]:
+                found = GradientEdge(earlier, output)
+    return found
 
 
 def _edges(
@@ -322,10 +344,11 @@ def _edges(
                     stack.append(earlier)
 
 
-def _is_finer(edge: GradientEdge, tokens: int) -> bool:
-    # Whether a tensor holds at least twice as many tokens, channels being its second or last axis.
+def _times_finer(edge: GradientEdge, tokens: int) -> float:
+    # How many times as many tokens a tensor holds, channels being its second or last axis.
     shape = edge.node._input_metadata[edge.output_nr].shape
-    return all(math.prod(shape) >= 2 * tokens * shape[axis] for axis in (1, -1) if len(shape) > 1)
+    sizes = [math.prod(shape) / shape[axis] for axis in (1, -1) if len(shape) > 1]
+    return min(sizes, default=math.inf) / tokens
 
 
 def _before(node: Node, ends: Collection[Node]) -> set[Node]:

@@ -44,6 +44,15 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Silu": F.silu,
 }
 
+_FUSED_ACTIVATIONS = (
+    "Gelu",
+    "Glu",
+    "SquaredReLUFunction",
+    "SwiGLUFunction",
+    "SwiGLULinearFunction",
+    "SwishFunction",
+)
+
 
 @contextmanager
 def ruled(
@@ -71,7 +80,16 @@ def ruled(
 def _find_rules(
     ends: Sequence[Node], starts: Sequence[Node], centered: bool
 ) -> tuple[list[tuple[Node, Rule]], dict[Node, bool]]:
-    rules: list[tuple[Node, Rule]] = []
+    visited, carries = _carrying(ends, starts)
+    rules = [(node, _rule(node, carrying, centered)) for node, carrying in visited]
+    return [(node, rule) for node, rule in rules if rule is not None], carries
+
+
+def _carrying(
+    ends: Sequence[Node], starts: Sequence[Node]
+) -> tuple[list[tuple[Node, set[int]]], dict[Node, bool]]:
+    # The nodes between, each with the inputs by which relevance goes on to a start.
+    visited: list[tuple[Node, set[int]]] = []
     carries: dict[Node, bool] = dict.fromkeys(starts, True)
     stack = list(ends)
     while stack:
@@ -86,10 +104,20 @@ def _find_rules(
         else:
             carrying = {i for i, child in followed.items() if carries[child]}
             carries[node] = bool(carrying)
-            rule = _rule(node, carrying, centered)
-            if rule is not None:
-                rules.append((node, rule))
-    return rules, carries
+            visited.append((node, carrying))
+    return visited, carries
+
+
+def goes_through_activation(end: Node, start: Node) -> bool:
+    """Whether an activation, or a product of two signals, as in an MLP, lies between two nodes."""
+
+    def bends(node: Node, carrying: set[int]) -> bool:
+        kind = _kind(node)
+        if kind in _PRODUCTS:
+            return carrying.issuperset(_PRODUCTS[kind])
+        return bool(carrying) and (kind in _ACTIVATIONS or kind in _FUSED_ACTIVATIONS)
+
+    return any(bends(node, carrying) for node, carrying in _carrying([end], [start])[0])
 
 
 def is_constant(x: Tensor) -> bool:

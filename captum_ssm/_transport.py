@@ -30,6 +30,7 @@ class Transport:
         leaf (Point): the tokens that are read.
         batch (int): B, the examples that both hold.
         around (tuple of GradientEdge, optional): the ways through these do not count. Default: ()
+        kept (Tensor, optional): ``(T_leaf,)`` bool, which of the leaf's tokens count. Default: None
         values (Tensor, optional): of the leaf. J is then that of factors of them, J diag(x), norms
             and gates frozen: the size of what each token adds, rather than of its weights. What
             adds nothing is told apart by its weights. Default: None
@@ -39,6 +40,7 @@ class Transport:
     leaf: Point
     batch: int
     around: tuple[GradientEdge, ...] = ()
+    kept: Tensor | None = None
     values: Tensor | None = None
 
     @cached_property
@@ -101,6 +103,15 @@ class Transport:
                 found = self._norms(seeds.flatten(1, 2))  # (n, B S)
                 total[:, at] += found.unflatten(1, (self.batch, S)).transpose(0, 1)
         return total / total.sum(-1, keepdim=True).clamp(min=1e-300)
+
+    def energy(self) -> Tensor:
+        """The squared gradients at the leaf's tokens, ``(T_leaf,)``, of random vectors put in."""
+        generator = torch.Generator().manual_seed(0)
+        with pulling(self) as pull:
+            found = pull(self.root.unflat(self.root.noise(generator)))
+        if found is None:
+            return torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
+        return self.leaf.flat(found).double().square().sum(-1)
 
     def _noise(self, point: Point, generator: torch.Generator) -> Tensor:
         r = torch.randn(point.tokens // self.batch, point.width, generator=generator)
@@ -220,8 +231,15 @@ def pulling(way: Transport) -> Iterator[Callable[..., Tensor | None]]:
     def pull(seed: Tensor, **options: Any) -> Tensor | None:
         options = {"retain_graph": True, "allow_unused": True, **options}
         (found,) = torch.autograd.grad(way.root.edge, way.leaf.edge, seed, **options)
-        return found if found is None or factors is None else found * factors
+        if found is None:
+            return None
+        for some in (factors, kept):
+            found = found if some is None else found * some
+        return found
 
+    kept = None
+    if way.kept is not None:
+        kept = way.leaf.unflat(way.kept[:, None].expand(-1, way.leaf.width).to(way.leaf.device))
     with torch.enable_grad(), ExitStack() as stack:
         if factors is not None:
             stack.enter_context(ruled([way.root.edge.node], [way.leaf.edge.node]))

@@ -229,6 +229,19 @@ def test_a_linear_head_is_enough() -> None:
     assert delta.abs().max() < 1e-5
 
 
+def test_a_norm_before_an_mlp_is_not_taken_for_the_last() -> None:
+    model, ids = Residual(), ids_for()
+    inner = nn.Linear(16, 16, bias=False), nn.GELU(), nn.Linear(16, 30, bias=False)
+    model.head = nn.Sequential(nn.LayerNorm(16), *inner)
+    nn.init.normal_(model.embeddings.weight)
+    nn.init.zeros_(model.head[0].bias)
+    found, delta = LaTIM(model).attribute(
+        ids, target=3, activation="gate", return_convergence_delta=True
+    )
+    torch.testing.assert_close(found.sum(1) + delta, model(ids)[:, -1, 3])
+    assert delta.abs().max() < 1e-5
+
+
 @pytest.fixture(params=["as wide models", "as narrow models"])
 def width(request, monkeypatch) -> str:
     """Whether sources are left out, or rows only."""

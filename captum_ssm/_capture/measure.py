@@ -8,16 +8,17 @@ earlier one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
 from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
 from captum_ssm._capture.orders import Orders
+from captum_ssm._capture.skips import Skips
 from captum_ssm._capture.streams import ResidualStreams
 from captum_ssm._capture.ways import Way, feature_axis, portions
 from captum_ssm._capture.wiring import (
@@ -31,7 +32,7 @@ from captum_ssm._capture.wiring import (
     side_by_side,
 )
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, dependencies, gradients, joints, readers
+from captum_ssm._graph import Point, dependencies, gradients, readers
 from captum_ssm._transport import Patches, Transport, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
@@ -108,8 +109,19 @@ class _Measurement:
         self.groups = side_by_side(self.direct)
         self.orders = Orders(batch)
         self.links: dict[tuple[int, int], Link] = {}
-        # By what reads past others: what it reads, and the joints to leave out on the way there.
-        self.around: dict[int, dict[int, tuple[GradientEdge, ...]]] = {}
+        lead_of = {i: group[0] for group in self.groups for i in group}
+        self.skips = Skips(
+            self.entries,
+            self.exits,
+            self.direct,
+            self.reads,
+            lead_of,
+            self.links,
+            self.orders,
+            is_pooled=not self._is_per_token(),
+        )
+        # By what reads past others: the ways to what it reads.
+        self.past: dict[int, dict[int, Transport]] = {}
         self.exchanged = 0.0
         self.is_far = False
 
@@ -176,16 +188,16 @@ class _Measurement:
                 self.orders |= dict.fromkeys(group)
             tokens = self.exits[group[0]].tokens // self.batch
             stages.append(Stage(tuple(group), reads, tokens))
-        around = self._around(simple)
-        stages = [replace(stage, around=a) for stage, a in zip(stages, around, strict=True)]
         if per_token:
             output = self._reads(end, stage_of, simple)
         else:
             sources = sorted({stage_of[i]: i for i in reversed(sorted(self.direct[end]))}.values())
             if not simple and len(sources) == 1:
-                self.around[end] = self._skips(end, sources[0])
-                sources += self.around[end]
+                self.past[end] = self.skips.of(end, sources[0])
+                sources += self.past[end]
             output = tuple((stage_of[i], Link()) for i in sources)
+        around = self._around(simple)
+        stages = [replace(stage, around=a) for stage, a in zip(stages, around, strict=True)]
         if not simple:
             self._check_orders(per_token)
         if per_token and self.score is None:
@@ -205,8 +217,9 @@ class _Measurement:
         streams = ResidualStreams(self.groups, entries, leaves, self.direct)
         found = []
         for s, group in enumerate(self.groups):
+            finer = not (simple or self.skips.partial & set(group))
             try:
-                found.append(streams.around(s, self._is_in_place, finer=not simple))
+                found.append(streams.around(s, self.skips.is_in_place, finer=finer))
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{self.name(group[0])} {error} {_ADVICE}") from None
         return found
@@ -250,55 +263,17 @@ class _Measurement:
 
         The links are added, and all of them get the share of the tokens that they make up.
         """
-        past, root, B = self._skips(i, j), self.entries[i], self.batch
+        past, root, B = self.skips.of(i, j), self.entries[i], self.batch
         if self.links[i, j].is_in_place:  # what is added to a residual stream by no mixer stays out
-            past = {k: around for k, around in past.items() if k >= 0}
+            past = {k: way for k, way in past.items() if k >= 0}
         if not past or root is None:
             return []
-        self.around[i] = past
-        ways = {j: Transport(root, self.exits[j], B)}
-        ways |= {k: Transport(root, self.exits[k], B, around) for k, around in past.items()}
+        self.past[i] = past
+        ways = {j: Transport(root, self.exits[j], B), **past}
         shares = portions([way.row_norms(_PROBES).view(B, -1) for way in ways.values()])
         for (k, way), share in zip(ways.items(), shares, strict=True):
-            S = way.leaf.tokens // B
-            before = self.orders.get(k)
-            order = None if before is None else self.orders.of_example(before, S, S)
-            link = self.links.get((i, k), Link(transport=way, order=order, count=S))
-            self.links[i, k] = replace(link, share=share)
+            self.links[i, k] = replace(self._link_past(i, k, way), share=share)
         return list(past)
-
-    def _skips(self, i: int, j: int) -> dict[int, tuple[GradientEdge, ...]]:
-        """What i reads past j, and where the way to each of them is cut."""
-        root, entry = self.entries[i], self.entries.get(j)
-        if root is None or entry is None:
-            return {}
-        leaves, keys, end = list(self.exits.values()), list(self.exits), len(self.ports)
-        found = joints(root, entry, leaves)
-        near = [self._leads(keys[m] for m in found.leaves)]
-        points = [replace(root, edge=edge) for edge in found.past]
-        for one in dependencies(points, leaves, past_leaves=False):
-            reads = {**self.reads, end: {keys[m] for m in one}}
-            near.append(self._leads(nearest(reads)[end] if one else ()))
-        others = list(zip(found.past, near[1:], strict=True))
-        ways = {}
-        for k in sorted(set().union(*near)):
-            if not self._is_in_place(j, k):
-                # Nor through a mixer, where the graph was left whole.
-                mixers = [self.exits[m].edge for m in range(end) if m != k]
-                ways[k] = (*found.stream, *mixers, *(e for e, one in others if k not in one))
-        return ways
-
-    def _leads(self, found: Iterable[int]) -> set[int]:
-        # The first mixer of each stage among them; inputs as they are.
-        lead_of = {i: group[0] for group in self.groups for i in group}
-        return {lead_of.get(i, i) for i in found}
-
-    def _is_in_place(self, i: int, j: int) -> bool:
-        # Whether the tokens of i are those of j, from one mixer to the next.
-        if i == j:
-            return True
-        before = [k for (one, k), link in self.links.items() if one == i and link.is_in_place]
-        return any(self._is_in_place(k, j) for k in before)
 
     def _link(self, i: int, j: int) -> Link:
         """How the tokens given to i read those of j; decodes the order of i on the way."""
@@ -308,32 +283,24 @@ class _Measurement:
         B = self.batch
         T, S = root.tokens // B, leaf.tokens // B
         place = readers(root, leaf)
-        before = self.orders.get(j)
-        if place is not None:
-            place = place.cpu()
-            kept = (place >= 0).nonzero()[:, 0]
-            if len(place[kept].unique()) == len(kept):  # else tokens are pooled
-                source = torch.full((root.tokens,), -1)
-                source[place[kept]] = kept if before is None else before[kept]
-                is_order = len(kept) == root.tokens == leaf.tokens
-                if is_order:
-                    here = torch.arange(root.tokens)
-                    known = self.orders.get(i, source)
-                    if not torch.equal(here if known is None else known, source):
-                        raise self._refused(i, j, "in two orders")
-                    self.orders[i] = None if torch.equal(source, here) else source
-                    if self.orders[i] is None or i < len(self.ports):
-                        return Link()
-                local = self.orders.of_example(source, T, S)
-                if local is None:
-                    raise self._refused(i, j, "across the examples of the batch")
-                return Link(source=local, count=S)
+        source = self._source(root, j, place)
+        if source is not None:
+            if root.tokens == leaf.tokens and bool((source >= 0).all()):
+                here = torch.arange(root.tokens)
+                known = self.orders.get(i, source)
+                if not torch.equal(here if known is None else known, source):
+                    raise self._refused(i, j, "in two orders")
+                self.orders[i] = None if torch.equal(source, here) else source
+                if self.orders[i] is None or i < len(self.ports):
+                    return Link()
+            return self._sourced(i, j, source)
         # What a stem makes of its neighbors is the way from an input, not mixing between tokens.
         is_way = j < 0 and bool(self.ways[INPUT - j].roots)
         if S == T and not is_way:  # tokens act on one another, each in its place: see _check_orders
-            self.orders.setdefault(i, before)
+            self.orders.setdefault(i, self.orders.get(j))
             return Link()
         self._refuse_mixers(i, j)
+        before = self.orders.get(j)
         order = None if before is None else self.orders.of_example(before, S, S)
         if not self._examples_are_apart(root, leaf) or (before is not None and order is None):
             raise self._refused(i, j, "across the examples of the batch")
@@ -342,6 +309,42 @@ class _Measurement:
             way = Transport(root, leaf, B, values=values)
         else:
             way = Patches(root, leaf, B, values=values, owner=place)
+        return Link(transport=way, order=order, count=S)
+
+    def _source(self, root: Point, j: int, place: Tensor | None) -> Tensor | None:
+        # The one token of j, in its order, that each of the root's reads, -1 for none, by the
+        # reader of each; None where some tokens are pooled.
+        if place is None:
+            return None
+        place = place.cpu()
+        read, before = (place >= 0).nonzero()[:, 0], self.orders.get(j)
+        if len(place[read].unique()) < len(read):
+            return None
+        source = torch.full((root.tokens,), -1)
+        source[place[read]] = read if before is None else before[read]
+        return source
+
+    def _sourced(self, i: int, j: int, source: Tensor) -> Link:
+        T, S = len(source) // self.batch, self.exits[j].tokens // self.batch
+        local = self.orders.of_example(source, T, S)
+        if local is None:
+            raise self._refused(i, j, "across the examples of the batch")
+        return Link(source=local, count=S)
+
+    def _link_past(self, i: int, j: int, way: Transport) -> Link:
+        # How i reads tokens of j by a way past other mixers.
+        known = self.links.get((i, j))
+        if known is not None:
+            return known
+        with pulling(way):
+            place = readers(way.root, way.leaf)
+        if place is not None and way.kept is not None:
+            place = torch.where(way.kept, place, -1)
+        source = self._source(way.root, j, place)
+        if source is not None:
+            return self._sourced(i, j, source)
+        S, before = way.leaf.tokens // self.batch, self.orders.get(j)
+        order = None if before is None else self.orders.of_example(before, S, S)
         return Link(transport=way, order=order, count=S)
 
     def _examples_are_apart(self, root: Point, leaf: Point) -> bool:
@@ -358,35 +361,34 @@ class _Measurement:
         if given is not None and other is not None and given.edge == other.edge:
             self.orders[i] = self.orders.get(lead)
             return
-        j = min(self.direct[i], default=None)
         T = self.exits[i].tokens
-        if j is not None:
-            entries = self.entries[i], self.entries[lead]
-            places = [readers(e, self.exits[j]) for e in entries if e is not None]
-            found = [p.cpu() for p in places if p is not None]
-            if (
-                all(torch.equal(p.sort().values, torch.arange(T)) for p in found)
-                and len(found) == 2
-            ):
-                mine, theirs = (torch.argsort(p) for p in found)
-                place = torch.empty_like(theirs)
-                place[theirs] = torch.arange(T)
-                self.orders.put(i, lead, place[mine])
-                return
+        place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
+        for k in sorted(self.direct[i] & self.direct[lead]):
+            reading = [readers(e, self.exits[k]) for e in (given, other) if e is not None]
+            if len(reading) == 2 and all(one is not None for one in reading):
+                mine, theirs = (one.cpu() for one in reading if one is not None)
+                both = (mine >= 0) & (theirs >= 0)
+                place[mine[both]] = theirs[both]
         consumer = next(k for k, one in self.direct.items() if i in one)
         root = self.entries[consumer]
-        if root is not None and self.exits[lead].tokens == T:
-            if root.tokens == T:  # as the lead's, unless _check_orders knows better
-                self.orders[i] = self.orders.get(lead)
-            places = [readers(root, self.exits[k]) for k in (i, lead)]
-            found = [p.cpu() for p in places if p is not None]
-            if len(found) == 2:
-                place = torch.full((root.tokens,), -1)
-                place[found[1]] = torch.arange(T)
-                self.orders.put(i, lead, place[found[0]])
-            if len(found) == 2 or root.tokens == T:
-                return
-        raise self._refused(i, lead, "side by side, in orders that could not be told apart")
+        if root is not None and bool((place < 0).any()):
+            read = [readers(root, self.exits[k]) for k in (i, lead)]
+            if all(one is not None for one in read):
+                mine, theirs = (one.cpu() for one in read if one is not None)
+                by_root = torch.full((root.tokens,), -1)
+                by_root[theirs[theirs >= 0]] = (theirs >= 0).nonzero()[:, 0]
+                more = torch.where(mine >= 0, by_root[mine.clamp(min=0)], -1)
+                place = torch.where(place < 0, more, place)
+        left = torch.ones(T, dtype=torch.bool)
+        left[place[place >= 0]] = False
+        if int(left.sum()) == 1:
+            place[place < 0] = int(left.nonzero())
+        if torch.equal(place.sort().values, torch.arange(T)):
+            self.orders.put(i, lead, place)
+        elif root is not None and root.tokens == T == self.exits[lead].tokens:
+            self.orders[i] = self.orders.get(lead)  # unless _check_orders knows better
+        else:
+            raise self._refused(i, lead, "side by side, in orders that could not be told apart")
 
     def _is_mixed(self, leaves: Sequence[int], per_token: bool) -> bool:
         # Whether not everything between acts on each token by itself, in its order.
@@ -438,22 +440,25 @@ class _Measurement:
         A pooled output reads them in equal shares, an entry of a dense one as by a transport. Where
         it is read from mixers of several stages past one another, they share it as by a transport.
         """
-        past = self.around.get(len(self.ports), {})
-        found = [self._energy(i, past.get(i, ())) for i in mixers]
+        past = self.past.get(len(self.ports), {})
+        found = [self._energy(i, past.get(i)) for i in mixers]
         energies = [energy for energy in found if energy is not None]
-        if len(energies) < len(found):
-            return [None] * len(found)
         sums = [energy.sum(1, keepdim=True) for energy in energies]
-        weights = [energy / total for energy, total in zip(energies, sums, strict=True)]
+        if len(energies) < len(found) or not bool((reduce(torch.add, sums) > 0).all()):
+            return [None] * len(found)
+        weights = energies
         if self.score is None:
-            support = [(e > 1e-12 * e.amax(1, keepdim=True)).to(e.dtype) for e in energies]
-            weights = [one / one.sum(1, keepdim=True) for one in support]
+            weights = [(e > 1e-12 * e.amax(1, keepdim=True)).to(e.dtype) for e in energies]
+        counts = [one.sum(1, keepdim=True) for one in weights]
+        weights = [one / n.clamp(min=1e-300) for one, n in zip(weights, counts, strict=True)]
         if past:
-            parts = portions(sums)
+            # Of tokens that go past a mixer each is like those of the mixer.
+            are_alike = all(way.kept is not None for way in past.values())
+            parts = portions(counts if are_alike else sums)
             weights = [one * part for one, part in zip(weights, parts, strict=True)]
         return list(weights)
 
-    def _energy(self, i: int, around: tuple[GradientEdge, ...]) -> Tensor | None:
+    def _energy(self, i: int, past: Transport | None) -> Tensor | None:
         # The squared gradients at the tokens after mixer i, (B, T), in the model's order.
         point = self.output if self.score is None else self.score
         if point is None:
@@ -464,7 +469,9 @@ class _Measurement:
             seed = torch.randn(point.shape[apart:], generator=torch.Generator().manual_seed(0))
             seed = seed.expand(point.shape)
         seed = seed.to(point.device, point.dtype)
-        way = Transport(point, self.exits[i], self.batch, around)
+        way = Transport(point, self.exits[i], self.batch)
+        if past is not None:
+            way = replace(past, root=point)
         with pulling(way) as pull:
             gradient = pull(seed)
         if gradient is None:
@@ -475,7 +482,7 @@ class _Measurement:
             flat = torch.empty_like(energy.flatten())
             flat[order.to(flat.device)] = energy.flatten()
             energy = flat.view(self.batch, -1)
-        return energy if bool((energy.amax(1) > 0).all()) else None
+        return energy
 
     def _windows(self, i: int) -> Tensor | None:
         try:

@@ -24,9 +24,13 @@ _WIDE = 256
 def is_mixed(roots: Mapping[int, Point], leaves: Mapping[int, Point], orders: Orders) -> bool:
     """Whether a token of a root depends on a leaf's tokens in other places.
 
+    So it does where some tokens of an input are read, and others, for which there is another token
+    in their place, are not.
+
     Args:
         roots (mapping of int to Point): by mixer, the tokens that it is given.
-        leaves (mapping of int to Point): by mixer, the tokens that it returned.
+        leaves (mapping of int to Point): by mixer, the tokens that it returned; by input, below
+            zero, its own.
         orders (Orders): of both.
     """
     if max(point.width for point in leaves.values()) < _WIDE:
@@ -39,6 +43,7 @@ def is_mixed(roots: Mapping[int, Point], leaves: Mapping[int, Point], orders: Or
 def _finds_mixing(roots: Mapping[int, Point], leaves: Mapping[int, Point], orders: Orders) -> bool:
     count = next(iter(leaves.values())).tokens
     generator = torch.Generator().manual_seed(0)
+    unread = {i: torch.ones(count, dtype=torch.bool) for i in leaves if i < 0}
     for chosen in _separating(count, generator):
         seeds = [
             root.outer(generator) * orders.chosen(i, chosen).to(root.device)[:, None]
@@ -51,7 +56,9 @@ def _finds_mixing(roots: Mapping[int, Point], leaves: Mapping[int, Point], order
                 # NaN, as at the norm of a token that is zero, tells nothing.
                 if bool((gradient[others].abs() > 0).any()):
                     return True
-    return False
+                if i in unread:
+                    unread[i] &= ~(gradient != 0).any(-1).cpu()
+    return any(bool(one.any()) and not bool(one.all()) for one in unread.values())
 
 
 def shares_of_others(

@@ -37,6 +37,7 @@ from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, map_tensors, tensors_in
 from captum_ssm._progress import Bar
+from captum_ssm._rules import goes_through_activation
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import bound_arguments
 
@@ -203,12 +204,15 @@ class Recording:
 
     def _without_passed(self, target: Tensor) -> Recording:
         # Without the calls after the last mixer that the target reads past as well, such as that
-        # of an MLP's norm: their gradient does not say how it reads the residual stream.
+        # of an MLP's norm, or through an MLP: their gradient does not say how it reads the residual
+        # stream.
         def is_passed(call: MixerCall) -> bool:
             given = next(tensors_in((call.args, call.kwargs)), None)
             if given is None or not (given.requires_grad and call.output.requires_grad):
                 return False
-            return is_read_past(Point.of(target, None), Point.of(given), Point.of(call.output))
+            root, output = Point.of(target, None), Point.of(call.output)
+            is_past = is_read_past(root, Point.of(given), output)
+            return is_past or goes_through_activation(root.edge.node, output.edge.node)
 
         last = self.calls[-1].order
         others = [call for call in self.others if call.order < last or not is_passed(call)]

@@ -1,0 +1,92 @@
+"""What is measured between the mixers of models that nobody has thought of."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from methods import assert_close
+from random_models import Model
+
+from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError
+from captum_ssm._capture import mixing
+
+FEW = range(30)
+MANY = range(30, 400)
+
+
+def made(seed: int) -> tuple[Model, torch.Tensor]:
+    model = Model(seed).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    return model, torch.randn(model.shape, generator=generator, dtype=torch.float64)
+
+
+def explained(method, model, x, *args, **options):
+    """What a method returns, or None where it says that it cannot tell."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return method(model).attribute(x, *args, **options)
+    except UnsupportedModelError:
+        return None
+    except ValueError as error:
+        # Of a score that is read from a constant token, or mixers that add to no residual stream.
+        if "could not be found" in str(error) or "residual stream" in str(error):
+            return None
+        raise
+
+
+def check_rollouts(seeds) -> float:
+    """Compares rollouts with what is known of them; the share of models that are refused."""
+    refused = 0
+    for seed in seeds:
+        model, x = made(seed)
+        if not bool(model(x).isfinite().all()):
+            continue
+        found = explained(MambaRollout, model, x)
+        if found is None:
+            refused += 1
+            continue
+        found, expected = found.sum(-1), model.rollout(x)
+        if model.readout == "the mean":  # parameters among the tokens may or may not be counted
+            found, expected = (row / row.abs().amax(1, keepdim=True) for row in (found, expected))
+        error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+        assert float(error) < 1e-9, f"{seed}: {model}: off by {error:.1e}"
+    return refused / len(seeds)
+
+
+def check_sums(seeds) -> None:
+    for seed in seeds:
+        model, x = made(seed)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "token")):
+                parameter.data.zero_()
+        score = model(x)[:, 2].detach()
+        if not bool((score != 0).all() and score.isfinite().all()):  # of a constant token
+            continue
+        for method, options in ((MambaLRP, {}), (LaTIM, {"activation": "gate"})):
+            found = explained(method, model, x, 2, **options)
+            assert found is not None or method is LaTIM, f"{seed}: {model}"
+            if found is not None:
+                assert_close(found.sum((1, 2)), score, 1e-9)
+
+
+@pytest.mark.parametrize("width", [0, 256], ids=["by rank one", "as it is"])
+def test_rollouts(width, monkeypatch):
+    monkeypatch.setattr(mixing, "_WIDE", width)
+    assert check_rollouts(FEW[width // 256 :: 2]) < 0.1
+
+
+def test_relevance_adds_up_to_the_score():
+    check_sums(FEW[:8])
+
+
+@pytest.mark.slow
+def test_many_rollouts():
+    assert check_rollouts(MANY) < 0.1
+
+
+@pytest.mark.slow
+def test_relevance_of_many_adds_up_to_their_scores():
+    check_sums(MANY)
