@@ -27,6 +27,7 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     ReconstructionError,
+    UnsupportedModelError,
     hidden_attention,
 )
 from captum_ssm._capture import FrozenLayer, Request, freeze
@@ -402,6 +403,14 @@ def test_hooks_of_layers_are_part_of_them(name, method):
             other.bias.mul_(2)
     found, truth = (method(m).attribute(TOKENS, target=5) for m in (model, same))
     torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_part_is_refused():
+    model = build("mamba")
+    model.lm_head = torch.jit.script(model.lm_head)
+    with pytest.raises(UnsupportedModelError, match="lm_head is a torch"):
+        MambaLRP(model).attribute(TOKENS, target=5)
 
 
 def test_a_replaced_forward_of_a_layer_is_noticed():
