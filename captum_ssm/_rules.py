@@ -8,13 +8,14 @@ forward pass do not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 
 Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
@@ -52,6 +53,19 @@ _FUSED_ACTIVATIONS = (
     "SwiGLULinearFunction",
     "SwishFunction",
 )
+
+
+# Neither linear, nor with a rule: their plain gradient is kept.
+_WITHOUT_RULE = (
+    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Cumprod", "Elu", "Erf"),
+    *("Erfc", "Expm1", "Log", "Log10", "Log1P", "Log2", "LogSigmoid", "LogSoftmax", "Logsumexp"),
+    *("Prod", "Sin", "Sinh", "Softplus", "Tan"),
+    "torch::jit::(anonymous namespace)::DifferentiableGraph",  # of scripted functions
+)
+# Functions defined in Python that have one, that are linear, or whose module is replaced (norms,
+# which also return the residual stream). Those of this library are linear, or obey the rules.
+_FUNCTIONS = ("LayerNormF", "RotaryEmbedding", "SquaredReLU", "SwiGLU", "Swish", "TokenShift")
+_OURS = "GeneratedBackwardFor_captum_ssm_"
 
 
 @contextmanager
@@ -118,6 +132,24 @@ def goes_through_activation(end: Node, start: Node) -> bool:
         return bool(carrying) and (kind in _ACTIVATIONS or kind in _FUSED_ACTIVATIONS)
 
     return any(bends(node, carrying) for node, carrying in _carrying([end], [start])[0])
+
+
+def without_rule(carries: Mapping[Node, bool]) -> list[str]:
+    """The functions that relevance goes through by their plain gradient, by name.
+
+    Args:
+        carries (dict): of :func:`ruled`, whose rules are still attached.
+    """
+    return sorted({_kind(node) for node, carry in carries.items() if carry and _is_unknown(node)})
+
+
+def _is_unknown(node: Node) -> bool:
+    kind, name = _kind(node), node.name()
+    if not isinstance(node, BackwardCFunction):
+        return kind in _WITHOUT_RULE
+    defined_in = type(node)._forward_cls.__module__  # type: ignore[attr-defined]
+    is_ours = name.startswith(_OURS) or defined_in.startswith("captum_ssm.")
+    return not (is_ours or kind.startswith(_FUNCTIONS))
 
 
 def is_constant(x: Tensor) -> bool:
@@ -197,6 +229,8 @@ def _rule(node: Node, carrying: set[int], centered: bool = True) -> Rule | None:
         return _times(0.5, factors) if carrying.issuperset(factors) else None
     if kind == "Pow":
         return _times(1 / node._saved_exponent, (0,))
+    if kind == "Sqrt":
+        return _times(2, (0,))
     if kind == "Glu":
         return _signal_of_glu(node._saved_dim)
     if kind == "NativeLayerNorm":

@@ -12,6 +12,7 @@ from torch import Tensor
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm._capture.checking import Deviation, Rebuilt, tolerance_of
 from captum_ssm._capture.model import extract_logits
+from captum_ssm._capture.tracing import unchanged
 from captum_ssm.attr import methods
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers._registry import how_known
@@ -157,7 +158,7 @@ def supported(
 
 def likeliest(request: Request) -> Any:
     """A target: the token, or class, that the model predicts for the first example."""
-    with torch.no_grad():
+    with torch.no_grad(), unchanged(request.module):
         logits = extract_logits(request.run())
     if logits.dim() < 2:
         return None

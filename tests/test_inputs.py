@@ -258,6 +258,19 @@ def test_ids_and_values_together():
     assert_close(found[1], truth[1], 1e-12)
 
 
+class Labeled(torch.Tensor):
+    """As torchvision's images are."""
+
+
+@each_method
+def test_subclasses_of_tensors_are_tensors(method):
+    model, x = made(inputs.Series), noise(2, 8, 3)
+    truth = method(model).attribute(x, 1, **options(method))
+    found = method(model).attribute(x.as_subclass(Labeled), 1, **options(method))
+    assert type(found) is torch.Tensor
+    assert_close(found, truth)
+
+
 def test_tuples_of_one_come_back_as_such():
     x = noise(2, 8, 3)
     for method in METHODS:

@@ -27,6 +27,7 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     ReconstructionError,
+    UnsupportedModelError,
     hidden_attention,
 )
 from captum_ssm._capture import FrozenLayer, Request, freeze
@@ -388,6 +389,37 @@ def test_layers_that_are_not_plain_are_explained_by_what_they_compute(kind, fami
     truth = method(same).attribute(TOKENS, target=5)
     torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-4)
     assert_unchanged(model, before)
+
+
+@each_method
+@pytest.mark.parametrize("name", ["in_proj", "out_proj"])
+def test_hooks_of_layers_are_part_of_them(name, method):
+    model, same = build("mamba"), build("mamba")
+    layer, other = (m.get_submodule(f"backbone.layers.0.mixer.{name}") for m in (model, same))
+    layer.register_forward_hook(lambda module, args, output: 2 * output)
+    with torch.no_grad():
+        other.weight.mul_(2)
+        if other.bias is not None:
+            other.bias.mul_(2)
+    found, truth = (method(m).attribute(TOKENS, target=5) for m in (model, same))
+    torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_part_is_refused():
+    model = build("mamba")
+    model.lm_head = torch.jit.script(model.lm_head)
+    with pytest.raises(UnsupportedModelError, match="lm_head is a torch"):
+        MambaLRP(model).attribute(TOKENS, target=5)
+
+
+def test_a_replaced_forward_of_a_layer_is_noticed():
+    model = build("mamba")
+    layer = model.backbone.layers[0].mixer.in_proj
+    own = layer.forward
+    layer.forward = lambda x: 2 * own(x)
+    with pytest.raises(ReconstructionError, match="mixer"):
+        MambaLRP(model).attribute(TOKENS, target=5)
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2"])

@@ -306,6 +306,39 @@ def test_buffers_and_containers_are_put_back(method):
         assert "cache" not in model._buffers
 
 
+class Streaming(nn.Module):
+    """Carries a state on from run to run, in eval mode: a buffer, a view of it, and containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny()
+        self.register_buffer("state", torch.zeros(16))
+        self.view, self.kept = self.state[:8], {"runs": [torch.zeros(())], "sizes": []}
+
+    def forward(self, tokens):
+        embeddings = self.model.get_input_embeddings()(tokens)
+        with torch.no_grad():
+            self.state.lerp_(embeddings.mean((0, 1)), 0.5)
+            self.kept["runs"][0] += 1
+            self.kept["sizes"].append(tokens.shape)
+        assert torch.equal(self.view, self.state[:8])
+        return self.model(inputs_embeds=embeddings + self.state).logits
+
+    def found(self):
+        return self.state.tolist(), self.view.tolist(), self.kept["runs"], self.kept["sizes"]
+
+
+@each_method
+def test_what_a_run_writes_is_put_back(method):
+    model, tokens = Streaming().eval(), ids(2, 7)
+    before = fingerprint(model)
+    method(model).attribute(tokens, target=4)
+    captum_ssm.supported(model, tokens)
+    assert_unchanged(model, before)
+    assert model.found() == ([0.0] * 16, [0.0] * 8, [0.0], [])
+    assert model.view.data_ptr() == model.state.data_ptr()
+
+
 def test_nnsight_brings_its_save_to_those_who_import_it():
     code = """
 import captum_ssm

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import FAMILIES, build, padded
-from models import WithOutput
+from models import VOCABULARY, WithOutput
 from test_vision import images, isotropic, small
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -177,6 +177,10 @@ RULES = {
     "hardswish": activation(F.hardswish),
     "relu": (torch.relu, lambda x, c: x * (c > 0)),
     "squared relu": (lambda x: torch.relu(x).square(), lambda x, c: x * torch.relu(c)),
+    "square root": (
+        lambda x: x.square().sum(-1, keepdim=True).sqrt(),
+        lambda x, c: (x * c).sum(-1, keepdim=True) / c.norm(dim=-1)[:, None],
+    ),
     "cube": (lambda x: x**3, lambda x, c: x * c**2),
     "soft cap": activation(lambda x: 3 * torch.tanh(x / 3)),
     "sigmoid gate": gated(lambda x: torch.sigmoid(x @ WEIGHT)),
@@ -364,10 +368,36 @@ def test_a_function_without_a_rule_is_what_the_delta_is() -> None:
 
     with torch.no_grad():
         logit = F.silu(model(ids_for()).logits[:, -1, 3])
-    relevance, delta = run(Unknown.apply)
+    with pytest.warns(UserWarning, match="through Unknown, which has no rule"):
+        relevance, delta = run(Unknown.apply)
     torch.testing.assert_close(delta, logit - relevance.sum(1))
     assert float(delta.abs().max()) > 1e-2
     assert float(run(F.silu)[1].abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("act", [F.softplus, partial(torch.log_softmax, dim=-1)])
+def test_activations_without_a_rule_are_said(act) -> None:
+    model = build("mamba")
+    with pytest.warns(UserWarning, match=r"through (Softplus|LogSoftmax), which has no rule"):
+        MambaLRP(lambda ids: act(model(ids).logits), model).attribute(ids_for(), target=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_functions_are_said() -> None:
+    model, swiglu = build("mamba"), torch.jit.script(_swiglu)
+
+    def forward(ids: Tensor) -> Tensor:
+        logits = model(ids).logits
+        return swiglu(logits, logits)
+
+    MambaLRP(lambda ids: _swiglu(*[model(ids).logits] * 2), model).attribute(ids_for(), target=3)
+    forward(ids_for())  # the first call is only profiled
+    with pytest.warns(UserWarning, match="DifferentiableGraph, which has no rule"):
+        MambaLRP(forward, model).attribute(ids_for(), target=3)
+
+
+def _swiglu(x: Tensor, y: Tensor) -> Tensor:
+    return F.silu(x) * y
 
 
 def test_probabilities_are_refused() -> None:
@@ -453,6 +483,32 @@ def test_the_table_of_tokens_is_not_that_of_positions(tells, ids):
     embedded = MambaLRP(lambda e: model.inner(inputs_embeds=e + places).logits, model)
     expected = embedded.attribute(embeddings, target=3).sum(-1)
     torch.testing.assert_close(MambaLRP(model).attribute(ids, target=3), expected)
+
+
+class PerLayer(nn.Module):
+    """Each layer adds an embedding of its own of the same ids; the model names its first table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = without_biases(build("mamba"))
+        self.tables = nn.ModuleList(nn.Embedding(VOCABULARY, 16) for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.inner.get_input_embeddings()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.get_input_embeddings()(tokens)
+        for layer, table in zip(self.inner.backbone.layers, self.tables, strict=False):
+            x = layer(x) + table(tokens)
+        return self.inner.lm_head(self.inner.backbone.norm_f(x))
+
+
+def test_every_table_that_is_given_the_ids_has_relevance():
+    model = PerLayer()
+    with torch.no_grad():
+        score = model(ids_for())[:, -1, 3]
+    relevance = MambaLRP(model).attribute(ids_for(), target=3)
+    torch.testing.assert_close(relevance.sum(1), score, rtol=1e-4, atol=1e-5)
 
 
 def test_tables_that_cannot_be_told_apart_are_an_error():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,15 +86,15 @@ def input_embeddings(model: nn.Module) -> Any:
 
 
 def extract_logits(output: Any) -> Tensor:
-    """The tensor a model returns: itself, ``.logits``, or the first tensor it holds."""
+    """The tensor a model returns: itself, its ``logits``, or the first tensor it holds."""
     if torch.is_tensor(output):
         return output
-    logits = getattr(output, "logits", None)
+    is_dict = isinstance(output, Mapping)
+    logits = output.get("logits") if is_dict else getattr(output, "logits", None)
     if torch.is_tensor(logits):
         return logits
-    values = output.values() if isinstance(output, dict) else output
-    if isinstance(output, (dict, tuple, list)):
-        for value in values:
+    if is_dict or isinstance(output, (tuple, list)):
+        for value in output.values() if is_dict else output:
             if torch.is_tensor(value):
                 return value
     raise TypeError(

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from captum_ssm._captum import format_additional_forward_args, is_tuple
 from captum_ssm._capture.model import (
@@ -290,6 +291,9 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         )
     if getattr(input_embeddings(unwrap(model)), "num_embeddings", None) is not None:
         _check_language(inputs)
+    if not is_traceable_wrapper_subclass(inputs):
+        # A subclass (torchvision's images) may wrap results anew, which then have other nodes.
+        inputs = inputs.as_subclass(Tensor)
     # Which ids a table was given is told by their memory: each has its own.
     return inputs if inputs.is_floating_point() else as_ids("inputs", inputs, model).contiguous()
 

@@ -5,6 +5,7 @@ Only this file and :mod:`remote` import nnsight, and they do so when a model is 
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import warnings
@@ -37,6 +38,12 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
     """The model as nnsight's, for the time of a run; it leaves as it came."""
     _load_nnsight()
     modules = list(unwrap(model).modules())
+    for path, module in unwrap(model).named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{path or 'model'} is a torch.jit.ScriptModule, in which no graph can be read; "
+                "expected modules of Python. Explain the model as it was before scripting."
+            )
     for module in modules:
         # RWKV-4 divides its weights in its first run for inference, and has to remember that.
         rescale = getattr(module, "_rescale_layers", None)
@@ -62,7 +69,8 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put the attributes of a model's modules back after a run."""
-    before = [_State(module) for module in model.modules()]
+    copies: dict[int, Any] = {}
+    before = [_State(module, copies) for module in model.modules()]
     try:
         yield
     finally:
@@ -93,23 +101,32 @@ def _load_nnsight() -> None:
 
 
 class _State:
-    # The attributes of a module: nnsight replaces its forward, and a run may count, cache or
-    # register buffers. Containers are put back in place, as others may hold them too. In training
-    # a run writes into buffers (a batch norm's means): it gets copies of them.
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.attributes = module, dict(module.__dict__)
-        kept = (dict, list, set)
+    # The attributes of a module: nnsight replaces its forward, and a run may count, cache, register
+    # buffers, or write into them (a batch norm's means, a counter, the state of a stream).
+    # Containers are put back in place, as others may hold them too; the run gets copies of tensors,
+    # which share memory where these do.
+    def __init__(self, module: nn.Module, copies: dict[int, Any]) -> None:
+        self.contents: list[tuple[Any, Any]] = []
+        self.copies = copies
+        # A linear layer may keep quantized weights in buffers, too large to copy. Only in training
+        # is anything else written there (a spectral norm's vectors).
+        self.copies_tensors = module.training or not hasattr(module, "in_features")
+        self._keep(module.__dict__, {id(module.__dict__)})
+
+    def _keep(self, container: Any, seen: set[int]) -> None:
         # Most are empty, and copies of these would be thousands.
-        self.contents = [
-            (v, v.copy() if v else None) for v in self.attributes.values() if isinstance(v, kept)
-        ]
-        if module.training:
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.clone()
+        self.contents.append((container, container.copy() if container else None))
+        if not container or isinstance(container, set):
+            return
+        pairs = enumerate(container) if isinstance(container, list) else container.items()
+        for key, value in [*pairs]:
+            if isinstance(value, (dict, list, set)) and id(value) not in seen:
+                seen.add(id(value))
+                self._keep(value, seen)
+            elif type(value) is torch.Tensor and self.copies_tensors and not value.requires_grad:
+                container[key] = copy.deepcopy(value, self.copies)
 
     def restore(self) -> None:
-        self.module.__dict__.clear()
-        self.module.__dict__.update(self.attributes)
         for value, content in self.contents:
             value.clear()
             if content:

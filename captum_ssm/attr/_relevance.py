@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from captum_ssm._capture.recording import gradients_at, require_graph
-from captum_ssm._rules import ruled
+from captum_ssm._rules import ruled, without_rule
 
 
 def relevance_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor]:
@@ -37,6 +38,7 @@ def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | No
         starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
         with ruled([score.grad_fn], starts) as carries:
             connected = carries[score.grad_fn]
+            unknown = without_rule(carries)
             if connected:
                 found = gradients_at(leaves, score)
         if not connected:
@@ -46,6 +48,14 @@ def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | No
                 "exponential, which are constants in MambaLRP; expected logits. Let forward_func "
                 "return the logits rather than probabilities."
             )
+    if unknown:
+        warnings.warn(
+            f"relevance goes through {', '.join(unknown)}, which has no rule: its plain gradient "
+            "is kept, so relevance may not add up to the score. The convergence delta says by how "
+            "much. Explain a logit, or write the function in operations of PyTorch that have one.",
+            UserWarning,
+            stacklevel=2,
+        )
     return found
 
 

@@ -54,10 +54,11 @@ class MambaLRP(TokenAttribution):
     the same values. What a frozen mixer computes, by the very operations that relevance is
     propagated through, is compared with what the mixer returned. The other rules are attached to
     the nodes of the autograd graph, whichever module they come from, and change no value. A
-    function without a rule (a fused kernel with a backward pass of its own) keeps its plain
-    gradient; the convergence delta says what that costs. Autograd keeps no argument of
-    :func:`torch.tanh`: where its result is rounded to ±1 (\|x\| > 9 in float32, 3.5 in bfloat16),
-    relevance is too large by about \|x\| over that limit. :class:`torch.nn.Tanh` is exact.
+    function without a rule (softplus, a log softmax, a fused kernel with a backward pass of its
+    own) keeps its plain gradient: a warning names it, and the delta says what that costs. Autograd
+    keeps no argument of :func:`torch.tanh`: where its result is rounded to ±1 (\|x\| > 9 in
+    float32, 3.5 in bfloat16), relevance is too large by about \|x\| over that limit.
+    :class:`torch.nn.Tanh` is exact.
 
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`. ``memory_limit`` here
     limits the bytes that the graph of the run may keep, in addition to the model; a run that needs
@@ -231,9 +232,10 @@ class Rules(Substitution):
             for module, given, leaf in self.embedded
             if (entries := entries_of(given, ids)) is not None
         ]
-        of_table = [leaf for leaf, module, _ in found if module is self.table]
-        views = [leaf for leaf, _, view in found if view]
-        leaves = of_table or views or [leaf for leaf, _, _ in found]
+        # What was given the very ids embeds tokens, whichever table it is. Of equal copies, which
+        # may be positions, only the model's own table is known to do so.
+        surely = [leaf for leaf, module, view in found if view or module is self.table]
+        leaves = surely or [leaf for leaf, _, _ in found]
         known = torch.zeros(ids.numel(), dtype=torch.bool)
         for leaf in leaves:
             known[leaf.entries] = True
@@ -244,7 +246,7 @@ class Rules(Substitution):
                 "not known; expected all, as a whole or in views of them, such as columns. Explain "
                 "the embeddings instead, or pass what is no ids in additional_forward_args."
             )
-        if not (of_table or views) and len({id(module) for _, module, _ in found}) > 1:
+        if not surely and len({id(module) for _, module, _ in found}) > 1:
             raise ValueError(
                 "several embedding tables were given ids equal to the inputs (positions, perhaps), "
                 "so the one that embeds the tokens is not known; give the model a "
