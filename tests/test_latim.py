@@ -341,6 +341,29 @@ def test_tiles_and_blocks_of_any_size_give_the_same(monkeypatch, tolerance, widt
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("block", [16, 1 << 10])
+def test_a_row_needs_no_vectors_of_later_tokens(monkeypatch, block) -> None:
+    widths = []
+    project = _contributions.Contributions.project
+
+    def counted(self, z):
+        widths.append(z.shape[2])
+        return project(self, z)
+
+    latim, ids, L = LaTIM(build("mamba").double()), ids_for(2, 33), 33
+    expected = latim.interactions(ids, 0, "l2")
+    monkeypatch.setattr(_contributions, "BLOCK", block)
+    monkeypatch.setattr(_contributions.Contributions, "project", counted)
+    torch.testing.assert_close(latim.interactions(ids, 0, "l2"), expected)
+    assert max(widths) <= block // 2
+    if block < L:
+        # A row at a time, and no narrow rest of one.
+        assert sum(widths) == L * (L + 1) // 2
+        assert min(widths[block // 2 :]) >= block // 4
+    else:
+        assert sum(widths) < 0.8 * L * L
+
+
 def test_targets_of_one_text_share_its_vectors(monkeypatch) -> None:
     monkeypatch.setattr(_alti, "NARROW", 0)
     latim, ids = LaTIM(build("mamba")), ids_for(1, 17)

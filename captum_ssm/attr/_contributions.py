@@ -140,8 +140,8 @@ class Contributions:
         return found
 
     def columns(self, rows: Tensor) -> int:
-        """How many tokens, from the first on, the ascending rows may read."""
-        return int(rows[-1]) + 1 if self.is_causal else self.length
+        """How many tokens, from the first on, the rows may read."""
+        return int(rows.max()) + 1 if self.is_causal else self.length
 
     def unprojected(
         self, index: Tensor, columns: int, visit: Callable[[slice, Tensor], None] | None = None
@@ -177,22 +177,23 @@ class Contributions:
         """A reduction of the vectors of rows ``index (B, R)`` over their width.
 
         ``reduce`` takes vectors ``(B, E, r, c)``, and which of the rows and columns they are. They
-        are made in blocks that stay in the cache, and are never in memory as a whole.
+        are made in blocks that stay in the cache, and are never in memory as a whole. Where a row
+        reads no token there is no vector.
 
         Returns:
-            Tensor: ``(B, R, C)``, of the first columns.
+            Tensor: ``(B, R, C)``, of the first columns; zero where there is no vector.
         """
         (B, R), size = index.shape, max(1, BLOCK // len(index))
         if all(part.is_sum_of_maps for part in self.parts):
             height, block = min(R, size), self._blocks_of_maps(index, columns)
         else:
             height, block = max(1, size // columns), self._blocks_of_channels(index, columns)
-        out = self.weight.new_empty(B, R, columns)
+        out = self.weight.new_zeros(B, R, columns)
         width = max(1, size // height)
+        tokens = index.cpu()
         for top in range(0, R, height):
             rows = slice(top, min(R, top + height))
-            for left in range(0, columns, width):
-                chosen = slice(left, min(columns, left + width))
+            for chosen in _even_slices(min(columns, self.columns(tokens[:, rows])), width):
                 out[:, rows, chosen] = reduce(block(rows, chosen), rows, chosen)
         return out
 
@@ -340,6 +341,13 @@ class _Part:
             inside = (column >= 0)[:, None]
             found.append((column.clamp(min=0), factor * _at(values, index) * inside))
         return found
+
+
+def _even_slices(length: int, most: int) -> Iterator[slice]:
+    # As few as there can be of at most so many: a product of few columns costs almost as much.
+    count = -(-length // most)
+    for k in range(count):
+        yield slice(k * length // count, (k + 1) * length // count)
 
 
 def _may_be_rounded(weight: Tensor) -> bool:

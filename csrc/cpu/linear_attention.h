@@ -186,24 +186,6 @@ static void join_heads(const HeadsRun<T>& r, const T* before) {
 template <class T>
 constexpr int64_t kBlock = kColumnVectors * lanes<T>;  // columns handled at once
 
-// Scratch memory, given out part by part; only counted where there is none.
-template <class T>
-struct Parts {
-  T* base;
-  int64_t total = 0;
-
-  T* take(int64_t count) {
-    T* p = base + total;
-    total += round_up(count, 64 / sizeof(T));
-#if defined(__SANITIZE_ADDRESS__)
-    // A gap after each part, so that running from one into the next is seen.
-    if (base) __asan_poison_memory_region(base + total, 64);
-    total += 64 / sizeof(T);
-#endif
-    return p;
-  }
-};
-
 // The coefficients of kSteps tokens relative to the state before them, in rows of `padded`:
 //   found = find S,   y = read S + scores x,   S <- S + diag(m) S + write^T x - take^T found.
 // Backwards, read and write are swapped, and so are find and take; scores are transposed.
@@ -221,12 +203,6 @@ struct Span {
 
   Span(T* base, const Heads<T>& heads, int64_t together, int64_t columns) {
     const int64_t padded = heads_padded<T>(heads.N);
-#if defined(__SANITIZE_ADDRESS__)
-    // The task before may have had other sizes.
-    if (base)
-      __asan_unpoison_memory_region(
-          base, Span(nullptr, heads, together, columns).total * sizeof(T));
-#endif
     Parts<T> parts{base};
     const bool delta = bool(heads.erase);
     read = parts.take(kSteps * padded);

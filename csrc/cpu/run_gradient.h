@@ -36,29 +36,26 @@ struct GradientScratch {
   T* own_C;
   T* checkpoints;  // (stretches + 1, blocks, N, W): the states at the start of each
   T* run;          // scratch of the run that finds them
-  int64_t total = 0;
+  int64_t total;
 
   GradientScratch(const RunGradient<T>& r, T* base) {
     constexpr int64_t W = lanes<T>;
-    auto take = [&](int64_t count) {
-      T* p = base + total;
-      total += (count * sizeof(T) + 63) / 64 * 64 / sizeof(T);
-      return p;
-    };
     const int64_t N = r.maps.N, states = (r.d1 - r.d0 + W - 1) / W * N * W;
     const int64_t stretches = (r.maps.L + kGradientSteps - 1) / kGradientSteps;
-    tile = (GradientTile<T>*)take(sizeof(GradientTile<T>) / sizeof(T));
-    rates = take(states);
-    adjoint = take(states);
-    of_A = take(states);
-    sum_B = take(kGradientSteps * N * W);
-    sum_C = take(kGradientSteps * N * W);
-    own_B = take(kGradientSteps * N * W);
-    own_C = take(kGradientSteps * N * W);
-    checkpoints = take(r.states() ? (stretches + 1) * states : states);
+    Parts<T> parts{base};
+    tile = (GradientTile<T>*)parts.take(sizeof(GradientTile<T>) / sizeof(T));
+    rates = parts.take(states);
+    adjoint = parts.take(states);
+    of_A = parts.take(states);
+    sum_B = parts.take(kGradientSteps * N * W);
+    sum_C = parts.take(kGradientSteps * N * W);
+    own_B = parts.take(kGradientSteps * N * W);
+    own_C = parts.take(kGradientSteps * N * W);
+    checkpoints = parts.take(r.states() ? (stretches + 1) * states : states);
     Run<T> forward{};
     forward.maps = r.maps, forward.d0 = r.d0, forward.d1 = r.d1;
-    run = take(run_scratch(forward));
+    run = parts.take(run_scratch(forward));
+    total = parts.total;
   }
 };
 

@@ -26,7 +26,6 @@ constexpr double kGone = sizeof(T) == 4 ? -126 : -1022;
 template <class T>
 constexpr int64_t kPanel = kColumnVectors * lanes<T>;  // columns of a micro tile
 
-
 // Scratch of one thread, and where things lie in it.
 template <class T>
 struct TileScratch {
@@ -74,43 +73,33 @@ struct TileScratch {
     stride = round_up(size + round_up(m.reach(), W), kBase) + kBase + W;
     channels = larger(1, smaller(m.D, kInner / m.N));
     inner = channels * m.N;
-    int64_t taken = 0;
-    auto take = [&](int64_t count) {
-      T* p = base + taken;
-      taken += round_up(count, 64 / sizeof(T));
-#if defined(__SANITIZE_ADDRESS__)
-      // A gap after each part, so that running from one into the next is seen.
-      if (base) __asan_poison_memory_region(base + taken, 64);
-      taken += 64 / sizeof(T);
-#endif
-      return p;
-    };
-    sum = take(size * (extra + size));
-    P = take(size * inner);
-    Q = take((round_up(m.reach(), W) + round_up(size, kPanel<T>)) * inner);
-    dt = take(channels * stride);
-    right = take(channels * stride);
-    left = take(channels * stride);
-    before = take(channels * stride);
-    after = take(channels * stride);
-    B = take(m.N * stride);
-    C = take(m.N * stride);
-    x = take(stride);
-    lines = take(m.conv ? m.N * line(m.reach()) : 0);
-    square = take(m.conv ? kBase * pitch(m.reach()) : 0);
-    decay = take(m.N * kBase);
-    leave = take(m.N * kBase);
+    Parts<T> parts{base};
+    sum = parts.take(size * (extra + size));
+    P = parts.take(size * inner);
+    Q = parts.take((round_up(m.reach(), W) + round_up(size, kPanel<T>)) * inner);
+    dt = parts.take(channels * stride);
+    right = parts.take(channels * stride);
+    left = parts.take(channels * stride);
+    before = parts.take(channels * stride);
+    after = parts.take(channels * stride);
+    B = parts.take(m.N * stride);
+    C = parts.take(m.N * stride);
+    x = parts.take(stride);
+    lines = parts.take(m.conv ? m.N * line(m.reach()) : 0);
+    square = parts.take(m.conv ? kBase * pitch(m.reach()) : 0);
+    decay = parts.take(m.N * kBase);
+    leave = parts.take(m.N * kBase);
     const int64_t per = sizeof(double) / sizeof(T);
-    row_stretch = (double*)take(per * channels * stretches());
-    source_stretch = (double*)take(per * channels * stretches());
-    gap = (double*)take(per * channels);
-    row_distance = (double*)take(per * channels * stretches());
-    source_distance = (double*)take(per * channels * stretches());
-    rates = (double*)take(per * inner);
-    channel = (int32_t*)take(inner);
-    slot = (int32_t*)take(inner);
-    alive = (int32_t*)take(stretches() * stretches());
-    total = taken;
+    row_stretch = (double*)parts.take(per * channels * stretches());
+    source_stretch = (double*)parts.take(per * channels * stretches());
+    gap = (double*)parts.take(per * channels);
+    row_distance = (double*)parts.take(per * channels * stretches());
+    source_distance = (double*)parts.take(per * channels * stretches());
+    rates = (double*)parts.take(per * inner);
+    channel = (int32_t*)parts.take(inner);
+    slot = (int32_t*)parts.take(inner);
+    alive = (int32_t*)parts.take(stretches() * stretches());
+    total = parts.total;
   }
   int64_t pitch(int64_t reach) const {
     return kBase + 2 * round_up(reach, lanes<T>);
