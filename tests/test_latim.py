@@ -229,6 +229,45 @@ def test_a_linear_head_is_enough() -> None:
     assert delta.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-8, 0.22, -3.0])
+@pytest.mark.parametrize("has_mlp", [False, True])
+def test_what_multiplies_a_mixer_is_part_of_it(factor, has_mlp) -> None:
+    """Layer scale, ReZero, residual multipliers: as if the output projection held them."""
+
+    class Scaled(Residual):
+        def __init__(self):
+            super().__init__(3)
+            self.scales = nn.Parameter(factor * torch.linspace(0.5, 2, 16))
+            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+            self.mlps = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.norm = nn.LayerNorm(16)
+
+        def forward(self, ids):
+            x = self.embeddings(ids)
+            for mixer, norm, mlp in zip(self.mixers, self.norms, self.mlps, strict=True):
+                x = x + self.scales * mixer(norm(x))
+                x = x + mlp(self.norm(x)).tanh() if has_mlp else x
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    model, ids = Scaled().eval(), ids_for(1)
+
+    def explained():
+        latim = LaTIM(model)
+        yield latim.attribute(ids, target=3, activation="gate")
+        yield latim.attribute(ids, target=3, activation="gate", layer=1)
+        if factor:  # else no token is read from the mixers
+            yield latim.interactions(ids, aggregation="alti_logit", activation="gate")
+
+    found = list(explained())
+    with torch.no_grad():
+        for mixer in model.mixers:
+            mixer.out_proj.weight *= model.scales[:, None]
+        model.scales.fill_(1.0)
+    for one, expected in zip(found, explained(), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_norm_before_an_mlp_is_not_taken_for_the_last() -> None:
     model, ids = Residual(), ids_for()
     inner = nn.Linear(16, 16, bias=False), nn.GELU(), nn.Linear(16, 30, bias=False)

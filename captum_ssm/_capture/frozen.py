@@ -53,6 +53,8 @@ class FrozenLayer:
         check (bool): compare the frozen mixer with what the mixer returned.
         order (Tensor, optional): ``(W, l)``: token t of window w of the mixer's sequences is this
             one of the model's. Default: None, the same
+        scale (Tensor, optional): ``(E,)``, what the model multiplies the mixer's output by. The
+            call and the frozen mixer hold it. Default: None
     """
 
     name: str
@@ -63,6 +65,7 @@ class FrozenLayer:
     mask: Tensor | None = field(repr=False)
     check: bool = field(repr=False)
     order: Tensor | None = field(default=None, repr=False)
+    scale: Tensor | None = field(default=None, repr=False)
     is_new: bool = field(default=True, init=False, repr=False)
 
     @property
@@ -81,6 +84,8 @@ class FrozenLayer:
             self.is_new = False
             if self.order is not None:
                 mixer = ReorderedMixer.of(mixer, self.order)
+            if self.scale is not None:
+                mixer = _scaled(mixer, self.scale.to(mixer.out_weight))
         device = self.call.output.device
         return mixer if self.source.output.device == device else moved(mixer, device)
 
@@ -88,6 +93,11 @@ class FrozenLayer:
     def shape(self) -> tuple[int, int]:
         """(B, L), the tokens it works on."""
         return self.call.output.shape[0], self.call.output.shape[1]
+
+    def times(self, scale: Tensor) -> FrozenLayer:
+        """The same, of a mixer whose output the model multiplies by ``scale (E,)``."""
+        call = replace(self.call, result=self.call.output * scale.to(self.call.output))
+        return replace(self, call=call, scale=scale)
 
     def of_first(self) -> FrozenLayer:
         """The same of the first example, read and checked anew."""
@@ -109,6 +119,15 @@ class FrozenLayer:
         if call.linears is not None:
             call.linears.forget()
         return mixer
+
+
+def _scaled(mixer: FrozenMixer, scale: Tensor) -> FrozenMixer:
+    project = mixer.out_proj
+    return replace(
+        mixer,
+        out_weight=scale[:, None] * mixer.out_weight,
+        out_proj=lambda y: scale * project(y),
+    )
 
 
 @dataclass(frozen=True)

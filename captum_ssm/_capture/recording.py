@@ -174,9 +174,8 @@ class Recording:
             retain_graph=self.wiring is not None and self.wiring.needs_graph,
         )
         count = len(wanted)
-        carrying = self._without_passed(target).carrying(
-            dict(zip(wanted, found[:count], strict=True))
-        )
+        carrying = self.carrying(dict(zip(wanted, found[:count], strict=True)))
+        carrying = carrying._without_passed(target)
         if self.wiring is None:
             return carrying
         known = {
@@ -198,14 +197,13 @@ class Recording:
             call.order: torch.zeros_like(call.output) if gradient is None else gradient
             for call, gradient in zip(wanted, found, strict=True)
         }
-        kept = self._without_passed(target)
-        others = [replace(call, gradient=gradients.get(call.order)) for call in kept.others]
-        return replace(kept, others=others)
+        others = [replace(call, gradient=gradients.get(call.order)) for call in self.others]
+        return replace(self, others=others)._without_passed(target)
 
     def _without_passed(self, target: Tensor) -> Recording:
-        # Without the calls after the last mixer that the target reads past as well, such as that
-        # of an MLP's norm, or through an MLP: their gradient does not say how it reads the residual
-        # stream.
+        # Without the gradients of calls after the last mixer that the target reads past as well,
+        # such as that of an MLP's norm, or through an MLP: they do not say how it reads the
+        # residual stream.
         def is_passed(call: MixerCall) -> bool:
             given = next(tensors_in((call.args, call.kwargs)), None)
             if given is None or not (given.requires_grad and call.output.requires_grad):
@@ -215,7 +213,10 @@ class Recording:
             return is_past or goes_through_activation(root.edge.node, output.edge.node)
 
         last = self.calls[-1].order
-        others = [call for call in self.others if call.order < last or not is_passed(call)]
+        others = [
+            replace(call, gradient=None) if call.order > last and is_passed(call) else call
+            for call in self.others
+        ]
         return replace(self, others=others)
 
     def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:

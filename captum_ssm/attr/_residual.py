@@ -1,14 +1,15 @@
 r"""The residual stream of a frozen model: what each layer of mixers receives and adds.
 
 In a pre-norm model the stream before a layer is the input of the norm that feeds its mixers, and
-the last norm leads from the stream to the score. What a layer adds beyond its mixers (an MLP,
-experts, a multiplier on a branch) acts on one token at a time and stays with it.
+the last norm leads from the stream to the score. What a mixer returns may be multiplied before it
+is added (layer scale, ReZero, residual multipliers). What a layer adds beyond its mixers (an MLP,
+experts) acts on one token at a time and stays with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._rules import is_norm
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.mixers import MixerCall, find_mixers
+from captum_ssm.operators.composed import sum_of
 
 
 class UnreadStreamError(ValueError):
@@ -45,6 +47,7 @@ class ResidualStream:
     """The stages of a frozen model and the direction in which its score is read.
 
     Args:
+        frozen (FrozenModel): the model, its layers with what multiplies them.
         stages (list of Stage): in forward order.
         final (Tensor): the stream before the last norm, or before the head where there is no
             norm, ``(B, L, E)``.
@@ -53,6 +56,7 @@ class ResidualStream:
             frozen. Zero for tokens the score is not read from.
     """
 
+    frozen: FrozenModel
     stages: list[Stage]
     final: Tensor
     direction: Tensor
@@ -78,8 +82,12 @@ class ResidualStream:
         found = [(group, before) for group, before in found if before.shape == final.shape]
         groups = [group for group, _ in found]
         streams = [before for _, before in found]
-        stages = []
+        stages: list[Stage] = []
+        scaled: dict[int, FrozenLayer] = {}
         for group, before, following in zip(groups, streams, [*streams[1:], final], strict=True):
+            own = list(group)
+            group = _multiplied(group, before, _stream_after(group, frozen.others, following))
+            scaled |= dict(zip(map(id, own), group, strict=True))
             mixed = torch.stack([layer.call.output.to(before.dtype) for layer in group]).sum(0)
             is_alone = frozen.wiring.stages[group[0].stage].around == ()
             if is_alone or (following is not final and torch.equal(following, mixed)):
@@ -89,7 +97,37 @@ class ResidualStream:
                     "and another aggregation for a map of one layer."
                 )
             stages.append(Stage(group, before, mixed, _local(following, before, mixed)))
-        return cls(stages, final, direction)
+        layers = [scaled.get(id(layer), layer) for layer in frozen.layers]
+        return cls(replace(frozen, layers=layers), stages, final, direction)
+
+
+def _stream_after(
+    group: Sequence[FrozenLayer], norms: Sequence[MixerCall], following: Tensor
+) -> Tensor:
+    # The stream straight after a layer's mixers: what the next norm is given, as that of an MLP.
+    last = max(layer.call.order for layer in group)
+    for call in norms:
+        if call.order > last and first_input(call).shape == following.shape:
+            return first_input(call)
+    return following
+
+
+def _multiplied(group: list[FrozenLayer], before: Tensor, after: Tensor) -> list[FrozenLayer]:
+    # The layers with what their outputs are multiplied by, a number per channel, if that makes up
+    # for what is added to the stream. Found by least squares over all tokens.
+    added = (after - before).flatten(0, 1).double()  # (B L, E)
+    outputs = [layer.call.output.flatten(0, 1).to(added) for layer in group]
+    # Rounding of the stream, and of what is added to it.
+    eps = torch.finfo(before.dtype).eps
+    allowed = 4 * eps * before.double().norm() + max(1e-3, 8 * eps) * added.norm()
+    if len(added) <= len(group) or bool((added - sum_of(outputs)).norm() <= allowed):
+        return group
+    x = torch.stack(outputs, -1)  # (B L, E, mixers)
+    products = torch.einsum("nei,nej->eij", x, x), torch.einsum("nei,ne->ei", x, added)
+    scales = (torch.linalg.pinv(products[0]) @ products[1][..., None])[..., 0]  # (E, mixers)
+    if not bool((added - (x * scales).sum(-1)).norm() <= allowed):
+        return group
+    return [layer.times(scale) for layer, scale in zip(group, scales.unbind(1), strict=True)]
 
 
 def _local(following: Tensor, before: Tensor, mixed: Tensor) -> Tensor:
@@ -115,7 +153,7 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenLayer]) -> tuple[Tenso
     # The final stream and the direction in which the score is read from it.
     last = frozen.layers[-1].call
     width = last.output.shape[-1]
-    following = [call for call in frozen.others if call.order > last.order]
+    following = [c for c in frozen.others if c.order > last.order and c.gradient is not None]
     after = [call for call in following if first_input(call).shape == (*frozen.shape, width)]
     pooled = [call for call in following if first_input(call).shape == (frozen.shape[0], width)]
     if not after and pooled:

@@ -179,6 +179,7 @@ class LaTIM(TokenAttribution):
                 if return_convergence_delta:
                     return relevance, delta(grids.score - grids.bias(), relevance)
                 return relevance
+        frozen = stream.frozen
         with self._computing():
             if stage is not None:
                 frozen.stages_of(stage)  # there is one
@@ -217,6 +218,7 @@ class LaTIM(TokenAttribution):
             grids = self._grids(frozen, target, position, layer, stage)
             with self._computing():
                 return grids.score - grids.bias()
+        frozen = stream.frozen
         with self._computing():
             stages = [stage.layers for stage in stream.stages]
             groups = stages if layer is None else [[frozen.select_one(layer)]]
@@ -259,6 +261,8 @@ class LaTIM(TokenAttribution):
             if to_logit:
                 frozen.require_chain("LaTIM")
             stream = ResidualStream.of(frozen) if to_logit else None
+            if stream is not None:
+                frozen = stream.frozen
             if stream is not None and layer is None:
                 return frozen.mask_matrix(logit_matrix(frozen, stream, activation))
             chosen = [frozen.select_one(layer)]
