@@ -117,7 +117,17 @@ ORDER = (
     "mixers",
     *(
         f"_capture.{name}"
-        for name in ("model", "request", "ways", "wiring", "grids", "cuts", "streams", "orders")
+        for name in (
+            "model",
+            "request",
+            "ways",
+            "wiring",
+            "grids",
+            "cuts",
+            "streams",
+            "orders",
+            "skips",
+        )
     ),
     *("_capture.mixing", "_capture.measure", "_capture.embedded", "_capture.linears"),
     *(

@@ -41,13 +41,6 @@ def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
     return (
         isinstance(layer, nn.Linear)
         and type(layer).forward is nn.Linear.forward
-        and not _is_hooked(layer)
         and type(layer.weight) in (Tensor, nn.Parameter)
         and layer.weight.is_floating_point()
     )
-
-
-def _is_hooked(layer: nn.Module) -> bool:
-    # A user's hook may change what the layer is given, or returns; ours only looks.
-    hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
-    return not all(getattr(hook, "__module__", "").startswith("captum_ssm.") for hook in hooks)
