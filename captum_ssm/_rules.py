@@ -229,8 +229,8 @@ def _rule(node: Node, carrying: set[int], centered: bool = True) -> Rule | None:
         return _times(0.5, factors) if carrying.issuperset(factors) else None
     if kind == "Pow":
         return _times(1 / node._saved_exponent, (0,))
-    if kind == "Sqrt":
-        return _times(2, (0,))
+    if kind in ("Sqrt", "Var"):  # x to the power of one half, and of two
+        return _times(2 if kind == "Sqrt" else 0.5, (0,))
     if kind == "Glu":
         return _signal_of_glu(node._saved_dim)
     if kind == "NativeLayerNorm":

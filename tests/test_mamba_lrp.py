@@ -181,6 +181,13 @@ RULES = {
         lambda x: x.square().sum(-1, keepdim=True).sqrt(),
         lambda x, c: (x * c).sum(-1, keepdim=True) / c.norm(dim=-1)[:, None],
     ),
+    "standard deviation": (
+        lambda x: x.var(-1, correction=0, keepdim=True).sqrt(),
+        lambda x, c: (
+            (x * (c - c.mean(-1, keepdim=True))).mean(-1, keepdim=True)
+            / c.std(-1, correction=0, keepdim=True)
+        ),
+    ),
     "cube": (lambda x: x**3, lambda x, c: x * c**2),
     "soft cap": activation(lambda x: 3 * torch.tanh(x / 3)),
     "sigmoid gate": gated(lambda x: torch.sigmoid(x @ WEIGHT)),
