@@ -104,14 +104,15 @@ class Transport:
                 total[:, at] += found.unflatten(1, (self.batch, S)).transpose(0, 1)
         return total / total.sum(-1, keepdim=True).clamp(min=1e-300)
 
-    def energy(self) -> Tensor:
-        """The squared gradients at the leaf's tokens, ``(T_leaf,)``, of random vectors put in."""
-        generator = torch.Generator().manual_seed(0)
+    def energy(self, seed: Tensor) -> Tensor | None:
+        """The squared gradients at the leaf's tokens, ``(T_leaf,)``; None where there are none.
+
+        Args:
+            seed (Tensor): put in at the root, in its shape.
+        """
         with pulling(self) as pull:
-            found = pull(self.root.unflat(self.root.noise(generator)))
-        if found is None:
-            return torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
-        return self.leaf.flat(found).double().square().sum(-1)
+            found = pull(seed)
+        return None if found is None else self.leaf.flat(found).double().square().sum(-1)
 
     def _noise(self, point: Point, generator: torch.Generator) -> Tensor:
         r = torch.randn(point.tokens // self.batch, point.width, generator=generator)

@@ -300,9 +300,9 @@ class _Measurement:
             self.orders.setdefault(i, self.orders.get(j))
             return Link()
         self._refuse_mixers(i, j)
-        before = self.orders.get(j)
-        order = None if before is None else self.orders.of_example(before, S, S)
-        if not self._examples_are_apart(root, leaf) or (before is not None and order is None):
+        order = self._order_in_example(j)
+        has_none = order is None and self.orders.get(j) is not None
+        if has_none or not self._examples_are_apart(root, leaf):
             raise self._refused(i, j, "across the examples of the batch")
         values = self.ways[INPUT - j].values if j < 0 else None
         if place is None:
@@ -343,9 +343,13 @@ class _Measurement:
         source = self._source(way.root, j, place)
         if source is not None:
             return self._sourced(i, j, source)
-        S, before = way.leaf.tokens // self.batch, self.orders.get(j)
-        order = None if before is None else self.orders.of_example(before, S, S)
-        return Link(transport=way, order=order, count=S)
+        count = way.leaf.tokens // self.batch
+        return Link(transport=way, order=self._order_in_example(j), count=count)
+
+    def _order_in_example(self, j: int) -> Tensor | None:
+        # That of the tokens of j; None too where examples have orders of their own.
+        S, order = self.exits[j].tokens // self.batch, self.orders.get(j)
+        return None if order is None else self.orders.of_example(order, S, S)
 
     def _examples_are_apart(self, root: Point, leaf: Point) -> bool:
         if self.batch == 1:
@@ -472,11 +476,10 @@ class _Measurement:
         way = Transport(point, self.exits[i], self.batch)
         if past is not None:
             way = replace(past, root=point)
-        with pulling(way) as pull:
-            gradient = pull(seed)
-        if gradient is None:
+        energy = way.energy(seed)
+        if energy is None:
             return None
-        energy = way.leaf.flat(gradient).double().square().sum(-1).view(self.batch, -1)
+        energy = energy.view(self.batch, -1)
         order = self.orders.get(i)
         if order is not None:
             flat = torch.empty_like(energy.flatten())

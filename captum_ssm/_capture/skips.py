@@ -93,7 +93,8 @@ class Skips:
                 self.partial.add(j)
                 partly.append(k)
                 waiting |= self._start(k)
-                if bool((way.energy() > 0)[~handed].any()):
+                energy = way.energy(root.unflat(root.noise(torch.Generator().manual_seed(0))))
+                if energy is not None and bool((energy > 0)[~handed].any()):
                     ways[k] = replace(way, kept=~handed)
             elif k in known:
                 ways[k] = way
