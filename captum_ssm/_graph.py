@@ -307,24 +307,38 @@ def joints(root: Point, entry: Point, leaves: Sequence[Point]) -> Joints:
 
 def meeting(root: Point, leaves: Sequence[Point]) -> GradientEdge | None:
     """The earliest tensor that all ways from ``root`` to some leaves pass; None for the root."""
+    return next(meetings([root], leaves), None)
+
+
+def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[GradientEdge]:
+    """The tensors that all ways from some roots to some leaves pass, the earliest first.
+
+    The roots and the leaves themselves are left out.
+    """
     ends = {leaf.edge.node for leaf in leaves}
-    known = _bits_of_nodes([root], leaves, past_leaves=False)
+    known = _bits_of_nodes(roots, leaves, past_leaves=False)
     # Earlier ones first.
     nodes = [node for node, bits in known.items() if bits and node not in ends]
     ways: dict[Any, int] = dict.fromkeys(ends, 1)  # to the leaves
     for node in nodes:
         ways[node] = sum(ways.get(earlier, 0) for earlier, _ in node.next_functions)
-    arriving = dict.fromkeys(ways, 0)  # from the root
-    arriving[root.edge.node], found = 1, None
+    starts = [root.edge.node for root in roots if root.edge.node in ways]
+    total = sum(ways[node] for node in starts)
+    # From the roots, by node, and by which of the tensors that it returned: -1 to begin with.
+    arriving = {node: dict[int, int]() for node in nodes}
+    for node in starts:
+        if node in arriving:
+            arriving[node][-1] = 1 + arriving[node].get(-1, 0)
     for node in reversed(nodes):
+        count = sum(arriving[node].values())
         for earlier, output in node.next_functions:
-            if earlier is None or earlier not in ways or earlier in ends:
-                continue
-            arriving[earlier] += arriving[node]
+            if earlier is not None and earlier in arriving:
+                arriving[earlier][output] = count + arriving[earlier].get(output, 0)
+    for node in nodes:
+        for output, count in arriving[node].items():
             # What as many ways pass as there are, all do.
-            if arriving[earlier] * ways[earlier] == ways[root.edge.node]:
-                found = GradientEdge(earlier, output)
-    return found
+            if output >= 0 and count * ways[node] == total:
+                yield GradientEdge(node, output)
 
 
 def _edges(

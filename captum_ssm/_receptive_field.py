@@ -20,7 +20,7 @@ from captum_ssm._capture import (
 )
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import captum_score
-from captum_ssm._capture.tracing import unchanged
+from captum_ssm._capture.tracing import unchanged, without_checkpoints
 from captum_ssm._errors import InputError, TargetError
 from captum_ssm._integers import as_index
 from captum_ssm._workspace import workspace
@@ -418,7 +418,7 @@ def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
         leaf = tensor.detach().clone()
         if tensor.is_floating_point():
             leaf.requires_grad_()
-        with unchanged(module):
+        with unchanged(module), without_checkpoints():
             output = extract_logits(request.run((leaf,)))
     finally:
         for hook in hooks:

@@ -215,8 +215,9 @@ def _rule(node: Node, carrying: set[int], centered: bool = True) -> Rule | None:
     kind, followed = _kind(node), _followed(node)
     if kind == "CheckpointFunction":
         raise ValueError(
-            "forward_func runs a part of the model under torch.utils.checkpoint, which hides that "
-            "part's graph; expected a forward_func without it. Turn checkpointing off."
+            f"forward_func runs a part of the model under {node.name()}, which hides that part's "
+            "graph; expected a forward_func without it, or with torch.utils.checkpoint, which is "
+            "switched off during the run. Turn checkpointing off."
         )
     if kind == "Pow" and len(node.next_functions) == 2:
         return _power(node._saved_self.detach(), node._saved_exponent.detach())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -60,7 +60,7 @@ class Transport:
         sign get their share of the passes.
         """
         # A norm is estimated from as many squares as there are channels.
-        probes = min(24, max(12, 512 // self.leaf.width)) if probes is None else probes
+        probes = min(24, max(4, 512 // self.leaf.width)) if probes is None else probes
         parts = [(sign, part) for sign in (1, -1) if bool((part := (sign * w).clamp(min=0)).any())]
         size = w.abs().sum(1).clamp(min=torch.finfo(w.dtype).tiny)
         found = [
@@ -104,6 +104,16 @@ class Transport:
                 total[:, at] += found.unflatten(1, (self.batch, S)).transpose(0, 1)
         return total / total.sum(-1, keepdim=True).clamp(min=1e-300)
 
+    def added(self, values: Tensor) -> Tensor:
+        """What values of the leaf add to the tokens of the root, ``(B T, E)``: J x.
+
+        What is data-dependent in between, such as a norm's denominator, is a constant: a norm alone
+        would hide what points along the token itself.
+        """
+        with ruled([self.root.edge.node], [self.leaf.edge.node]):
+            (found,) = pushed(replace(self, values=None), values)
+        return found
+
     def energy(self, seed: Tensor) -> Tensor | None:
         """The squared gradients at the leaf's tokens, ``(T_leaf,)``; None where there are none.
 
@@ -121,7 +131,7 @@ class Transport:
     @cached_property
     def sizes(self) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from a few passes forward."""
-        return self.row_norms(min(16, max(4, 1024 // self.root.width)))
+        return self.row_norms(min(16, max(2, 512 // self.root.width)))
 
     def row_norms(self, probes: int) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from as many passes forward at most.
@@ -218,6 +228,42 @@ class Patches(Transport):
         kept = (self.owner >= 0).nonzero()[:, 0].to(values.device)
         out = values.new_zeros(self.root.tokens, *values.shape[1:])
         return out.index_add_(0, self.owner.to(values.device)[kept], values[kept])
+
+
+@dataclass(frozen=True, eq=False)
+class Through(Transport):
+    r"""A transport by way of other tokens that all ways from the root to the leaf pass.
+
+    T is then the product of the two on the way, :math:`T_{tm} T_{ms}`. Tokens of many channels take
+    few passes, and the leaf's, of few, are far from the root no longer.
+
+    Args:
+        between (Point): these tokens.
+    """
+
+    between: Point = field(kw_only=True)
+
+    @cached_property
+    def steps(self) -> tuple[Transport, Transport]:
+        """From the root to the tokens between, and from there to the leaf."""
+        first = Transport(self.between, self.leaf, self.batch, values=self.values)
+        values = None if self.values is None else self.between.unflat(first.added(self.values))
+        return Transport(self.root, self.between, self.batch, values=values), first
+
+    def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
+        """w^T T for ``w (B, T)``: ``(B, S)``, in ``probes`` backward passes on each part."""
+        last, first = self.steps
+        return first.rmatvec(last.rmatvec(w, probes), probes)
+
+    def matvec(self, values: Tensor, probes: int) -> Tensor:
+        """T values for ``values (B, S, k)`` in [0, 1]: ``(B, T, k)``, from passes forward."""
+        last, first = self.steps
+        return last.matvec(first.matvec(values, probes), probes)
+
+    def matrix(self, probes: int | None = None) -> Tensor:
+        """T, ``(B, T, S)``, in ``probes`` passes for each token of one example."""
+        last, first = self.steps
+        return last.matrix(probes) @ first.matrix(probes)
 
 
 @contextmanager

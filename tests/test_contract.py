@@ -1,6 +1,7 @@
 """Captum's contract: what goes in, what comes out, and what the model may look like."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from models import (
     tiny,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
 from captum_ssm import (
@@ -28,6 +30,7 @@ from captum_ssm import (
     MambaLRP,
     MambaRollout,
     RawAttention,
+    effective_receptive_field,
     hidden_attention,
 )
 
@@ -520,6 +523,54 @@ def test_gradient_checkpointing(method, reentrant):
     assert_close(method(model).attribute(tokens, target=4), truth)
     assert model.training
     assert all(layer.gradient_checkpointing for layer in model.backbone.layers)
+
+
+class Checkpointed(nn.Module):
+    """Its layers run under a checkpoint of their own forward's, whatever the mode."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.model, self.reentrant = tiny(), reentrant
+        self.fails = False
+
+    def get_input_embeddings(self):
+        return self.model.get_input_embeddings()
+
+    def layer(self, layer, h, *, fails):
+        if fails:
+            raise KeyError("the layer")
+        return layer(h)
+
+    def forward(self, tokens):
+        h = self.get_input_embeddings()(tokens)
+        for layer in self.model.backbone.layers:
+            if self.reentrant:
+                h = checkpoint(partial(self.layer, fails=self.fails), layer, h, use_reentrant=True)
+            else:
+                h = checkpoint(
+                    self.layer, layer, h, fails=self.fails, use_reentrant=False, early_stop=False
+                )
+        return self.model.lm_head(self.model.backbone.norm_f(h))
+
+
+@each_method
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_that_checkpoints_its_layers(method, reentrant):
+    model, tokens = Checkpointed(reentrant), ids(2, 7)
+    truth = method(model.model).attribute(tokens, target=4)
+    code = checkpoint.__code__
+    assert_close(method(model).attribute(tokens, target=4), truth)
+    model.fails = True
+    with pytest.raises(KeyError, match="the layer"):
+        method(model).attribute(tokens, target=4)
+    assert checkpoint.__code__ is code
+
+
+def test_the_receptive_field_of_a_model_that_checkpoints():
+    model, tokens = Checkpointed(True), ids(1, 7)
+    truth = effective_receptive_field(model.model, tokens, target=4, position=-1)
+    found = effective_receptive_field(model, tokens, target=4, position=-1)
+    assert_close(found.map, truth.map)
 
 
 @each([*MAPS, MambaLRP])  # LaTIM needs a norm behind the mixers

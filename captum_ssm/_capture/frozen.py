@@ -377,7 +377,7 @@ def freeze(
         gradients (bool, optional): also compute the gradient of the target's score with
             respect to each recorded output. Default: False
         through_mixers (bool, optional): False: the gradient is needed only at the calls of ``also``
-            after the last mixer. The mixers then run without a graph, where the inputs are ids.
+            after the last mixer. The mixers then run without a graph, where no input has variables.
             Default: True
         also (Callable, optional): says which modules outside the mixers to keep too.
             Default: None
@@ -389,8 +389,8 @@ def freeze(
     """
     find_unknown_mixers(request)
     own_graph = substitution is not None
-    # The features of an input that is no ids share its relevance by their gradients.
-    through_mixers = through_mixers or bool(request.remote) or not request.by_ids
+    has_variables = any(map(request.has_variables, range(len(request.inputs))))
+    through_mixers = through_mixers or bool(request.remote) or has_variables
     if substitution is None and gradients and through_mixers:
         substitution = Substitution()
 

@@ -20,7 +20,7 @@ from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
 from captum_ssm._capture.streams import ResidualStreams
-from captum_ssm._capture.ways import Way, feature_axis, portions
+from captum_ssm._capture.ways import Way, feature_axis, portions, stem_of
 from captum_ssm._capture.wiring import (
     INPUT,
     Link,
@@ -108,6 +108,7 @@ class _Measurement:
         self.direct = self._direct()
         self.groups = side_by_side(self.direct)
         self.orders = Orders(batch)
+        self.unmixed: list[set[int]] = []
         self.links: dict[tuple[int, int], Link] = {}
         lead_of = {i: group[0] for group in self.groups for i in group}
         self.skips = Skips(
@@ -140,11 +141,14 @@ class _Measurement:
                 for root, one in zip(roots, found, strict=True)
                 if k in one and max(one) < len(leaves)
             ]
+            stem = None
             if starts[k].embedded:
                 mine = []
             elif mine and leaf.channels is not None:
-                leaf = replace(leaf, channels=feature_axis(mine[0], leaf, self.batch))
-            ways.append(Way(leaf, starts[k].values, tuple(mine), self.batch))
+                stem = stem_of(mine, leaf, self.batch)
+                axis = feature_axis(mine[0] if stem is None else stem, leaf, self.batch)
+                leaf = replace(leaf, channels=axis)
+            ways.append(Way(leaf, starts[k].values, tuple(mine), self.batch, stem))
         return tuple(ways)
 
     def name(self, i: int) -> str:
@@ -178,6 +182,8 @@ class _Measurement:
             stage_of |= dict.fromkeys(group, s)
         per_token = self._is_per_token()
         simple = self._counts_agree() and not self._is_mixed(list(self.exits), per_token)
+        if not simple:
+            self.unmixed = self._unmixed(per_token)
         stages = []
         for group in self.groups:
             reads = self._reads(group[0], stage_of, simple)
@@ -239,6 +245,20 @@ class _Measurement:
         alike = {point.tokens for point in points}
         return len(alike) == 1 and all(p.shape[0] == self.batch for p in points)
 
+    def _unmixed(self, per_token: bool) -> list[set[int]]:
+        # Mixers of equally many tokens, in groups in which each token is read in its place only.
+        found: dict[int, list[int]] = {}
+        for i, leaf in self.exits.items():
+            root = self.entries.get(i)
+            if root is not None and {root.shape[0], leaf.shape[0]} == {self.batch}:
+                found.setdefault(leaf.tokens if root.tokens == leaf.tokens else 0, []).append(i)
+        groups = [group for tokens, group in found.items() if tokens and len(group) > 1]
+        if sum(map(len, groups)) == len(self.exits):
+            return []  # they are mixed
+        return [
+            set(group) for group in groups if not self._is_mixed(group, per_token, all_read=True)
+        ]
+
     def _reads(self, i: int, stage_of: dict[int, int], simple: bool) -> tuple[Read, ...]:
         # One read per stage, by way of its first mixer.
         leads = sorted({stage_of[j]: j for j in sorted(self.direct[i], reverse=True)}.values())
@@ -280,6 +300,9 @@ class _Measurement:
         root, leaf = self.entries[i], self.exits[j]
         if root is None:  # an output without a graph
             return Link()
+        if any({i, j} <= group for group in self.unmixed):
+            self.orders.setdefault(i, None)
+            return Link()
         B = self.batch
         T, S = root.tokens // B, leaf.tokens // B
         place = readers(root, leaf)
@@ -304,11 +327,13 @@ class _Measurement:
         has_none = order is None and self.orders.get(j) is not None
         if has_none or not self._examples_are_apart(root, leaf):
             raise self._refused(i, j, "across the examples of the batch")
-        values = self.ways[INPUT - j].values if j < 0 else None
-        if place is None:
-            way = Transport(root, leaf, B, values=values)
+        if place is not None:
+            values = self.ways[INPUT - j].values if j < 0 else None
+            way: Transport = Patches(root, leaf, B, values=values, owner=place)
+        elif j < 0:
+            way = self.ways[INPUT - j].transport(root)
         else:
-            way = Patches(root, leaf, B, values=values, owner=place)
+            way = Transport(root, leaf, B)
         return Link(transport=way, order=order, count=S)
 
     def _source(self, root: Point, j: int, place: Tensor | None) -> Tensor | None:
@@ -394,18 +419,20 @@ class _Measurement:
         else:
             raise self._refused(i, lead, "side by side, in orders that could not be told apart")
 
-    def _is_mixed(self, leaves: Sequence[int], per_token: bool) -> bool:
+    def _is_mixed(self, leaves: Sequence[int], per_token: bool, *, all_read: bool = False) -> bool:
         # Whether not everything between acts on each token by itself, in its order.
         end = len(self.ports)
         roots = {i: self.entries[i] for i in leaves if i >= 0}
         if per_token and self.direct[end] <= set(leaves):
             roots[end] = self.output
         known = {i: root for i, root in roots.items() if root is not None}
-        return is_mixed(known, {i: self.exits[i] for i in leaves}, self.orders)
+        return is_mixed(known, {i: self.exits[i] for i in leaves}, self.orders, all_read=all_read)
 
     def _check_orders(self, per_token: bool) -> None:
         # Of mixers whose tokens are the same, in their orders: from one transport to the next.
         for space in self._spaces():
+            if any(set(space) <= group for group in self.unmixed):
+                continue
             if not self._is_mixed(space, per_token):
                 continue
             for i in [*space, *([len(self.ports)] if per_token else [])]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +21,13 @@ _FEW = 64
 _WIDE = 256
 
 
-def is_mixed(roots: Mapping[int, Point], leaves: Mapping[int, Point], orders: Orders) -> bool:
+def is_mixed(
+    roots: Mapping[int, Point],
+    leaves: Mapping[int, Point],
+    orders: Orders,
+    *,
+    all_read: bool = False,
+) -> bool:
     """Whether a token of a root depends on a leaf's tokens in other places.
 
     So it does where some tokens of an input are read, and others, for which there is another token
@@ -32,18 +38,26 @@ def is_mixed(roots: Mapping[int, Point], leaves: Mapping[int, Point], orders: Or
         leaves (mapping of int to Point): by mixer, the tokens that it returned; by input, below
             zero, its own.
         orders (Orders): of both.
+        all_read (bool, optional): ask the same of what mixers returned as of inputs: that all of
+            the tokens are read, or none. Default: False
     """
+    asked = [i for i in leaves if i < 0 or all_read]
     if max(point.width for point in leaves.values()) < _WIDE:
-        return _finds_mixing(roots, leaves, orders)
+        return _finds_mixing(roots, leaves, orders, asked)
     with RankOneProducts():
-        suspected = _finds_mixing(roots, leaves, orders)
-    return suspected and _finds_mixing(roots, leaves, orders)
+        suspected = _finds_mixing(roots, leaves, orders, asked)
+    return suspected and _finds_mixing(roots, leaves, orders, asked)
 
 
-def _finds_mixing(roots: Mapping[int, Point], leaves: Mapping[int, Point], orders: Orders) -> bool:
+def _finds_mixing(
+    roots: Mapping[int, Point],
+    leaves: Mapping[int, Point],
+    orders: Orders,
+    asked: Iterable[int],
+) -> bool:
     count = next(iter(leaves.values())).tokens
     generator = torch.Generator().manual_seed(0)
-    unread = {i: torch.ones(count, dtype=torch.bool) for i in leaves if i < 0}
+    unread = {i: torch.ones(count, dtype=torch.bool) for i in asked}
     for chosen in _separating(count, generator):
         seeds = [
             root.outer(generator) * orders.chosen(i, chosen).to(root.device)[:, None]

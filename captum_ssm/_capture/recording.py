@@ -29,6 +29,7 @@ from captum_ssm._capture.tracing import (
     instrumented,
     run_in,
     traced,
+    without_checkpoints,
     without_compiler,
 )
 from captum_ssm._capture.wiring import Wiring
@@ -159,11 +160,11 @@ class Recording:
     def with_gradients(self, target: Tensor) -> Recording:
         """The same recording with each call's gradient of ``target`` (summed over the batch).
 
-        Its wiring gets that of each input whose features are those of no embedding.
+        Its wiring gets that of each series.
         """
         require_graph(target)
         ways = () if self.wiring is None else self.wiring.inputs
-        starts = [way for way in ways if way.roots and way.leaf.width > 1]
+        starts = [way for k, way in enumerate(ways) if way.roots and self.request.has_variables(k)]
         outputs = {call.order: call.output for call in (*self.calls, *self.others)}
         wanted = {order: output for order, output in outputs.items() if output.requires_grad}
         ends: list[Any] = [*wanted.values(), *(way.leaf.edge for way in starts)]
@@ -351,6 +352,7 @@ def _record_once(
     with (
         ONE_RUN,
         without_compiler(),
+        without_checkpoints(),
         torch.inference_mode(False),
         grad_mode(),
         instrumented(request.model) as root,

@@ -140,6 +140,14 @@ class Request:
         width = getattr(input_embeddings(self.module), "embedding_dim", None)
         return width == tensor.shape[-1]
 
+    def has_variables(self, index: int) -> bool:
+        """Whether an input is a series, whose variables share relevance by their gradients.
+
+        The colors of a pixel share it by what they add to the tokens.
+        """
+        tensor = self.inputs[index]
+        return tensor.is_floating_point() and tensor.dim() == 3 and not self.is_embedded(index)
+
     def run(self, inputs: tuple[Tensor, ...] | None = None) -> Any:
         """What ``forward_func`` returns on the inputs, or on others in their place."""
         inputs = self.inputs if inputs is None else inputs

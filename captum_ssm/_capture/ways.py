@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point, gradients
+from captum_ssm._graph import Point, gradients, meetings
 from captum_ssm._rules import ruled
-from captum_ssm._transport import Transport, orthogonal, pushed
+from captum_ssm._transport import Through, Transport, orthogonal
 
 # Backward passes through the first layers, at most, for the shares of features.
 _PROBES, _COARSE = 64, 8
+# Channels of tokens whose squared norms few passes tell.
+_WIDE = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +31,17 @@ class Way:
         values (Tensor): its values.
         roots (tuple of Point): tokens of mixers that are made of it.
         batch (int): B.
-        gradient (Tensor, optional): of the explained score, where gradients were asked.
-            Default: None
+        stem (Point, optional): finer tokens of many channels that all of these are made of, such
+            as those of an image after its first convolutions. Default: None
+        gradient (Tensor, optional): of the explained score, at a series, where gradients were
+            asked. Default: None
     """
 
     leaf: Point
     values: Tensor
     roots: tuple[Point, ...]
     batch: int
+    stem: Point | None = None
     gradient: Tensor | None = None
 
     def features(self) -> Tensor:
@@ -66,15 +69,15 @@ class Way:
         # Of what entries add to the tokens, (B S, F).
         total = torch.zeros_like(x)
         # So many that they are exact; fewer for wide tokens, which are made of many places each.
-        is_wide = max(root.width for root in self.roots) > _PROBES
-        is_coarse = max(root.tokens for root in self.roots) < self.leaf.tokens
+        points = self.roots if self.stem is None else (self.stem,)
+        is_wide = max(point.width for point in points) > _PROBES
+        is_coarse = max(point.tokens for point in points) < self.leaf.tokens
         most = _COARSE if is_wide and is_coarse else _PROBES
-        seeds = [orthogonal(root, self.batch, most) for root in self.roots]
-        with self._frozen():
+        seeds = [orthogonal(point, self.batch, most) for point in points]
+        # What is data-dependent in between is a constant, as in `Transport.added`.
+        with ruled([point.edge.node for point in points], [self.leaf.edge.node]):
             for some in zip_longest(*seeds):
-                given = [
-                    (root, s) for root, s in zip(self.roots, some, strict=True) if s is not None
-                ]
+                given = [(point, s) for point, s in zip(points, some, strict=True) if s is not None]
                 roots, some_seeds = zip(*given, strict=True)
                 (found,) = gradients(roots, some_seeds, [self.leaf])
                 if found is not None:
@@ -83,18 +86,49 @@ class Way:
 
     def added(self, root: Point) -> Tensor:
         r"""The size of what it adds to each token of ``root``, :math:`\|J x\|`: ``(B, T)``."""
-        with self._frozen():
-            (found,) = pushed(Transport(root, self.leaf, self.batch), self.values)
+        found = Transport(root, self.leaf, self.batch).added(self.values)
         return found.double().norm(dim=-1).view(self.batch, -1)
 
-    def _frozen(self) -> AbstractContextManager[Any]:
-        # What is data-dependent in between, such as a norm's denominator, is a constant: a norm
-        # alone would hide what points along the token itself.
-        return ruled([root.edge.node for root in self.roots], [self.leaf.edge.node])
+    def transport(self, root: Point) -> Transport:
+        """How strongly tokens of mixers read this input, by way of the stem where there is one."""
+        if self.stem is None:
+            return Transport(root, self.leaf, self.batch, values=self.values)
+        return Through(root, self.leaf, self.batch, values=self.values, between=self.stem)
 
     def shaped(self, entries: Tensor) -> Tensor:
         """``entries (B, S, F)`` in the shape of the input."""
         return self.leaf.unflat(entries.flatten(0, 1)).contiguous()
+
+
+def stem_of(roots: Sequence[Point], leaf: Point, batch: int) -> Point | None:
+    """The first tokens that all ways from ``roots`` to ``leaf`` pass, wide and finer than those."""
+    for edge in meetings(roots, [leaf]):
+        given = edge.node._input_metadata[edge.output_nr]
+        if len(given.shape) < 3 or given.shape[0] != batch or given.dtype != leaf.dtype:
+            continue
+        found = Point(edge, tuple(given.shape), given.dtype, given.device, None)
+        wide = [axis for axis in range(1, len(found.shape)) if found.shape[axis] >= _WIDE]
+        if not wide:
+            continue
+        channels = _channels(found, leaf)
+        if channels in wide:
+            found = replace(found, channels=channels)
+            if found.tokens > max(root.tokens for root in roots):
+                return found
+    return None
+
+
+def _channels(point: Point, leaf: Point) -> int | None:
+    # That of which a single channel reads more of the leaf than any place does; None for none.
+    seed, seen = point.noise(torch.Generator().manual_seed(0)), {}
+    for axis, size in enumerate(point.shape[1:], 1):
+        kept = torch.zeros(size, device=point.device).index_fill_(0, torch.tensor(size // 2), 1)
+        kept = kept.view(-1, *[1] * (len(point.shape) - 1 - axis)).expand(point.shape)
+        (found,) = gradients([point], [seed * kept.reshape(-1, 1)], [leaf])
+        seen[axis] = 0 if found is None else int(found.count_nonzero())
+    most = max(seen.values())
+    best = [axis for axis, count in seen.items() if count == most]
+    return best[0] if len(best) == 1 else None
 
 
 def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:

@@ -50,12 +50,11 @@ class TokenAttribution(Attribution):
             measured grid. Default: None
         feature_share (str, optional): how a token's relevance is shared among its features, such
             as the variables of a series or an image's colors. ``"linear"``: by the size of what
-            each adds, with the sign of the token's relevance: where the method takes gradients of a
-            score, :math:`|(\partial s / \partial x_e)\, x_e|`; else, to the model's tokens,
-            :math:`\|(\partial h / \partial x_e)\, x_e\|`. ``"even"``: in equal parts, as it always
-            is over the axes of an embedding. A method whose relevance is per feature (MambaLRP)
-            does not use it.
-            Default: ``"linear"``
+            each adds, with the sign of the token's relevance: of a series, where the method takes
+            gradients of a score, :math:`|(\partial s / \partial x_e)\, x_e|`; else, to the model's
+            tokens, :math:`\|(\partial h / \partial x_e)\, x_e\|`. ``"even"``: in equal parts, as it
+            always is over the axes of an embedding. A method whose relevance is per feature
+            (MambaLRP) does not use it. Default: ``"linear"``
         memory_limit (int, optional): bytes the method may work in, in addition to the model and
             the result; picks the size of tiles. Default: None
         remote (bool or str, optional): where an nnsight model runs, as in its ``trace``: False is

@@ -1,9 +1,4 @@
-"""Calls of scan functions, intercepted while a model runs.
-
-The body of each function is exchanged for the time of the run, so that it does not matter who
-refers to the function, and how. No hook of the interpreter is needed: a debugger's or a coverage
-tool's stay in place. Calls of other threads go on to the original.
-"""
+"""Calls of scan functions, intercepted while a model runs."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +20,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._bodies import exchanged, own_codes
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
 
@@ -89,8 +85,6 @@ class _Thread(threading.local):
 
 
 _THIS = _Thread()
-_LOCK = threading.Lock()
-_EXCHANGED: dict[FunctionType, _Exchange] = {}
 
 
 @contextmanager
@@ -107,15 +101,12 @@ def intercepted(
     known = set(candidate_functions() if functions is None else functions)
     attention = F.scaled_dot_product_attention in known
     bodies = [function for function in known if isinstance(function, FunctionType)]
-    before = _THIS.handler
-    _exchange(bodies)
-    _THIS.handler = handler
-    try:
-        with _Attention() if attention else nullcontext():
-            yield
-    finally:
-        _THIS.handler = before
-        _put_back(bodies)
+    with (
+        exchanged(bodies, _handled),
+        handled_by(handler),
+        _Attention() if attention else nullcontext(),
+    ):
+        yield
 
 
 @contextmanager
@@ -145,15 +136,16 @@ def candidate_functions() -> list[Callable[..., Any]]:
     # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
     # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
     functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
+    known = list(zip(functions, own_codes(functions), strict=True))
     for telling in telling_names():  # quick tests: a process has tens of thousands of functions
-        functions = [f for f in functions if not telling.isdisjoint(f.__code__.co_varnames)]
-    with _LOCK:
-        found = [*_EXCHANGED, *(f for f in functions if _is_candidate(f))]
+        known = [one for one in known if not telling.isdisjoint(one[1].co_varnames)]
+    found = [function for function, code in known if _is_candidate(function, code)]
     return [*found, F.scaled_dot_product_attention]
 
 
-def _is_candidate(function: FunctionType) -> bool:
-    names, module = _parameters(function), function.__module__ or ""
+def _is_candidate(function: FunctionType, code: CodeType) -> bool:
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    module = function.__module__ or ""
     own = module.startswith("captum_ssm.") and not module.startswith("captum_ssm.models.")
     # An autograd function's forward does not know the graph.
     if own or module == "torch" or module.startswith("torch.") or "ctx" in names[:1]:
@@ -164,11 +156,6 @@ def _is_candidate(function: FunctionType) -> bool:
     if any("constexpr" in str(kind) for kind in function.__annotations__.values()):
         return False
     return _knows_torch(function)
-
-
-def _parameters(function: FunctionType) -> tuple[str, ...]:
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _knows_torch(function: FunctionType) -> bool:
@@ -184,23 +171,13 @@ def _knows_torch(function: FunctionType) -> bool:
     return False
 
 
-class _Exchange:
-    # A function whose body is exchanged, by how many runs.
-    def __init__(self, function: FunctionType) -> None:
-        f = self.function = function
-        self.code, self.users = f.__code__, 0
-        self.original = FunctionType(
-            f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__
-        )
-        self.original.__kwdefaults__ = function.__kwdefaults__
-        self.original.__qualname__ = function.__qualname__
-        self.original.__module__ = function.__module__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        handler = _THIS.handler
-        if handler is None or _in_autograd_function():
-            return self.original(*args, **kwargs)
-        return handler(FunctionCall(self.original, args, kwargs, self.function))
+def _handled(
+    function: FunctionType, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    handler = _THIS.handler
+    if handler is None or _in_autograd_function():
+        return original(*args, **kwargs)
+    return handler(FunctionCall(original, args, kwargs, function))
 
 
 def _in_autograd_function() -> bool:
@@ -213,37 +190,6 @@ def _in_autograd_function() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _stub(*args: Any, **kwargs: Any) -> Any:
-    exchange: Any = "the exchange"  # a constant of the body, which each function gets its own of
-    return exchange(*args, **kwargs)
-
-
-def _exchange(functions: Iterable[FunctionType]) -> None:
-    with _LOCK:
-        for function in functions:
-            exchange = _EXCHANGED.get(function)
-            if exchange is None:
-                exchange = _EXCHANGED[function] = _Exchange(function)
-                consts = tuple(
-                    exchange if const == "the exchange" else const
-                    for const in _stub.__code__.co_consts
-                )
-                function.__code__ = _stub.__code__.replace(
-                    co_consts=consts, co_freevars=exchange.code.co_freevars
-                )
-            exchange.users += 1
-
-
-def _put_back(functions: Iterable[FunctionType]) -> None:
-    with _LOCK:
-        for function in functions:
-            exchange = _EXCHANGED[function]
-            exchange.users -= 1
-            if exchange.users == 0:
-                function.__code__ = exchange.code
-                del _EXCHANGED[function]
 
 
 class _Attention(TorchFunctionMode):
