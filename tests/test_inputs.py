@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import inputs
@@ -256,6 +257,43 @@ def test_ids_and_values_together():
     found = MambaLRP(model).attribute(form.inputs, 1)
     assert_close(found[0], truth[0].sum(-1), 1e-12)
     assert_close(found[1], truth[1], 1e-12)
+
+
+class SecondTable(inputs.Classifier):
+    """Ids, and what another table holds for numbers made of them or not."""
+
+    def __init__(self, numbers) -> None:
+        super().__init__()
+        self.table, self.second, self.numbers = nn.Embedding(11, E), nn.Embedding(97, E), numbers
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def tokens(self, ids: Tensor) -> Tensor:
+        return self.table(ids) + self.second(self.numbers(ids))
+
+
+@each([MambaRollout, MambaLRP])
+def test_ids_computed_from_the_inputs_are_told(method):
+    tokens = IDS[:, :7]
+    shuffled = torch.tensor([5, 3, 9, 1, 2, 7, 4])
+    numbers = {
+        "bigrams": lambda ids: (31 * ids + 7 * ids.roll(1, -1)) % 97,
+        "positions": lambda ids: torch.arange(7).expand_as(ids),
+        "constants": lambda ids: shuffled.expand_as(ids),
+        "the ids": lambda ids: ids,
+    }
+    for name, of in numbers.items():
+        model = made(lambda of=of: SecondTable(of))
+        before = torch.get_rng_state()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            method(model).attribute(tokens, 1)
+        told = [str(one.message) for one in caught if "computed from" in str(one.message)]
+        assert bool(told) == (name == "bigrams"), name
+        assert all(one.startswith("second is given ids") for one in told)
+        assert not model.second._forward_pre_hooks
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 class Labeled(torch.Tensor):

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from captum_ssm._capture.request import Request
+from captum_ssm._capture.tracing import ONE_RUN, unchanged
+from captum_ssm._nested import tensors_in
+
+# A table by its path, and what it was given.
+Given = tuple[str, nn.Module, Tensor]
 
 
 def entries_of(given: Tensor, ids: Tensor) -> Tensor | None:
@@ -31,6 +43,56 @@ def is_view(given: Tensor, ids: Tensor) -> bool:
     """Whether two tensors share their memory."""
     memory, other = given.untyped_storage().data_ptr(), ids.untyped_storage().data_ptr()
     return given.dtype == ids.dtype and memory == other
+
+
+def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
+    """Warn of tables that are given ids which are computed from those of inputs, such as n-grams.
+
+    They change where the inputs do. That is tried, in one more run, where a table was given what is
+    neither an input nor counts upward, as positions do.
+    """
+    ids = [one for one in request.inputs if not one.is_floating_point()]
+    unknown = [
+        one
+        for one in tables
+        if all(entries_of(one[2], ids_of) is None for ids_of in ids) and not _counts(one[2])
+    ]
+    others = _given_for(request, unknown) if ids and unknown else []
+    for (name, _, given), other in zip(unknown, others, strict=False):
+        if given.shape != other.shape or not torch.equal(given, other):
+            warnings.warn(
+                f"{name} is given ids that are computed from those of inputs. What it adds to a "
+                "token counts as that token's, whichever ids it was computed from; for MambaLRP "
+                "it has no relevance, as the convergence delta shows.",
+                stacklevel=2,
+            )
+
+
+def _counts(given: Tensor) -> bool:
+    # Positions, segments: each number is the one before it, or the next one.
+    steps = given.diff(dim=-1) if given.dim() else given
+    return bool(((steps == 0) | (steps == 1)).all())
+
+
+def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
+    # What these tables are given where the inputs are others. Nothing if these do not run.
+    found: dict[nn.Module, list[Tensor]] = {module: [] for _, module, _ in tables}
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found[module].append(next(tensors_in((args, kwargs))))
+
+    inputs = tuple(x if x.is_floating_point() else x.roll(1, -1) for x in request.inputs)
+    with ONE_RUN, torch.no_grad(), unchanged(request.module), ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        for module in found:
+            hook = module.register_forward_pre_hook(keep, with_kwargs=True)
+            stack.callback(hook.remove)
+        try:
+            request.run(inputs)
+        except Exception:  # a forward_func that takes no others
+            return []
+    calls = {module: iter(given) for module, given in found.items()}
+    return [next(calls[module], given) for _, module, given in tables]
 
 
 def _addresses(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture.cuts import Cuts
-from captum_ssm._capture.embedded import entries_of
+from captum_ssm._capture.embedded import entries_of, warn_of_derived
 from captum_ssm._capture.linears import KeptLinears
 from captum_ssm._capture.measure import measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, unwrap
@@ -472,6 +472,12 @@ def _record_once(
                     in_grid=recording.grid(root._module) is not None,
                 )
                 recording = replace(recording, wiring=wiring)
+        tables = [
+            (names[envoy._module], envoy._module, next(tensors_in(given)))
+            for envoy, given, _ in visits
+            if _is_table(envoy._module)
+        ]
+    warn_of_derived(request, tables)
     return recording if gradients else detached(recording)
 
 
