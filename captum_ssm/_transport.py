@@ -131,7 +131,7 @@ class Transport:
     @cached_property
     def sizes(self) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from a few passes forward."""
-        return self.row_norms(min(16, max(2, 512 // self.root.width)))
+        return self.row_norms(min(16, max(2, 1024 // self.root.width)))
 
     def row_norms(self, probes: int) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from as many passes forward at most.
@@ -234,8 +234,8 @@ class Patches(Transport):
 class Through(Transport):
     r"""A transport by way of other tokens that all ways from the root to the leaf pass.
 
-    T is then the product of the two on the way, :math:`T_{tm} T_{ms}`. Tokens of many channels take
-    few passes, and the leaf's, of few, are far from the root no longer.
+    T is then the product of the two, :math:`T_{tm} T_{ms}`. Tokens of many channels take few
+    passes, and those that a leaf of few channels takes are short.
 
     Args:
         between (Point): these tokens.

@@ -120,11 +120,11 @@ def stem_of(roots: Sequence[Point], leaf: Point, batch: int) -> Point | None:
 
 def _channels(point: Point, leaf: Point) -> int | None:
     # That of which a single channel reads more of the leaf than any place does; None for none.
-    seed, seen = point.noise(torch.Generator().manual_seed(0)), {}
+    noise, seen = point.unflat(point.noise(torch.Generator().manual_seed(0))), {}
     for axis, size in enumerate(point.shape[1:], 1):
-        kept = torch.zeros(size, device=point.device).index_fill_(0, torch.tensor(size // 2), 1)
-        kept = kept.view(-1, *[1] * (len(point.shape) - 1 - axis)).expand(point.shape)
-        (found,) = gradients([point], [seed * kept.reshape(-1, 1)], [leaf])
+        seed = torch.zeros_like(noise)
+        seed.select(axis, size // 2).copy_(noise.select(axis, size // 2))
+        (found,) = gradients([point], [point.flat(seed)], [leaf])
         seen[axis] = 0 if found is None else int(found.count_nonzero())
     most = max(seen.values())
     best = [axis for axis, count in seen.items() if count == most]
