@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -151,10 +152,15 @@ class Request:
     def run(self, inputs: tuple[Tensor, ...] | None = None) -> Any:
         """What ``forward_func`` returns on the inputs, or on others in their place."""
         inputs = self.inputs if inputs is None else inputs
+        own = replace(
+            self,
+            positional=tuple(map(_copied, self.positional)),
+            named={name: _copied(value) for name, value in self.named.items()},
+        )
         if not is_model(self.forward_func):
-            return self.forward_func(*inputs, *self.positional, **self.named)
+            return self.forward_func(*inputs, *own.positional, **own.named)
         module = unwrap(self.forward_func)
-        args, kwargs = self._module_arguments(module, inputs)
+        args, kwargs = own._module_arguments(module, inputs)
         return module(*args, **kwargs)
 
     def arguments_by_name(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -224,6 +230,16 @@ class Request:
         # Embeddings go where a language model takes them, not where it takes ids.
         by_name = dict(zip(names[1:], self.positional, strict=False))
         return (), {"inputs_embeds": inputs[0], **by_name, **named}
+
+
+def _copied(value: Any) -> Any:
+    # An argument that a run may write into, such as a generation cache, or a list of states.
+    if torch.is_tensor(value) or isinstance(value, nn.Module) or callable(value):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # it holds what cannot be copied
+        return value
 
 
 def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
