@@ -296,6 +296,26 @@ def test_ids_computed_from_the_inputs_are_told(method):
         assert torch.equal(torch.get_rng_state(), before)
 
 
+class Auxiliary(inputs.Series):
+    """Another mixer makes an output that is not explained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = inputs.Body(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(self.tokens(x))
+        return self.head(self.norm(h.mean(1))), self.extra(h)
+
+
+@each_method
+def test_a_mixer_that_the_output_does_not_read(method):
+    model, plain, x = made(Auxiliary), made(inputs.Series), noise(2, 8, 3)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    found, truth = (method(one).attribute(x, 1, **options(method)) for one in (model, plain))
+    assert_close(found, truth, 1e-9)
+
+
 class Labeled(torch.Tensor):
     """As torchvision's images are."""
 

@@ -280,7 +280,8 @@ def raw_row(maps: StageMaps) -> list[Tensor]:
 
     wiring.back(query, ask, to_inputs=False)
     found = wiring.back([torch.zeros_like(w) for w in query], add)
-    return [row / len(maps.stages) for row in found]
+    read = sum(stage in asked for stage in maps.stages)  # by the output
+    return [row / max(1, read) for row in found]
 
 
 def rollout_row(maps: StageMaps) -> list[Tensor]:
