@@ -100,7 +100,17 @@ def test_one_import_brings_every_module_and_nothing_heavy():
 
 # From the bottom up: a module imports what stands before it, and nothing after it.
 ORDER = (
-    *("_colors", "_errors", "_integers", "_nested", "_progress", "_saved", "_memory", "_devices"),
+    *(
+        "_bodies",
+        "_colors",
+        "_errors",
+        "_integers",
+        "_nested",
+        "_progress",
+        "_saved",
+        "_memory",
+        "_devices",
+    ),
     "_captum",
     *(
         "_vocabulary",
@@ -126,12 +136,14 @@ ORDER = (
             "cuts",
             "streams",
             "orders",
+            "exchanges",
             "skips",
         )
     ),
-    *("_capture.mixing", "_capture.measure", "_capture.embedded", "_capture.linears"),
+    *("_capture.mixing", "_capture.measure", "_capture.linears"),
     *(
         "_capture.tracing",
+        "_capture.embedded",
         "_capture.recording",
         "_capture.remote",
         "_capture.target",

@@ -14,8 +14,10 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
+from captum_ssm._capture.exchanges import exchange
 from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
@@ -32,7 +34,7 @@ from captum_ssm._capture.wiring import (
     side_by_side,
 )
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, dependencies, gradients, readers
+from captum_ssm._graph import Point, dependencies, gradients, meetings, readers
 from captum_ssm._transport import Patches, Transport, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
@@ -121,6 +123,10 @@ class _Measurement:
             self.orders,
             is_pooled=not self._is_per_token(),
         )
+        # By what reads: its reads, and those of what is added past an exchange of tokens.
+        self.read_by: dict[int, tuple[Read, ...]] = {}
+        self.read_past: dict[int, tuple[Read, ...]] = {}
+        self.exchanged_at: set[int] = set()
         # By what reads past others: the ways to what it reads.
         self.past: dict[int, dict[int, Transport]] = {}
         self.exchanged = 0.0
@@ -265,7 +271,7 @@ class _Measurement:
         root, inputs = self.entries[i], [j for j in leads if j < 0]
         for j in leads:
             self.links[i, j] = Link() if simple else self._link(i, j)
-        if not simple and len(leads) == 1:
+        if not simple and len(leads) == 1 and i not in self.exchanged_at:
             leads += self._skipped(i, leads[0])
         if len(inputs) > 1 and root is not None:
             sizes = [
@@ -276,7 +282,8 @@ class _Measurement:
                 self.links[i, j] = replace(self.links[i, j], share=share)
         reads = [(stage_of[j], self.links[i, j]) for j in leads]
         self.orders.setdefault(i, None)
-        return tuple(reads)
+        self.read_by[i] = (*reads, *self.read_past.get(i, ()))
+        return self.read_by[i]
 
     def _skipped(self, i: int, j: int) -> list[int]:
         """What i reads past j, on other tokens, as by the skip connections of a U-shape.
@@ -319,9 +326,11 @@ class _Measurement:
             return self._sourced(i, j, source)
         # What a stem makes of its neighbors is the way from an input, not mixing between tokens.
         is_way = j < 0 and bool(self.ways[INPUT - j].roots)
-        if S == T and not is_way:  # tokens act on one another, each in its place: see _check_orders
+        if S == T and not is_way:
             self.orders.setdefault(i, self.orders.get(j))
-            return Link()
+            if self._is_exchanged(i, j):
+                return self._exchange(i, j)
+            return Link()  # tokens act on one another, each in its place: see _check_orders
         self._refuse_mixers(i, j)
         order = self._order_in_example(j)
         has_none = order is None and self.orders.get(j) is not None
@@ -335,6 +344,39 @@ class _Measurement:
         else:
             way = Transport(root, leaf, B)
         return Link(transport=way, order=order, count=S)
+
+    def _is_exchanged(self, i: int, j: int) -> bool:
+        # Whether most of a token comes from others, further away than its neighbors.
+        root, leaf = self.entries[i], self.exits[j]
+        if root is None or j < 0 or any(self.orders.get(k) is not None for k in (i, j)):
+            return False
+        share = shares_of_others(i, root, {j: leaf}, self.orders).get(j, 0)
+        return share > _EXCHANGED and not is_local(i, root, j, leaf, self.orders)
+
+    def _exchange(self, i: int, j: int) -> Link:
+        # On the way from j to i, which are of one grid, tokens are mixed by what is no mixer.
+        root, B = self.entries[i], self.batch
+        assert root is not None
+        self._refuse_mixers(i, j)
+        found = exchange(root, self.exits[j], list(self.exits.values()), B)
+        others = {k for k in self.direct[i] if not any({j, k} <= set(g) for g in self.groups)}
+        if found is None or others - {j}:
+            raise self._refused(i, j, "by something that is no mixer, past which others are read")
+        if found.past is not None and found.share is not None:
+            # What goes past is made of the tokens that the first mixer behind it is made of.
+            reads = self.read_by[self._given(found.past, i, j)]
+            self.read_past[i] = tuple((s, link.of(1 - found.share)) for s, link in reads)
+        self.exchanged_at.add(i)
+        return Link(transport=found.way, count=root.tokens // B, share=found.share)
+
+    def _given(self, edge: GradientEdge, i: int, j: int) -> int:
+        # The first mixer that is given tokens made of this tensor, which all ways to them pass.
+        for group in self.groups:
+            entry = self.entries.get(group[0])
+            leaves = [self.exits[k] for k in self.direct[group[0]]]
+            if entry is not None and edge in meetings([entry], leaves):
+                return group[0]
+        raise self._refused(i, j, "by something that is no mixer, past which others are read")
 
     def _source(self, root: Point, j: int, place: Tensor | None) -> Tensor | None:
         # The one token of j, in its order, that each of the root's reads, -1 for none, by the

@@ -49,6 +49,10 @@ class Link:
         """Whether each token is the one in its place, or a share of it is."""
         return self.source is None and self.transport is None
 
+    def of(self, share: Tensor) -> Link:
+        """The same for a part of each token, ``(B, T)``."""
+        return replace(self, share=share if self.share is None else share * self.share)
+
     def earlier(self, tokens: int) -> int:
         """S, the number of earlier tokens, of ``tokens`` ones that read them."""
         return self.count or tokens

@@ -1,0 +1,127 @@
+"""Mixers of one grid between which other operations mix the tokens, as convolutions of an image."""
+
+from __future__ import annotations
+
+import inputs
+import pytest
+import torch
+from inputs import E, made, noise, options
+from methods import MAPS, METHODS, assert_close, each
+from torch import Tensor, nn
+
+from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
+from captum_ssm._capture import Request, freeze
+
+SIDE = 4
+
+
+class Groups(inputs.Classifier):
+    """Groups of mixers, a convolution behind each, and perhaps a stream around both."""
+
+    def __init__(self, layers: int = 2, *, skip: bool = True) -> None:
+        super().__init__()
+        self.skip = skip
+        self.inp = nn.Conv2d(3, E, 1)
+        self.groups = nn.ModuleList(inputs.Body(layers) for _ in range(2))
+        self.convs = nn.ModuleList(nn.Conv2d(E, E, 3, padding=1) for _ in range(2))
+
+    def conv(self, k: int, h: Tensor) -> Tensor:
+        return self.convs[k](h.mT.reshape(len(h), E, SIDE, SIDE)).flatten(2).mT
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x).flatten(2).mT
+        for k, group in enumerate(self.groups):
+            y = self.conv(k, group(h))
+            h = h + y if self.skip else y
+        return self.head(self.norm(h.mean(1)))
+
+
+class Unclear(Groups):
+    """Other tokens are added to what comes of the first group than those that it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x).flatten(2).mT
+        h = self.conv(0, self.groups[0](h)) + self.conv(1, h)
+        return self.head(self.norm(self.groups[1](h).mean(1)))
+
+
+def wiring_of(model: nn.Module, x: Tensor):
+    return freeze(Request.of(model, None, x, None), query=False).wiring
+
+
+def without_biases(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("bias") and "dt_proj" not in name:
+                value.zero_()
+    return model
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_rollout_is_the_product_with_the_exchange(skip, layers):
+    model, x = made(lambda: Groups(layers, skip=skip)), noise(1, 3, SIDE, SIDE)
+    maps = [one.mean(1)[0] for one in hidden_attention(model, x).values()]
+    T = SIDE**2
+    eye = torch.eye(T, dtype=x.dtype)
+    inside = [eye, eye]
+    for i, one in enumerate(maps):
+        inside[i // layers] = (eye + one) @ inside[i // layers]
+    with torch.no_grad():
+        start = model.inp(x).flatten(2).mT
+        end = model.groups[0](start)
+
+    def given(end: Tensor, start: Tensor) -> Tensor:
+        # What the first mixer of the second group is given.
+        h = model.conv(0, end)
+        return model.groups[1].norms[0](h + start if skip else h)[0]
+
+    energies = []
+    for argument in (0, 1):
+        jacobian = torch.func.jacrev(given, argnums=argument)(end, start)  # (T, E, 1, T, E)
+        energies.append(jacobian[:, :, 0].square().sum((1, 3)))
+    exchange, past = energies
+    share = exchange.sum(1) / (exchange.sum(1) + past.sum(1))
+    middle = share[:, None] * (exchange / exchange.sum(1, keepdim=True)) @ inside[0]
+    truth = inside[1] @ (middle + (1 - share)[:, None] * eye)
+    # The wiring up to the last mixer; each pixel is one token.
+    wiring = wiring_of(model, x)
+    assert wiring.refused is None
+    reads = wiring.stages[layers].reads
+    assert [s for s, _ in reads] == ([layers - 1, -1] if skip else [layers - 1])
+    before = torch.zeros(1, T, T, dtype=x.dtype)
+    for s, link in reads:
+        before += link.matmul((eye if s < 0 else inside[0])[None])
+    assert_close(inside[1] @ before[0], truth, 0.06)
+    if skip:
+        assert_close(reads[0][1].share[0], share, 0.02)
+
+
+@each(METHODS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_every_method_runs_through_them(method, skip):
+    model, x = made(lambda: Groups(skip=skip)), noise(2, 3, SIDE, SIDE)
+    found = method(model).attribute(x, 1, **options(method))
+    assert found.shape == x.shape
+    assert bool(found.any())
+    alone = method(model).attribute(x[1:], 1, **options(method))
+    assert_close(found[1:], alone, 0.2 if method in MAPS else 0.3)
+
+
+@pytest.mark.parametrize("method", [LaTIM, MambaLRP])
+def test_relevance_adds_up_to_the_score(method):
+    model, x = without_biases(made(lambda: Groups())), noise(2, 3, SIDE, SIDE)
+    relevance, delta = method(model).attribute(
+        x, 1, return_convergence_delta=True, **options(method)
+    )
+    assert_close(relevance.sum((1, 2, 3)), model(x)[:, 1], 1e-9)
+    assert float(delta.abs().max()) < 1e-9
+
+
+def test_what_is_not_clear_is_refused():
+    model, x = made(Unclear), noise(1, 3, SIDE, SIDE)
+    with pytest.raises(UnsupportedModelError, match="something that is no mixer"):
+        MambaRollout(model).attribute(x)
+    assert set(hidden_attention(model, x)) == {
+        f"groups.{g}.mixers.{k}" for g in (0, 1) for k in (0, 1)
+    }
