@@ -36,6 +36,16 @@ class Groups(inputs.Classifier):
         return self.head(self.norm(h.mean(1)))
 
 
+class OnImages(Groups):
+    """The stream is an image, of which each group is given other views as tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x)
+        for group, conv in zip(self.groups, self.convs, strict=True):
+            h = h + conv(group.on_image(h))
+        return self.head(self.norm((h + self.inp(x)).mean((2, 3))))
+
+
 class Unclear(Groups):
     """Other tokens are added to what comes of the first group than those that it was given."""
 
@@ -109,8 +119,9 @@ def test_every_method_runs_through_them(method, skip):
 
 
 @pytest.mark.parametrize("method", [LaTIM, MambaLRP])
-def test_relevance_adds_up_to_the_score(method):
-    model, x = without_biases(made(lambda: Groups())), noise(2, 3, SIDE, SIDE)
+@pytest.mark.parametrize("kind", [Groups, OnImages])
+def test_relevance_adds_up_to_the_score(kind, method):
+    model, x = without_biases(made(kind)), noise(2, 3, SIDE, SIDE)
     relevance, delta = method(model).attribute(
         x, 1, return_convergence_delta=True, **options(method)
     )

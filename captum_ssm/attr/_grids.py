@@ -8,31 +8,34 @@ score is, except for bias terms,
 .. math::
     s = \langle d_0, h \rangle + \sum_\lambda \langle d_\lambda, y_\lambda \rangle,
 
-where h is the stream before the first mixer, and each y is the sum of its vectors. Relevance is
-mixed within a layer by ALTI, and carried from one grid to the one before by the measured
-transport, whose rows are shares.
+where h is the stream before the first mixer, and each y is the sum of its vectors. What the score
+reads of the inputs past h has their values times its gradient. Relevance is mixed within a layer by
+ALTI, and carried from one grid to the one before by the measured transport, whose rows are shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
 from captum_ssm._capture.recording import check_finite, require_graph
 from captum_ssm._capture.substitution import with_output
 from captum_ssm._capture.wiring import INPUT, Wiring
 from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._graph import Point, is_read_past
 from captum_ssm._nested import tensors_in
 from captum_ssm._rules import is_norm, ruled
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._norms import first_input
+from captum_ssm.attr._relevance import times
 from captum_ssm.attr._residual import feeding_norm
 from captum_ssm.attr.mamba_lrp import Rules
 from captum_ssm.mixers import MixerCall, find_adapter
@@ -41,9 +44,9 @@ from captum_ssm.mixers._reordered import in_order
 
 @dataclass(frozen=True)
 class _Cut:
-    # Where a mixer leaves the graph, and the stream before it: where in the graph, and its values.
+    # Where a mixer leaves the graph, and the stream before it: in the graph, and its values.
     exit: Tensor
-    stream: GradientEdge | None
+    stream: Tensor | None
     before: Tensor
 
 
@@ -76,10 +79,10 @@ class CutMixers(Rules):
         stream, before = None, call.tokens() if norm is None else first_input(norm)
         if norm is not None:
             given = next(tensors_in((norm.args, norm.kwargs)))
-            stream = get_gradient_edge(given) if given.requires_grad else None
+            stream = given if given.requires_grad else None
         elif not self._is_after_norm and call.given_tokens().requires_grad:
             # Without a norm the mixer reads the stream itself.
-            stream = get_gradient_edge(call.given_tokens())
+            stream = call.given_tokens()
         self._is_after_norm = False
         output = call.output.detach().clone().requires_grad_()
         self.cuts.append(_Cut(output, stream, before.detach()))
@@ -92,19 +95,51 @@ class CutMixers(Rules):
         """
         require_graph(score)
         ends = [cut.exit for cut in self.cuts]
-        starts = [*ends, *(leaf for _, _, leaf in self.embedded)]
-        starts += [one for one in self.inputs if one.requires_grad]
-        streams = [cut.stream for cut in self.cuts if cut.stream is not None]
-        nodes = [get_gradient_edge(one).node for one in starts]
+        streams = [get_gradient_edge(cut.stream) for cut in self.cuts if cut.stream is not None]
         edges = [*map(get_gradient_edge, ends), *streams]
-        with torch.inference_mode(False), torch.enable_grad(), ruled([score.grad_fn], nodes):
-            found = torch.autograd.grad(score.sum(), edges, allow_unused=True)
+        with self._ruled(score):
+            found = torch.autograd.grad(score.sum(), edges, allow_unused=True, retain_graph=True)
         exits = [
             torch.zeros_like(one) if g is None else g.detach()
             for one, g in zip(ends, found[: len(ends)], strict=True)
         ]
         rest = iter(found[len(ends) :])
         return exits, [None if cut.stream is None else next(rest) for cut in self.cuts]
+
+    def relevance_past(self, score: Tensor, stream: Tensor, direction: Tensor) -> list[Tensor]:
+        """What inputs add to the score past the mixers and a stream: times the gradient, by input.
+
+        Args:
+            score (Tensor): ``(B,)``.
+            stream (Tensor): before the first mixer, in the graph.
+            direction (Tensor): the score's coefficients there.
+
+        Returns:
+            list of Tensor: in the inputs' shapes; empty where all that the score reads goes through
+            the stream.
+        """
+        root, between = Point.of(score, None), Point.of(stream)
+        if not any(is_read_past(root, Point.of(one), between) for one in self._starts()):
+            return []
+        leaves = self.leaves()
+        tensors = [leaf.tensor for part in leaves for leaf in part]
+        options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
+        with self._ruled(score):
+            whole = torch.autograd.grad(score.sum(), tensors, **options)
+            through = torch.autograd.grad(stream, tensors, direction, **options)
+        parts = zip(times(tensors, whole), times(tensors, through), strict=True)
+        return self.of_inputs(leaves, [a - b for a, b in parts])
+
+    def _starts(self) -> list[Tensor]:
+        found = [leaf for _, _, leaf in self.embedded]
+        return [*found, *(one for one in self.inputs if one.requires_grad)]
+
+    @contextmanager
+    def _ruled(self, score: Tensor) -> Iterator[None]:
+        starts = [*(cut.exit for cut in self.cuts), *self._starts()]
+        nodes = [get_gradient_edge(one).node for one in starts]
+        with torch.inference_mode(False), torch.enable_grad(), ruled([score.grad_fn], nodes):
+            yield
 
 
 @dataclass(frozen=True)
@@ -128,11 +163,14 @@ class Grids:
         frozen (FrozenModel): the layers, and what lies between their grids.
         steps (dict of int to _Step): by stage of its wiring.
         score (Tensor): ``(B,)``.
+        past (list of Tensor, optional): relevance, in the shape of each input, of what the score
+            reads of it past the stream before the first mixer. Default: (), for nothing
     """
 
     frozen: FrozenModel
     steps: dict[int, _Step]
     score: Tensor
+    past: Sequence[Tensor] = ()
 
     @classmethod
     def of(cls, frozen: FrozenModel, cut: CutMixers, score: Tensor) -> Grids:
@@ -153,7 +191,13 @@ class Grids:
         for one in zip(frozen.layers, exits, cut.cuts, streams, strict=True):
             found.setdefault(one[0].stage, []).append(one)
         steps = {stage: _step(group, B) for stage, group in found.items()}
-        return cls(frozen, steps, score.detach().to(frozen.layers[0].call.dtype))
+        stream, direction = next(
+            (one.stream, at_stream)
+            for _, _, one, at_stream in found[min(found)]
+            if one.stream is not None and at_stream is not None
+        )
+        past = cut.relevance_past(score, stream, direction)
+        return cls(frozen, steps, score.detach().to(frozen.layers[0].call.dtype), past)
 
     def at_level(self, level: int, mode: str | None) -> Grids:
         """Only the layers of one grid, from which relevance is interpolated if ``mode`` says how.

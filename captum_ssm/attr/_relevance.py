@@ -21,8 +21,12 @@ def relevance_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor]:
     Raises:
         ValueError: if no relevance can be propagated to any of the leaves.
     """
-    found = coefficients_at(leaves, score)
-    return [_product(leaf.detach(), one) for leaf, one in zip(leaves, found, strict=True)]
+    return times(leaves, coefficients_at(leaves, score))
+
+
+def times(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Each leaf times its gradient, in float32 at least; zero for None."""
+    return [_product(leaf.detach(), g) for leaf, g in zip(leaves, gradients, strict=True)]
 
 
 def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | None]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from captum_ssm._captum import TargetType
+from captum_ssm._captum import TargetType, format_output
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import token_ids
@@ -176,6 +176,11 @@ class LaTIM(TokenAttribution):
             with self._computing(), Bar("LaTIM, layers", len(grids.steps)) as bar:
                 rows = grids.relevance(activation, with_stream=layer is None, advance=bar.advance)
                 relevance = self._formatted(rows, grids.frozen)
+                if grids.past:
+                    pairs = zip(tensors_in(relevance), grids.past, strict=True)
+                    relevance = format_output(
+                        request.packed, tuple(one + past.to(one) for one, past in pairs)
+                    )
                 if return_convergence_delta:
                     return relevance, delta(grids.score - grids.bias(), relevance)
                 return relevance

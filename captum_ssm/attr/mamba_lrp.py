@@ -216,19 +216,28 @@ class Rules(Substitution):
 
     def relevance(self, score: Tensor) -> list[Tensor]:
         """The relevance of each input's entries, in its shape: of an id that of its embedding."""
-        leaves = [
-            [_Leaf(one)] if one.is_floating_point() else self._leaves(one) for one in self.inputs
+        leaves = self.leaves()
+        found = relevance_at([leaf.tensor for part in leaves for leaf in part], score)
+        return self.of_inputs(leaves, found)
+
+    def leaves(self) -> list[list[Leaf]]:
+        """By input, where relevance is read."""
+        return [
+            [Leaf(one)] if one.is_floating_point() else self._leaves(one) for one in self.inputs
         ]
-        found = iter(relevance_at([leaf.tensor for part in leaves for leaf in part], score))
+
+    def of_inputs(self, leaves: list[list[Leaf]], relevance: Sequence[Tensor]) -> list[Tensor]:
+        """The relevance of leaves, in their order, as that of the inputs."""
+        found = iter(relevance)
         return [
             reduce(torch.add, [leaf.of_input(next(found), one) for leaf in part])
             for one, part in zip(self.inputs, leaves, strict=True)
         ]
 
-    def _leaves(self, ids: Tensor) -> list[_Leaf]:
+    def _leaves(self, ids: Tensor) -> list[Leaf]:
         # The embeddings of ids, from one table or several.
         found = [
-            (_Leaf(leaf, entries), module, is_view(given, ids))
+            (Leaf(leaf, entries), module, is_view(given, ids))
             for module, given, leaf in self.embedded
             if (entries := entries_of(given, ids)) is not None
         ]
@@ -266,7 +275,7 @@ class Rules(Substitution):
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class Leaf:
     # Where relevance is read: an input of floats, or embeddings of the entries of one of ids.
     tensor: Tensor
     entries: Tensor | None = None
