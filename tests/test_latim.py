@@ -281,6 +281,28 @@ def test_a_norm_before_an_mlp_is_not_taken_for_the_last() -> None:
     assert delta.abs().max() < 1e-5
 
 
+class RootNorm(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("is_series", [False, True])
+@pytest.mark.parametrize("last", [nn.Tanh, lambda: nn.LayerNorm(30, bias=False), RootNorm])
+def test_a_head_that_caps_or_norms_what_it_reads(last, is_series) -> None:
+    model, inputs = Residual(), ids_for()
+    model.head = nn.Sequential(nn.LayerNorm(16, bias=False), nn.Linear(16, 30, bias=False), last())
+    nn.init.normal_(model.embeddings.weight)
+    if is_series:
+        model = nn.Sequential(nn.Linear(5, 16, bias=False), model)
+        inputs = torch.randn(2, L, 5, generator=torch.Generator().manual_seed(0))
+    found, delta = LaTIM(model).attribute(
+        inputs, target=(L - 1, 3), activation="gate", return_convergence_delta=True
+    )
+    score = model(inputs)[:, -1, 3]
+    torch.testing.assert_close(found.flatten(1).sum(1), score, rtol=1e-4, atol=1e-5)
+    assert delta.abs().max() < 1e-5
+
+
 @pytest.fixture(params=["as wide models", "as narrow models"])
 def width(request, monkeypatch) -> str:
     """Whether sources are left out, or rows only."""

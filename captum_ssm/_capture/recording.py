@@ -38,7 +38,7 @@ from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, map_tensors, tensors_in
 from captum_ssm._progress import Bar
-from captum_ssm._rules import goes_through_activation
+from captum_ssm._rules import goes_through_activation, ruled
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import bound_arguments
 
@@ -163,6 +163,7 @@ class Recording:
         Its wiring gets that of each series.
         """
         require_graph(target)
+        reading = self._reading(target)
         ways = () if self.wiring is None else self.wiring.inputs
         starts = [way for k, way in enumerate(ways) if way.roots and self.request.has_variables(k)]
         outputs = {call.order: call.output for call in (*self.calls, *self.others)}
@@ -176,7 +177,7 @@ class Recording:
         )
         count = len(wanted)
         carrying = self.carrying(dict(zip(wanted, found[:count], strict=True)))
-        carrying = carrying._without_passed(target)
+        carrying = carrying._read_by(reading)
         if self.wiring is None:
             return carrying
         known = {
@@ -192,6 +193,7 @@ class Recording:
         wanted = [c for c in self.others if c.order > last and c.output.requires_grad]
         if not wanted:
             return self
+        reading = self._reading(target)
         keeps = self.wiring is not None and self.wiring.needs_graph
         found = gradients_at([call.output for call in wanted], target, retain_graph=keeps)
         gradients = {
@@ -199,26 +201,36 @@ class Recording:
             for call, gradient in zip(wanted, found, strict=True)
         }
         others = [replace(call, gradient=gradients.get(call.order)) for call in self.others]
-        return replace(self, others=others)._without_passed(target)
+        return replace(self, others=others)._read_by(reading)
 
-    def _without_passed(self, target: Tensor) -> Recording:
-        # Without the gradients of calls after the last mixer that the target reads past as well,
-        # such as that of an MLP's norm, or through an MLP: they do not say how it reads the
-        # residual stream.
-        def is_passed(call: MixerCall) -> bool:
-            given = next(tensors_in((call.args, call.kwargs)), None)
-            if given is None or not (given.requires_grad and call.output.requires_grad):
-                return False
-            root, output = Point.of(target, None), Point.of(call.output)
-            is_past = is_read_past(root, Point.of(given), output)
-            return is_past or goes_through_activation(root.edge.node, output.edge.node)
-
-        last = self.calls[-1].order
+    def _read_by(self, reading: Mapping[int, Tensor | None]) -> Recording:
         others = [
-            replace(call, gradient=None) if call.order > last and is_passed(call) else call
-            for call in self.others
+            replace(call, gradient=reading.get(call.order, call.gradient)) for call in self.others
         ]
         return replace(self, others=others)
+
+    def _reading(self, target: Tensor) -> dict[int, Tensor | None]:
+        # How the target reads calls after the last mixer, where its plain gradient does not say so,
+        # by order. None for what it reads past as well, such as an MLP's norm, or through an MLP.
+        # Norms and soft caps in between count as constants, as in MambaLRP.
+        root, last = Point.of(target, None), self.calls[-1].order
+        found: dict[int, Tensor | None] = {}
+        for call in self.others:
+            given = next(tensors_in((call.args, call.kwargs)), None)
+            if call.order <= last or given is None:
+                continue
+            if not (given.requires_grad and call.output.requires_grad):
+                continue
+            output = Point.of(call.output)
+            is_past = is_read_past(root, Point.of(given), output)
+            if is_past or goes_through_activation(root.edge.node, output.edge.node):
+                found[call.order] = None
+                continue
+            with ruled([root.edge.node], [output.edge.node]) as carries:
+                if carries[root.edge.node]:
+                    (gradient,) = gradients_at([call.output], target, retain_graph=True)
+                    found[call.order] = gradient
+        return found
 
     def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:
         """The same recording with gradients at the calls' outputs, by the calls' order."""
