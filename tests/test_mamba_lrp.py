@@ -409,8 +409,9 @@ def _swiglu(x: Tensor, y: Tensor) -> Tensor:
 
 def test_probabilities_are_refused() -> None:
     model = build("mamba")
-    with pytest.raises(ValueError, match="return the logits rather than probabilities"):
-        MambaLRP(lambda ids: model(ids).logits.softmax(-1), model).attribute(ids_for(), target=3)
+    for method in (MambaLRP, LaTIM):
+        with pytest.raises(ValueError, match="return the logits rather than probabilities"):
+            method(lambda ids: model(ids).logits.softmax(-1), model).attribute(ids_for(), target=3)
 
 
 def test_a_graph_of_the_users_own_is_left_as_it_was() -> None:

@@ -227,6 +227,7 @@ class Recording:
                 found[call.order] = None
                 continue
             with ruled([root.edge.node], [output.edge.node]) as carries:
+                found[call.order] = None  # a probability
                 if carries[root.edge.node]:
                     (gradient,) = gradients_at([call.output], target, retain_graph=True)
                     found[call.order] = gradient

@@ -35,7 +35,7 @@ from captum_ssm._rules import is_norm, ruled
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._norms import first_input
-from captum_ssm.attr._relevance import times
+from captum_ssm.attr._relevance import of_constants, times
 from captum_ssm.attr._residual import feeding_norm
 from captum_ssm.attr.mamba_lrp import Rules
 from captum_ssm.mixers import MixerCall, find_adapter
@@ -97,7 +97,9 @@ class CutMixers(Rules):
         ends = [cut.exit for cut in self.cuts]
         streams = [get_gradient_edge(cut.stream) for cut in self.cuts if cut.stream is not None]
         edges = [*map(get_gradient_edge, ends), *streams]
-        with self._ruled(score):
+        with self._ruled(score) as carries:
+            if not carries[score.grad_fn]:
+                raise of_constants()
             found = torch.autograd.grad(score.sum(), edges, allow_unused=True, retain_graph=True)
         exits = [
             torch.zeros_like(one) if g is None else g.detach()
@@ -135,11 +137,15 @@ class CutMixers(Rules):
         return [*found, *(one for one in self.inputs if one.requires_grad)]
 
     @contextmanager
-    def _ruled(self, score: Tensor) -> Iterator[None]:
+    def _ruled(self, score: Tensor) -> Iterator[dict[Any, bool]]:
         starts = [*(cut.exit for cut in self.cuts), *self._starts()]
         nodes = [get_gradient_edge(one).node for one in starts]
-        with torch.inference_mode(False), torch.enable_grad(), ruled([score.grad_fn], nodes):
-            yield
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            ruled([score.grad_fn], nodes) as carries,
+        ):
+            yield carries
 
 
 @dataclass(frozen=True)

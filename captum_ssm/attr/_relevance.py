@@ -47,11 +47,7 @@ def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | No
                 found = gradients_at(leaves, score)
         if not connected:
             gradients_at(leaves, score)  # raises if there is no gradient either
-            raise ValueError(
-                "the score depends on the tokens only through a sigmoid, a softmax or an "
-                "exponential, which are constants in MambaLRP; expected logits. Let forward_func "
-                "return the logits rather than probabilities."
-            )
+            raise of_constants()
     if unknown:
         warnings.warn(
             f"relevance goes through {', '.join(unknown)}, which has no rule: its plain gradient "
@@ -61,6 +57,15 @@ def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | No
             stacklevel=2,
         )
     return found
+
+
+def of_constants() -> ValueError:
+    """The error for a score that nothing but constant coefficients lead to."""
+    return ValueError(
+        "the score depends on the tokens only through a sigmoid, a softmax or an exponential, "
+        "which are constants in LaTIM and MambaLRP; expected logits. Let forward_func return the "
+        "logits rather than probabilities."
+    )
 
 
 def _product(x: Tensor, gradient: Tensor | None) -> Tensor:
