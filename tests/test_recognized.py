@@ -574,3 +574,33 @@ def running(x, dt, A, B, C):
 def test_the_error_names_a_function_that_is_no_scan():
     said = refusal(Model(CallsNoScan()), tokens())
     assert "layers.0 (CallsNoScan) calls running, which does not return" in said
+
+
+def test_a_projection_of_images_by_another_name_for_linear_is_refused_in_words():
+    # A subclass of nn.Linear that is a 1 x 1 convolution, as in public models with channels first.
+    class Pointwise(nn.Linear):
+        def forward(self, x):
+            return F.conv2d(x, self.weight[..., None, None], self.bias)
+
+    class ChannelsFirst(Block):
+        def __init__(self):
+            super().__init__()
+            self.out_proj = Pointwise(8, 6, bias=False)
+
+        def forward(self, x):
+            u, z = self.split(self.in_proj(x.flatten(2).mT))
+            y = self.mixed(u) * self.gate(z)
+            return self.out_proj(y.mT.unflatten(2, x.shape[2:]))
+
+    class Images(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer, self.head = ChannelsFirst(), nn.Linear(6, 5)
+
+        def forward(self, x):
+            return self.head((x + self.mixer(x)).mean((2, 3)))
+
+    model, x = randomize(Images()).eval(), torch.randn(1, 6, 3, 4)
+    for method in METHODS:
+        with pytest.raises(UnsupportedModelError, match="cannot be run again alone"):
+            method(model).attribute(x, **({} if method is MambaRollout else {"target": 1}))

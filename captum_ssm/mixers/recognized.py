@@ -62,11 +62,11 @@ def recognize(call: MixerCall) -> Variant | None:
     with torch.inference_mode(False), torch.no_grad():
         try:
             search = _Search(_working(call))
-        except _MISFITS as error:
+            variant = search.run()
+        except _MISFITS as error:  # its parts are not what they are called, or take other shapes
             text = str(error).strip().partition("\n")[0]
             note_miss(call.module, f"{_has(call.module)}, but cannot be run again alone: {text}")
             return None
-        variant = search.run()
     if variant is None:
         search.note_miss(call.module)
     else:
