@@ -14,7 +14,14 @@ from test_vision import images, isotropic, small
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm import FrozenMixer, MambaLRP, MambaRollout, MemoryLimitError, ReconstructionError
+from captum_ssm import (
+    FrozenMixer,
+    LaTIM,
+    MambaLRP,
+    MambaRollout,
+    MemoryLimitError,
+    ReconstructionError,
+)
 from captum_ssm._rules import _rule
 from captum_ssm.attr._relevance import relevance_at
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm import (
+    LaTIM,
     MambaAttribution,
     MambaRollout,
     RawAttention,
@@ -569,3 +570,12 @@ def test_interpolations_are_named():
         RawAttention(small(), interpolate_mode="cubic")
     with pytest.raises(ValueError, match=r"expected \(H, W\)"):
         TokenGrid(torch.arange(4.0))
+
+
+@pytest.mark.parametrize("layer", [None, 0])
+def test_the_delta_is_that_of_tokens_not_of_interpolated_pixels(layer):
+    model, x = small(), torch.randn(2, 3, 12, 20, dtype=torch.float64)
+    _, delta = LaTIM(model).attribute(
+        x, target=1, layer=layer, activation="gate", return_convergence_delta=True
+    )
+    assert float(delta.abs().max()) < 1e-9 * float(model(x).abs().max())

@@ -182,7 +182,8 @@ class TokenAttribution(Attribution):
         """What attributions that claim to add up leave out, ``(B,)``.
 
         The same number as that of ``attribute(..., return_convergence_delta=True)``, for any
-        attributions: what the method decomposes less their sum.
+        attributions: what the method decomposes less their sum. Not where patches are interpolated
+        to pixels, whose sum is another than that of tokens: there ask ``attribute``.
 
         Args:
             attributions (Tensor or tuple of one Tensor): of the shape of ``inputs``.

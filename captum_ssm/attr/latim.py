@@ -103,8 +103,9 @@ class LaTIM(TokenAttribution):
 
         The delta of ``"alti_logit"`` is what the activation makes the decomposition miss, zero
         for ``"gate"``: the score, or with ``layer`` what that layer adds to it, less the bias
-        terms and the sum of relevance. The other aggregations decompose nothing; how much of a
-        layer's output its vectors miss is returned by :meth:`layer_errors`.
+        terms and the sum of relevance: that of tokens, where it is interpolated. The other
+        aggregations decompose nothing; how much of a layer's output its vectors miss is returned by
+        :meth:`layer_errors`.
 
         Where layers work on several grids of tokens, or it is not known how the score reads the
         last stream, MLPs and all else between mixers are frozen as in MambaLRP. The delta then
@@ -182,7 +183,8 @@ class LaTIM(TokenAttribution):
                         request.packed, tuple(one + past.to(one) for one, past in pairs)
                     )
                 if return_convergence_delta:
-                    return relevance, delta(grids.score - grids.bias(), relevance)
+                    found = _before_interpolation(rows, grids.past, relevance, grids.frozen)
+                    return relevance, delta(grids.score - grids.bias(), found)
                 return relevance
         frozen = stream.frozen
         with self._computing():
@@ -195,10 +197,12 @@ class LaTIM(TokenAttribution):
             else:
                 parts = Contributions.of(frozen, [frozen.select_one(layer)], activation)
                 row, bias = parts.dot_row(stream.direction), bias_part(stream, parts)
-            relevance = self._formatted(frozen.wiring.from_first(row), frozen)
+            rows = frozen.wiring.from_first(row)
+            relevance = self._formatted(rows, frozen)
             found = [relevance]
             if return_convergence_delta:
-                found.append(delta(decomposed(frozen, stream, layer) - bias, relevance))
+                given = _before_interpolation(rows, (), relevance, frozen)
+                found.append(delta(decomposed(frozen, stream, layer) - bias, given))
             if return_error_bound:
                 found.append(bound)
             return found[0] if len(found) == 1 else tuple(found)
@@ -405,6 +409,13 @@ class LaTIM(TokenAttribution):
             through_mixers=False,
             also=norms_and_head(request.module),
         )
+
+
+def _before_interpolation(
+    rows: Sequence[Tensor], past: Sequence[Tensor], relevance: Any, frozen: FrozenModel
+) -> Any:
+    # What adds up to the score: each pixel that is interpolated has the relevance of a whole patch.
+    return relevance if frozen.grid is None else (*rows, *past)
 
 
 def _to_logit(layer: int | str | None, aggregation: str | float) -> bool:
