@@ -37,7 +37,7 @@ class Exchange:
 
 
 def exchange(root: Point, leaf: Point, leaves: Sequence[Point], batch: int) -> Exchange | None:
-    """How ``root`` reads ``leaf``, of as many tokens; None where no more than one stream goes past.
+    """How ``root`` reads ``leaf``, of as many tokens; None where several streams go past that.
 
     Args:
         root (Point): the tokens that a mixer is given.
