@@ -360,9 +360,14 @@ def _edges(
 
 def _times_finer(edge: GradientEdge, tokens: int) -> float:
     # How many times as many tokens a tensor holds, channels being its second or last axis.
-    shape = edge.node._input_metadata[edge.output_nr].shape
+    shape = shape_of(edge)
     sizes = [math.prod(shape) / shape[axis] for axis in (1, -1) if len(shape) > 1]
     return min(sizes, default=math.inf) / tokens
+
+
+def shape_of(edge: GradientEdge) -> tuple[int, ...]:
+    """The shape of a tensor in the graph."""
+    return tuple(edge.node._input_metadata[edge.output_nr].shape)
 
 
 def _before(node: Node, ends: Collection[Node]) -> set[Node]:

@@ -205,7 +205,7 @@ SHAPES = {
 @pytest.fixture
 def few_probes(monkeypatch):
     """As many as channels: exact where each token reads one, as all of these do."""
-    monkeypatch.setattr("captum_ssm._capture.measure._PROBES", E)
+    monkeypatch.setattr("captum_ssm._capture.ways._PAST", E)
 
 
 @pytest.mark.usefixtures("few_probes")

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm._capture.ways import portions
-from captum_ssm._graph import Point, joints, meetings, readers
+from captum_ssm._capture.ways import shares
+from captum_ssm._graph import Point, joints, meetings, readers, shape_of
 from captum_ssm._transport import Transport, pulling
-
-# Passes for the shares in which tokens are read past one another.
-PROBES = 32
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def exchange(root: Point, leaf: Point, leaves: Sequence[Point], batch: int) -> E
         with pulling(past):
             place = readers(root, point)
         if _is_identity(place):
-            share, _ = portions([one.row_norms(PROBES).view(batch, -1) for one in (way, past)])
+            share, _ = shares([way, past])
             return Exchange(way, share, edge)
     return None
 
@@ -77,7 +74,7 @@ def _last_in_place(root: Point, leaf: Point) -> Point | None:
 
 def _points(edge: GradientEdge, like: Point) -> list[Point]:
     # A tensor as tokens, its channels last or second, where these are as many as those of a point.
-    shape = tuple(edge.node._input_metadata[edge.output_nr].shape)
+    shape = shape_of(edge)
     axes = [a for a in (-1, 1) if len(shape) > 2 and math.prod(shape) // shape[a] == like.tokens]
     return [replace(like, edge=edge, shape=shape, channels=axis) for axis in axes]
 

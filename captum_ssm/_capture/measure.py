@@ -22,7 +22,7 @@ from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
 from captum_ssm._capture.streams import ResidualStreams
-from captum_ssm._capture.ways import Way, feature_axis, portions, stem_of
+from captum_ssm._capture.ways import Way, feature_axis, portions, shares, stem_of
 from captum_ssm._capture.wiring import (
     INPUT,
     Link,
@@ -53,8 +53,6 @@ _MIXERS = (
 _TINY = 1e-150
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
-# Passes for the shares in which tokens are read past one another.
-_PROBES = 32
 
 
 def measure(
@@ -297,8 +295,7 @@ class _Measurement:
             return []
         self.past[i] = past
         ways = {j: Transport(root, self.exits[j], B), **past}
-        shares = portions([way.row_norms(_PROBES).view(B, -1) for way in ways.values()])
-        for (k, way), share in zip(ways.items(), shares, strict=True):
+        for (k, way), share in zip(ways.items(), shares([*ways.values()]), strict=True):
             self.links[i, k] = replace(self._link_past(i, k, way), share=share)
         return list(past)
 
@@ -360,7 +357,7 @@ class _Measurement:
         self._refuse_mixers(i, j)
         found = exchange(root, self.exits[j], list(self.exits.values()), B)
         others = {k for k in self.direct[i] if not any({j, k} <= set(g) for g in self.groups)}
-        if found is None or others - {j}:
+        if found is None or others:
             raise self._refused(i, j, "by something that is no mixer, past which others are read")
         if found.past is not None and found.share is not None:
             # What goes past is made of the tokens that the first mixer behind it is made of.

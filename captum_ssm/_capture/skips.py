@@ -16,7 +16,7 @@ from torch import Tensor
 
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.wiring import Link, nearest
-from captum_ssm._graph import Point, dependencies, joints, meeting, readers
+from captum_ssm._graph import Point, dependencies, joints, meeting, readers, shape_of
 from captum_ssm._transport import Transport
 
 
@@ -150,8 +150,7 @@ class Skips:
         edge = meeting(root, [self.exits[m] for m in leaves])
         if edge is None:
             return []
-        shape = edge.node._input_metadata[edge.output_nr].shape
-        return [replace(root, edge=edge, shape=shape, channels=axis) for axis in (-1, 1)]
+        return [replace(root, edge=edge, shape=shape_of(edge), channels=axis) for axis in (-1, 1)]
 
     def _order(self, i: int) -> Tensor:
         order = self.orders.get(i)

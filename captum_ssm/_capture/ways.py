@@ -15,6 +15,8 @@ from captum_ssm._transport import Through, Transport, orthogonal
 
 # Backward passes through the first layers, at most, for the shares of features.
 _PROBES, _COARSE = 64, 8
+# Passes for the shares in which tokens are read past one another.
+_PAST = 32
 # Channels of tokens whose squared norms few passes tell.
 _WIDE = 64
 
@@ -159,6 +161,11 @@ def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
         return usual
     best = max(seen.values())
     return usual if seen[usual] == best else max(seen, key=lambda axis: seen[axis])
+
+
+def shares(ways: Sequence[Transport]) -> list[Tensor]:
+    """The parts ``(B, T)`` in which tokens are read by these ways, by the norms of their rows."""
+    return portions([way.row_norms(_PAST).view(way.batch, -1) for way in ways])
 
 
 def portions(sizes: Sequence[Tensor]) -> list[Tensor]:
