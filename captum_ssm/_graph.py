@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +50,17 @@ class Point:
     def of(cls, x: Tensor, channels: int | None = -1) -> Point:
         """The point of a tensor that requires a gradient."""
         return cls(get_gradient_edge(x), x.shape, x.dtype, x.device, channels)
+
+    @classmethod
+    def before_move(cls, x: Tensor, channels: int) -> Point:
+        """The point of what ``x`` is, where its channels were moved last from the axis given."""
+        found = cls.of(x)
+        if channels == -1:
+            return found
+        ((node, output),) = found.edge.node.next_functions
+        assert node is not None
+        shape = x.movedim(-1, channels).shape
+        return replace(found, edge=GradientEdge(node, output), shape=shape, channels=channels)
 
     @property
     def tokens(self) -> int:

@@ -156,8 +156,7 @@ def _mixes(call: MixerCall, tokens: int) -> bool:
     args[first] = args[first].clone()
     args[first][:, 0] = call.args[first][:, -1]
     with torch.no_grad():
-        found = replace(call, result=call.module(*args, **call.kwargs)).output
-        again = replace(call, result=call.module(*call.args, **call.kwargs)).output
+        found, again = replace(call, args=tuple(args)).run().output, call.run().output
     return found.shape[1:2] == (tokens,) and not torch.equal(found[:, 1:], again[:, 1:])
 
 

@@ -313,6 +313,18 @@ def test_methods_find_unknown_mixers_by_themselves():
         assert LaTIM(model).interactions(x, layer).shape == (1, 7, 7)
 
 
+class Strided(wild.Stack):
+    """Its stem is a convolution that is given its stride as a plain number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.conv1d(x.mT, torch.ones(6, 1, 2), stride=2, groups=6).mT)
+
+
+def test_a_functional_convolution_with_a_plain_number():
+    maps = hidden_attention(Strided(wild.Mixer()).eval(), tokens(2, 14, 6))
+    assert maps["layers.0"].shape[-2:] == (7, 7)
+
+
 def without_biases(model):
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -123,10 +123,9 @@ class FourWays(nn.Module):
         self.norm = nn.LayerNorm(inner)
         self.out_proj = nn.Linear(inner, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        B, H, W, _ = x.shape
-        u, z = self.in_proj(x).chunk(2, -1)
-        v = F.silu(self.conv(u.permute(0, 3, 1, 2)))
+    def scanned(self, v: Tensor) -> Tensor:
+        """``v (B, D, H, W)`` mixed in all four directions: ``(B, D, L)``."""
+        B, _, H, W = v.shape
         rows, columns = v.flatten(2), v.mT.flatten(2)
         ways = torch.stack([rows, columns, rows.flip(2), columns.flip(2)], 1)  # (B, 4, D, L)
         found = torch.einsum("bkdl,kcd->bkcl", ways, self.projections)
@@ -135,8 +134,13 @@ class FourWays(nn.Module):
         y = last_scan(ways.flatten(1, 2), F.softplus(step).flatten(1, 2), rates, Bs, Cs, self.D)
         y = y.view(B, 4, self.inner, H * W)
         rows = y[:, 0] + y[:, 2].flip(2)
-        columns = (y[:, 1] + y[:, 3].flip(2)).view(B, -1, W, H).mT.flatten(2)
-        return self.out_proj(self.norm((rows + columns).mT.view(B, H, W, -1)) * F.silu(z))
+        return rows + (y[:, 1] + y[:, 3].flip(2)).view(B, -1, W, H).mT.flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, H, W, _ = x.shape
+        u, z = self.in_proj(x).chunk(2, -1)
+        y = self.scanned(F.silu(self.conv(u.permute(0, 3, 1, 2))))
+        return self.out_proj(self.norm(y.mT.view(B, H, W, -1)) * F.silu(z))
 
 
 class Stack(nn.Module):

@@ -227,9 +227,7 @@ def _error_on_larger_tokens(call: MixerCall) -> float:
     adapter = find_adapter(call.module)
     assert adapter is not None
     with torch.no_grad():
-        again = replace(
-            call, module=module, args=args, kwargs=kwargs, result=module(*args, **kwargs)
-        )
+        again = replace(call, module=module, args=args, kwargs=kwargs).run()
         # A share is the norm of a difference, known up to the rounding of what is subtracted.
         rounding = torch.finfo(dtype).eps
         return max(Deviation.of(again, Rebuilt.of(adapter(again))).errors(None, least=rounding))

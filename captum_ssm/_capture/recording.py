@@ -41,6 +41,7 @@ from captum_ssm._progress import Bar
 from captum_ssm._rules import goes_through_activation, ruled
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import bound_arguments
+from captum_ssm.mixers._registry import channels_of
 
 if TYPE_CHECKING:
     from nnsight import Envoy
@@ -391,13 +392,22 @@ def _record_once(
         width = max(widths, default=0)
         embedded: list[Tensor] = []  # the ids that the table was given
 
+        is_first = any(channels_of(envoy._module) == 1 for envoy in mixers)
+
+        def visited(envoy: Envoy, inputs: Any, value: Any) -> MixerCall:
+            module, channels = envoy._module, channels_of(envoy._module)
+            if is_first and envoy not in inside and _has_channels_first(module, value):
+                channels = 1
+            args, kwargs = inputs
+            return MixerCall.of(envoy.path, module, args, kwargs, value, channels=channels)
+
         # Called within a mixer's forward, which may run without a graph.
         @torch.set_grad_enabled(torch.is_grad_enabled())
         def enter(envoy: Envoy, inputs: Any) -> Any:
             if cuts is None or envoy not in inside:
                 return inputs
-            args, kwargs = inputs
-            tokens = MixerCall(envoy.path, envoy._module, args, kwargs, None).given_tokens()
+            call = visited(envoy, inputs, None)
+            tokens = call.given_tokens()
             given = cuts.enter(tokens)
 
             def one(value: Any) -> Any:
@@ -405,14 +415,15 @@ def _record_once(
                     return given
                 return value if whole or not torch.is_tensor(value) else value.detach()
 
-            return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
+            args = tuple(map(one, call.args))
+            kwargs = {name: one(value) for name, value in call.kwargs.items()}
+            return replace(call, args=args, kwargs=kwargs).own[:2]
 
         @torch.set_grad_enabled(torch.is_grad_enabled())
         def put(envoy: Envoy, inputs: Any, value: Any) -> tuple[Any, Any]:
-            # What is recorded, if anything, and what the model goes on with.
-            args, kwargs = inputs
-            own = value
-            call = MixerCall(envoy.path, envoy._module, args, kwargs, value)
+            # The call that is recorded, if any, and what the model goes on with.
+            call = visited(envoy, inputs, value)
+            own = value = call.result
             if envoy in inside:
                 linears.leave(call)
             if substitute is not None:
@@ -426,21 +437,20 @@ def _record_once(
             recorded = value
             if not (is_own or substitute is None or substitute.keeps_mixers):
                 recorded = map_tensors(_form, value)
-            if cuts is None:
-                return recorded if is_recorded else None, value
-            if envoy in inside:
-                return recorded, _with_first(
-                    value, cuts.leave(envoy.path.removeprefix("model."), _first(value))
-                )
-            if _is_table(envoy._module) and table in (None, envoy._module):
-                given = next(tensors_in((args, kwargs)))
+            visit = replace(call, result=recorded) if is_recorded else None
+            if cuts is not None and envoy in inside:
+                found = cuts.leave(envoy.path.removeprefix("model."), _first(value))
+                value = _with_first(value, found)
+            elif cuts is not None and _is_table(envoy._module) and table in (None, envoy._module):
+                given = next(tensors_in(inputs))
                 for k, one in ids.items():
                     entries = entries_of(given, one)
                     if entries is not None:
                         value = cuts.embed(k, one, entries, value, width)
                         break
                 embedded.append(given)
-            return value if is_recorded else None, value
+                visit = replace(call, result=value) if is_recorded else None
+            return visit, replace(call, result=value).own[2]
 
         inputs = list(request.inputs)
         for k, one in enumerate(inputs):
@@ -455,16 +465,13 @@ def _record_once(
                 _check_embedded(embedded, one, cuts.embedded.get(k), len(inputs) == 1)
         of_mixers = iter(linears.kept)
         calls = [
-            MixerCall(
-                names[envoy._module],
-                envoy._module,
-                args,
-                kwargs,
-                result,
+            replace(
+                call,
+                path=names[envoy._module],
                 order=order,
                 linears=next(of_mixers) if envoy in inside else None,
             )
-            for order, (envoy, (args, kwargs), result) in enumerate(visits)
+            for order, (envoy, _, call) in enumerate(visits)
         ]
         arguments = bound_arguments(root._module, *root_visits[0]) if root_visits else {}
         found, other = split_calls(request.model, calls)
@@ -555,6 +562,16 @@ def split_calls(
             f"{type(unwrap(model)).__name__}; pass the model that forward_func runs."
         )
     return mixers, [call for call in calls if find_adapter(call.module) is None]
+
+
+def _has_channels_first(module: nn.Module, value: Any) -> bool:
+    # Of a norm or another module with a weight per channel. Where the axes are of one size, those
+    # of a series are (B, L, E).
+    weight = getattr(module, "weight", None)
+    if not (torch.is_tensor(value) and torch.is_tensor(weight) and value.dim() >= 3):
+        return False
+    is_last = value.dim() == 3 and weight.shape == value.shape[-1:]
+    return weight.shape == value.shape[1:2] and not is_last
 
 
 def _form(x: Tensor) -> Tensor:

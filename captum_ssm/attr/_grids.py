@@ -46,7 +46,7 @@ from captum_ssm.mixers._reordered import in_order
 class _Cut:
     # Where a mixer leaves the graph, and the stream before it: in the graph, and its values.
     exit: Tensor
-    stream: Tensor | None
+    stream: Point | None
     before: Tensor
 
 
@@ -77,12 +77,11 @@ class CutMixers(Rules):
         self.made.append(None)
         norm = feeding_norm(call, self._norms)
         stream, before = None, call.tokens() if norm is None else first_input(norm)
-        if norm is not None:
-            given = next(tensors_in((norm.args, norm.kwargs)))
-            stream = given if given.requires_grad else None
-        elif not self._is_after_norm and call.given_tokens().requires_grad:
-            # Without a norm the mixer reads the stream itself.
-            stream = call.given_tokens()
+        # Without a norm the mixer reads the stream itself.
+        reader = call if norm is None else norm
+        given = call.given_tokens() if norm is None else next(tensors_in((norm.args, norm.kwargs)))
+        if given.requires_grad and (norm is not None or not self._is_after_norm):
+            stream = Point.before_move(given, reader.channels)
         self._is_after_norm = False
         output = call.output.detach().clone().requires_grad_()
         self.cuts.append(_Cut(output, stream, before.detach()))
@@ -95,7 +94,7 @@ class CutMixers(Rules):
         """
         require_graph(score)
         ends = [cut.exit for cut in self.cuts]
-        streams = [get_gradient_edge(cut.stream) for cut in self.cuts if cut.stream is not None]
+        streams = [cut.stream.edge for cut in self.cuts if cut.stream is not None]
         edges = [*map(get_gradient_edge, ends), *streams]
         with self._ruled(score) as carries:
             if not carries[score.grad_fn]:
@@ -106,29 +105,33 @@ class CutMixers(Rules):
             for one, g in zip(ends, found[: len(ends)], strict=True)
         ]
         rest = iter(found[len(ends) :])
-        return exits, [None if cut.stream is None else next(rest) for cut in self.cuts]
+        return exits, [
+            None if cut.stream is None else _channels_last(next(rest), cut.stream)
+            for cut in self.cuts
+        ]
 
-    def relevance_past(self, score: Tensor, stream: Tensor, direction: Tensor) -> list[Tensor]:
+    def relevance_past(self, score: Tensor, stream: Point, direction: Tensor) -> list[Tensor]:
         """What inputs add to the score past the mixers and a stream: times the gradient, by input.
 
         Args:
             score (Tensor): ``(B,)``.
-            stream (Tensor): before the first mixer, in the graph.
-            direction (Tensor): the score's coefficients there.
+            stream (Point): before the first mixer.
+            direction (Tensor): the score's coefficients there, channels last.
 
         Returns:
             list of Tensor: in the inputs' shapes; empty where all that the score reads goes through
             the stream.
         """
-        root, between = Point.of(score, None), Point.of(stream)
-        if not any(is_read_past(root, Point.of(one), between) for one in self._starts()):
+        root = Point.of(score, None)
+        if not any(is_read_past(root, Point.of(one), stream) for one in self._starts()):
             return []
         leaves = self.leaves()
         tensors = [leaf.tensor for part in leaves for leaf in part]
         options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
         with self._ruled(score):
             whole = torch.autograd.grad(score.sum(), tensors, **options)
-            through = torch.autograd.grad(stream, tensors, direction, **options)
+            seed = stream.unflat(direction.flatten(0, -2))
+            through = torch.autograd.grad(stream.edge, tensors, seed, **options)
         parts = zip(times(tensors, whole), times(tensors, through), strict=True)
         return self.of_inputs(leaves, [a - b for a, b in parts])
 
@@ -276,6 +279,12 @@ class Grids:
                 bias = Contributions.of(self.frozen, [layer], "gate").bias()
                 total = total + _dot(direction, bias)
         return total
+
+
+def _channels_last(gradient: Tensor | None, at: Point) -> Tensor | None:
+    return (
+        gradient if gradient is None or at.channels is None else gradient.movedim(at.channels, -1)
+    )
 
 
 def _check_shares(wiring: Wiring) -> None:

@@ -31,6 +31,7 @@ from captum_ssm._workspace import workspace
 from captum_ssm.interventions._selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import LinearCalls, bound_arguments
+from captum_ssm.mixers._registry import channels_of
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,8 @@ def _forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: A
     # What the mixer computes itself is not computed again to freeze it.
     with LinearCalls() as linears:
         result = own(*args, **kwargs)
-    call = MixerCall("", module, args, kwargs, result, linears=linears)
+    call = MixerCall.of("", module, args, kwargs, result, channels=channels_of(module))
+    call = replace(call, linears=linears)
     for edits in around:
         call = edits.leave(call)
-    return call.result
+    return call.own[2]

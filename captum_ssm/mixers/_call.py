@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import Parameter
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._devices import weights_loaded
+from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm.mixers._weights import is_plain
 
 
@@ -35,6 +36,8 @@ class MixerCall:
             Default: 0
         linears (LinearCalls, optional): what its linear layers computed in the call, which is
             then not computed again. Default: None
+        channels (int, optional): the axis of the channels in the tokens that the module takes and
+            returns. In ``args``, ``kwargs`` and ``result`` they stand last. Default: -1
 
     Examples::
 
@@ -53,6 +56,35 @@ class MixerCall:
     gradient: Tensor | None = None
     order: int = 0
     linears: LinearCalls | None = None
+    channels: int = -1
+
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        *,
+        channels: int = -1,
+    ) -> MixerCall:
+        """A call of a module whose tokens have their channels on the axis ``channels``."""
+        args, kwargs = _tokens_moved((args, kwargs), channels, -1)
+        result = _tokens_moved(result, channels, -1)
+        return cls(path, module, args, kwargs, result, channels=channels)
+
+    @property
+    def own(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """``args``, ``kwargs`` and ``result`` as the module takes and returns them."""
+        args, kwargs = _tokens_moved((self.args, self.kwargs), -1, self.channels)
+        return args, kwargs, _tokens_moved(self.result, -1, self.channels)
+
+    def run(self, module: nn.Module | None = None) -> MixerCall:
+        """The same with what the module, or another one, returns for ``args`` and ``kwargs``."""
+        args, kwargs, _ = self.own
+        result = (self.module if module is None else module)(*args, **kwargs)
+        return replace(self, result=_tokens_moved(result, self.channels, -1))
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -245,6 +277,16 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         (weight,) = ctx.saved_tensors
         return None if gradient is None else gradient @ weight, None, None
+
+
+def _tokens_moved(values: Any, source: int, destination: int) -> Any:
+    # Nested values with an axis of the tokens among them, the first of three axes, moved.
+    is_tokens = (x for x in tensors_in(values) if x.dim() >= 3 and x.is_floating_point())
+    tokens = None if source == destination else next(is_tokens, None)
+    if tokens is None:
+        return values
+    moved = tokens.movedim(source, destination)
+    return map_tensors(lambda x: moved if x is tokens else x, values)
 
 
 def bound_arguments(

@@ -61,11 +61,15 @@ class CutConv:
 
 @dataclass(frozen=True, eq=False)
 class CutLinear:
-    """A linear layer, which is not cut: its input, its output and its weight."""
+    """A linear layer, or a convolution of one tap, which is not cut.
+
+    Its input and output, channels last, where they are, and its weight.
+    """
 
     inputs: Tensor
     point: Point
     output: Tensor
+    at_output: Point
     weight: Tensor
     bias: Tensor | None
 
@@ -76,6 +80,11 @@ class CutNorm:
 
     inputs: Point
     output: Point
+
+    def along(self, channels: int) -> CutNorm:
+        """The same with its channels on another axis."""
+        ends = (replace(end, channels=channels) for end in (self.inputs, self.output))
+        return CutNorm(*ends)
 
 
 @dataclass(eq=False)
@@ -115,7 +124,7 @@ def run_cut(
         UnsupportedModelError: for a module that does not return one token for each given one.
     """
     module, given = call.module, token_argument(call)
-    args, kwargs = call.args, {k: None if is_cache(k) else v for k, v in call.kwargs.items()}
+    kwargs = {k: None if is_cache(k) else v for k, v in call.kwargs.items()}
     with torch.inference_mode(False), torch.enable_grad():
         working = torch.promote_types(given.dtype, torch.float32)
         if silent or working != call.output.dtype:
@@ -151,8 +160,9 @@ def run_cut(
             _Layers(run),
             intercepted(handle, [*known, *fused]),
         ):
-            output = module(*tree_map(put, args), **tree_map(put, kwargs))
-    found = first_tensor(output)
+            again = replace(call, args=tree_map(put, call.args), kwargs=tree_map(put, kwargs))
+            again = again.run(module)
+    found = first_tensor(again.result)
     assert found is not None
     run.output = found
     return run
@@ -220,7 +230,7 @@ class _Layers(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if func is F.linear:
+        if func is F.linear or _is_of_one_tap(func, args, kwargs):
             return self._linear(func, args, kwargs)
         if is_depthwise(func, args, kwargs):
             return self._convolution(func, args, kwargs)
@@ -230,8 +240,11 @@ class _Layers(TorchFunctionMode):
         y = func(*args, **kwargs)
         x, weight, bias = _named(("input", "weight", "bias"), args, kwargs)
         if x.requires_grad:
-            bias = None if bias is None else bias.detach()
-            self.run.linears.append(CutLinear(x.detach(), Point.of(x), y, weight.detach(), bias))
+            axis = -1 if func is F.linear else 1
+            given, found = (one.detach().movedim(axis, -1) for one in (x, y))
+            weight, bias = weight.detach().flatten(1), None if bias is None else bias.detach()
+            ends = Point.of(x, axis), Point.of(y, axis)
+            self.run.linears.append(CutLinear(given, ends[0], found, ends[1], weight, bias))
         return y
 
     def _convolution(self, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -266,9 +279,25 @@ def is_depthwise(func: Any, args: Any, kwargs: Any) -> bool:
     x, weight, stride, dilation, groups = _named(
         ("input", "weight", "stride", "dilation", "groups"), args, kwargs
     )
-    plain = all(v in (None, 1) or set(v) == {1} for v in (stride, dilation))
+    plain = _is_only(stride, 1) and _is_only(dilation, 1)
     each = groups == weight.shape[0] and x.dim() == weight.dim() and x.shape[1] == groups
     return plain and each and weight.shape[2:].numel() > 1
+
+
+def _is_of_one_tap(func: Any, args: Any, kwargs: Any) -> bool:
+    # Whether a convolution is a linear layer of the channels on axis 1.
+    if func not in (F.conv1d, F.conv2d, F.conv3d):
+        return False
+    weight, stride, padding, groups = _named(
+        ("weight", "stride", "padding", "groups"), args, kwargs
+    )
+    bare = padding in ("valid", "same") or _is_only(padding, 0)
+    return groups in (None, 1) and _is_only(stride, 1) and bare and weight.shape[2:].numel() == 1
+
+
+def _is_only(value: Any, number: int) -> bool:
+    # Whether an option of a convolution, for all axes or for each, is this number, or left out.
+    return value is None or set(value if isinstance(value, (tuple, list)) else [value]) == {number}
 
 
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

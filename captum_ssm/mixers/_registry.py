@@ -17,6 +17,11 @@ _REGISTRY: dict[str, Freeze] = {}
 _MEASURED: WeakKeyDictionary[nn.Module, Freeze] = WeakKeyDictionary()
 
 
+def channels_of(module: nn.Module) -> int:
+    """The axis of the channels in the tokens that a mixer takes and returns."""
+    return getattr(find_adapter(module), "channels", -1)
+
+
 def adapts(*names: str) -> Callable[[Freeze], Freeze]:
     """Register one of the library's own adapters, by the names of its classes.
 

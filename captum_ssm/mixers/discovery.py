@@ -38,9 +38,11 @@ class MeasuredAdapter:
 
     Args:
         functions (frozenset of Callable): the scan functions that the module called.
+        channels (int, optional): the axis of the channels in its tokens. Default: -1
     """
 
     functions: frozenset[Callable[..., Any]]
+    channels: int = -1
     known: ClassVar[str] = "measured"
 
     def __call__(self, call: MixerCall) -> FrozenMixer:
@@ -58,9 +60,10 @@ class _Visit:
     result: Any = None
     convolutions: int = 0  # depthwise, inside of it
 
-    @property
-    def call(self) -> MixerCall:
-        return MixerCall(self.path, self.module, self.args, self.kwargs, self.result)
+    def call(self, channels: int = -1) -> MixerCall:
+        return MixerCall.of(
+            self.path, self.module, self.args, self.kwargs, self.result, channels=channels
+        )
 
 
 @dataclass
@@ -113,7 +116,7 @@ class _Found:
                 visit.result = output
                 if not self.known and module not in self.named and form_of(module) is not None:
                     # Clones, as the model may go on to change them in place.
-                    self.named[module] = map_tensors(torch.clone, visit.call)
+                    self.named[module] = map_tensors(torch.clone, visit.call())
 
         paths = {module: path for path, module in self.model.named_modules()}
         with ExitStack() as hooks:
@@ -161,23 +164,27 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
     trials = _Trials(frozenset(function for _, function in found.scans))
     functions: dict[nn.Module, set[Callable[..., Any]]] = {}
     chosen: dict[nn.Module, nn.Module] = {}  # by the innermost module
+    channels: dict[nn.Module, int] = {}
     refused: set[nn.Module] = set()  # those that cannot be measured
     for stack, function in found.scans:
         if not stack:
             continue
         inner = stack[-1].module
         if inner not in chosen:
-            module, is_measured = trials.around(stack)
+            module, found_as = trials.around(stack)
             if module is None:
                 continue
-            chosen[inner] = module
-            if not is_measured:
+            chosen[inner], channels[module] = module, found_as.channels
+            if not found_as.is_whole:
                 refused.add(module)
         functions.setdefault(chosen[inner], set()).add(function)
     outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
     adapters: dict[nn.Module, Freeze] = {
         module: MeasuredAdapter(
-            trials.also.union(*(f for m, f in functions.items() if m in {module, *_inside(module)}))
+            trials.also.union(
+                *(f for m, f in functions.items() if m in {module, *_inside(module)})
+            ),
+            channels[module],
         )
         for module in functions
         if module in outer
@@ -201,52 +208,64 @@ class _Trials:
     def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
         self.functions = functions
         self.used = set(functions)
-        self.known: dict[str, str | None] = {}
+        self.known: dict[str, _Trial] = {}
 
     @property
     def also(self) -> frozenset[Callable[..., Any]]:
         """Functions that modules call only when they are measured."""
         return frozenset(self.used - self.functions)
 
-    def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, bool]:
-        """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
-
-        And whether it is measured as a whole.
-        """
+    def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, _Trial]:
+        """The mixer: measured as a whole, else partly, else the smallest that takes tokens."""
         best: _Visit | None = None
         partly: _Visit | None = None
         for visit in reversed(stack):
             if best is not None and visit.convolutions <= best.convolutions:
                 continue
             found = self._measured(visit)
-            if found == "partly":
+            if found.is_partly:
                 partly = partly or visit
-            if found == "whole":
+            if found.is_whole:
                 best = visit
             elif best is not None:
                 break
-        if best is not None:
-            return best.module, True
-        takes = (visit for visit in reversed(stack) if _takes_tokens(visit))
-        other = partly or next(takes, None)
-        return None if other is None else other.module, False
+        takes = (visit for visit in reversed(stack) if _takes_tokens(visit.call()))
+        chosen = best or partly or next(takes, None)
+        return (None, _Trial()) if chosen is None else (chosen.module, self._measured(chosen))
 
-    def _measured(self, visit: _Visit) -> str | None:
-        # "whole", "partly" (its scans and their orders), or None.
+    def _measured(self, visit: _Visit) -> _Trial:
         look = f"{type(visit.module).__qualname__}: {visit.module}"
         if look not in self.known:
-            try:
-                found = freeze_measured(visit.call, self.functions, used=self.used)
-                is_part = isinstance(found, FrozenRecurrence)
-                self.known[look] = "partly" if is_part else "whole"
-            except UnsupportedModelError:
-                self.known[look] = None
+            trials = (self._tried(visit.call(channels)) for channels in (-1, 1))
+            first = next(trials)
+            # Channels first, as convolutions take them, where that explains more.
+            second = first if first.is_whole else next(trials)
+            more = second.is_whole or (second.is_partly and not first.is_partly)
+            self.known[look] = second if more else first
         return self.known[look]
 
+    def _tried(self, call: MixerCall) -> _Trial:
+        if not _takes_tokens(call):
+            return _Trial()
+        try:
+            found = freeze_measured(call, self.functions, used=self.used)
+        except UnsupportedModelError:
+            return _Trial()
+        is_part = isinstance(found, FrozenRecurrence)
+        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part)
 
-def _takes_tokens(visit: _Visit) -> bool:
+
+@dataclass(frozen=True)
+class _Trial:
+    # How a module is measured: as a whole, or partly (its scans and their orders).
+    channels: int = -1
+    is_whole: bool = False
+    is_partly: bool = False
+
+
+def _takes_tokens(call: MixerCall) -> bool:
     try:
-        token_argument(visit.call)
+        token_argument(call)
     except UnsupportedModelError:
         return False
     return True

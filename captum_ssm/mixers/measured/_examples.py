@@ -68,8 +68,8 @@ def _alone(call: MixerCall, row: int, at: Tensor, shape: tuple[int, int]) -> Mix
     args = tree_map(put, call.args)
     kwargs = {k: None if is_cache(k) else tree_map(put, v) for k, v in call.kwargs.items()}
     with torch.no_grad():
-        result = call.module(*args, **kwargs)
-    return replace(call, args=args, kwargs=kwargs, result=first_tensor(result), linears=None)
+        alone = replace(call, args=args, kwargs=kwargs, linears=None).run()
+    return replace(alone, result=first_tensor(alone.result))
 
 
 def _together(

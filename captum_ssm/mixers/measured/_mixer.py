@@ -114,7 +114,8 @@ def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | Non
         raise rerun.refused("some of what its scans return is added up, and some is not")
     whole = direction.factor[:, torch.argsort(direction.order)]
     leaf = Point.of(direction.cut.leaf)
-    for norm in reversed(rerun.run.norms):
+    axes = sorted({rerun.call.channels, -1}, reverse=True)  # those of channels, the call's first
+    for norm in (norm.along(axis) for norm in reversed(rerun.run.norms) for axis in axes):
         if norm.output.tokens * norm.output.width != rerun.T * len(channels):
             continue
         with ruled([norm.inputs.edge.node], [leaf.edge.node]) as carries:

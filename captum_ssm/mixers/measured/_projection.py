@@ -63,8 +63,8 @@ def find_projection(rerun: Rerun) -> Projection:
         y, weight = linear.output, linear.weight
         if y.numel() != flat.numel() or y.shape[-1] != E or y.shape[0] != B:
             continue
-        with ruled([root.edge.node], [Point.of(y).edge.node]):
-            link = entries(root, Point.of(y))
+        with ruled([root.edge.node], [linear.at_output.edge.node]):
+            link = entries(root, linear.at_output)
         scale = _column_scale(link, rerun.T, E)
         if scale is None or not is_close(y.detach().reshape(flat.shape) * scale, flat):
             continue
