@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import FAMILIES, build, padded
-from models import Residual, embed
+from models import Residual, embed, ids
 from torch import nn
 
 from captum_ssm import LaTIM, _progress, hidden_attention
@@ -499,3 +499,16 @@ def test_answers_and_contrasts_of_an_explanation_share_the_vectors_too(monkeypat
     assert set(batches) == {1}
     torch.testing.assert_close(found[2], found[0] - found[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[3], -found[2], rtol=1e-4, atol=1e-5)
+
+
+def test_the_delta_of_a_log_probability_is_what_relevance_misses_of_it():
+    model, given = build("mamba"), ids()
+
+    def log_probabilities(inputs):
+        return model(inputs).logits.log_softmax(-1)
+
+    explain = LaTIM(log_probabilities, model=model)
+    with pytest.warns(UserWarning, match="LogSoftmax, which has no rule"):
+        found, delta = explain.attribute(given, target=3, return_convergence_delta=True)
+    expected = log_probabilities(given)[:, -1, 3] - found.flatten(1).sum(1)
+    torch.testing.assert_close(delta, expected, rtol=1e-4, atol=1e-4)

@@ -149,6 +149,8 @@ class FrozenModel:
             Default: ()
         grid (TokenGrid, optional): which token is which patch, where the input is an image and
             the model tells. Default: None
+        unruled (frozenset of str, optional): functions without a rule of relevance by which the
+            score reads what comes after the last mixer. Default: frozenset()
     """
 
     request: Request
@@ -160,6 +162,7 @@ class FrozenModel:
     score: Tensor | None = None
     others: Sequence[MixerCall] = ()
     grid: TokenGrid | None = None
+    unruled: frozenset[str] = frozenset()
 
     @property
     def input_shape(self) -> tuple[int, int]:
@@ -449,6 +452,7 @@ def freeze(
         score,
         [_brought(call, device) for call in recording.others],
         recording.grid(request.module),
+        recording.unruled,
     )
 
 

@@ -38,7 +38,7 @@ from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._nested import detached, map_tensors, tensors_in
 from captum_ssm._progress import Bar
-from captum_ssm._rules import goes_through_activation, ruled
+from captum_ssm._rules import goes_through_activation, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import bound_arguments
 from captum_ssm.mixers._registry import channels_of
@@ -79,6 +79,8 @@ class Recording:
             Default: None
         score (Tensor, optional): ``(B,)``, what is explained, where it was asked for.
             Default: None
+        unruled (frozenset of str, optional): functions without a rule of relevance by which the
+            score reads what comes after the last mixer. Default: frozenset()
     """
 
     request: Request
@@ -88,6 +90,7 @@ class Recording:
     arguments: dict[str, Any]
     wiring: Wiring | None = None
     score: Tensor | None = None
+    unruled: frozenset[str] = frozenset()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -164,7 +167,7 @@ class Recording:
         Its wiring gets that of each series.
         """
         require_graph(target)
-        reading = self._reading(target)
+        reading, unruled = self._reading(target)
         ways = () if self.wiring is None else self.wiring.inputs
         starts = [way for k, way in enumerate(ways) if way.roots and self.request.has_variables(k)]
         outputs = {call.order: call.output for call in (*self.calls, *self.others)}
@@ -178,7 +181,7 @@ class Recording:
         )
         count = len(wanted)
         carrying = self.carrying(dict(zip(wanted, found[:count], strict=True)))
-        carrying = carrying._read_by(reading)
+        carrying = carrying._read_by(reading, unruled)
         if self.wiring is None:
             return carrying
         known = {
@@ -194,7 +197,7 @@ class Recording:
         wanted = [c for c in self.others if c.order > last and c.output.requires_grad]
         if not wanted:
             return self
-        reading = self._reading(target)
+        reading, unruled = self._reading(target)
         keeps = self.wiring is not None and self.wiring.needs_graph
         found = gradients_at([call.output for call in wanted], target, retain_graph=keeps)
         gradients = {
@@ -202,20 +205,22 @@ class Recording:
             for call, gradient in zip(wanted, found, strict=True)
         }
         others = [replace(call, gradient=gradients.get(call.order)) for call in self.others]
-        return replace(self, others=others)._read_by(reading)
+        return replace(self, others=others)._read_by(reading, unruled)
 
-    def _read_by(self, reading: Mapping[int, Tensor | None]) -> Recording:
+    def _read_by(self, reading: Mapping[int, Tensor | None], unruled: frozenset[str]) -> Recording:
         others = [
             replace(call, gradient=reading.get(call.order, call.gradient)) for call in self.others
         ]
-        return replace(self, others=others)
+        return replace(self, others=others, unruled=unruled)
 
-    def _reading(self, target: Tensor) -> dict[int, Tensor | None]:
+    def _reading(self, target: Tensor) -> tuple[dict[int, Tensor | None], frozenset[str]]:
         # How the target reads calls after the last mixer, where its plain gradient does not say so,
         # by order. None for what it reads past as well, such as an MLP's norm, or through an MLP.
-        # Norms and soft caps in between count as constants, as in MambaLRP.
+        # Norms and soft caps in between count as constants, as in MambaLRP. And the functions in
+        # between that there is no rule for.
         root, last = Point.of(target, None), self.calls[-1].order
         found: dict[int, Tensor | None] = {}
+        unruled: set[str] = set()
         for call in self.others:
             given = next(tensors_in((call.args, call.kwargs)), None)
             if call.order <= last or given is None:
@@ -232,7 +237,8 @@ class Recording:
                 if carries[root.edge.node]:
                     (gradient,) = gradients_at([call.output], target, retain_graph=True)
                     found[call.order] = gradient
-        return found
+                    unruled.update(without_rule(carries))
+        return found, frozenset(unruled)
 
     def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:
         """The same recording with gradients at the calls' outputs, by the calls' order."""

@@ -70,7 +70,12 @@ def logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) -
 
 
 def decomposed(frozen: FrozenModel, stream: ResidualStream, layer: int | str | None) -> Tensor:
-    """What vectors and bias terms add up to, ``(B,)``: the score, or one layer's part of it."""
+    """What vectors and bias terms add up to, ``(B,)``: the score, or one layer's part of it.
+
+    They do not where the score is read by a function without a rule.
+    """
+    if frozen.unruled and layer is None:
+        return frozen.require_score().to(stream.direction)
     vectors = stream.final if layer is None else output_of([frozen.select_one(layer)])
     return (stream.direction * vectors).sum((1, 2))
 

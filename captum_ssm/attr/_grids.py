@@ -31,11 +31,11 @@ from captum_ssm._capture.wiring import INPUT, Wiring
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past
 from captum_ssm._nested import tensors_in
-from captum_ssm._rules import is_norm, ruled
+from captum_ssm._rules import is_norm, ruled, without_rule
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._norms import first_input
-from captum_ssm.attr._relevance import of_constants, times
+from captum_ssm.attr._relevance import of_constants, times, warn_of_unruled
 from captum_ssm.attr._residual import feeding_norm
 from captum_ssm.attr.mamba_lrp import Rules
 from captum_ssm.mixers import MixerCall, find_adapter
@@ -99,6 +99,7 @@ class CutMixers(Rules):
         with self._ruled(score) as carries:
             if not carries[score.grad_fn]:
                 raise of_constants()
+            warn_of_unruled(without_rule(carries))
             found = torch.autograd.grad(score.sum(), edges, allow_unused=True, retain_graph=True)
         exits = [
             torch.zeros_like(one) if g is None else g.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -48,15 +48,20 @@ def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | No
         if not connected:
             gradients_at(leaves, score)  # raises if there is no gradient either
             raise of_constants()
-    if unknown:
+    warn_of_unruled(unknown)
+    return found
+
+
+def warn_of_unruled(functions: Collection[str]) -> None:
+    """Warn of functions that relevance goes through by their plain gradient, if there are any."""
+    if functions:
         warnings.warn(
-            f"relevance goes through {', '.join(unknown)}, which has no rule: its plain gradient "
+            f"relevance goes through {', '.join(functions)}, which has no rule: its plain gradient "
             "is kept, so relevance may not add up to the score. The convergence delta says by how "
             "much. Explain a logit, or write the function in operations of PyTorch that have one.",
             UserWarning,
             stacklevel=2,
         )
-    return found
 
 
 def of_constants() -> ValueError:

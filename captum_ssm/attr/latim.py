@@ -22,6 +22,7 @@ from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._chain import bias_part, decomposed, logit_matrix, logit_row, output_of
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._grids import CutMixers, Grids
+from captum_ssm.attr._relevance import warn_of_unruled
 from captum_ssm.attr._residual import ResidualStream, UnreadStreamError, norms_and_head
 from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
 from captum_ssm.operators.composed import sum_of
@@ -187,6 +188,7 @@ class LaTIM(TokenAttribution):
                     return relevance, delta(grids.score - grids.bias(), found)
                 return relevance
         frozen = stream.frozen
+        warn_of_unruled(sorted(frozen.unruled))
         with self._computing():
             if stage is not None:
                 frozen.stages_of(stage)  # there is one
