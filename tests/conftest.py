@@ -33,11 +33,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for family, item in of_family:
             if family in ALIKE and item.originalname != EXACT:
                 item.add_marker(pytest.mark.slow)
+    for item in _of_products(items):
+        item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("cuda")]
     items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _of_products(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    # Of a test of each method, or family, in several other respects: what of the product is left to
+    # slow runs. Of three methods one stays for each of the others, another one for the next.
+    tests: dict[Any, dict[pytest.Item, tuple[str, str]]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or item.get_closest_marker("slow") or item.originalname == EXACT:
+            continue
+        axis = next((name for name in ("method", "family") if name in callspec.params), None)
+        if axis is None or len(callspec.params) == 1:
+            continue
+        value = callspec.params[axis]
+        one = value if isinstance(value, str) else getattr(value, "__name__", str(value))
+        test = tests.setdefault((item.path, item.originalname), {})
+        test[item] = one, callspec.id.replace(one, "", 1)
+    for test in tests.values():
+        ones, others = (list(dict.fromkeys(pair[k] for pair in test.values())) for k in (0, 1))
+        step = min(3, len(ones), len(others))
+        for item, (one, other) in test.items():
+            if (ones.index(one) + others.index(other)) % step:
+                yield item
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,8 @@ def test_a_limit_is_a_number_of_bytes(limit: object, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["mamba", pytest.param("mamba2", marks=pytest.mark.slow), "qwen3_next"]
+    "family",
+    ["mamba", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mamba2", "qwen3_next"))],
 )
 def test_an_estimate_knows_the_size_of_the_result(
     family: str, ids: torch.Tensor, tiny_calls: None

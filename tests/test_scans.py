@@ -241,7 +241,7 @@ def test_tuples_that_another_thread_fills_are_left_alone():
     thread = threading.Thread(target=fill)
     thread.start()
     try:
-        for _ in range(8):
+        for _ in range(2):
             candidate_functions()
     finally:
         stop.set()
