@@ -395,7 +395,8 @@ def freeze(
     has_variables = any(map(request.has_variables, range(len(request.inputs))))
     through_mixers = through_mixers or bool(request.remote) or has_variables
     if substitution is None and gradients and through_mixers:
-        substitution = Substitution()
+        # What other modules read says what the mixers add to.
+        substitution = Substitution(keeps_outputs=also is not None)
 
     def score_of(recording: Recording) -> Tensor:
         if not through_mixers:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture.cuts import Cuts
@@ -51,10 +52,10 @@ class Substitute(Protocol):
     """What takes the place of recorded modules' results.
 
     Attributes:
-        keeps_mixers (bool): whether what it took the place of is needed after the run.
+        keeps_outputs (bool): whether what they returned is needed after the run.
     """
 
-    keeps_mixers: ClassVar[bool]
+    keeps_outputs: bool
 
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""
@@ -79,6 +80,8 @@ class Recording:
             Default: None
         score (Tensor, optional): ``(B,)``, what is explained, where it was asked for.
             Default: None
+        edges (sequence of GradientEdge, optional): by order, where the calls' outputs are in the
+            graph; None where they are not. Default: ()
         unruled (frozenset of str, optional): functions without a rule of relevance by which the
             score reads what comes after the last mixer. Default: frozenset()
     """
@@ -90,6 +93,7 @@ class Recording:
     arguments: dict[str, Any]
     wiring: Wiring | None = None
     score: Tensor | None = None
+    edges: Sequence[GradientEdge | None] = ()
     unruled: frozenset[str] = frozenset()
 
     @property
@@ -170,8 +174,8 @@ class Recording:
         reading, unruled = self._reading(target)
         ways = () if self.wiring is None else self.wiring.inputs
         starts = [way for k, way in enumerate(ways) if way.roots and self.request.has_variables(k)]
-        outputs = {call.order: call.output for call in (*self.calls, *self.others)}
-        wanted = {order: output for order, output in outputs.items() if output.requires_grad}
+        edges = {call.order: self.edges[call.order] for call in (*self.calls, *self.others)}
+        wanted = {order: edge for order, edge in edges.items() if edge is not None}
         ends: list[Any] = [*wanted.values(), *(way.leaf.edge for way in starts)]
         found = torch.autograd.grad(
             target.sum(),
@@ -180,7 +184,7 @@ class Recording:
             retain_graph=self.wiring is not None and self.wiring.needs_graph,
         )
         count = len(wanted)
-        carrying = self.carrying(dict(zip(wanted, found[:count], strict=True)))
+        carrying = replace(self, edges=()).carrying(dict(zip(wanted, found[:count], strict=True)))
         carrying = carrying._read_by(reading, unruled)
         if self.wiring is None:
             return carrying
@@ -397,6 +401,7 @@ def _record_once(
         widths = [m.embedding_dim for m in request.module.modules() if isinstance(m, nn.Embedding)]
         width = max(widths, default=0)
         embedded: list[Tensor] = []  # the ids that the table was given
+        edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
 
         is_first = any(channels_of(envoy._module) == 1 for envoy in mixers)
 
@@ -440,10 +445,12 @@ def _record_once(
             if gradients and not _first(value).requires_grad:
                 # A frozen model fed with ids has no graph: it starts here.
                 value = _with_first(value, _first(value).detach().clone().requires_grad_(True))
-            recorded = value
-            if not (is_own or substitute is None or substitute.keeps_mixers):
-                recorded = map_tensors(_form, value)
-            visit = replace(call, result=recorded) if is_recorded else None
+            visit = replace(call, result=value) if is_recorded else None
+            if visit is not None:
+                has_graph = _first(value).requires_grad
+                edges.append(get_gradient_edge(_first(value)) if has_graph else None)
+            if visit is not None and not (is_own or substitute is None or substitute.keeps_outputs):
+                visit = replace(visit, result=map_tensors(_form, value))
             if cuts is not None and envoy in inside:
                 found = cuts.leave(envoy.path.removeprefix("model."), _first(value))
                 value = _with_first(value, found)
@@ -482,7 +489,7 @@ def _record_once(
         arguments = bound_arguments(root._module, *root_visits[0]) if root_visits else {}
         found, other = split_calls(request.model, calls)
         other = [call for call in other if also is not None and also(call.module)]
-        recording = Recording(request, output, found, other, arguments)
+        recording = Recording(request, output, found, other, arguments, edges=edges)
         if score is not None:
             recording = replace(recording, score=score(recording))
             if cuts is not None and not (whole or cuts.are_read_by(recording.score)):

@@ -55,14 +55,15 @@ class Substitution:
     which takes less memory than ours. What was frozen is kept, in the order of the mixers' calls.
 
     Attributes:
-        keeps_mixers (bool): whether the frozen mixers, and what the model's own returned, are
-            needed after the run.
+        keeps_mixers (bool): whether the frozen mixers are needed after the run.
+        keeps_outputs (bool): whether what the mixers returned is. Default: False
         kept_bytes (float): of graphs, before they are made anew in the backward pass.
     """
 
     keeps_mixers: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_outputs: bool = False) -> None:
+        self.keeps_outputs = keeps_outputs
         self.made: list[Made | None] = []
         self.kept_bytes: float = KEPT
         self._linears = LinearCalls()
