@@ -64,7 +64,10 @@ _WITHOUT_RULE = (
 )
 # Functions defined in Python that have one, that are linear, or whose module is replaced (norms,
 # which also return the residual stream). Those of this library are linear, or obey the rules.
-_FUNCTIONS = ("LayerNormF", "RotaryEmbedding", "SquaredReLU", "SwiGLU", "Swish", "TokenShift")
+_FUNCTIONS = (
+    *("LayerNormF", "RotaryEmbedding", "SquaredReLU", "SwiGLU", "Swish", "TokenShift"),
+    *("CrossMerge", "CrossScan", "LocalReverse", "LocalScan"),  # of images, in several orders
+)
 _OURS = "GeneratedBackwardFor_captum_ssm_"
 
 

@@ -123,11 +123,15 @@ class FourWays(nn.Module):
         self.norm = nn.LayerNorm(inner)
         self.out_proj = nn.Linear(inner, width)
 
+    def ways(self, v: Tensor) -> Tensor:
+        """``v (B, D, H, W)`` in four orders: ``(B, 4, D, L)``."""
+        rows, columns = v.flatten(2), v.mT.flatten(2)
+        return torch.stack([rows, columns, rows.flip(2), columns.flip(2)], 1)
+
     def scanned(self, v: Tensor) -> Tensor:
         """``v (B, D, H, W)`` mixed in all four directions: ``(B, D, L)``."""
         B, _, H, W = v.shape
-        rows, columns = v.flatten(2), v.mT.flatten(2)
-        ways = torch.stack([rows, columns, rows.flip(2), columns.flip(2)], 1)  # (B, 4, D, L)
+        ways = self.ways(v)
         found = torch.einsum("bkdl,kcd->bkcl", ways, self.projections)
         step, Bs, Cs = found.split([self.inner, self.state, self.state], 2)
         rates = -self.rates.exp()
