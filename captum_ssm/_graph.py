@@ -429,18 +429,35 @@ def readers(
     ((first,), (second,)) = (gradients([root], [s], [leaf]) for s in (r, r * codes))
     if first is None or second is None:
         return torch.full((leaf.tokens,), -1, device=leaf.device)
+    found, is_clear = decoded(first, second, T)
+    if found is not None and not is_clear:
+        # Several readers, or gradients that are rounding: those through the norm of a multiple.
+        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens, labels=labels)
+    return found
+
+
+def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, bool]:
+    """The number k at each token whose second vector is its first one times 1 + k / count.
+
+    Args:
+        first (Tensor): ``(T, E)``.
+        second (Tensor): ``(T, E)``.
+        count (int): numbers are below it.
+
+    Returns:
+        tuple: the numbers, ``(T,)`` int64, -1 for a first vector of zeros; None where vectors are
+        not parallel. And whether they are clear of rounding.
+    """
     a, b = first.double(), second.double()
     size = a.square().sum(-1)
     ratio = (a * b).sum(-1) / size.clamp(min=1e-300)
     rest = (b - ratio[:, None] * a).norm(dim=-1) / size.sqrt().clamp(min=1e-150)
     if bool((rest > 0.01)[size > 1e-4 * size.amax()].any()):
-        return None
-    found = (ratio - 1) * T
-    unclear = ((found - found.round()).abs() > 0.25) | (rest > 0.05 / T)
-    if bool(unclear[size > 0].any()):
-        # Several readers, or gradients that are rounding: those through the norm of a multiple.
-        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens, labels=labels)
-    return torch.where(size > 0, found.round().long(), -1)
+        return None, False
+    found = (ratio - 1) * count
+    unclear = ((found - found.round()).abs() > 0.25) | (rest > 0.05 / count)
+    is_clear = not bool(unclear[size > 0].any())
+    return torch.where(size > 0, found.round().long(), -1), is_clear
 
 
 def readers_by_bits(

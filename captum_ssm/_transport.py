@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm._graph import Point, WithoutZeroKernels
+from captum_ssm._graph import Point, WithoutZeroKernels, decoded
 from captum_ssm._rules import ruled
 
 
@@ -321,6 +321,20 @@ def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
                 root.flat(torch.autograd.grad(back, dual, one, retain_graph=True)[0])
                 for one in directions
             ]
+
+
+def copies(way: Transport) -> Tensor | None:
+    """The one token of the leaf that each token of the root reads, ``(T,)`` int64, -1 for none.
+
+    None where a token of the root reads several. Two passes forward, decoded as in
+    :func:`captum_ssm._graph.readers`.
+    """
+    leaf = way.leaf
+    r = leaf.noise(torch.Generator().manual_seed(0))
+    codes = 1 + torch.arange(leaf.tokens, device=leaf.device)[:, None] / leaf.tokens
+    first, second = pushed(way, leaf.unflat(r), leaf.unflat(r * codes.to(r)))
+    found, is_clear = decoded(first, second, leaf.tokens)
+    return found if is_clear else None
 
 
 def orthogonal(point: Point, batch: int, most: int = 64, seed: int = 0) -> list[Tensor]:

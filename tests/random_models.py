@@ -203,7 +203,26 @@ class Register(Step):
         return torch.cat([x[:, : self.at], more, x[:, self.at :]], 1)
 
 
-STEPS = (MLP, Norm, Gate, Permuted, Cropped, Register)
+class Repeated(Step):
+    """Each token twice: next to itself, or after all others."""
+
+    def draw(self, rng):
+        self.form = rng.choice(["side by side", "stacked", "after one another"])
+
+    def forward(self, x):
+        if self.form == "after one another":
+            return torch.cat([x, self.linear(x)], 1)
+        if self.form == "stacked":
+            return torch.stack([x, self.linear(x)], 2).flatten(1, 2)
+        return x.repeat_interleave(2, 1)
+
+    def rows(self, x, rows):
+        if self.form == "after one another":
+            return torch.cat([rows, rows], 1)
+        return rows.repeat_interleave(2, 1)
+
+
+STEPS = (MLP, Norm, Gate, Permuted, Cropped, Register, Repeated)
 WITH_MIXERS = (OneMixer, OneMixer, InSeries, SideBySide, Partial)
 READOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "the first": lambda x: x[:, 0],

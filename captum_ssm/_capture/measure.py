@@ -35,7 +35,7 @@ from captum_ssm._capture.wiring import (
 )
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, dependencies, gradients, meetings, readers
-from captum_ssm._transport import Patches, Transport, pulling
+from captum_ssm._transport import Patches, Transport, copies, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 _MIXERS = (
@@ -311,6 +311,8 @@ class _Measurement:
         T, S = root.tokens // B, leaf.tokens // B
         place = readers(root, leaf)
         source = self._source(root, j, place)
+        if place is None and root.tokens > leaf.tokens:
+            source = self._copied(Transport(root, leaf, B), j)
         if source is not None:
             if root.tokens == leaf.tokens and bool((source >= 0).all()):
                 here = torch.arange(root.tokens)
@@ -388,6 +390,14 @@ class _Measurement:
         source[place[read]] = read if before is None else before[read]
         return source
 
+    def _copied(self, way: Transport, j: int) -> Tensor | None:
+        # The same where one token is read by several, as where an image is made larger.
+        found, before = copies(way), self.orders.get(j)
+        found = None if found is None else found.cpu()
+        if found is None or before is None:
+            return found
+        return torch.where(found >= 0, before[found.clamp(min=0)], -1)
+
     def _sourced(self, i: int, j: int, source: Tensor) -> Link:
         T, S = len(source) // self.batch, self.exits[j].tokens // self.batch
         local = self.orders.of_example(source, T, S)
@@ -404,7 +414,7 @@ class _Measurement:
             place = readers(way.root, way.leaf)
         if place is not None and way.kept is not None:
             place = torch.where(way.kept, place, -1)
-        source = self._source(way.root, j, place)
+        source = self._copied(way, j) if place is None else self._source(way.root, j, place)
         if source is not None:
             return self._sourced(i, j, source)
         count = way.leaf.tokens // self.batch

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.wiring import Link, nearest
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, dependencies, joints, meeting, readers, shape_of
-from captum_ssm._transport import Transport
+from captum_ssm._transport import Transport, copies
 
 
 @dataclass
@@ -129,17 +130,45 @@ class Skips:
         first = self._first(j)
         entry = self.entries.get(first)
         made = None if entry is None else readers(entry, self.exits[k])
-        if made is None or not bool((made >= 0).any()):
+        if made is not None and not bool((made >= 0).any()):
             return None
         for root in self._tokens_of(i, (j, k)):
             by_k, by_j = (readers(root, self.exits[m]) for m in (k, j))
-            if by_k is not None and by_j is not None:
+            if made is not None and by_k is not None and by_j is not None:
                 order_of_first, order = (self._order(m).to(made.device) for m in (first, j))
                 reader = torch.full_like(by_j, -2)
                 reader[order] = by_j
                 handed = (made >= 0) & (by_k >= 0)
                 handed &= reader[order_of_first[made.clamp(min=0)]] == by_k
                 return handed if bool(handed.any()) else None
+        return self._copies_handed_on(i, j, k)
+
+    def _copies_handed_on(self, i: int, j: int, k: int) -> Tensor | None:
+        # The same where several tokens of a mixer are made of one: those whose readers all read it
+        # together with what it is made into.
+        link, batch = self.links.get((self._first(j), k)), self.orders.batch
+        if link is None or link.source is None:
+            return None
+        S = self.exits[k].tokens // batch
+        source = torch.cat(
+            [torch.where(link.source >= 0, link.source + b * S, -1) for b in range(batch)]
+        )
+        for root in self._tokens_of(i, (j, k)):
+            by_k, by_j = (copies(Transport(root, self.exits[m], batch)) for m in (k, j))
+            if by_k is None or by_j is None:
+                continue
+            by_k, by_j = by_k.cpu(), by_j.cpu()
+            made = torch.where(by_j >= 0, source[self._order(j)[by_j.clamp(min=0)]], -1)
+            alike = (by_k >= 0) & (made == self._order(k)[by_k.clamp(min=0)])
+            handed = torch.zeros(self.exits[k].tokens, dtype=torch.bool)
+            handed[by_k[alike]] = True
+            if bool(handed[by_k[(by_k >= 0) & ~alike]].any()):
+                raise UnsupportedModelError(
+                    "tokens are repeated, and a mixer is given some of the copies, past which the "
+                    "others go; expected one that is given all copies of a token or none. Use "
+                    "MambaLRP, which goes through the model's own graph."
+                )
+            return handed.to(root.device) if bool(handed.any()) else None
         return None
 
     def _tokens_of(self, i: int, leaves: Iterable[int]) -> list[Point]:
