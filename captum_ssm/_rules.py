@@ -55,6 +55,8 @@ _FUSED_ACTIVATIONS = (
 )
 
 
+_BATCH_NORMS = ("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm")
+
 # Neither linear, nor with a rule: their plain gradient is kept.
 _WITHOUT_RULE = (
     *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Cumprod", "Elu", "Erf"),
@@ -241,6 +243,8 @@ def _rule(node: Node, carrying: set[int], centered: bool = True) -> Rule | None:
         return _norm(node, node._saved_result2, centered=centered)
     if kind == "NativeGroupNorm":
         return _group_norm(node, centered)
+    if kind in _BATCH_NORMS:
+        return _batch_norm(node, centered)
     if kind == "FusedRmsNorm":
         return _norm(node, node._saved_result1, centered=False)
     if kind == "LayerNormFn" and hasattr(node, "prenorm"):
@@ -333,6 +337,28 @@ def _group_norm(node: Node, centered: bool) -> Rule:
         parts = given.unflatten(1, (groups, -1))
         pulled = _through_norm(parts, scale[:, :, None, None], (2, 3), centered)
         return (pulled.reshape(outer[0].shape), *inner[1:])
+
+    return rule
+
+
+def _batch_norm(node: Node, centered: bool) -> Rule | None:
+    # An instance norm is one too: each channel of each example is a channel, in training mode.
+    training, weight = node._saved_training, node._saved_weight
+    if training:
+        scale = node._saved_result2.detach()
+    elif _kind(node) == "NativeBatchNorm":
+        # Linear, but PyTorch 2.13's own gradient of one example is wrong on a CPU where channels
+        # are last in the gradient that comes in, as they are before tokens.
+        scale = torch.rsqrt(node._saved_running_var.detach() + node._saved_eps)
+    else:
+        return None
+    scale = scale if weight is None else scale * weight.detach()
+
+    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
+        given = outer[0].transpose(1, -1)  # (B, ..., C)
+        dims = tuple(range(given.dim() - 1))
+        pulled = _through_norm(given, scale, dims, centered and training)
+        return (pulled.transpose(1, -1).to(outer[0].dtype), *inner[1:])
 
     return rule
 

@@ -24,6 +24,7 @@ from captum_ssm import (
 )
 from captum_ssm._rules import _rule
 from captum_ssm.attr._relevance import relevance_at
+from captum_ssm.models import BidirectionalMamba
 
 
 def ids_for(count: int = 2, length: int = 9) -> torch.Tensor:
@@ -543,3 +544,40 @@ def test_what_is_checked_is_what_relevance_goes_through(monkeypatch):
     )
     with pytest.raises(ReconstructionError, match="mixer"):
         MambaLRP(build("mamba")).attribute(ids_for(), target=3)
+
+
+class Normed(nn.Module):
+    """An image, a convolution and a norm, and then tokens."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, 6, 3, bias=False), norm
+        self.mixer, self.head = BidirectionalMamba(6, state=4), nn.Linear(6, 3, bias=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.norm(self.stem(image)).flatten(2).mT
+        return self.head((x + self.mixer(x))[:, :5].mean(1))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.InstanceNorm2d(6),
+        nn.InstanceNorm2d(6, affine=True),
+        nn.InstanceNorm2d(6, track_running_stats=True),
+        nn.BatchNorm2d(6),
+        nn.BatchNorm2d(6, affine=False),
+    ],
+    ids=str,
+)
+def test_relevance_goes_through_the_norms_of_images(norm: nn.Module, count: int) -> None:
+    torch.manual_seed(0)
+    model = without_biases(Normed(norm).eval())
+    if norm.affine:
+        nn.init.uniform_(norm.weight, 0.5, 2.0)
+    if norm.running_var is not None:
+        nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    x = torch.randn(count, 2, 7, 8)
+    relevance = MambaLRP(model).attribute(x, target=1)
+    torch.testing.assert_close(relevance.sum((1, 2, 3)), model(x)[:, 1], rtol=1e-4, atol=1e-6)
