@@ -378,6 +378,45 @@ def test_a_token_of_a_language_model_is_named_with_its_position():
         assert_close(method(model).attribute(embedded, (3, 5)).sum(-1), found)
 
 
+class Prefixed(nn.Module):
+    """A language model with learned tokens before those it is given, of which it returns none."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.model, self.count = tiny(), count
+        self.first = nn.Parameter(0 * torch.randn(count, self.model.config.hidden_size))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        tokens = self.model.get_input_embeddings()(input_ids)
+        tokens = torch.cat([self.first.expand(len(tokens), -1, -1), tokens], 1)
+        return self.model(inputs_embeds=tokens).logits[:, self.count :]
+
+
+@each_method
+def test_positions_are_those_of_the_tokens_that_a_model_is_given(method):
+    # Zeros before the tokens change nothing, once nothing has a bias term.
+    model, tokens = Prefixed().eval(), ids(1, 7)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "bias" in name and "dt_proj" not in name:
+                p.zero_()
+    for more in ({"target": (3, 5)}, {"target": 5, "position": 3}, {"target": 5}):
+        found = method(model).attribute(tokens, **more, **options(method))
+        expected = method(model.model).attribute(tokens, **more, **options(method))
+        assert_close(found, expected, 1e-4)
+    frozen = method(model).freeze_once(tokens)
+    found = frozen.attribute(tokens, target=5, position=3, **options(method))
+    assert not found[:, 4:].any()
+    assert found[:, 3].any()
+    mask = torch.ones_like(tokens)
+    mask[:, 5:] = 0
+    found = method(model).attribute(
+        tokens, target=5, additional_forward_args={"attention_mask": mask}, **options(method)
+    )
+    assert not found[:, 5:].any()
+    assert found[:, 4].any()
+
+
 def test_a_class_summed_over_a_mask():
     model, x = made(inputs.UShape), noise(1, 3, 16, 16)
     mask = torch.zeros(16, 16, dtype=torch.float64)
