@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 
 # Operations whose inputs are multiplied.
 _FACTORS = ("Mul", "Div")
+# Those that keep what they are given, as it is or in a sum.
+_KEEPING = ("Add", "Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Permute")
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,6 +278,36 @@ class CutGraph:
             if tokens is None or _times_finer(edge, tokens) < 2:
                 found |= read
         return _members(found)
+
+    def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
+        """Whether a point itself is added, on the way to ``root``, to what comes of some leaves.
+
+        Args:
+            root (Point): one of the roots.
+            passed (collection of int): the leaves on whose way it is added.
+            point (Point): before the root.
+        """
+        through = sum(1 << i for i in passed)
+
+        def passes(node: Node) -> bool:
+            return self._known.get(node, 0) & through != 0
+
+        added = [
+            edge
+            for node, edge in _edges(root.edge.node, self._ends, passes)
+            if not passes(edge.node) and not node.name().startswith(_FACTORS)
+        ]
+        while added:
+            edge = added.pop()
+            if edge.node is point.edge.node and edge.output_nr == point.edge.output_nr:
+                return True
+            if edge.node in self._ends:
+                continue
+            given = [GradientEdge(n, i) for n, i in edge.node.next_functions if n in self._known]
+            is_scaled = edge.node.name().startswith(_FACTORS) and len(given) == 1
+            if is_scaled or edge.node.name().startswith(_KEEPING):
+                added += given
+        return False
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ def find_token_grid(
     axes = images.dim() - 2
     if axes not in _LINEAR or not images.is_floating_point():
         return None
-    given = (a for a in arguments.values() if torch.is_tensor(a) and a.dim() == images.dim())
-    seen = next(given, images)
+    given = [a for a in arguments.values() if torch.is_tensor(a) and a.dim() == images.dim()]
+    seen = given[0] if given else images
     size = tuple(map(int, seen.shape[2:]))
     for module in model.modules():
         method = getattr(module, "token_grid", None)
@@ -112,6 +112,8 @@ def find_token_grid(
                     "mixers' sequence."
                 )
             return grid
+    if arguments and not given:
+        return None  # the model makes its images of something else, perhaps with other axes
     for module in model.modules():
         embed = getattr(module, "patch_embed", None)
         if isinstance(embed, nn.Module) and axes == 2:

@@ -169,6 +169,77 @@ def test_a_patch_hands_on_what_its_token_has(method):
     assert_close(found.sum(1).unflatten(1, (-1, 4)).sum(-1), of_tokens, 1e-9)
 
 
+class Spectrogram(inputs.Images):
+    """Patches of 4 steps and 4 frequencies of ``(B, T, F)``, one axis of tokens after the other."""
+
+    def __init__(self, *, learned: int = 0):
+        super().__init__()
+        self.inp = nn.Conv2d(1, E, 4, stride=4)
+        self.learned = nn.Parameter(torch.randn(learned, E))
+
+    def tokens(self, x):
+        tokens, middle = super().tokens(x.mT[:, None]), 4  # (B, 2 x 4, E), frequencies first
+        learned = self.learned.expand(len(x), -1, -1)
+        return torch.cat([tokens[:, :middle], learned, tokens[:, middle:]], 1)
+
+
+class Variables(Spectrogram):
+    """Patches of 4 steps of each variable of ``(B, T, F)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Conv2d(1, E, (1, 4), stride=(1, 4))
+
+
+@each(OF_TOKENS)
+def test_entries_of_a_step_that_are_parts_of_different_tokens(method):
+    model, x = made(Spectrogram), noise(1, 16, 8)
+
+    def read_at_third(x):  # of eight tokens in the order of a causal mixer
+        return model.head(model.norm(model.body(model.tokens(x))[:, 2]))
+
+    found = method(read_at_third, model).attribute(x, 1, **options(method))
+    by_patch = found.unflatten(2, (2, 4)).unflatten(1, (4, 4)).abs().sum((2, 4))[0]
+    read = torch.tensor([[1, 0], [1, 0], [1, 0], [0, 0]]).bool()
+    assert not by_patch[~read].any()
+    assert by_patch[2, 0] > 0
+
+
+@each(MAPS)
+@pytest.mark.parametrize("kind", [Spectrogram, Variables, lambda: Spectrogram(learned=1)])
+def test_a_patch_of_steps_and_features_has_what_its_token_has(method, kind):
+    model, x = kind().eval(), noise(1, 16, 8).float()
+    found = method(model).attribute(x, 1)
+    bins = x.shape[2] if kind is Variables else 2
+    by_patch = found.unflatten(2, (bins, -1)).unflatten(1, (4, 4)).sum((2, 4))[0].mT.flatten()
+
+    class FromTokens(inputs.Classifier):
+        def tokens(self, h):
+            return h
+
+    after = FromTokens().eval()
+    after.body, after.norm, after.head = model.body, model.norm, model.head
+    of_tokens = method(after).attribute(model.tokens(x).detach(), 1).sum(-1)[0]
+    if model.learned.numel():
+        of_tokens = torch.cat([of_tokens[:4], of_tokens[5:]])
+    assert_close(by_patch, of_tokens, 1e-5)
+
+
+def test_an_image_whose_axes_a_model_exchanges():
+    class Published(nn.Module):  # of a spectrogram, by the usual name
+        def __init__(self):
+            super().__init__()
+            self.patch_embed, self.model = nn.Module(), made(Spectrogram).float()
+            self.patch_embed.proj = self.model.inp
+
+        def forward(self, x):
+            return self.model(x)
+
+    model, x = Published().eval(), noise(1, 1, 16, 8).float()
+    found = MambaRollout(lambda x: model(x[:, 0]), model).attribute(x)
+    assert_close(found[:, 0], MambaRollout(model).attribute(x[:, 0]))
+
+
 @each(MAPS)
 def test_a_stem_at_full_resolution(method):
     class Smoothed(inputs.Series):
@@ -376,6 +447,45 @@ def test_a_token_of_a_language_model_is_named_with_its_position():
         assert_close(found, method(model).attribute(tokens, 5, position=3))
         embedded = model.get_input_embeddings()(tokens).detach()
         assert_close(method(model).attribute(embedded, (3, 5)).sum(-1), found)
+
+
+class Prefixed(nn.Module):
+    """A language model with learned tokens before those it is given, of which it returns none."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.model, self.count = tiny(), count
+        self.first = nn.Parameter(0 * torch.randn(count, self.model.config.hidden_size))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        tokens = self.model.get_input_embeddings()(input_ids)
+        tokens = torch.cat([self.first.expand(len(tokens), -1, -1), tokens], 1)
+        return self.model(inputs_embeds=tokens).logits[:, self.count :]
+
+
+@each_method
+def test_positions_are_those_of_the_tokens_that_a_model_is_given(method):
+    # Zeros before the tokens change nothing, once nothing has a bias term.
+    model, tokens = Prefixed().eval(), ids(1, 7)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "bias" in name and "dt_proj" not in name:
+                p.zero_()
+    for more in ({"target": (3, 5)}, {"target": 5, "position": 3}, {"target": 5}):
+        found = method(model).attribute(tokens, **more, **options(method))
+        expected = method(model.model).attribute(tokens, **more, **options(method))
+        assert_close(found, expected, 1e-4)
+    frozen = method(model).freeze_once(tokens)
+    found = frozen.attribute(tokens, target=5, position=3, **options(method))
+    assert not found[:, 4:].any()
+    assert found[:, 3].any()
+    mask = torch.ones_like(tokens)
+    mask[:, 5:] = 0
+    found = method(model).attribute(
+        tokens, target=5, additional_forward_args={"attention_mask": mask}, **options(method)
+    )
+    assert not found[:, 5:].any()
+    assert found[:, 4].any()
 
 
 def test_a_class_summed_over_a_mask():

@@ -11,6 +11,7 @@ from models import randomize
 from torch import Tensor, nn
 
 from captum_ssm import LaTIM, UnsupportedModelError
+from captum_ssm._capture import Request, freeze
 from captum_ssm.models import BidirectionalMamba
 
 E = 16
@@ -185,3 +186,66 @@ def test_what_several_grids_do_not_offer():
     assert torch.equal(
         LaTIM(one).attribute(noise(1, 8, 3), 1, stage=0), LaTIM(one).attribute(noise(1, 8, 3), 1)
     )
+
+
+class Normed(nn.Module):
+    """Layers whose norm is a module, a function, or written out."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inp = kind, nn.Linear(3, E)
+        self.mixers = nn.ModuleList(BidirectionalMamba(E, state=4) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(E) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(E), nn.Linear(E, 4)
+
+    def before(self, norm: nn.LayerNorm, h: Tensor) -> Tensor:
+        if self.kind == "module":
+            return norm(h)
+        if self.kind == "function":
+            return nn.functional.layer_norm(h, (E,), norm.weight, norm.bias)
+        h = h - h.mean(-1, keepdim=True)
+        return h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight + norm.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x)
+        for norm, mixer in zip(self.norms, self.mixers, strict=True):
+            h = h + mixer(self.before(norm, h))
+        return self.head(self.norm(h))
+
+
+def test_the_stream_before_a_norm_that_is_no_module():
+    x, found = noise(2, 8, 3), {}
+    for kind in ("module", "function"):
+        torch.manual_seed(0)
+        found[kind] = LaTIM(made(Normed(kind))).attribute(x, (5, 1), activation="gate")
+    assert_close(found["function"], found["module"], 1e-9)
+    with pytest.raises(UnsupportedModelError, match="a norm that is known"):
+        LaTIM(made(Normed("written out"))).attribute(x, (5, 1))
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda h, norm, mixer, f: h + mixer(h), True),
+        (lambda h, norm, mixer, f: 0.5 * h + mixer(h), True),
+        (lambda h, norm, mixer, f: norm(h + mixer(h)), True),
+        (lambda h, norm, mixer, f: h + mixer(norm(h)), False),
+        (lambda h, norm, mixer, f: h + (f(norm(h)) + mixer(norm(h))), False),
+    ],
+    ids=["no norm", "scaled", "norm after", "norm before", "parallel"],
+)
+def test_whether_a_mixer_is_given_the_stream(step, expected):
+    class Model(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inp(x)
+            for norm, mixer in zip(self.norms, self.mixers, strict=True):
+                y = {}
+                h = step(h, lambda h, norm=norm, y=y: y.setdefault(h, norm(h)), mixer, self.mlp)
+            return self.head(self.norm(h))
+
+        def mlp(self, h: Tensor) -> Tensor:
+            return nn.functional.silu(h @ self.norm.weight[:, None] * self.norm.weight)
+
+    model, x = made(Model("module")), noise(1, 8, 3)
+    found = freeze(Request.of(model, None, x), query=False).wiring.stages
+    assert [stage.is_given_stream for stage in found] == [expected] * 3

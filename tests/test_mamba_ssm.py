@@ -78,6 +78,13 @@ def test_same_attributions(pair, method):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+def test_same_relevance_of_vectors(pair):
+    ours, theirs = (
+        LaTIM(m).attribute(ids(2, 9), target=[3, 4], position=7, activation="gate") for m in pair
+    )
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
 def test_a_fused_layer_norm_conserves_what_a_plain_one_does(mamba_ssm):
     found = []
     for fused in (True, False):

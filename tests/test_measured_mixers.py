@@ -37,6 +37,7 @@ KINDS = (
     wild.InBatch,
     wild.HalfScanned,
     wild.Normed,
+    wild.TwoBranches,
 )
 
 
@@ -108,6 +109,13 @@ def test_four_directions_stacked_in_channels_come_apart():
 def test_directions_stacked_in_the_batch_come_apart():
     mixer = freeze_measured(recorded(wild.InBatch().eval(), tokens()))
     assert [order.tolist() for order in mixer.orders] == [[*range(7)], [*range(6, -1, -1)]]
+
+
+def test_early_rows_of_two_scans_in_the_order_of_the_tokens():
+    model, x = without_biases(wild.Stack(wild.TwoBranches(), wild.TwoBranches())), tokens(1, 7, 6)
+    relevance = LaTIM(model).attribute(x, 2, position=3, activation="gate")
+    torch.testing.assert_close(relevance.sum(), model(x)[0, 3, 2], rtol=1e-4, atol=1e-6)
+    assert not relevance[:, 4:].any()
 
 
 def test_a_convolution_that_looks_ahead_is_part_of_the_hidden_map():

@@ -111,6 +111,7 @@ KINDS = {
     "band": lambda L: ConvolvedOperator(SkipOperator(normal(B, L, D)), normal(D, 3)),
     "sum": lambda L: SumOperator((make_diagonal(L), KINDS["band"](L))),
     "sum of heads": lambda L: SumOperator((make_linear(L), make_softmax(L))),
+    "sum of heads and channels": lambda L: SumOperator((make_softmax(L), make_diagonal(L))),
     "head decay": make_linear,
     "key decay": lambda L: make_linear(L, "key"),
     "bonus": lambda L: make_linear(L, bonus=True),
@@ -200,6 +201,15 @@ def dense(
     if right is not None:
         matrix = matrix * right.mT[:, :, None]
     return matrix if conv is None else matrix @ conv_matrix(conv, L)
+
+
+def test_a_sum_of_heads_and_channels_has_a_map_per_channel():
+    heads, channels = make_softmax(9), make_diagonal(9)
+    expected = heads.matrix().repeat_interleave(WIDTH, 1) + channels.matrix()
+    for parts in ((heads, channels), (channels, heads)):
+        torch.testing.assert_close(SumOperator(parts).matrix(), expected)
+        for reduction, reduced in (("mean", expected.mean(1)), ("max", expected.amax(1))):
+            torch.testing.assert_close(SumOperator(parts).matrix(reduction), reduced)
 
 
 def naive_maps(op: TokenOperator) -> Tensor:

@@ -109,6 +109,21 @@ class Normed(Mixer):
         return self.norm(super().mixed(u))
 
 
+class TwoBranches(Mixer):
+    """Attention next to the scan, each with a norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.norms = nn.ModuleList(nn.RMSNorm(8) for _ in range(2))
+
+    def mixed(self, u: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(u).chunk(3, -1))
+        read = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        one, other = self.norms
+        return (one(read) + other(super().mixed(u))) / 2
+
+
 class FourWays(nn.Module):
     """Four directions over an image ``(B, H, W, E)``, stacked in the channels of one scan."""
 

@@ -24,7 +24,13 @@ from captum_ssm._capture.recording import Recording, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.substitution import Made, Substitution, without_autocast
-from captum_ssm._capture.target import one_query, query_weights, read_score
+from captum_ssm._capture.target import (
+    at_stages,
+    counted_tokens,
+    one_query,
+    query_weights,
+    read_score,
+)
 from captum_ssm._capture.wiring import Wiring, sequence
 from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, UnsupportedModelError
@@ -138,6 +144,7 @@ class FrozenModel:
         request (Request): what was run.
         layers (list of FrozenLayer): its mixers, in forward order.
         shape (tuple of int): (B, L).
+        counted (int): the tokens that positions count.
         mask (Tensor, optional): ``(B, L)``, 1 for tokens and 0 for padding. Default: None
         wiring (Wiring): how the layers hang together.
         query (list of Tensor, optional): ``(B, L)`` for each stage that the output reads, weights
@@ -156,6 +163,7 @@ class FrozenModel:
     request: Request
     layers: list[FrozenLayer]
     shape: tuple[int, int]
+    counted: int
     wiring: Wiring
     mask: Tensor | None = None
     query: list[Tensor] | None = None
@@ -283,10 +291,10 @@ class FrozenModel:
 
     def at(self, position: int | Tensor) -> FrozenModel:
         """The same frozen model, asked for the row of another token."""
-        mask = None if self.mask is None else self.mask != 0
-        call = self.layers[0].call
-        query = one_query(position, self.shape, mask, call.output.device)
-        return replace(self, query=_at_stages(query.to(call.dtype), self.wiring))
+        shape, call = (self.shape[0], self.counted), self.layers[0].call
+        mask = None if self.mask is None or self.mask.shape != shape else self.mask != 0
+        query = one_query(position, shape, mask, call.output.device)
+        return replace(self, query=at_stages(query.to(call.dtype), self.wiring))
 
     def row_index(
         self, rows: int | Sequence[int] | Tensor, shape: tuple[int, int] | None = None
@@ -410,7 +418,8 @@ def freeze(
     found = recording.wiring
     if found is None:
         found = sequence(len(recording.calls), recording.shape[1])
-    if request.by_ids and not (wiring and found.stages[0].reads):
+    # What puts leaves of its own into the graph checks that they are at all of the ids.
+    if request.by_ids and not own_graph and not (wiring and found.stages[0].reads):
         _check_tokens(request.inputs[0], found.stages[0].tokens)
     if not own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
         return freeze(
@@ -447,6 +456,7 @@ def freeze(
         request,
         _frozen_layers(recording, found, made, check),
         recording.shape,
+        counted_tokens(recording),
         found,
         None if mask is None else mask.to(dtype),
         None if weights is None else [w.to(device, dtype) for w in weights],
@@ -502,11 +512,6 @@ def _check_tokens(inputs: Tensor, tokens: int) -> None:
             f"{(inputs.shape[0], tokens)}; forward_func has to pass each input token to the model "
             "as one token."
         )
-
-
-def _at_stages(query: Tensor, wiring: Wiring) -> list[Tensor]:
-    # Weights of the output's tokens as those of the stages that it reads.
-    return [link.rmatvec(query) for _, link in wiring.output]
 
 
 def _frozen_layers(

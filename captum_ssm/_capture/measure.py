@@ -206,8 +206,12 @@ class _Measurement:
                 self.past[end] = self.skips.of(end, sources[0])
                 sources += self.past[end]
             output = tuple((stage_of[i], Link()) for i in sources)
-        around = self._around(simple)
-        stages = [replace(stage, around=a) for stage, a in zip(stages, around, strict=True)]
+        streams = self._streams()
+        around = self._around(streams, simple)
+        stages = [
+            replace(stage, around=a, is_given_stream=streams.is_given(s) if 0 in a else None)
+            for s, (stage, a) in enumerate(zip(stages, around, strict=True))
+        ]
         if not simple:
             self._check_orders(per_token)
         if per_token and self.score is None:
@@ -220,11 +224,13 @@ class _Measurement:
             stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
         )
 
-    def _around(self, simple: bool) -> list[tuple[int, ...]]:
-        # By stage, where its residual streams leave.
+    def _streams(self) -> ResidualStreams:
         leaves = self.exits | {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
         entries = {i: entry for i, entry in self.entries.items() if entry is not None}
-        streams = ResidualStreams(self.groups, entries, leaves, self.direct)
+        return ResidualStreams(self.groups, entries, leaves, self.direct)
+
+    def _around(self, streams: ResidualStreams, simple: bool) -> list[tuple[int, ...]]:
+        # By stage, where its residual streams leave.
         found = []
         for s, group in enumerate(self.groups):
             finer = not (simple or self.skips.partial & set(group))

@@ -74,6 +74,19 @@ class ResidualStreams:
             "a residual stream around it, or around it and the mixers before it."
         )
 
+    def is_given(self, stage: int) -> bool | None:
+        """Whether a stage's mixers are given the residual stream itself; None if that is unknown.
+
+        They are not where they are given what a norm makes of it.
+        """
+        group = self.groups[stage]
+        given = self.entries.get(group[0])
+        passed = [self.keys.index(j) for j in group]
+        nexts = [root for i, root in self.entries.items() if self.direct[i] & set(group)]
+        if given is None or not nexts:
+            return None
+        return any(self.graph.is_added(root, passed, given) for root in nexts)
+
     def _added(self, group: Sequence[int], i: int, finer: bool) -> frozenset[int]:
         # What is read by that which is added between a group and an entry that reads it.
         passed = [self.keys.index(j) for j in group]

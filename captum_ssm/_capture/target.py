@@ -12,7 +12,7 @@ from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.recording import Recording
 from captum_ssm._capture.request import usable
 from captum_ssm._capture.wiring import Wiring
-from captum_ssm._errors import InputError, TargetError
+from captum_ssm._errors import InputError, TargetError, UnsupportedModelError
 from captum_ssm._integers import as_index, as_integers
 
 
@@ -49,8 +49,7 @@ def query_weights(
     per_token = _is_tokens(recording)
     is_asked = per_token and (recording.is_language or not is_measured)
     if position is not None or is_asked:
-        query = _asked(recording, position).to(recording.calls[0].dtype)
-        return [link.rmatvec(query) for _, link in wiring.output]
+        return at_stages(_asked(recording, position).to(recording.calls[0].dtype), wiring)
     if not is_measured:
         raise ValueError(
             "the token that the model reads its output from could not be found; pass position="
@@ -58,19 +57,50 @@ def query_weights(
     return found
 
 
+def at_stages(query: Tensor, wiring: Wiring) -> list[Tensor]:
+    """Weights of the tokens that positions count as those of each stage that the output reads."""
+    if query.shape[1] < wiring.stages[0].tokens:
+        reads = wiring.stages[0].reads
+        if len(reads) != 1 or reads[0][1].source is None:
+            raise UnsupportedModelError(
+                f"the model makes {wiring.stages[0].tokens} tokens of the {query.shape[1]} that "
+                "it is given, and which of them these are is not known, so no position can be "
+                "asked for; expected tokens that are added to those of the input."
+            )
+        query = reads[0][1].matmul(query[..., None])[..., 0]
+    return [link.rmatvec(query) for _, link in wiring.output]
+
+
+def counted_tokens(recording: Recording) -> int:
+    """How many tokens positions count.
+
+    Those of the inputs, where a language model adds tokens of its own that it returns no logits of.
+    """
+    L, inputs = recording.shape[1], recording.request.inputs[0]
+    if not (recording.is_language and _is_tokens(recording)) or inputs.dim() < 2:
+        return L
+    return inputs.shape[1] if _returned(recording) <= inputs.shape[1] < L else L
+
+
+def _returned(recording: Recording) -> int:
+    return extract_logits(recording.output).shape[1]
+
+
 def _asked(recording: Recording, position: Any) -> Tensor:
+    shape = recording.shape[0], counted_tokens(recording)
     mask = recording.mask
-    if mask is not None and mask.shape[1] != recording.shape[1]:
+    if mask is not None and mask.shape[1] != shape[1]:
         mask = None
-    return one_query(position, recording.shape, mask, recording.device)
+    return one_query(position, shape, mask, recording.device)
 
 
 def _is_tokens(recording: Recording) -> bool:
     # A language model may return the logits of its last tokens only, but of no more than there are.
-    logits, tokens = extract_logits(recording.output), recording.shape[1]
-    if logits.dim() != 3:
+    tokens = recording.shape[1]
+    if extract_logits(recording.output).dim() != 3:
         return False
-    return logits.shape[1] == tokens or (recording.is_language and logits.shape[1] < tokens)
+    n = _returned(recording)
+    return n == tokens or (recording.is_language and n < tokens)
 
 
 def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
@@ -146,7 +176,7 @@ def _check_count(given: int, batch: int) -> None:
 
 def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> Tensor:
     """The explained score of each example, ``(B,)``."""
-    B, L = recording.shape
+    B, L = recording.shape[0], counted_tokens(recording)
     is_row = recording.is_language or (position is not None and as_index(target) is not None)
     if not (is_row and _is_tokens(recording)):
         return captum_score(logits, target, B)

@@ -134,10 +134,11 @@ def _channels(point: Point, leaf: Point) -> int | None:
 
 
 def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
-    """The axis of ``leaf`` that holds features: one token is made of all of them.
+    """The axis of ``leaf`` that holds features: one token is made of all that any is made of.
 
-    Of the axes after the first, that along which a token of ``root`` reads most; where it reads
-    all of several, the last of a sequence and the second of an image. None for ``(B, L)``.
+    Where that holds for several axes, the last of a sequence and the second of an image. None for
+    ``(B, L)``, and where tokens are made of parts of every axis, as the patches of a spectrogram
+    ``(B, T, F)`` or of each variable of a series: each entry is then a place of its own.
     """
     axes = range(1, len(leaf.shape))
     if len(axes) < 2:
@@ -145,22 +146,24 @@ def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
     usual = 1 if len(axes) > 2 else 2
     T = root.tokens // batch
     seed = root.noise(torch.Generator().manual_seed(0))
-    here = torch.zeros(root.tokens, 1, dtype=seed.dtype, device=seed.device)
-    here[T // 2] = 1
-    (found,) = gradients([root], [seed * here], [leaf])
-    if found is None:
+
+    def read_by(tokens: int | slice) -> Tensor | None:
+        here = torch.zeros(root.tokens, 1, dtype=seed.dtype, device=seed.device)
+        here[tokens] = 1
+        (found,) = gradients([root], [seed * here], [leaf])
+        read = None if found is None else leaf.unflat(found)[0] != 0
+        return None if read is None or not bool(read.any()) else read
+
+    def along(axis: int, read: Tensor) -> int:
+        return int(read.any(tuple(a - 1 for a in axes if a != axis)).sum())
+
+    every = read_by(slice(T))
+    if every is None:
         return usual
-    read = leaf.unflat(found)[0] != 0
-    seen = {
-        axis: float(
-            read.any(tuple(a - 1 for a in axes if a != axis), keepdim=False).double().mean()
-        )
-        for axis in axes
-    }
-    if len(read.shape) == 1:
-        return usual
-    best = max(seen.values())
-    return usual if seen[usual] == best else max(seen, key=lambda axis: seen[axis])
+    # One from the middle, except those that are learned.
+    one = next(read for t in range(T) if (read := read_by((T // 2 + t) % T)) is not None)
+    whole = [axis for axis in axes if along(axis, one) == along(axis, every)]
+    return usual if usual in whole else next(iter(whole), None)
 
 
 def shares(ways: Sequence[Transport]) -> list[Tensor]:

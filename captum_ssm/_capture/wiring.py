@@ -123,12 +123,15 @@ class Stage:
             that are added to what its mixers return: 0 where one goes around this stage only, 1
             around this one and the one before, which are then in series in one branch. Empty where
             nothing is added. Default: (0,)
+        is_given_stream (bool, optional): whether its mixers are given the residual stream itself,
+            and not what a norm makes of it; None where that was not measured. Default: None
     """
 
     calls: tuple[int, ...]
     reads: tuple[Read, ...]
     tokens: int
     around: tuple[int, ...] = (0,)
+    is_given_stream: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,8 @@ class _Part:
         activation: str,
         mask: Tensor | None,
     ) -> _Part:
+        if order is not None and bool((order.diff() == 1).all()):
+            order = None
         if mask is not None and order is not None:
             mask = mask[:, order]
         lagged = _lagged_values(mixer, activation, mask)

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
 from captum_ssm._capture.recording import check_finite, require_graph
@@ -40,14 +42,33 @@ from captum_ssm.attr._residual import feeding_norm
 from captum_ssm.attr.mamba_lrp import Rules
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers._reordered import in_order
+from captum_ssm.mixers._unfused import fused_norms
+from captum_ssm.scans import intercepted
 
 
 @dataclass(frozen=True)
 class _Cut:
-    # Where a mixer leaves the graph, and the stream before it: in the graph, and its values.
+    # Where a mixer leaves the graph, and the stream before it: in the graph, and its values. The
+    # same of what the mixer was given, which is the stream where no norm is between.
     exit: Tensor
     stream: Point | None
     before: Tensor
+    given: Point | None
+    tokens: Tensor
+
+
+class _Norms(TorchFunctionMode):
+    # Tells what norms are given and return.
+    def __init__(self, note: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
+        if func in (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm):
+            self.note(args[0] if args else kwargs["input"], y)
+        return y
 
 
 class CutMixers(Rules):
@@ -76,16 +97,38 @@ class CutMixers(Rules):
         check_finite(call)
         self.made.append(None)
         norm = feeding_norm(call, self._norms)
-        stream, before = None, call.tokens() if norm is None else first_input(norm)
-        # Without a norm the mixer reads the stream itself.
-        reader = call if norm is None else norm
-        given = call.given_tokens() if norm is None else next(tensors_in((norm.args, norm.kwargs)))
-        if given.requires_grad and (norm is not None or not self._is_after_norm):
-            stream = Point.before_move(given, reader.channels)
+        tokens, own = call.tokens().detach(), call.given_tokens()
+        given = Point.before_move(own, call.channels) if own.requires_grad else None
+        stream, before = None if self._is_after_norm else given, tokens
+        if norm is not None:
+            first = next(tensors_in((norm.args, norm.kwargs)))
+            stream = Point.before_move(first, norm.channels) if first.requires_grad else None
+            before = first_input(norm).detach()
         self._is_after_norm = False
         output = call.output.detach().clone().requires_grad_()
-        self.cuts.append(_Cut(output, stream, before.detach()))
+        self.cuts.append(_Cut(output, stream, before, given, tokens))
         return with_output(call, output)
+
+    @contextmanager
+    def noting_norms(self) -> Iterator[None]:
+        """Know norms that are functions, and what they are given."""
+
+        def note(x: Tensor, y: Tensor) -> None:
+            if x.requires_grad and x.shape == y.shape:
+                self._norms.append(MixerCall("", nn.Identity(), (x,), {}, y))
+
+        fused = fused_norms()
+        with _Norms(note), intercepted(lambda call: fused[call.source](call), fused):
+            yield
+
+    def read_given(self, of_calls: Sequence[bool | None]) -> None:
+        """Take what mixers were given for the stream where it is, as far as that is known."""
+        for i, is_given in enumerate(of_calls):
+            cut = self.cuts[i]
+            if is_given:
+                self.cuts[i] = replace(cut, stream=cut.given, before=cut.tokens)
+            elif is_given is False and cut.stream is cut.given:
+                self.cuts[i] = replace(cut, stream=None)
 
     def coefficients(self, score: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """Those of the score at what each mixer returned, and at the stream before it.
@@ -195,6 +238,8 @@ class Grids:
             UnsupportedModelError: where relevance could be lost, or counted twice, on the way.
         """
         _check_shares(frozen.require_wiring())
+        stages = frozen.wiring.stages
+        cut.read_given([stages[layer.stage].is_given_stream for layer in frozen.layers])
         exits, streams = cut.coefficients(score)
         B = frozen.shape[0]
         found: dict[int, list[tuple[FrozenLayer, Tensor, _Cut, Tensor | None]]] = {}
@@ -310,8 +355,8 @@ def _step(group: Sequence[tuple[FrozenLayer, Tensor, _Cut, Tensor | None]], batc
             return _Step(layers, directions, before, at_before)
     raise UnsupportedModelError(
         f"{layers[0].name} does not add to a residual stream of its own tokens that leads on "
-        "to the score; LaTIM expects that of every mixer. Use MambaLRP, or interactions() with "
-        "layer= and another aggregation."
+        "to the score, or is not given it by a norm that is known; LaTIM expects that of every "
+        "mixer. Use MambaLRP, or interactions() with layer= and another aggregation."
     )
 
 

@@ -78,7 +78,7 @@ class ResidualStream:
         final, direction = _read_out(frozen, groups[-1])
         # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
         # embeddings) is no stage; what comes of it is local to the tokens.
-        found = [(group, _stream_before(group[0].call, frozen.others)) for group in groups]
+        found = [(group, _stream_before(group[0], frozen)) for group in groups]
         found = [(group, before) for group, before in found if before.shape == final.shape]
         groups = [group for group, _ in found]
         streams = [before for _, before in found]
@@ -189,7 +189,7 @@ def _read_pooled(
     # The same where tokens are pooled first, straight after the last mixer: the mean of all tokens,
     # or one of them.
     mixed = torch.stack([layer.call.output for layer in last_group]).sum(0)
-    final = _stream_before(last_group[0].call, frozen.others) + mixed
+    final = _stream_before(last_group[0], frozen) + mixed
     (query,) = frozen.require_query()
     read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
     # Both in the width of the stream.
@@ -214,10 +214,18 @@ def _read_pooled(
     return final, query[..., None] * direction[:, None]
 
 
-def _stream_before(call: MixerCall, norms: Sequence[MixerCall]) -> Tensor:
-    norm = feeding_norm(call, [one for one in norms if one.order < call.order])
-    # Without a norm before it, the mixer reads the stream itself.
-    return call.tokens() if norm is None else first_input(norm)
+def _stream_before(layer: FrozenLayer, frozen: FrozenModel) -> Tensor:
+    call, is_given = layer.call, frozen.wiring.stages[layer.stage].is_given_stream
+    norm = feeding_norm(call, [one for one in frozen.others if one.order < call.order])
+    if norm is not None and not is_given:
+        return first_input(norm)
+    if is_given is False:
+        raise UnreadStreamError(
+            f"{layer.name} is given what is made of the residual stream by a function, so the "
+            "stream before it was not recorded; pass layer= and another aggregation for a map of "
+            "one layer."
+        )
+    return call.tokens()
 
 
 def feeding_norm(call: MixerCall, norms: Sequence[MixerCall]) -> MixerCall | None:

@@ -386,15 +386,16 @@ class LaTIM(TokenAttribution):
     ) -> Grids:
         request = with_leaves(frozen.request)
         cut = CutMixers(request)
-        run = self._run(
-            request,
-            position,
-            target=target,
-            query=False,
-            wiring=False,
-            also=has_a_rule,
-            substitution=cut,
-        )
+        with cut.noting_norms():
+            run = self._run(
+                request,
+                position,
+                target=target,
+                query=False,
+                wiring=False,
+                also=has_a_rule,
+                substitution=cut,
+            )
         with self._computing():
             grids = Grids.of(frozen, cut, run.require_score())
             if stage is not None:

@@ -1,5 +1,7 @@
 """Fused parts of flash-linear-attention, run by their equations while a module is measured.
 
+And the norms of mamba-ssm that also add the residual stream.
+
 Their kernels are nodes of the autograd graph that tell nothing of what they do to which token. The
 results are the same up to rounding, and are compared with what the module returned.
 """
@@ -51,6 +53,19 @@ def fused_functions() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]
                 function = vars(module).get(known)
                 if isinstance(function, FunctionType) and function.__name__ == known:
                     found[function] = plain
+    return found
+
+
+def fused_norms() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
+    """Functions of the process that add a residual stream and norm it, as those of mamba-ssm."""
+    found: dict[Callable[..., Any], Callable[[FunctionCall], Any]] = {}
+    for module in list(sys.modules.values()):
+        for name in ("layer_norm_fn", "rms_norm_fn"):
+            function = getattr(module, "__dict__", {}).get(name)
+            if isinstance(function, FunctionType):
+                names = function.__code__.co_varnames[: function.__code__.co_argcount]
+                if {"x", "weight", "bias", "residual", "prenorm", "eps"}.issubset(names):
+                    found[function] = _added_norm
     return found
 
 
@@ -123,6 +138,23 @@ def _norm_linear(call: FunctionCall) -> Any:
     y = y if bias is None else y + bias
     y = y if gate is None else y * F.silu(gate.float())
     return F.linear(y.to(x.dtype), given["linear_weight"].to(x.dtype), given["linear_bias"])
+
+
+def _added_norm(call: FunctionCall) -> Any:
+    given = call.arguments
+    more = ("x1", "weight1", "bias1", "rowscale", "dropout_p")
+    if any(given.get(name) not in (None, 0.0) for name in more):
+        return call.run()
+    x, weight, bias = given["x"], given["weight"], given["bias"]
+    added = x if given["residual"] is None else x + given["residual"]
+    added = added.float() if given.get("residual_in_fp32") else added
+    if given.get("is_rms_norm", call.function.__name__ == "rms_norm_fn"):
+        y = F.rms_norm(added, x.shape[-1:], weight, given["eps"])
+        y = y if bias is None else y + bias
+    else:
+        y = F.layer_norm(added, x.shape[-1:], weight, bias, given["eps"])
+    y = y.to(x.dtype)
+    return (y, added) if given["prenorm"] else y
 
 
 _PLAIN_FUNCTIONS: dict[str, Callable[[FunctionCall], Any]] = {

@@ -96,7 +96,9 @@ class SkipOperator(TokenOperator):
 
 @dataclass(frozen=True)
 class SumOperator(PartsOperator):
-    """The sum of operators with as many maps each, as the two directions of a bidirectional mixer.
+    """The sum of operators, as the two directions of a bidirectional mixer.
+
+    Where they do not have as many maps each, as attention next to a scan, it has one per channel.
 
     Args:
         parts (tuple of TokenOperator): at least one.
@@ -109,6 +111,11 @@ class SumOperator(PartsOperator):
     """
 
     parts: tuple[TokenOperator, ...]
+
+    def __post_init__(self) -> None:
+        if len({part.maps for part in self.parts}) > 1:
+            parts = tuple(part.scaled(None, None) for part in self.parts)
+            object.__setattr__(self, "parts", parts)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

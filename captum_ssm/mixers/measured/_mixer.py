@@ -98,10 +98,12 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
     if any(not torch.equal(d.channels, channels) for d in directions):
         raise rerun.refused("its scans go to different channels of the output projection")
     found = [find_convolution(rerun, direction) for direction in directions]
-    norm, after = _norm(rerun, root, directions[0])
+    # Directions of one scan share a norm; each of several scans may have its own.
+    norm_of = {d.cut: _norm(rerun, root, d) for d in reversed(directions)}
+    norms = [norm_of[direction.cut] for direction in directions]
     projection = narrowed(rerun, projection, channels)
-    mixer = _assembled(rerun, projection, directions, found, norm, after)
-    return with_offset(rerun, projection, mixer, directions, found, after)
+    mixer = _assembled(rerun, projection, directions, found, norms)
+    return with_offset(rerun, projection, mixer, directions, found, norms[0][1])
 
 
 def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | None, Tensor]:
@@ -138,15 +140,14 @@ def _assembled(
     projection: Projection,
     directions: Sequence[Direction],
     found: Sequence[Convolution | None],
-    norm: Tensor | None,
-    after: Tensor,
+    norms: Sequence[tuple[Tensor | None, Tensor]],
 ) -> FrozenMixer:
     pairs = list(zip(directions, found, strict=True))
     # Convolutions belong to the scans where each looks back in its scan's order.
     own = all(conv is None or conv.is_inside(direction) for direction, conv in pairs)
     centered = any(direction.centered for direction in directions)
     scans = []
-    for direction, conv in pairs:
+    for (direction, conv), (norm, after) in zip(pairs, norms, strict=True):
         gate = direction.factor if norm is None else after[:, direction.order]
         scan = FrozenMixer(
             recurrence=direction.operator,
