@@ -42,13 +42,14 @@ def check_rollouts(seeds) -> float:
     refused = 0
     for seed in seeds:
         model, x = made(seed)
-        if not bool(model(x).isfinite().all()):
+        expected = model.rollout(x)
+        if not bool((expected.abs() < 1e3).all()):  # a recurrence that explodes
             continue
         found = explained(MambaRollout, model, x)
         if found is None:
             refused += 1
             continue
-        found, expected = found.sum(-1), model.rollout(x)
+        found = found.sum(-1)
         if model.readout == "the mean":  # parameters among the tokens may or may not be counted
             found, expected = (row / row.abs().amax(1, keepdim=True) for row in (found, expected))
         error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)

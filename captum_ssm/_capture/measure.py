@@ -233,12 +233,17 @@ class _Measurement:
         # By stage, where its residual streams leave.
         found = []
         for s, group in enumerate(self.groups):
-            finer = not (simple or self.skips.partial & set(group))
+            finer = not (simple or self.skips.partial & set(group) or self._is_selected(group[0]))
             try:
                 found.append(streams.around(s, self.skips.is_in_place, finer=finer))
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{self.name(group[0])} {error} {_ADVICE}") from None
         return found
+
+    def _is_selected(self, i: int) -> bool:
+        # Whether the tokens of a mixer are some of earlier ones, past which the others go.
+        links = [link for (k, _), link in self.links.items() if k == i]
+        return any(link.source is not None for link in links)
 
     def _is_per_token(self) -> bool:
         point = self.output
@@ -311,7 +316,7 @@ class _Measurement:
         if root is None:  # an output without a graph
             return Link()
         if any({i, j} <= group for group in self.unmixed):
-            self.orders.setdefault(i, None)
+            self.orders.setdefault(i, self.orders.get(j))
             return Link()
         B = self.batch
         T, S = root.tokens // B, leaf.tokens // B

@@ -18,7 +18,7 @@ from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.wiring import Link, nearest
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, dependencies, joints, meeting, readers, shape_of
-from captum_ssm._transport import Transport, copies
+from captum_ssm._transport import Transport, copies, pushed
 
 
 @dataclass
@@ -99,6 +99,11 @@ class Skips:
                     ways[k] = replace(way, kept=~handed)
             elif k in known:
                 ways[k] = way
+                here = Transport(root, self.exits[j], self.orders.batch)
+                if not _read_all([here, *ways.values()]):
+                    # Others may go past these mixers too.
+                    partly.append(k)
+                    waiting |= self._start(k)
         return dict(sorted(ways.items()))
 
     def _leads(self, found: Iterable[int]) -> set[int]:
@@ -184,3 +189,10 @@ class Skips:
     def _order(self, i: int) -> Tensor:
         order = self.orders.get(i)
         return torch.arange(self.exits[i].tokens) if order is None else order
+
+
+def _read_all(ways: Iterable[Transport]) -> bool:
+    # Whether each token of the root reads something by one of the ways.
+    noise = torch.Generator().manual_seed(0)
+    found = [pushed(way, way.leaf.unflat(way.leaf.noise(noise)))[0] for way in ways]
+    return bool(torch.stack([(one != 0).any(-1) for one in found]).any(0).all())
