@@ -333,6 +333,43 @@ def test_a_functional_convolution_with_a_plain_number():
     assert maps["layers.0"].shape[-2:] == (7, 7)
 
 
+def named_like_a_registered_class(kind: type) -> type:
+    kind.__module__, kind.__qualname__ = "fork.mamba_ssm.modules.mamba_simple", "Mamba"
+    return kind
+
+
+@named_like_a_registered_class
+class Fork(wild.Backward):
+    """Of another package, with a name that is registered."""
+
+
+class Reversed(MambaMixer):
+    """A registered class by inheritance, which computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__(MambaConfig(hidden_size=6, state_size=3, time_step_rank=2), layer_idx=0)
+
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
+        return super().forward(hidden_states.flip(1)).flip(1)
+
+
+@pytest.mark.parametrize("kind", [Fork, Reversed])
+def test_what_only_has_a_registered_name_is_measured(kind):
+    model, x = wild.Stack(kind(), kind()).eval(), tokens(2, 7, 6)
+    assert kind is Reversed or find_adapter(model.layers[0]) is not None
+    before = model(x)
+    maps = hidden_attention(model, x)
+    assert not any(bool(one.tril(-1).any()) for one in maps.values())  # it reads later tokens
+    assert [find_adapter(layer).known for layer in model.layers] == ["measured"] * 2
+    assert torch.equal(model(x), before)
+
+
+def test_what_cannot_be_measured_either_keeps_the_error_of_its_adapter():
+    model = wild.Stack(named_like_a_registered_class(type("Other", (nn.Linear,), {}))(6, 6)).eval()
+    with pytest.raises(AttributeError):
+        hidden_attention(model, tokens(2, 7, 6))
+
+
 def without_biases(model):
     with torch.no_grad():
         for name, p in model.named_parameters():

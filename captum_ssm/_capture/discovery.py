@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 
+from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.tracing import unchanged
-from captum_ssm.mixers import find_mixers
-from captum_ssm.mixers._registry import remember
+from captum_ssm._errors import ReconstructionError
+from captum_ssm._nested import map_tensors
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers._registry import as_unknown, may_be_namesake, remember
 from captum_ssm.mixers.discovery import discover
 
 # Models whose unknown mixers, if they have any, were found; and what is still not known of some.
@@ -21,6 +27,8 @@ _UNMIXED: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
 # On so many tokens it is seen what mixes them.
 _ENOUGH = 32
 _UNKNOWN: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+# Models whose mixers were compared with the adapters of their names.
+_COMPARED: WeakSet[nn.Module] = WeakSet()
 
 
 def is_searched(request: Request) -> bool:
@@ -71,6 +79,59 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
         )
 
 
+def find_namesakes(request: Request) -> None:
+    """Find other adapters of mixers whose class only has the name of one that is registered.
+
+    As in copies of a package that compute something else: what the adapter of the name computes is
+    compared with what they return, once for each model.
+
+    Args:
+        request (Request): what to run.
+    """
+    model = request.module
+    if request.remote or model in _COMPARED:
+        return
+    _COMPARED.add(model)
+    named = {module for _, module in find_mixers(model) if may_be_namesake(module)}
+    if not named:
+        return
+    with unchanged(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        others = {call.module for call in _calls_of(named, request) if not _reproduces(call)}
+        if others:
+            with as_unknown(others):
+                remember(discover(model, request.run))
+
+
+def _calls_of(modules: set[nn.Module], request: Request) -> list[MixerCall]:
+    # The first call of each module that runs.
+    calls: dict[nn.Module, MixerCall] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if module not in calls:
+            call = MixerCall("", module, args, kwargs, result)
+            calls[module] = map_tensors(lambda x: x.detach().clone(), call)
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in modules:
+            handle = module.register_forward_hook(note, with_kwargs=True, prepend=True)
+            hooks.callback(handle.remove)
+        request.run()
+    return list(calls.values())
+
+
+def _reproduces(call: MixerCall) -> bool:
+    adapter = find_adapter(call.module)
+    assert adapter is not None
+    try:
+        with torch.no_grad():
+            rebuilt = Rebuilt.of(adapter(call), call)
+            check_reconstruction("", call, rebuilt, call.token_mask())
+    except (ReconstructionError, AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
 def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
 
@@ -82,6 +143,7 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     Returns:
         bool: whether any were found.
     """
+    find_namesakes(request)
     model = request.module
     known = any(True for _ in find_mixers(model))
     if request.remote or (known and (not mixed or model in _SEARCHED)):

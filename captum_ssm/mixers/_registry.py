@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -15,6 +16,10 @@ Freeze = Callable[[MixerCall], FrozenMixer]
 _REGISTRY: dict[str, Freeze] = {}
 # Adapters of single modules, found by running their model. Registered classes come first.
 _MEASURED: WeakKeyDictionary[nn.Module, Freeze] = WeakKeyDictionary()
+# Modules whose class is registered by a name that it shares with one that computes something else.
+_NAMESAKES: WeakSet[nn.Module] = WeakSet()
+# The packages of the classes that the library's own adapters are written for.
+_PACKAGES = ("captum_ssm", "fla", "mamba_ssm", "transformers")
 
 
 def channels_of(module: nn.Module) -> int:
@@ -106,13 +111,37 @@ def find_adapter(module: nn.Module) -> Freeze | None:
         >>> find_adapter(nn.Linear(2, 2)) is None
         True
     """
+    found = None if module in _NAMESAKES else _registered(module)
+    return _MEASURED.get(module) if found is None else found
+
+
+def _registered(module: nn.Module) -> Freeze | None:
     for cls in type(module).__mro__:
         parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
         for start in range(len(parts)):
             freeze = _REGISTRY.get(".".join(parts[start:]))
             if freeze is not None:
                 return freeze
-    return _MEASURED.get(module)
+    return None
+
+
+def may_be_namesake(module: nn.Module) -> bool:
+    """Whether one of the library's own adapters is taken for a class of another package."""
+    freeze = None if module in _NAMESAKES else _registered(module)
+    is_own = freeze is not None and freeze.__module__.startswith("captum_ssm.")
+    return is_own and type(module).__module__.partition(".")[0] not in _PACKAGES
+
+
+@contextmanager
+def as_unknown(modules: set[nn.Module]) -> Iterator[None]:
+    """Look for other adapters of modules than those of their classes; they keep what is found."""
+    _NAMESAKES.update(modules)
+    try:
+        yield
+    finally:
+        for module in modules:
+            if module not in _MEASURED:
+                _NAMESAKES.discard(module)
 
 
 def how_known(module: nn.Module) -> str:

@@ -143,7 +143,7 @@ def _norm_linear(call: FunctionCall) -> Any:
 def _added_norm(call: FunctionCall) -> Any:
     given = call.arguments
     more = ("x1", "weight1", "bias1", "rowscale", "dropout_p")
-    if any(given.get(name) not in (None, 0.0) for name in more):
+    if any(torch.is_tensor(given.get(name)) or given.get(name) for name in more):
         return call.run()
     x, weight, bias = given["x"], given["weight"], given["bias"]
     added = x if given["residual"] is None else x + given["residual"]
