@@ -76,7 +76,7 @@ def check_sums(seeds) -> None:
 @pytest.mark.parametrize("width", [0, 256], ids=["by rank one", "as it is"])
 def test_rollouts(width, monkeypatch):
     monkeypatch.setattr(mixing, "_WIDE", width)
-    assert check_rollouts(FEW[width // 256 :: 2]) < 0.1
+    assert check_rollouts(FEW[width // 256 :: 2]) < 0.2
 
 
 def test_relevance_adds_up_to_the_score():
