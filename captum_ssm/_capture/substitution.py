@@ -17,6 +17,7 @@ from captum_ssm._nested import detached, map_tensors
 from captum_ssm._progress import Bar
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import LinearCalls
+from captum_ssm.mixers._registry import is_own
 from captum_ssm.mixers.discovery import MeasuredAdapter
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator
 
@@ -123,8 +124,7 @@ class Substitution:
         """Whether an adapter's mixers may be frozen while the model runs."""
         # Registered by others, an adapter may well read its coefficients without a graph.
         # A measured mixer is run once more to be frozen, which cannot be done within its own run.
-        known = adapter.__module__.startswith("captum_ssm.")
-        return known and not isinstance(adapter, MeasuredAdapter)
+        return is_own(adapter) and not isinstance(adapter, MeasuredAdapter)
 
     def takes(self, call: MixerCall) -> bool:
         """Whether this call's mixer is frozen while the model runs."""

@@ -128,8 +128,12 @@ def _registered(module: nn.Module) -> Freeze | None:
 def may_be_namesake(module: nn.Module) -> bool:
     """Whether one of the library's own adapters is taken for a class of another package."""
     freeze = None if module in _NAMESAKES else _registered(module)
-    is_own = freeze is not None and freeze.__module__.startswith("captum_ssm.")
-    return is_own and type(module).__module__.partition(".")[0] not in _PACKAGES
+    return is_own(freeze) and type(module).__module__.partition(".")[0] not in _PACKAGES
+
+
+def is_own(freeze: Freeze | None) -> bool:
+    """Whether an adapter is one of the library's own."""
+    return (getattr(freeze, "__module__", None) or "").startswith("captum_ssm.")
 
 
 @contextmanager
