@@ -111,24 +111,27 @@ def find_adapter(module: nn.Module) -> Freeze | None:
         >>> find_adapter(nn.Linear(2, 2)) is None
         True
     """
-    found = None if module in _NAMESAKES else _registered(module)
+    found, _ = _registered(module)
     return _MEASURED.get(module) if found is None else found
 
 
-def _registered(module: nn.Module) -> Freeze | None:
+def _registered(module: nn.Module) -> tuple[Freeze | None, type]:
+    # And the class that is registered: the module's own or a base of it.
+    if module in _NAMESAKES:
+        return None, type(module)
     for cls in type(module).__mro__:
         parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
         for start in range(len(parts)):
             freeze = _REGISTRY.get(".".join(parts[start:]))
             if freeze is not None:
-                return freeze
-    return None
+                return freeze, cls
+    return None, type(module)
 
 
 def may_be_namesake(module: nn.Module) -> bool:
     """Whether one of the library's own adapters is taken for a class of another package."""
-    freeze = None if module in _NAMESAKES else _registered(module)
-    return is_own(freeze) and type(module).__module__.partition(".")[0] not in _PACKAGES
+    freeze, registered = _registered(module)
+    return is_own(freeze) and registered.__module__.partition(".")[0] not in _PACKAGES
 
 
 def is_own(freeze: Freeze | None) -> bool:
