@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -93,10 +94,11 @@ class Point:
         x = torch.randn(self.tokens, self.width, generator=generator)
         return x.to(self.device, self.dtype)
 
-    def outer(self, generator: torch.Generator) -> Tensor:
-        """Normal numbers ``(T, E)`` of rank one, which cost less to make."""
+    def rank_one(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Normal numbers ``(T, 1)`` and ``(E,)``, whose products are as good as :meth:`noise`."""
         rows = torch.randn(self.tokens, 1, generator=generator)
-        return (rows * torch.randn(self.width, generator=generator)).to(self.device, self.dtype)
+        columns = torch.randn(self.width, generator=generator)
+        return rows.to(self.device, self.dtype), columns.to(self.device, self.dtype)
 
 
 def gradients(
@@ -114,6 +116,60 @@ def gradients(
         allow_unused=True,
     )
     return [None if g is None else leaf.flat(g) for leaf, g in zip(leaves, found, strict=True)]
+
+
+def visit_gradients(
+    roots: Sequence[Point],
+    seeds: Sequence[Callable[[], Tensor]],
+    leaves: Sequence[Point],
+    visit: Callable[[int, Tensor], None],
+) -> None:
+    """Show the gradients of :func:`gradients` one by one, each gone before the next is made.
+
+    Of a deep model on a long input all seeds and gradients together take more memory than its
+    graph. The graph is kept.
+
+    Args:
+        roots (sequence of Point): where gradients are put in.
+        seeds (sequence of Callable): by root, makes what is put in there, ``(T, E)``.
+        leaves (sequence of Point): where gradients are read. Not where the graph starts.
+        visit (Callable): takes the number of a leaf and the gradient there, ``(T, E)``. Not called
+            for a leaf that no root depends on.
+    """
+    before = [
+        GradientEdge(node, k)
+        for leaf in leaves
+        for node, k in leaf.edge.node.next_functions
+        if node is not None
+    ]
+    nothing = [
+        torch.zeros((), dtype=root.dtype, device=root.device).expand(root.shape) for root in roots
+    ]
+
+    def put(root: Point, seed: Callable[[], Tensor]) -> Callable[..., Any]:
+        def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            added, k = root.unflat(seed()), root.edge.output_nr
+            whole = given[k]
+            return (*given[:k], added if whole is None else whole + added, *given[k + 1 :])
+
+        return prehook
+
+    def look(i: int, leaf: Point) -> Callable[..., None]:
+        def prehook(given: tuple[Tensor | None, ...]) -> None:
+            gradient = given[leaf.edge.output_nr]
+            if gradient is not None:
+                visit(i, leaf.flat(gradient))
+
+        return prehook
+
+    with ExitStack() as stack:
+        for root, seed in zip(roots, seeds, strict=True):
+            stack.callback(root.edge.node.register_prehook(put(root, seed)).remove)
+        for i, leaf in enumerate(leaves):
+            stack.callback(leaf.edge.node.register_prehook(look(i, leaf)).remove)
+        torch.autograd.grad(
+            [root.edge for root in roots], before, nothing, retain_graph=True, allow_unused=True
+        )
 
 
 def past_writes(run: Callable[[], Result]) -> Result:

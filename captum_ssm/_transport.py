@@ -346,9 +346,10 @@ def orthogonal(point: Point, batch: int, most: int = 64, seed: int = 0) -> list[
     expectation. Examples of a batch get the same seeds.
     """
     generator, E = torch.Generator().manual_seed(seed), point.width
-    basis = torch.linalg.qr(torch.randn(E, E, generator=generator, dtype=torch.float64))[0]
-    count, seeds = min(E, most), []
-    for row in basis[:count] * (E / count) ** 0.5:
+    count = min(E, most)
+    normal = torch.randn(E, count, generator=generator, dtype=torch.float64)
+    seeds = []
+    for row in torch.linalg.qr(normal)[0].T * (E / count) ** 0.5:
         signs = torch.randint(0, 2, (point.tokens // batch, 1), generator=generator) * 2 - 1
         seeds.append((signs * row).repeat(batch, 1).to(point.device, point.dtype))
     return seeds

@@ -17,7 +17,7 @@ from models import tiny
 from peak_memory import calls
 from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from captum_ssm import (
     InputError,
@@ -133,6 +133,17 @@ def allocated(run, tokens: torch.Tensor) -> int:
         now += change
         peak = max(peak, now)
     return peak
+
+
+def test_a_layer_more_keeps_its_tokens_and_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a long input, when the graphs of mixers are made anew, and where the wiring is measured.
+    monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", 0)
+    ids, peaks = torch.randint(30, (1, 80)), []
+    for layers in (16, 20):
+        config = MambaConfig(num_hidden_layers=layers, hidden_size=64, state_size=2, vocab_size=30)
+        method = MambaAttribution(MambaForCausalLM(config).eval().requires_grad_(False))
+        peaks.append(allocated(partial(method.attribute, target=3), ids))
+    assert peaks[1] - peaks[0] < 4 * 2.5 * 80 * 64 * 4
 
 
 def assert_close(model, tokens, found) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._capture import Request, freeze, mixing
-from captum_ssm._graph import Point, RankOneProducts, gradients
+from captum_ssm._graph import Point, RankOneProducts, gradients, visit_gradients
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 
@@ -507,6 +508,32 @@ def test_products_of_rank_one_keep_the_zeros():
     assert_close(true, torch.zeros_like(true), 1e-12)
     assert torch.equal((found != 0).all(1), torch.arange(14) == 3)
     assert not bool(found[torch.arange(14) != 3].any())
+
+
+def test_gradients_that_are_visited_are_the_same():
+    # Each layer reads all before it, by a residual stream. The third leaf is a root as well.
+    x = tokens().requires_grad_()
+    roots, leaves = [], []
+    for layer in [nn.Linear(E, E).double() for _ in range(4)]:
+        leaves.append(x := x * 1)
+        roots.append(given := layer(x) if len(leaves) != 3 else x)
+        x = x + given.tanh()
+    apart = tokens().requires_grad_() * 1  # which no root reads
+    roots, leaves = ([Point.of(one) for one in points] for points in (roots, [*leaves, apart]))
+    generator = torch.Generator().manual_seed(0)
+    seeds = [root.noise(generator) for root in roots]
+    expected = gradients(roots, seeds, leaves)
+    seen: dict[int, Tensor] = {}
+    visit_gradients(
+        roots,
+        [partial(torch.clone, seed) for seed in seeds],
+        leaves,
+        lambda i, gradient: seen.update({i: gradient.clone()}),
+    )
+    assert expected.pop() is None
+    assert sorted(seen) == list(range(len(expected)))
+    for i, one in enumerate(expected):
+        torch.testing.assert_close(seen[i], one)
 
 
 def test_examples_in_orders_of_their_own_are_refused():

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from captum_ssm._capture.orders import Orders
-from captum_ssm._graph import Point, RankOneProducts, gradients
+from captum_ssm._graph import Point, RankOneProducts, gradients, visit_gradients
 
 # So many tokens, in the whole batch, are looked at two by two.
 _FEW = 64
@@ -58,20 +58,28 @@ def _finds_mixing(
     count = next(iter(leaves.values())).tokens
     generator = torch.Generator().manual_seed(0)
     unread = {i: torch.ones(count, dtype=torch.bool) for i in asked}
+    numbers, found = list(leaves), False
+
+    def seed(i: int, root: Point, chosen: Tensor) -> Callable[[], Tensor]:
+        rows, columns = root.rank_one(generator)
+        rows = rows * orders.chosen(i, chosen).to(root.device)[:, None]
+        return lambda: rows * columns
+
     for chosen in _separating(count, generator):
-        seeds = [
-            root.outer(generator) * orders.chosen(i, chosen).to(root.device)[:, None]
-            for i, root in roots.items()
-        ]
-        found = gradients(list(roots.values()), seeds, list(leaves.values()))
-        for i, gradient in zip(leaves, found, strict=True):
-            if gradient is not None:
-                others = ~orders.chosen(i, chosen).to(gradient.device)
-                # NaN, as at the norm of a token that is zero, tells nothing.
-                if bool((gradient[others].abs() > 0).any()):
-                    return True
-                if i in unread:
-                    unread[i] &= ~(gradient != 0).any(-1).cpu()
+
+        def visit(k: int, gradient: Tensor, chosen: Tensor = chosen) -> None:
+            nonlocal found
+            i = numbers[k]
+            others = ~orders.chosen(i, chosen).to(gradient.device)
+            # NaN, as at the norm of a token that is zero, tells nothing.
+            found = found or bool((gradient[others].abs() > 0).any())
+            if i in unread:
+                unread[i] &= ~(gradient != 0).any(-1).cpu()
+
+        seeds = [seed(i, root, chosen) for i, root in roots.items()]
+        visit_gradients(list(roots.values()), seeds, list(leaves.values()), visit)
+        if found:
+            return True
     return any(bool(one.any()) and not bool(one.all()) for one in unread.values())
 
 
