@@ -131,7 +131,7 @@ class Transport:
     @cached_property
     def sizes(self) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from a few passes forward."""
-        return self.row_norms(min(16, max(2, 1024 // self.root.width)))
+        return self.row_norms(min(16, max(2, 512 // self.root.width)))
 
     def row_norms(self, probes: int) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from as many passes forward at most.
