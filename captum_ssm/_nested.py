@@ -54,6 +54,19 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf))
 
 
+def first_of(result: Any) -> Any:
+    """What a function returned, or the first of several results."""
+    return result[0] if isinstance(result, (tuple, list)) and result else result
+
+
+def with_first(result: Any, first: Any) -> Any:
+    """The same result with another one in place of the first."""
+    if not isinstance(result, (tuple, list)):
+        return first
+    make = getattr(result, "_make", type(result))  # of a named tuple
+    return make([first, *result[1:]])
+
+
 def detached(value: V) -> V:
     """A copy of ``value`` whose tensors have no autograd graph."""
     return map_tensors(Tensor.detach, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -508,6 +509,29 @@ def test_products_of_rank_one_keep_the_zeros():
     assert_close(true, torch.zeros_like(true), 1e-12)
     assert torch.equal((found != 0).all(1), torch.arange(14) == 3)
     assert not bool(found[torch.arange(14) != 3].any())
+
+
+class Several(NamedTuple):
+    tokens: Tensor
+    state: None
+
+
+class ReturnsSeveral(BidirectionalMamba):
+    def forward(self, x: Tensor) -> Several:
+        return Several(super().forward(x), None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mixer_may_return_a_named_tuple(method):
+    def update(x, one):
+        y = one(x)
+        return y.tokens if isinstance(y, Several) else y
+
+    model, x = made(Stack(update, mixers=1)), tokens()
+    expected = method(model).attribute(x, target=(3, 1))
+    for (one,) in model.mixers:
+        one.__class__ = ReturnsSeveral
+    assert_close(method(model).attribute(x, target=(3, 1)), expected)
 
 
 def test_gradients_that_are_visited_are_the_same():

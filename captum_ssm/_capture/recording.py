@@ -37,7 +37,7 @@ from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
-from captum_ssm._nested import detached, map_tensors, tensors_in
+from captum_ssm._nested import detached, first_of, map_tensors, tensors_in, with_first
 from captum_ssm._progress import Bar
 from captum_ssm._rules import goes_through_activation, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
@@ -442,18 +442,18 @@ def _record_once(
             is_own = value is own
             is_recorded = is_own or envoy in inside
             bar.advance(envoy in inside)
-            if gradients and not _first(value).requires_grad:
+            if gradients and not first_of(value).requires_grad:
                 # A frozen model fed with ids has no graph: it starts here.
-                value = _with_first(value, _first(value).detach().clone().requires_grad_(True))
+                value = with_first(value, first_of(value).detach().clone().requires_grad_(True))
             visit = replace(call, result=value) if is_recorded else None
             if visit is not None:
-                has_graph = _first(value).requires_grad
-                edges.append(get_gradient_edge(_first(value)) if has_graph else None)
+                has_graph = first_of(value).requires_grad
+                edges.append(get_gradient_edge(first_of(value)) if has_graph else None)
             if visit is not None and not (is_own or substitute is None or substitute.keeps_outputs):
                 visit = replace(visit, result=map_tensors(_form, value))
             if cuts is not None and envoy in inside:
-                found = cuts.leave(envoy.path.removeprefix("model."), _first(value))
-                value = _with_first(value, found)
+                found = cuts.leave(envoy.path.removeprefix("model."), first_of(value))
+                value = with_first(value, found)
             elif cuts is not None and _is_table(envoy._module) and table in (None, envoy._module):
                 given = next(tensors_in(inputs))
                 for k, one in ids.items():
@@ -590,11 +590,3 @@ def _has_channels_first(module: nn.Module, value: Any) -> bool:
 def _form(x: Tensor) -> Tensor:
     # Its shape and dtype, without its numbers.
     return x.new_zeros(()).expand(x.shape)
-
-
-def _first(value: Any) -> Tensor:
-    return value[0] if isinstance(value, (tuple, list)) else value
-
-
-def _with_first(value: Any, first: Tensor) -> Any:
-    return type(value)([first, *value[1:]]) if isinstance(value, (tuple, list)) else first

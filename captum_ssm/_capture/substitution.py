@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from captum_ssm._capture.checking import Deviation, Rebuilt
 from captum_ssm._capture.recording import check_finite
 from captum_ssm._devices import is_offloaded, weights_loaded
-from captum_ssm._nested import detached, map_tensors
+from captum_ssm._nested import detached, map_tensors, with_first
 from captum_ssm._progress import Bar
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import LinearCalls
@@ -104,7 +104,7 @@ class Substitution:
             return call.result
         if is_kept:
             return _in_place(call, rebuilt.output)
-        return with_output(call, self._recomputed(call, adapter))
+        return with_first(call.result, self._recomputed(call, adapter))
 
     @contextmanager
     def running(self, module: nn.Module) -> Iterator[None]:
@@ -220,11 +220,4 @@ def _in_place(call: MixerCall, output: Tensor | None) -> Any:
     value = call.output
     output = output.to(value.dtype)
     # The very values that the model computed.
-    return with_output(call, output + (value - output).detach())
-
-
-def with_output(call: MixerCall, output: Tensor) -> Any:
-    """What the mixer returned, with another output in it."""
-    if isinstance(call.result, (tuple, list)):
-        return type(call.result)([output, *call.result[1:]])
-    return output
+    return with_first(call.result, output + (value - output).detach())

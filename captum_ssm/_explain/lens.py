@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from captum_ssm._nested import first_of
 from captum_ssm._rules import is_norm
 
 
@@ -82,7 +83,7 @@ class Lens:
 
     def _keep(self, module: nn.ModuleList) -> Any:
         def hook(child: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            first = first_of(output)
             if torch.is_tensor(first) and first.dim() == 3:
                 self._lists[module].append(first[0, self.positions].detach())
 

@@ -28,11 +28,10 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
 from captum_ssm._capture.recording import check_finite, require_graph
-from captum_ssm._capture.substitution import with_output
 from captum_ssm._capture.wiring import INPUT, Wiring
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past
-from captum_ssm._nested import tensors_in
+from captum_ssm._nested import tensors_in, with_first
 from captum_ssm._rules import is_norm, ruled, without_rule
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._contributions import Contributions
@@ -107,7 +106,7 @@ class CutMixers(Rules):
         self._is_after_norm = False
         output = call.output.detach().clone().requires_grad_()
         self.cuts.append(_Cut(output, stream, before, given, tokens))
-        return with_output(call, output)
+        return with_first(call.result, output)
 
     @contextmanager
     def noting_norms(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from captum_ssm._capture.substitution import without_autocast
 from captum_ssm._capture.tracing import IS_RECORDED, ONE_RUN
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._nested import detached
+from captum_ssm._nested import detached, with_first
 from captum_ssm._workspace import workspace
 from captum_ssm.interventions._selection import Layers, chosen_layers
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -184,9 +184,7 @@ class _Edits:
             self.busy = False
         if output is None:
             return call
-        is_several = isinstance(result, (tuple, list))
-        value = type(result)([output, *result[1:]]) if is_several else output
-        return replace(call, result=value)
+        return replace(call, result=with_first(result, output))
 
     def _mask_of(self, call: MixerCall) -> Tensor | None:
         mask = call.token_mask() if self.mask is None else self.mask

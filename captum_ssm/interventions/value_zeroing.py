@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from captum_ssm._capture import Request, exact_arithmetic, freeze, unwrap
 from captum_ssm._errors import InputError
+from captum_ssm._nested import first_of
 from captum_ssm._workspace import workspace
 from captum_ssm.interventions._editing import OpenMixer, edited
 from captum_ssm.interventions._runs import Runs, bar, runs_at_once
@@ -120,7 +121,7 @@ def _output(module: torch.nn.Module, at: str, runs: Runs, k: int, shape: tuple[i
     finally:
         hook.remove()
     last = seen[-1] if seen else None
-    found = last[0] if isinstance(last, (tuple, list)) else last
+    found = first_of(last)
     if not torch.is_tensor(found) or tuple(found.shape[:2]) != (shape[0] * k, shape[1]):
         got = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
         raise InputError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from captum_ssm._capture import unwrap
 from captum_ssm._hidden_attention import hidden_attention
+from captum_ssm._nested import first_of, with_first
 from captum_ssm.metrics.perturbation import classes, read_logits
 from captum_ssm.mixers import find_mixers
 
@@ -74,11 +75,10 @@ def layer_knockout(
         return logits.gather(1, classes("target", target, logits)[:, None])[:, 0]
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, (tuple, list)):
-            return type(output)([hook(module, args, output[0]), *output[1:]])
-        if replacement == "zero":
-            return torch.zeros_like(output)
-        return output.flatten(0, -2).mean(0).expand_as(output)
+        x = first_of(output)
+        is_zero = replacement == "zero"
+        other = torch.zeros_like(x) if is_zero else x.flatten(0, -2).mean(0).expand_as(x)
+        return with_first(output, other)
 
     whole, drops = score(), {}
     for path in chosen:
@@ -147,7 +147,7 @@ def oversmoothing(
     found: dict[str, Tensor] = {}
 
     def compare(block: str, module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) else output
+        first = first_of(output)
         gone = {t % first.shape[1] for t in excluded}
         kept = [t for t in range(first.shape[1]) if t not in gone]
         found[block] = token_similarity(first.detach()[:, kept])

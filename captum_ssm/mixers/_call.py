@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._devices import weights_loaded
-from captum_ssm._nested import map_tensors, tensors_in
+from captum_ssm._nested import first_of, map_tensors, tensors_in
 from captum_ssm.mixers._weights import is_plain
 
 
@@ -94,8 +94,7 @@ class MixerCall:
     @property
     def output(self) -> Tensor:
         """The mixed tokens ``(B, L, E)``: the result, or its first element."""
-        result = self.result
-        return result[0] if isinstance(result, (tuple, list)) else result
+        return first_of(self.result)
 
     @property
     def dtype(self) -> torch.dtype:

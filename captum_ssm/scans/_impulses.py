@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from captum_ssm._nested import first_of
 from captum_ssm.operators import WeightsOperator
 from captum_ssm.scans._calls import FunctionCall, not_intercepted
 from captum_ssm.scans._candidate import Candidate
@@ -85,8 +86,7 @@ def _weights(call: FunctionCall, name: str, tokens: int) -> Tensor | None:
         at = torch.arange(min(P, L - start), device=v.device)
         impulses = torch.zeros_like(v)
         impulses.movedim(tokens, -2)[..., start + at, at] = 1
-        result = call.with_arguments({name: impulses}).run()
-        y = result[0] if isinstance(result, (tuple, list)) else result
+        y = first_of(call.with_arguments({name: impulses}).run())
         columns.append(y[..., : len(at)])
     found = torch.cat(columns, -1)
     found = found.transpose(1, 2) if tokens == 1 else found

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from captum_ssm._nested import first_of, with_first
 from captum_ssm.operators import TokenOperator
 from captum_ssm.scans._calls import FunctionCall, handled_by, not_intercepted
 from captum_ssm.scans._candidate import Candidate, in_layout
@@ -66,15 +67,12 @@ class Scan:
         y = in_layout(mixed if self.gate is None else mixed * self.gate, self.layout, want)
         assert y is not None
         y = y.to(want.dtype)
-        y = y + (want - y).detach()
-        if isinstance(of_call, (tuple, list)):
-            return type(of_call)([y, *of_call[1:]])
-        return y
+        return with_first(of_call, y + (want - y).detach())
 
 
 def first_tensor(result: Any) -> Tensor | None:
     """The result of a function, or the first element of a tuple."""
-    value = result[0] if isinstance(result, (tuple, list)) and result else result
+    value = first_of(result)
     return value if torch.is_tensor(value) else None
 
 
