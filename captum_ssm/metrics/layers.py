@@ -75,10 +75,12 @@ def layer_knockout(
         return logits.gather(1, classes("target", target, logits)[:, None])[:, 0]
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        x = first_of(output)
-        is_zero = replacement == "zero"
-        other = torch.zeros_like(x) if is_zero else x.flatten(0, -2).mean(0).expand_as(x)
-        return with_first(output, other)
+        first = first_of(output)
+        if first is not output:
+            return with_first(output, hook(module, args, first))
+        if replacement == "zero":
+            return torch.zeros_like(output)
+        return output.flatten(0, -2).mean(0).expand_as(output)
 
     whole, drops = score(), {}
     for path in chosen:
