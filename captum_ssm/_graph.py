@@ -27,7 +27,8 @@ Result = TypeVar("Result")
 # Operations whose inputs are multiplied.
 _FACTORS = ("Mul", "Div")
 # Those that keep what they are given, as it is or in a sum.
-_KEEPING = ("Add", "Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Permute")
+_VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Permute")
+_KEEPING = ("Add", *_VIEWS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -632,6 +633,15 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
     if bool((((proof - expected).abs() > 1e-3 * scale) & (read | (proof != 0))).any()):
         return None
     return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), factor)
+
+
+def before_view(point: Point) -> Point | None:
+    """What a tensor is a view or a copy of, its channels last; None where it is computed."""
+    node = point.edge.node
+    given = [GradientEdge(n, k) for n, k in node.next_functions if n is not None]
+    if len(given) != 1 or not node.name().startswith(_VIEWS):
+        return None
+    return replace(point, edge=given[0], shape=shape_of(given[0]), channels=-1)
 
 
 def _noise_in(root: Point, channels: Tensor | None, tokens: Tensor | None, seed: int) -> Tensor:

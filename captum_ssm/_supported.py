@@ -40,6 +40,8 @@ class MixerSupport:
         error (float): of its reconstruction, relative to the output. NaN if it failed.
         recurrence_error (float): the same, relative to what the recurrence adds.
         problem (str, optional): why it cannot be explained. Default: None
+        exchanged (float, optional): the share of neighboring tokens in what its scan is given, by
+            a token shift that no map shows. Default: 0.0
 
     Examples::
 
@@ -59,6 +61,17 @@ class MixerSupport:
     error: float
     recurrence_error: float
     problem: str | None = None
+    exchanged: float = 0.0
+
+    @property
+    def finding(self) -> str:
+        """How well it is reproduced, or why it cannot be explained."""
+        if self.problem is not None:
+            return self.problem
+        text = f"{self.error:.0e} ({self.recurrence_error:.0e} of the recurrence)"
+        if not self.exchanged:
+            return text
+        return f"{text}; up to {self.exchanged:.0%} is read from neighbors before the scan"
 
     @property
     def shown_tokens(self) -> str:
@@ -89,7 +102,7 @@ class Support:
         head = ("mixer", "class", "known", "stage", "tokens", "order", "maps", "error")
         rows = [
             (m.name, m.kind, m.known, str(m.stage), m.shown_tokens, m.order, str(m.maps),
-             m.problem or f"{m.error:.0e} ({m.recurrence_error:.0e} of the recurrence)")
+             m.finding)
             for m in self.mixers
         ]  # fmt: skip
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -204,6 +217,7 @@ def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
         maps=mixer.recurrence.maps,
         error=error,
         recurrence_error=of_recurrence,
+        exchanged=mixer.exchanged,
     )
     fits = error <= tolerance_of(layer.source, mixer.rounding)
     return found if fits else replace(found, problem=f"not reproduced: relative error {error:.0e}")

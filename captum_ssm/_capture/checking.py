@@ -250,3 +250,16 @@ def warn_if_padding_is_read(
             UserWarning,
             stacklevel=2,
         )
+
+
+def warn_of_shift(call: MixerCall, mixer: FrozenMixer) -> None:
+    """Warn where a mixer's maps act on values that a token shift has mixed."""
+    if mixer.exchanged:
+        # In the same words for all layers, of which Python shows one.
+        warnings.warn(
+            f"{type(call.module).__name__} reads neighboring tokens before its scan (a token "
+            "shift), which its maps do not show: they act on the mixed values. supported() says "
+            "how much; MambaLRP accounts for it.",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -17,6 +17,7 @@ from captum_ssm._capture.checking import (
     check_deviation,
     check_reconstruction,
     warn_if_padding_is_read,
+    warn_of_shift,
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.grids import StageGrids
@@ -87,6 +88,7 @@ class FrozenLayer:
                 mixer = self._read()
             if self.is_new:
                 warn_if_padding_is_read(self.name, self.source, mixer, self.mask)
+                warn_of_shift(self.source, mixer)
             self.is_new = False
             if self.order is not None:
                 mixer = ReorderedMixer.of(mixer, self.order)

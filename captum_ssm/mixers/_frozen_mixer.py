@@ -50,8 +50,9 @@ class FrozenMixer:
             and signal then get half of the relevance each (MambaLRP's half rule).
             Default: None
         norm (Tensor, optional): n, ``(B, L, D)``: the frozen scale of a norm. Default: None
-        centered (bool, optional): whether the norm first subtracts the mean over channels. The
-            subtracted mean is not part of the operator (:meth:`remainder`). Default: False
+        centered (int, optional): the number of equal groups of channels over each of which the
+            norm first subtracts the mean: 1 for a layer norm, 0 for none. The subtracted mean is
+            not part of the operator (:meth:`remainder`). Default: 0
         offset (Tensor, optional): a bias after the norm, added to the gated output. Not part of
             the operator. Broadcasts to ``(B, L, D)``. Default: None
         paper_components (tuple of str, optional): the components of ``"unified"`` if none are
@@ -63,6 +64,8 @@ class FrozenMixer:
             is scaled by the run it is from, or not the state of :math:`\alpha`. Default: None
         adds_input (bool, optional): whether the skip is a residual: the mixer's own input, added to
             what it returns. Default: False
+        exchanged (float, optional): the share of neighboring tokens in v, by a token shift that no
+            map shows. Default: 0.0
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
 
@@ -89,12 +92,13 @@ class FrozenMixer:
     gate: Tensor | None = None
     gate_argument: Tensor | None = None
     norm: Tensor | None = None
-    centered: bool = False
+    centered: int = 0
     offset: Tensor | None = None
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
     readout: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     memory: Callable[[], TokenOperator] | None = field(default=None, repr=False)
     adds_input: bool = False
+    exchanged: float = 0.0
     rounding: float = 1.0
 
     @cached_property
@@ -269,7 +273,7 @@ class FrozenMixer:
     def gated(self, y: Tensor, multiply: Product = torch.mul) -> Tensor:
         """The gated output of one scan's mixed values ``y (B, L, D)``, its norm frozen."""
         if self.centered:
-            y = y - y.mean(-1, keepdim=True)
+            y = y - mean_of_groups(y, self.centered)
         if self.norm is not None:
             y = y * self.norm
         if self.gate is None:
@@ -284,7 +288,7 @@ class FrozenMixer:
     def _subtracted_mean(self) -> Tensor:
         if not self.centered:
             return torch.zeros_like(self.inputs)
-        mean = self.mix(self.values).mean(-1, keepdim=True).expand_as(self.inputs)
+        mean = mean_of_groups(self.mix(self.values), self.centered)
         return mean if self.left is None else mean * self.left
 
     def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
@@ -294,6 +298,12 @@ class FrozenMixer:
         no hook inside a fused kernel is needed.
         """
         return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
+
+
+def mean_of_groups(y: Tensor, groups: int) -> Tensor:
+    """The mean over each of equal groups of the channels of ``y (B, L, D)``, in its shape."""
+    parts = y.unflatten(-1, (groups, -1))
+    return parts.mean(-1, keepdim=True).expand_as(parts).flatten(-2)
 
 
 class _TimesConstant(torch.autograd.Function):

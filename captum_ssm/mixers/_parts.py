@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from captum_ssm._rules import activation_factor as activation_factor
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers._call import MixerCall
-from captum_ssm.operators import DiagonalOperator
 
 
 def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) -> Tensor:
@@ -54,12 +53,6 @@ def identity(x: Tensor) -> Tensor:
 
 # Gates that are their argument times a factor: half of the relevance is theirs.
 SCALING_GATES = (F.silu, identity)
-
-
-def one_state(dt: Tensor, right: Tensor, left: Tensor | None = None) -> DiagonalOperator:
-    """The recurrence ``h_t = exp(-dt_t) h_{t-1} + right_t v_t``, one state per channel."""
-    ones = torch.ones(*dt.shape[:2], 1, 1, dtype=dt.dtype, device=dt.device)
-    return DiagonalOperator(dt, right, -ones.new_ones(dt.shape[-1], 1), ones, ones, left)
 
 
 @dataclass(frozen=True)

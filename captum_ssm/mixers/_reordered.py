@@ -38,6 +38,7 @@ class ReorderedMixer(FrozenMixer):
             out_weight=inner.out_weight,
             paper_components=inner.paper_components,
             adds_input=inner.adds_input,
+            exchanged=inner.exchanged,
             rounding=inner.rounding,
             inner=inner,
             order=order,

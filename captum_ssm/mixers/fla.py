@@ -23,7 +23,6 @@ from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import (
     ShortConv,
     masked_tokens,
-    one_state,
     previous,
     rms_factor,
     short_conv,
@@ -32,7 +31,7 @@ from captum_ssm.mixers._parts import (
 from captum_ssm.mixers._registry import adapts
 from captum_ssm.mixers.delta import delta_rule
 from captum_ssm.mixers.ssd import freeze_scan
-from captum_ssm.operators import LinearAttentionOperator, TokenOperator
+from captum_ssm.operators import LinearAttentionOperator, TokenOperator, one_state
 
 _SILU = ("silu", "swish")
 

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._parts import one_state, short_conv
+from captum_ssm.mixers._parts import short_conv
 from captum_ssm.mixers._registry import adapts
+from captum_ssm.operators import one_state
 
 # A decay of exp(-1e4) is zero in every floating-point dtype, and its logarithm is finite in sums.
 RESET = 1e4

@@ -299,7 +299,7 @@ def freeze_four_directions(
             gate=None if gate is None else gate[:, order],
             gate_argument=None if z is None else z[:, order],
             norm=norm[:, order],
-            centered=True,
+            centered=1,
         )
         for recurrence, skip, order in zip(recurrences, skips, orders, strict=True)
     )

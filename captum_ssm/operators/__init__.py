@@ -8,6 +8,7 @@ from captum_ssm.operators.composed import (
     SumOperator,
 )
 from captum_ssm.operators.diagonal import DiagonalOperator
+from captum_ssm.operators.diagonal import one_state as one_state
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
@@ -17,6 +18,8 @@ from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.substeps import SubstepOperator
 from captum_ssm.operators.weights import WeightsOperator
 from captum_ssm.operators.windowed import WindowedOperator
+from captum_ssm.operators.wkv import wkv_operator as wkv_operator
+from captum_ssm.operators.wkv import wkv_state as wkv_state
 
 __all__ = [
     "REDUCTIONS",

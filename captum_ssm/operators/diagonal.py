@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from captum_ssm import kernels
@@ -80,3 +81,9 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
 
     def convolved_map_rows(self, index: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:
         return replace(self, conv=taps).map_rows(index, start, stop)
+
+
+def one_state(dt: Tensor, right: Tensor, left: Tensor | None = None) -> DiagonalOperator:
+    """The recurrence ``h_t = exp(-dt_t) h_{t-1} + right_t v_t``, one state per channel."""
+    ones = torch.ones(*dt.shape[:2], 1, 1, dtype=dt.dtype, device=dt.device)
+    return DiagonalOperator(dt, right, -ones.new_ones(dt.shape[-1], 1), ones, ones, left)

@@ -7,7 +7,9 @@ arguments, returns what it returned.
 
 from captum_ssm.scans import _flash as _flash
 from captum_ssm.scans import _known as _known
+from captum_ssm.scans import _linear_attention as _linear_attention
 from captum_ssm.scans import _softmax as _softmax
+from captum_ssm.scans import _wkv as _wkv
 from captum_ssm.scans._calls import FunctionCall as FunctionCall
 from captum_ssm.scans._calls import candidate_functions as candidate_functions
 from captum_ssm.scans._calls import intercepted as intercepted

@@ -1,14 +1,12 @@
-"""The forms of scans that the library knows.
+"""Forms of scans of which every library has its own function.
 
 S6 (Mamba), SSD (Mamba-2), the trapezoid rule (Mamba-3), a gated sum per channel (minGRU, RG-LRU),
-linear attention with decay and the delta rule (with a state transition of its own in RWKV-7), the
-mLSTM, and softmax attention.
+and softmax attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,12 +16,11 @@ from captum_ssm.operators import (
     ConvolvedOperator,
     DiagonalOperator,
     LinearAttentionOperator,
-    PermutedOperator,
     SoftmaxOperator,
     SumOperator,
     TokenOperator,
-    mlstm_operator,
 )
+from captum_ssm.scans._arguments import QKV, SCALE, log_decays, working_dtype
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
 
@@ -63,7 +60,7 @@ def s6(
         groups = [_grouped(t, v.shape[1], channels, N, last) for t in (B, C)]
         if v.shape[-1] != channels or groups[0] is None or groups[1] is None:
             continue
-        for working in _steps(step, bias, softplus, _dtype(x, dt, A, B, C)):
+        for working in _steps(step, bias, softplus, working_dtype(x, dt, A, B, C)):
             yield Candidate(
                 operator=DiagonalOperator(
                     working, working, A.to(working), groups[0].to(working), groups[1].to(working)
@@ -94,7 +91,7 @@ def ssd(
     H, P = x.shape[2:]
     if B.shape != C.shape or B.shape[:2] != x.shape[:2] or H % B.shape[2]:
         return
-    for working in _steps(dt, bias, softplus, _dtype(x, dt, A, B, C)):
+    for working in _steps(dt, bias, softplus, working_dtype(x, dt, A, B, C)):
         if limit is not None:
             working = working.clamp(*limit)
         key, query = (_per_head(t.to(working), H) for t in (B, C))
@@ -128,7 +125,7 @@ def trapezoid(
     if B.shape != C.shape or B.shape[:2] != x.shape[:2] or x.shape[2] % B.shape[2]:
         return
     H, P = x.shape[2:]
-    dtype = _dtype(x, dt, A, B, C)
+    dtype = working_dtype(x, dt, A, B, C)
     query, key = (_per_head(t.to(dtype), H) for t in (C, B))
     half = dt.to(dtype) * torch.sigmoid(trap.to(dtype)) / 2
     before = F.pad(key, (0, 0, 0, 0, 1, 0))[:, :-1]
@@ -158,7 +155,7 @@ def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[
     gate = gate if torch.is_tensor(gate) and gate.shape == x.shape else None
     for last in (False, True):
         v, a, *z = (t.mT if last else t for t in (x, decay, gate) if torch.is_tensor(t))
-        for log_decay in _logs(a.unsqueeze(-1), a.to(_dtype(x, decay)).unsqueeze(-1)):
+        for log_decay in log_decays(a.unsqueeze(-1), a.to(working_dtype(x, decay)).unsqueeze(-1)):
             step = -log_decay[..., 0]
             one = torch.ones_like(step)
             state = one[..., :1, None]
@@ -171,16 +168,8 @@ def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[
                 )
 
 
-_QKV: dict[str, tuple[str, ...]] = {
-    "q": ("query", "queries", "r", "receptance"),
-    "k": ("key", "keys"),
-    "v": ("value", "values"),
-}
-_SCALE: dict[str, tuple[str, ...]] = {"scale": ("scaling", "softmax_scale")}
-
-
 @register_scan(
-    names=_QKV | _SCALE | {"mask": ("attn_mask", "attention_mask"), "causal": ("is_causal",)}
+    names=QKV | SCALE | {"mask": ("attn_mask", "attention_mask"), "causal": ("is_causal",)}
 )
 def softmax_attention(
     q: Tensor,
@@ -195,7 +184,7 @@ def softmax_attention(
         return
     if q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3]:
         return
-    query, key = q.to(_dtype(q, k, v)), k.to(_dtype(q, k, v))
+    query, key = q.to(working_dtype(q, k, v)), k.to(working_dtype(q, k, v))
     key, value = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (key, v))
     bias: Tensor | None = query.new_zeros(1, 1, 1, 1)
     if mask is not None and mask.dim() <= 4:
@@ -222,193 +211,9 @@ def softmax_attention(
     )
 
 
-@register_scan(
-    names=_QKV
-    | {
-        "decay": ("g", "gk", "log_decay", "w", "alpha", "log_alpha"),
-        "unit": ("use_qk_l2norm_in_kernel",),
-    },
-    enlarge=("q", "k"),
-)
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    unit: bool = False,
-    returned: Tensor | None = None,
-) -> Iterator[Candidate]:
-    """q, k ``(B, L, H, N)`` and v ``(B, L, H, P)``, or heads first; with beta the delta rule.
-
-    The decay, if any, is one per head or per key dimension, given as it is or as its logarithm.
-    Without one, the function may have a decay per head of its own, or look at all tokens.
-    """
-    if not (q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:3] == v.shape[:3]):
-        return
-    dtype, steps = _dtype(q, k, v), [t for t in (decay, beta) if torch.is_tensor(t)]
-    for heads_first in (False, True):
-        query, key, value, *rest = (
-            t.transpose(1, 2) if heads_first and t.dim() > 2 else t for t in (q, k, v, *steps)
-        )
-        if any(t.shape[:3] != query.shape[:3] or t.dim() > 4 for t in rest):
-            continue
-        query, key = query.to(dtype), key.to(dtype)
-        if unit:
-            query, key = (F.normalize(t, dim=-1, eps=1e-6) for t in (query, key))
-        write = key
-        if beta is not None:
-            b = rest[-1].to(dtype)
-            write = key * (b[..., None] if b.dim() == 3 else b)
-        erased = {} if beta is None else {"erase": write, "probe": key}
-        scales = (q.shape[-1] ** -0.5, 1.0) if scale is None else (scale,)
-        logs = _logs(rest[0] if torch.is_tensor(decay) else None, query)
-        operators: list[TokenOperator] = [
-            LinearAttentionOperator(
-                query=query * factor,
-                key=write,
-                log_decay=log_decay,
-                width=v.shape[-1],
-                **erased,
-            )
-            for factor, log_decay in product(scales, logs)
-        ]
-        if not steps and returned is not None and returned.shape == v.shape:
-            y = returned.transpose(1, 2) if heads_first else returned
-            operators += _built_in(query, key, value.detach().to(dtype), y.to(dtype))
-        for operator in operators:
-            yield Candidate(
-                operator=operator,
-                values=value.flatten(2),
-                layouts=("BHLP", "BLHP") if heads_first else ("BLHP", "BHLP"),
-            )
-
-
-@register_scan(
-    names=_QKV | {"decay": ("w",), "read": ("a",), "write": ("b",)},
-    enlarge=("q",),
-)
-def transition(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, read: Tensor, write: Tensor
-) -> Iterator[Candidate]:
-    r"""RWKV-7: :math:`S_t = S_{t-1} (\mathrm{diag}(w_t) + a_t b_t^\top) + v_t k_t^\top`."""
-    if any(t.dim() != 4 or t.shape != q.shape for t in (k, decay, read, write)):
-        return
-    if v.shape[:3] != q.shape[:3]:
-        return
-    dtype = _dtype(q, k, v)
-    for heads_first in (False, True):
-        given = (q, k, v, decay, read, write)
-        query, key, value, w, a, b = (t.transpose(1, 2) if heads_first else t for t in given)
-        for log_decay in _logs(w, query.to(dtype)):
-            yield Candidate(
-                operator=LinearAttentionOperator(
-                    query=query.to(dtype),
-                    key=key.to(dtype),
-                    log_decay=log_decay,
-                    width=v.shape[-1],
-                    # The operator reads the state after the decay, the function before.
-                    probe=a.to(dtype) * torch.exp(-log_decay),
-                    erase=-b.to(dtype),
-                ),
-                values=value.flatten(2),
-                layouts=("BHLP",) if heads_first else ("BLHP",),
-            )
-
-
-@register_scan(
-    names=_QKV
-    | {"i": ("igate_preact", "i_preact", "igate"), "f": ("fgate_preact", "f_preact", "fgate")}
-)
-def mlstm(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float = 1e-6
-) -> Iterator[Candidate]:
-    """xLSTM's mLSTM: q, k, v ``(B, H, L, N)``, or heads last; i and f before their activations."""
-    if not q.dim() == k.dim() == v.dim() == 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3]:
-        return
-    if i.shape != f.shape or i.reshape(-1).shape != q[..., 0].reshape(-1).shape:
-        return
-    dtype = _dtype(q, k, v)
-    for heads_first in (True, False):
-        given = (q, k, v, i.reshape(q.shape[:3]), f.reshape(q.shape[:3]))
-        query, key, value, *gates = (t.transpose(1, 2) if heads_first else t for t in given)
-        yield Candidate(
-            operator=mlstm_operator(
-                *(t.to(dtype) for t in (query, key, *gates)), width=v.shape[-1], eps=eps
-            ),
-            values=value.flatten(2),
-            layouts=("BHLP",) if heads_first else ("BLHP",),
-        )
-
-
-def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[TokenOperator]:
-    """Linear attention whose scale and decay per head no argument says, fitted to its result.
-
-    Args:
-        query, key (Tensor): ``(B, L, H, N)``.
-        v (Tensor): values, ``(B, L, H, P)``.
-        y (Tensor): the result, ``(B, L, H, P)``.
-
-    Returns:
-        iterator of TokenOperator: one that looks back, if a decay fits; one that looks at all
-        tokens.
-    """
-    width, flat = v.shape[-1], v.flatten(2)
-
-    def attention(scale: Tensor, log_decay: Tensor) -> LinearAttentionOperator:
-        decays = log_decay[:, None].expand(*query.shape[:3], 1)
-        return LinearAttentionOperator(query * scale[:, None], key, decays, width=width)
-
-    def dot(a: Tensor, b: Tensor) -> Tensor:
-        return (a * b).sum((0, 1, 3))  # (H,)
-
-    # The first token gives the scale, the second one the decay, and Newton's method the rest.
-    here = (query * key).sum(-1, keepdim=True) * v
-    scale = dot(here[:, :1], y[:, :1]) / dot(here[:, :1], here[:, :1])
-    before = (query[:, 1:2] * key[:, :1]).sum(-1, keepdim=True) * v[:, :1]
-    rest = y[:, 1:2] / scale[:, None] - here[:, 1:2]
-    log_decay = (dot(before, rest) / dot(before, before)).clamp(1e-4, 1.0).log()
-    time = torch.arange(v.shape[1], device=v.device, dtype=v.dtype)[None, :, None, None]
-    for _ in range(4):
-        operator = attention(scale, log_decay)
-        found = operator.matvec(flat).view_as(v)
-        slope = time * found - operator.matvec((time * v).flatten(2)).view_as(v)
-        # Least squares in (d log scale, d log decay) per head.
-        aa, ab, bb = dot(found, found), dot(found, slope), dot(slope, slope)
-        left = y - found
-        ra, rb = dot(found, left), dot(slope, left)
-        determinant = aa * bb - ab * ab
-        scale = scale * (1 + (bb * ra - ab * rb) / determinant)
-        log_decay = (log_decay + (aa * rb - ab * ra) / determinant).clamp(-9.0, 0.0)
-    if bool(scale.isfinite().all() & log_decay.isfinite().all()):
-        yield attention(scale, log_decay)
-    # All tokens: up to this one, and those after it.
-    backward = torch.arange(v.shape[1], device=v.device).flip(0)
-
-    def everywhere(scale: Tensor) -> SumOperator:
-        flipped = LinearAttentionOperator(
-            query=(query * scale[:, None]).flip(1),
-            key=key.flip(1),
-            log_decay=query.new_zeros(*query.shape[:3], 1),
-            bonus=query.new_zeros(query.shape[:3]),  # of the token itself
-            width=width,
-        )
-        one = attention(scale, torch.zeros_like(scale))
-        return SumOperator((one, PermutedOperator(flipped, backward)))
-
-    found = everywhere(torch.ones_like(scale)).matvec(flat).view_as(v)
-    yield everywhere(dot(found, y) / dot(found, found))
-
-
 def _broadcasts(t: Tensor, shape: tuple[int, ...]) -> bool:
     sizes = zip(reversed(t.shape), reversed(shape), strict=False)
     return all(size in (1, full) for size, full in sizes)
-
-
-def _dtype(*tensors: Tensor) -> torch.dtype:
-    wide = any(t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if wide else torch.float32
 
 
 def _grouped(t: Tensor, L: int, channels: int, N: int, last: bool) -> Tensor | None:
@@ -459,16 +264,3 @@ def _per_channel(D: Tensor | None, channels: int) -> Tensor | None:
 
 def _gates(z: Tensor | None) -> tuple[Tensor, ...]:
     return () if z is None else (F.silu(z), z)
-
-
-def _logs(decay: Tensor | None, query: Tensor) -> Iterator[Tensor]:
-    if decay is None:
-        yield torch.zeros_like(query[..., :1])
-        return
-    decay = (decay if decay.dim() == 4 else decay[..., None]).to(query.dtype)
-    if decay.shape[-1] not in (1, query.shape[-1]):
-        return
-    if bool((decay <= 0).all()):
-        yield decay
-    if bool(((decay >= 0) & (decay <= 1)).all()):
-        yield decay.log()

@@ -84,8 +84,7 @@ def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
     """The convolution that a direction's values come from, if any.
 
     Raises:
-        NotMeasured: they come from it by something else than an activation, or without one from
-            another token than their own.
+        NotMeasured: they come from it by something else than an activation.
     """
     name, values = direction.cut.scan.name, direction.cut.values
     if values is None:
@@ -100,32 +99,7 @@ def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
             raise rerun.refused(f"what it does before {name} mixes channels")
         if bool((link.token >= 0).any()):
             return _through(rerun, direction, conv, link)
-    lands = _made_of(rerun, values, direction)
-    if lands is not None and not torch.equal(lands, direction.order.expand_as(lands)):
-        raise rerun.refused("a scan's result lands on another token than its values come from")
     return None
-
-
-def _made_of(rerun: Rerun, values: Point, direction: Direction) -> Tensor | None:
-    # The module's token that each token of the scan is made of, (B, L).
-    B, L = rerun.B, rerun.L
-    rows = direction.rows.view(B, -1, 1)
-    steps = torch.arange(L, device=rows.device)
-    at = (rows * L + steps).flatten()
-    # Rows of one example count as one.
-    example = torch.arange(B, device=rows.device)[:, None, None]
-    labels = torch.zeros(values.tokens, dtype=torch.long, device=rows.device)
-    labels[at] = (example * L + steps).expand(-1, rows.shape[1], -1).flatten()
-    channels = torch.arange(direction.start, direction.stop)
-    found = readers(values, rerun.tokens, channels, tokens=at, labels=labels)
-    if found is None:
-        raise rerun.refused(
-            f"before {direction.cut.scan.name} it mixes tokens by something that is neither a "
-            "scan nor a depthwise convolution"
-        )
-    if bool((found < 0).any()):
-        return None
-    return torch.argsort(found.reshape(B, L) % L, dim=1)
 
 
 def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -> Convolution:

@@ -104,5 +104,6 @@ def _together(
         ),
         inputs=inputs,
         activation=activation,
+        exchanged=max(mixer.exchanged for mixer in mixers),
         **factors,
     )

@@ -22,6 +22,7 @@ from captum_ssm.mixers.measured._offset import with_offset
 from captum_ssm.mixers.measured._projection import Projection, find_projection, narrowed
 from captum_ssm.mixers.measured._recurrence import find_recurrence, is_silent
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
+from captum_ssm.mixers.measured._shift import share_of_neighbors
 from captum_ssm.mixers.vision import FrozenScans, in_image_order
 
 
@@ -98,12 +99,17 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
     if any(not torch.equal(d.channels, channels) for d in directions):
         raise rerun.refused("its scans go to different channels of the output projection")
     found = [find_convolution(rerun, direction) for direction in directions]
+    exchanged = max(
+        0.0 if conv is not None else share_of_neighbors(rerun, direction)
+        for direction, conv in zip(directions, found, strict=True)
+    )
     # Directions of one scan share a norm; each of several scans may have its own.
     norm_of = {d.cut: _norm(rerun, root, d) for d in reversed(directions)}
     norms = [norm_of[direction.cut] for direction in directions]
     projection = narrowed(rerun, projection, channels)
     mixer = _assembled(rerun, projection, directions, found, norms)
-    return with_offset(rerun, projection, mixer, directions, found, norms[0][1])
+    mixer = with_offset(rerun, projection, mixer, directions, found, norms[0][1])
+    return replace(mixer, exchanged=exchanged)
 
 
 def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | None, Tensor]:
@@ -145,7 +151,7 @@ def _assembled(
     pairs = list(zip(directions, found, strict=True))
     # Convolutions belong to the scans where each looks back in its scan's order.
     own = all(conv is None or conv.is_inside(direction) for direction, conv in pairs)
-    centered = any(direction.centered for direction in directions)
+    centered = max(direction.centered for direction in directions)
     scans = []
     for (direction, conv), (norm, after) in zip(pairs, norms, strict=True):
         gate = direction.factor if norm is None else after[:, direction.order]

@@ -8,15 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point, entries
+from captum_ssm._graph import Point, before_view, entries
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutConv
-from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._frozen_mixer import FrozenMixer, mean_of_groups
 from captum_ssm.mixers.measured._convolution import Convolution
 from captum_ssm.mixers.measured._directions import Direction
 from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import Rerun, is_close, is_small
 from captum_ssm.mixers.vision import FrozenScans
+from captum_ssm.operators.composed import sum_of
 
 
 def with_offset(
@@ -43,15 +44,20 @@ def with_offset(
     rest = want - projection.added_up(mixer.gated_output().to(want))
     if is_small(rest, want):
         return mixer
-    mixer = _with_skips(mixer, _skips(projection.root, directions, found))
-    rest = want - projection.added_up(mixer.gated_output().to(want))
-    if is_small(rest, want):
-        return mixer
-    # A bias as it is, or times the gate.
-    for factor in (torch.ones_like(rest), after.to(rest)):
-        bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
-        if rerun.T > 1 and not projection.repeats and is_close(bias * factor, rest):
-            return replace(mixer, offset=bias * factor)
+    skips = _skips(projection.root, directions, found)
+    mixer = _with_skips(mixer, skips)
+    # They are added before the norm or after it.
+    for offset in (None, _past_norm(mixer, skips)):
+        mixer = replace(mixer, offset=offset)
+        rest = want - projection.added_up(mixer.gated_output().to(want))
+        if is_small(rest, want):
+            return mixer
+        # A bias as it is, or times the gate.
+        for factor in (torch.ones_like(rest), after.to(rest)):
+            bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
+            if rerun.T > 1 and not projection.repeats and is_close(bias * factor, rest):
+                added = bias * factor
+                return replace(mixer, offset=added if offset is None else offset + added)
     raise rerun.refused(
         "it adds something to its scans that depends on its tokens (a residual, a branch next to "
         "the scan)"
@@ -75,8 +81,42 @@ def _skips(
             if link is not None:
                 at = link.factor.to(one.factor)[one.position][..., one.channels]
                 skip = at / (one.factor * direction.factor)
+        elif one is None:
+            skip = _of_values(root, direction)
         skips.append(skip)
     return skips
+
+
+def _of_values(root: Point, direction: Direction) -> Tensor | None:
+    # The same of values that no convolution returned: RWKV-7's bonus, of what the scan is given.
+    values = direction.cut.values
+    while values is not None:
+        with ruled([root.edge.node], [values.edge.node], centered=False) as carries:
+            is_read = carries[root.edge.node]
+            link = entries(root, values) if is_read else None
+        if is_read:
+            break
+        values = before_view(values)
+    given = direction.cut.values
+    assert given is not None
+    own = None if values is None or link is None else entries(given, values)
+    if link is None or own is None:
+        return None
+    factor = torch.zeros(direction.cut.leaf.shape, dtype=torch.float64, device=given.device)
+    read = (link.token >= 0) & (own.token >= 0)
+    factor.flatten(0, 1)[own.token[read], own.channel[read]] = (link.factor / own.factor)[read]
+    return direction.of(factor.to(direction.factor)) / direction.factor
+
+
+def _past_norm(mixer: FrozenMixer, skips: Sequence[Tensor | None]) -> Tensor | None:
+    # What a norm would subtract of skips that are added after it, (B, L, D).
+    parts = []
+    for (scan, order, _), skip in zip(mixer.scans_in_order(), skips, strict=True):
+        if skip is not None and scan.centered:
+            mean = mean_of_groups(skip * scan.values, scan.centered)
+            mean = mean if scan.left is None else mean * scan.left
+            parts.append(mean if order is None else mean[:, torch.argsort(order)])
+    return sum_of(parts) if parts else None
 
 
 def _with_skips(mixer: FrozenMixer, skips: Sequence[Tensor | None]) -> FrozenMixer:

@@ -15,6 +15,7 @@ from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
 from captum_ssm.mixers.measured._convolution import find_convolution
 from captum_ssm.mixers.measured._directions import parted
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
+from captum_ssm.mixers.measured._shift import share_of_neighbors
 from captum_ssm.mixers.vision import in_image_order
 from captum_ssm.operators import TokenOperator
 
@@ -77,8 +78,10 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
             ones = torch.ones_like(cut.leaf).flatten(0, 1)
             channels = torch.arange(leaf.width, device=lands.device).expand_as(lands)
             found += parted(rerun, cut, Entries(lands, channels, ones))
-        for direction in found:
-            find_convolution(rerun, direction)
+        exchanged = max(
+            0.0 if find_convolution(rerun, one) is not None else share_of_neighbors(rerun, one)
+            for one in found
+        )
     except NotMeasured:
         return None
     first, orders = found[0], tuple(d.order for d in found)
@@ -89,6 +92,7 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
         inputs=first.values[:, torch.argsort(first.order)],
         out_proj=lambda y: y,
         out_weight=eye.to(first.values.device),
+        exchanged=exchanged,
         recorded=rerun.run.output.detach().reshape(rerun.B, rerun.L, rerun.E),
         missing=UnsupportedModelError(
             f"{call.path} ({type(call.module).__name__}) has no adapter, and of what it does only "

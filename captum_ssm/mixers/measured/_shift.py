@@ -1,0 +1,66 @@
+"""The tokens that a scan's values are made of: their own, or a few neighbors by a token shift."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from captum_ssm._graph import gradients, readers
+from captum_ssm._stencil import reads_neighbors
+from captum_ssm.mixers.measured._directions import Direction
+from captum_ssm.mixers.measured._rerun import Rerun
+
+
+def share_of_neighbors(rerun: Rerun, direction: Direction) -> float:
+    """The share of other tokens in what a direction's values are made of, if these are near.
+
+    Args:
+        rerun (Rerun): the module's.
+        direction (Direction): of a scan without a convolution before it.
+
+    Raises:
+        NotMeasured: its values are made of other tokens than their own and a few neighbors.
+    """
+    values, B, L = direction.cut.values, rerun.B, rerun.L
+    assert values is not None
+    rows = direction.rows.view(B, -1, 1)
+    steps = torch.arange(L, device=rows.device)
+    at = (rows * L + steps).flatten()
+    # Rows of one example count as one.
+    example = torch.arange(B, device=rows.device)[:, None, None]
+    labels = torch.zeros(values.tokens, dtype=torch.long, device=rows.device)
+    labels[at] = (example * L + steps).expand(-1, rows.shape[1], -1).flatten()
+    channels = torch.arange(direction.start, direction.stop)
+    found = readers(values, rerun.tokens, channels, tokens=at, labels=labels)
+    if found is None:
+        return _of_shift(rerun, direction, at.view(B, -1, L)[0])
+    lands = torch.argsort(found.reshape(B, L) % L, dim=1)
+    if bool((found >= 0).all()) and not torch.equal(lands, direction.order.expand_as(lands)):
+        raise rerun.refused("a scan's result lands on another token than its values come from")
+    return 0.0
+
+
+def _of_shift(rerun: Rerun, direction: Direction, rows: Tensor) -> float:
+    # Of the first example, whose tokens are these of the scan's, (k, L) in its order.
+    values, position = direction.cut.values, torch.argsort(direction.order)
+    assert values is not None
+    noise = values.noise(torch.Generator().manual_seed(0))
+    channels = torch.zeros(values.width, dtype=torch.bool, device=noise.device)
+    channels[direction.start : direction.stop] = True
+    shares = []
+
+    def strength_of(token: int) -> Tensor:
+        seed, at = torch.zeros_like(noise), rows[:, position[token]]
+        seed[at] = noise[at] * channels
+        (gradient,) = gradients([values], [seed], [rerun.tokens])
+        assert gradient is not None
+        strength = gradient.double().square().sum(-1)
+        shares.append(1 - float(strength[token] / strength.sum().clamp(min=1e-300)))
+        return strength
+
+    if not reads_neighbors(strength_of, rerun.L):
+        raise rerun.refused(
+            f"before {direction.cut.scan.name} it mixes tokens by something that is neither a "
+            "scan, nor a depthwise convolution, nor a shift by a few tokens"
+        )
+    return max(shares)
