@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
+from captum_ssm._capture.model import refuse_scripted
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.tracing import unchanged
 from captum_ssm._errors import ReconstructionError
@@ -148,6 +149,7 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     known = any(True for _ in find_mixers(model))
     if request.remote or (known and (not mixed or model in _SEARCHED)):
         return False
+    refuse_scripted(model)
     with unchanged(model), warnings.catch_warnings():
         # The run that is explained warns by itself.
         warnings.simplefilter("ignore")

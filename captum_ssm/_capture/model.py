@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
+from captum_ssm._errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from nnsight import Envoy
 
@@ -53,6 +55,17 @@ def check_model(model: Any) -> Any:
     raise TypeError(
         f"model is {_kind(model)}; expected a torch.nn.Module or an nnsight-wrapped model."
     )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise if a module of the model is compiled by TorchScript."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{path or 'model'} is a torch.jit.ScriptModule, in which no graph can be read; "
+                "expected modules of Python. Explain the model as it was before scripting; code "
+                "that scripts by itself runs unscripted with PYTORCH_JIT=0 in the environment."
+            )
 
 
 def check_forward(forward_func: Any) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from captum_ssm._bodies import exchanged
-from captum_ssm._capture.model import is_wrapped, unwrap
+from captum_ssm._capture.model import is_wrapped, refuse_scripted, unwrap
 from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
@@ -41,12 +41,7 @@ def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
     """The model as nnsight's, for the time of a run; it leaves as it came."""
     _load_nnsight()
     modules = list(unwrap(model).modules())
-    for path, module in unwrap(model).named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModelError(
-                f"{path or 'model'} is a torch.jit.ScriptModule, in which no graph can be read; "
-                "expected modules of Python. Explain the model as it was before scripting."
-            )
+    refuse_scripted(unwrap(model))
     for module in modules:
         # RWKV-4 divides its weights in its first run for inference, and has to remember that.
         rescale = getattr(module, "_rescale_layers", None)
