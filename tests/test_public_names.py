@@ -116,6 +116,7 @@ ORDER = (
         "_vocabulary",
         "_graph",
         "_rules",
+        "_stencil",
         "_transport",
         "kernels",
         "_workspace",
