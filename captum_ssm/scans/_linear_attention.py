@@ -118,8 +118,8 @@ def transition(
 ) -> Iterator[Candidate]:
     r"""RWKV-7: :math:`S_t = S_{t-1} (\mathrm{diag}(w_t) + a_t b_t^\top) + v_t k_t^\top`."""
     if v.dim() == 3:
-        given = dict(q=q, k=k, decay=decay, read=read, write=write)
-        yield from of_joined_heads(transition, v, returned, heads, **given)
+        others = dict(q=q, k=k, decay=decay, read=read, write=write)
+        yield from of_joined_heads(transition, v, returned, heads, **others)
     if any(t.dim() != 4 or t.shape != q.shape for t in (k, decay, read, write)):
         return
     if v.shape[:3] != q.shape[:3]:
