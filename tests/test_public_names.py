@@ -116,7 +116,6 @@ ORDER = (
         "_vocabulary",
         "_graph",
         "_rules",
-        "_stencil",
         "_transport",
         "kernels",
         "_workspace",

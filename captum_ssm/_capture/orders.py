@@ -26,11 +26,6 @@ class Orders(dict[int, "Tensor | None"]):
         order = self.get(mixer)
         return tokens if order is None else tokens[order]
 
-    def given(self, mixer: int, x: Tensor) -> Tensor:
-        """``x (T, ...)`` of a mixer's tokens in the model's order."""
-        order = self.get(mixer)
-        return x if order is None else torch.empty_like(x).index_copy_(0, order, x)
-
     def put(self, mixer: int, other: int, same: Tensor) -> None:
         """Say that token t of a mixer is token ``same[t]`` of another."""
         order = self.get(other)

@@ -134,17 +134,17 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
         raise rerun.refused("a convolution's input has no graph")
     # By the module's tokens, (B, L).
     leaves = position[:, torch.argsort(direction.order)]
-    enters = _input(rerun, conv.point, leaves // shape[2:].numel())
+    enters = input_places(rerun, conv.point, leaves // shape[2:].numel())
     inputs = conv.point.flat(conv.inputs)[enters][..., channels]
-    order, center, grid = _geometry(rerun, conv, enters, leaves)
+    order, center, grid = geometry(rerun, conv, enters, leaves)
     taps = conv.weight[channels]
     return Convolution(
         conv, psi, factor, bias, position, channels, inputs, taps, center, order, grid
     )
 
 
-def _input(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
-    # The position in the convolution's input that reads each of the module's tokens, (B, L).
+def input_places(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
+    """The position in a convolution's input that reads each of the module's tokens, ``(B, L)``."""
     size = point.tokens // point.shape[0]
     rows = example[:, 0]
     if bool((example != rows[:, None]).any()):
@@ -162,10 +162,10 @@ def _input(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
     return found
 
 
-def _geometry(
+def geometry(
     rerun: Rerun, conv: CutConv, enters: Tensor, leaves: Tensor
 ) -> tuple[Tensor, tuple[int, ...], tuple[int, int] | None]:
-    # The order, center and grid, of positions in its input and its output of one token each.
+    """The order, center and grid, of positions in its input and its output of one token each."""
     here, there, kernel = conv.inputs.shape[2:], conv.leaf.shape[2:], conv.weight.shape[1:]
     order = torch.argsort(enters[0])
     steps = enters.gather(1, order.expand_as(enters)).diff(dim=1)

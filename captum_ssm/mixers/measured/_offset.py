@@ -12,6 +12,7 @@ from captum_ssm._graph import Point, before_view, entries
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, mean_of_groups
+from captum_ssm.mixers.measured._branch import with_branches
 from captum_ssm.mixers.measured._convolution import Convolution
 from captum_ssm.mixers.measured._directions import Direction
 from captum_ssm.mixers.measured._projection import Projection
@@ -41,27 +42,33 @@ def with_offset(
         NotMeasured: something is added that depends on the tokens.
     """
     want = projection.gated
-    rest = want - projection.added_up(mixer.gated_output().to(want))
-    if is_small(rest, want):
+    if is_small(_rest(projection, mixer), want):
         return mixer
     skips = _skips(projection.root, directions, found)
     mixer = _with_skips(mixer, skips)
     # They are added before the norm or after it.
-    for offset in (None, _past_norm(mixer, skips)):
-        mixer = replace(mixer, offset=offset)
-        rest = want - projection.added_up(mixer.gated_output().to(want))
-        if is_small(rest, want):
-            return mixer
-        # A bias as it is, or times the gate.
-        for factor in (torch.ones_like(rest), after.to(rest)):
-            bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
-            if rerun.T > 1 and not projection.repeats and is_close(bias * factor, rest):
-                added = bias * factor
-                return replace(mixer, offset=added if offset is None else offset + added)
+    offsets = (None, _past_norm(mixer, skips))
+    for whole in (mixer, with_branches(rerun, projection, mixer, found)):
+        for offset in offsets:
+            with_it = replace(whole, offset=offset)
+            rest = _rest(projection, with_it)
+            if is_small(rest, want):
+                return with_it
+            # A bias as it is, or times the gate.
+            for factor in (torch.ones_like(rest), after.to(rest)):
+                bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
+                if rerun.T > 1 and not projection.repeats and is_close(bias * factor, rest):
+                    added = bias * factor
+                    return replace(whole, offset=added if offset is None else offset + added)
     raise rerun.refused(
         "it adds something to its scans that depends on its tokens (a residual, a branch next to "
         "the scan)"
     )
+
+
+def _rest(projection: Projection, mixer: FrozenMixer) -> Tensor:
+    # What the output projection is given, (B, L, D), and not by this mixer.
+    return projection.gated - projection.added_up(mixer.gated_output().to(projection.gated))
 
 
 def _skips(

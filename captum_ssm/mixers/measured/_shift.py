@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from captum_ssm._graph import gradients, readers
-from captum_ssm._stencil import reads_neighbors
 from captum_ssm.mixers.measured._directions import Direction
 from captum_ssm.mixers.measured._rerun import Rerun
+from captum_ssm.mixers.measured._stencil import reads_neighbors
 
 
 def share_of_neighbors(rerun: Rerun, direction: Direction) -> float:
