@@ -20,7 +20,8 @@ from captum_ssm._capture import (
 )
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import captum_score
-from captum_ssm._capture.tracing import unchanged, without_checkpoints
+from captum_ssm._capture.tracing import unchanged
+from captum_ssm._checkpoints import without_checkpoints
 from captum_ssm._errors import InputError, TargetError
 from captum_ssm._integers import as_index
 from captum_ssm._workspace import workspace

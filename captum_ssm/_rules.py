@@ -8,6 +8,7 @@ forward pass do not change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -82,7 +83,7 @@ def ruled(
     Args:
         ends (sequence of Node): where gradients are put in.
         starts (sequence of Node): where they are read.
-        centered (bool, optional): a layer norm subtracts the mean on the way back too.
+        centered (bool, optional): a norm subtracts the mean over channels on the way back too.
             Default: True
 
     Yields:
@@ -155,6 +156,28 @@ def _is_unknown(node: Node) -> bool:
     defined_in = type(node)._forward_cls.__module__  # type: ignore[attr-defined]
     is_ours = name.startswith(_OURS) or defined_in.startswith("captum_ssm.")
     return not (is_ours or kind.startswith(_FUNCTIONS))
+
+
+def mean_size(node: Node) -> int | None:
+    """The channels over which a norm's node takes the mean that it subtracts; 0 for other nodes.
+
+    None for a fused norm, which takes that of all.
+    """
+    kind = _kind(node)
+    if kind == "NativeLayerNorm":
+        return math.prod(node._saved_normalized_shape)
+    if kind == "NativeGroupNorm":  # token by token
+        return node._saved_C // node._saved_group if node._saved_HxW == 1 else 0
+    if _is_mean_of_channels(node):
+        return node._saved_self_sym_sizes[-1]
+    return None if "LayerNorm" in kind else 0
+
+
+def _is_mean_of_channels(node: Node) -> bool:
+    if _kind(node) != "Mean" or not hasattr(node, "_saved_dim"):
+        return False
+    sizes = node._saved_self_sym_sizes
+    return node._saved_keepdim and list(node._saved_dim) in ([2**64 - 1], [len(sizes) - 1])
 
 
 def is_constant(x: Tensor) -> bool:
@@ -230,6 +253,8 @@ def _rule(node: Node, carrying: set[int], centered: bool = True) -> Rule | None:
         return lambda inner, outer: tuple(g if i in followed else None for i, g in enumerate(inner))
     if not carrying:
         return None
+    if not centered and _is_mean_of_channels(node):
+        return lambda inner, outer: (None,)
     if kind in _PRODUCTS:
         factors = _PRODUCTS[kind]
         return _times(0.5, factors) if carrying.issuperset(factors) else None

@@ -30,10 +30,10 @@ from captum_ssm._capture.tracing import (
     instrumented,
     run_in,
     traced,
-    without_checkpoints,
     without_compiler,
 )
 from captum_ssm._capture.wiring import Wiring
+from captum_ssm._checkpoints import without_checkpoints
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid

@@ -12,14 +12,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from captum_ssm._bodies import exchanged
 from captum_ssm._capture.model import is_wrapped, refuse_scripted, unwrap
 from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import UnsupportedModelError
@@ -160,33 +157,6 @@ def without_compiler() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def without_checkpoints() -> AbstractContextManager[None]:
-    """Checkpointed parts of a model run as they are, and leave their graph (in this thread).
-
-    The graph of a part that runs once more in each backward pass has no nodes to measure on.
-    """
-    return exchanged([cast(FunctionType, checkpoint)], _run_once)
-
-
-def _run_once(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _without_checkpoint(*args, **kwargs)
-
-
-def _without_checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
-    use_reentrant: Any = None,
-    preserve_rng_state: Any = None,
-    context_fn: Any = None,
-    determinism_check: Any = None,
-    debug: Any = None,
-    early_stop: Any = None,
-    **kwargs: Any,
-) -> Any:
-    # Takes what `checkpoint` takes.
-    return function(*args, **kwargs)
 
 
 def find_envoys(

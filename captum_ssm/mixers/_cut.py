@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from captum_ssm._checkpoints import without_checkpoints
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in
@@ -156,6 +157,7 @@ def run_cut(
         known = candidate_functions() if functions is None else functions
         with (
             unfused(module),
+            without_checkpoints(),
             _norms_noted(module, run),
             _Layers(run),
             intercepted(handle, [*known, *fused]),

@@ -92,7 +92,7 @@ def nearest_misses(model: nn.Module, most: int = 3) -> str:
         if why:
             found.setdefault((type(module).__name__, why), (error, path))
     ranked = sorted(found.items(), key=lambda one: one[1][0])[:most]
-    return "; ".join(f"{path} ({kind}) {why}" for (kind, why), (_, path) in ranked)
+    return "; ".join(f"{path or 'the model'} ({kind}) {why}" for (kind, why), (_, path) in ranked)
 
 
 def names_of(module: nn.Module) -> str:

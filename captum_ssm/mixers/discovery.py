@@ -173,6 +173,8 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
         if inner not in chosen:
             module, found_as = trials.around(stack)
             if module is None:
+                name = function.__qualname__
+                note_miss(inner, f"calls {name}, a scan, outside of any module called for tokens")
                 continue
             chosen[inner], channels[module] = module, found_as.channels
             if not found_as.is_whole:

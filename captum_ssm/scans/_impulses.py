@@ -26,21 +26,24 @@ _LARGEST = 1 << 28
 
 
 def can_be_measured(call: FunctionCall, returned: Tensor) -> bool:
-    """Whether a call takes q, k and v, four axes each, and returns a result for each token.
+    """Whether a call takes q, k and v and returns a result for each token.
 
+    They have four axes each, or three, ``(B, L, N)``, where there is one head.
     Not where the maps would have more than 2^28 numbers (4096 tokens of 16 heads).
     """
     names = _roles(call)
     if names is None:
         return False
     q, k, v = (call.arguments[name] for name in names)
-    if not all(torch.is_tensor(t) and t.dim() == 4 for t in (q, k, v, returned)):
+    if not all(torch.is_tensor(t) and t.dim() in (3, 4) for t in (q, k, v, returned)):
+        return False
+    if len({t.dim() for t in (q, k, v, returned)}) > 1:
         return False
     if not v.is_floating_point() or v.shape[-1] != returned.shape[-1]:
         return False
-    if returned.shape[:3].numel() * max(returned.shape[1:3]) > _LARGEST:
+    if returned.shape[:-1].numel() * max(returned.shape[1:-1]) > _LARGEST:
         return False
-    return k.shape[:3] == v.shape[:3] and q.shape[:3] == returned.shape[:3]
+    return k.shape[:-1] == v.shape[:-1] and q.shape[:-1] == returned.shape[:-1]
 
 
 def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candidate]:
@@ -55,6 +58,12 @@ def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candida
     name = names[2]
     v = call.arguments[name]
     found = []
+    if v.dim() == 3:
+        weights = _weights(call, name, 1)
+        if weights is None or v.shape[1] != returned.shape[1]:
+            return []
+        operator = WeightsOperator(weights[:, None], width=v.shape[-1])
+        return [Candidate(operator=operator, values=v, layouts=("BLD",))]
     for layout, tokens, heads in (("BLHP", 1, 2), ("BHLP", 2, 1)):
         groups = returned.shape[heads] // v.shape[heads]
         if (
@@ -62,8 +71,7 @@ def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candida
             or groups * v.shape[heads] != (returned.shape[heads])
         ):
             continue
-        with torch.no_grad(), not_intercepted():
-            weights = _weights(call, name, tokens)
+        weights = _weights(call, name, tokens)
         if weights is None:
             continue
         value = v if tokens == 1 else v.transpose(1, 2)
@@ -78,7 +86,7 @@ def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candida
 
 
 def _weights(call: FunctionCall, name: str, tokens: int) -> Tensor | None:
-    # (B, H, L, L).
+    # (B, H, L, L), or (B, L, L) of one head.
     v = call.arguments[name].detach()
     L, P = v.shape[tokens], v.shape[-1]
     columns = []
@@ -86,10 +94,11 @@ def _weights(call: FunctionCall, name: str, tokens: int) -> Tensor | None:
         at = torch.arange(min(P, L - start), device=v.device)
         impulses = torch.zeros_like(v)
         impulses.movedim(tokens, -2)[..., start + at, at] = 1
-        y = first_of(call.with_arguments({name: impulses}).run())
+        with torch.no_grad(), not_intercepted():
+            y = first_of(call.with_arguments({name: impulses}).run())
         columns.append(y[..., : len(at)])
     found = torch.cat(columns, -1)
-    found = found.transpose(1, 2) if tokens == 1 else found
+    found = found.transpose(1, 2) if tokens == 1 and v.dim() == 4 else found
     wide = torch.promote_types(found.dtype, torch.float32)
     return found.to(wide) if bool(found.isfinite().all()) else None
 

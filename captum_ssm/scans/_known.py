@@ -179,7 +179,15 @@ def softmax_attention(
     causal: bool | None = None,
     scale: float | None = None,
 ) -> Iterator[Candidate]:
-    """q, k and v ``(B, H, L, N)``, as in ``torch.nn.functional.scaled_dot_product_attention``."""
+    """q, k and v ``(B, H, L, N)``, as in ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Or ``(B, L, N)``, of one head.
+    """
+    layouts: tuple[str, ...] = ("BHLP", "BLHP")
+    if q.dim() == k.dim() == v.dim() == 3:
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        layouts = ("BLD",)
     if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[2] == k.shape[2] == v.shape[2]):
         return
     if q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3]:
@@ -207,7 +215,7 @@ def softmax_attention(
             bias=bias,
         ),
         values=value.transpose(1, 2).flatten(2),
-        layouts=("BHLP", "BLHP"),
+        layouts=layouts,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._graph import Entries, Point, entries
-from captum_ssm._rules import Node, ruled
+from captum_ssm._rules import mean_size, ruled
 from captum_ssm.mixers._cut import CutScan
 from captum_ssm.mixers.measured._rerun import Rerun
 from captum_ssm.operators import TokenOperator
@@ -28,8 +28,8 @@ class Direction:
         order (Tensor): ``(L,)``: token t of the scan is this one of the module's.
         channels (Tensor): ``(D,)``, those of the input of the output projection.
         factor (Tensor): ``(B, L, D)``, gate times norm, in the scan's order.
-        centered (int, optional): the groups of channels of a norm that follows and subtracts
-            their mean, 1 for a layer norm. Default: 0
+        centered (int, optional): the channels over which a norm that follows subtracts their mean,
+            one group of them after the other; 0 for none. Default: 0
     """
 
     cut: CutScan
@@ -79,20 +79,13 @@ def find_directions(rerun: Rerun, root: Point, cut: CutScan) -> list[Direction]:
     leaf = Point.of(cut.leaf)
     with ruled([root.edge.node], [leaf.edge.node], centered=False) as carries:
         exits = entries(root, leaf)
-        centered = max((_groups_of(node) for node, c in carries.items() if c), default=0)
+        sizes = [mean_size(node) for node, c in carries.items() if c]
+        centered = max((root.width if size is None else size for size in sizes), default=0)
     if exits is None:
         raise rerun.refused(f"what it does after {cut.scan.name} mixes channels or tokens")
     if bool((exits.token < 0).any()):
         raise rerun.refused(f"a part of what {cut.scan.name} returns does not reach its output")
     return parted(rerun, cut, exits, centered)
-
-
-def _groups_of(node: Node) -> int:
-    # The groups of channels of which a norm subtracts the mean, token by token.
-    if "LayerNorm" in node.name():
-        return 1
-    of_tokens = "NativeGroupNorm" in node.name() and node._saved_HxW == 1
-    return node._saved_group if of_tokens else 0
 
 
 def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> list[Direction]:

@@ -151,7 +151,9 @@ def _assembled(
     pairs = list(zip(directions, found, strict=True))
     # Convolutions belong to the scans where each looks back in its scan's order.
     own = all(conv is None or conv.is_inside(direction) for direction, conv in pairs)
-    centered = max(direction.centered for direction in directions)
+    # The groups of channels that a norm centers.
+    size, D = max(direction.centered for direction in directions), directions[0].values.shape[-1]
+    centered = 0 if size == 0 else max(1, D // size)
     scans = []
     for (direction, conv), (norm, after) in zip(pairs, norms, strict=True):
         gate = direction.factor if norm is None else after[:, direction.order]
