@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._graph import Point, entries
+from captum_ssm._graph import Point
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
@@ -16,7 +17,33 @@ from captum_ssm.mixers.measured._convolution import Convolution, geometry, input
 from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
 from captum_ssm.mixers.vision import FrozenScans
-from captum_ssm.operators import SkipOperator
+from captum_ssm.operators import SkipOperator, TokenOperator
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenBranch(FrozenMixer):
+    """Convolved tokens times a gate: a scan whose recurrence is zero, and whose skip holds them.
+
+    So they are part of a map where the skip is asked for, and the hidden attention stays that of
+    the scans next to it.
+
+    Args:
+        image_conv (Tensor, optional): taps ``(D, Kh, Kw)`` of a convolution over an image, whose
+            output ``inputs`` is. Default: None
+        grid (tuple of int, optional): (H, W) for ``image_conv``. Default: None
+    """
+
+    image_conv: Tensor | None = None
+    grid: tuple[int, int] | None = None
+
+    def operator(
+        self, formulation: str = "hidden", components: Iterable[str] | None = None
+    ) -> TokenOperator:
+        found = super().operator(formulation, components)
+        chosen = () if formulation == "hidden" else self._chosen(formulation, components)
+        if self.image_conv is None or "conv" not in chosen:
+            return found
+        return found.convolved(self.image_conv, self.grid)
 
 
 def with_branches(
@@ -27,9 +54,6 @@ def with_branches(
 ) -> FrozenMixer:
     """``mixer`` with the convolutions that are added to its scans and are not those of its values.
 
-    Each is one more scan, whose recurrence is zero and whose skip holds the convolved tokens, so
-    that the hidden attention stays that of the scans.
-
     Args:
         rerun (Rerun): the module's.
         projection (Projection): of the channels that scans reach.
@@ -38,27 +62,31 @@ def with_branches(
     """
     known = [one.conv for one in found if one is not None]
     others = [conv for conv in rerun.run.convs if not any(conv is one for one in known)]
-    branches = [branch for c in others if (branch := _branch(rerun, projection, c)) is not None]
-    if not branches:
+    found_here = [one for conv in others if (one := _branch(rerun, projection, conv)) is not None]
+    if not found_here:
         return mixer
-    here = torch.arange(rerun.L, device=mixer.inputs.device)
+    branches, of_branches = zip(*found_here, strict=True)
     if isinstance(mixer, FrozenScans):
-        orders = (*mixer.orders, *[here] * len(branches))
-        return replace(mixer, scans=(*mixer.scans, *branches), orders=orders)
+        orders, scans = mixer.orders, mixer.scans
+        return replace(mixer, scans=(*scans, *branches), orders=(*orders, *of_branches))
+    here = torch.arange(rerun.L, device=mixer.inputs.device)
     return FrozenScans(
         recurrence=mixer.recurrence,
         inputs=mixer.inputs,
         out_proj=mixer.out_proj,
         out_weight=mixer.out_weight,
         scans=(mixer, *branches),
-        orders=(here,) * (1 + len(branches)),
+        orders=(here, *of_branches),
     )
 
 
-def _branch(rerun: Rerun, projection: Projection, conv: CutConv) -> FrozenMixer | None:
+def _branch(
+    rerun: Rerun, projection: Projection, conv: CutConv
+) -> tuple[FrozenBranch, Tensor] | None:
+    # With the order of its tokens.
     root, leaf = projection.root, Point.of(conv.leaf, 1)
     with ruled([root.edge.node], [leaf.edge.node], centered=False) as carries:
-        link = entries(root, leaf) if carries[root.edge.node] else None
+        link = projection.entries(leaf) if carries[root.edge.node] else None
     if link is None or conv.point is None or not bool((link.token >= 0).any()):
         return None
     D = projection.weight.shape[1]
@@ -76,21 +104,34 @@ def _branch(rerun: Rerun, projection: Projection, conv: CutConv) -> FrozenMixer 
     places = position.view(rerun.B, rerun.L)
     try:
         enters = input_places(rerun, conv.point, places // conv.leaf.shape[2:].numel())
-        order, center, grid = geometry(rerun, conv, enters, places)
+        order, center, grid = _geometry(rerun, conv, enters, places)
     except NotMeasured:
         return None
-    taps = conv.weight[channels]
-    in_place = bool((order.diff() == 1).all()) and grid is None
-    if not in_place or center[0] < taps.shape[1] - 1:
-        return None
-    inputs = conv.point.flat(conv.inputs)[enters][..., channels]
-    return FrozenMixer(
-        recurrence=SkipOperator(torch.zeros_like(inputs)),
-        inputs=inputs,
+    taps, bias = conv.weight[channels], None if conv.bias is None else conv.bias[channels]
+    gate = link.factor.to(conv.leaf.dtype)[places][..., channels][:, order]
+    branch = FrozenBranch(
+        recurrence=SkipOperator(torch.zeros_like(gate)),
+        inputs=conv.point.flat(conv.inputs)[enters][..., channels][:, order],
         out_proj=projection.apply,
         out_weight=projection.weight,
-        skip=torch.ones_like(inputs),
-        conv=F.pad(taps, (0, center[0] - taps.shape[1] + 1)),
-        conv_bias=None if conv.bias is None else conv.bias[channels],
-        gate=link.factor.to(inputs)[places][..., channels],
+        skip=torch.ones_like(gate),
+        gate=gate,
     )
+    if grid is not None:
+        inputs = leaf.flat(conv.leaf.detach())[places][..., channels][:, order]
+        return replace(branch, inputs=inputs, image_conv=taps, grid=grid), order
+    if center[0] < taps.shape[1] - 1:
+        return None
+    taps = F.pad(taps, (0, center[0] - taps.shape[1] + 1))
+    return replace(branch, conv=taps, conv_bias=bias), order
+
+
+def _geometry(
+    rerun: Rerun, conv: CutConv, enters: Tensor, places: Tensor
+) -> tuple[Tensor, tuple[int, ...], tuple[int, int] | None]:
+    # Of an image that is turned around too.
+    try:
+        return geometry(rerun, conv, enters, places)
+    except NotMeasured:
+        order, center, grid = geometry(rerun, conv, enters.flip(1), places.flip(1))
+        return rerun.L - 1 - order, center, grid

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Entries, Point, entries
+from captum_ssm._graph import Entries, Point
 from captum_ssm._rules import mean_size, ruled
 from captum_ssm.mixers._cut import CutScan
+from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import Rerun
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.part import examples, part_of
@@ -74,11 +75,11 @@ class Direction:
         return found.flatten(0, 1)
 
 
-def find_directions(rerun: Rerun, root: Point, cut: CutScan) -> list[Direction]:
-    """The directions of a scan, by what reaches ``root``, the input of the output projection."""
-    leaf = Point.of(cut.leaf)
+def find_directions(rerun: Rerun, projection: Projection, cut: CutScan) -> list[Direction]:
+    """The directions of a scan, by what of it reaches the output projection."""
+    root, leaf = projection.root, Point.of(cut.leaf)
     with ruled([root.edge.node], [leaf.edge.node], centered=False) as carries:
-        exits = entries(root, leaf)
+        exits = projection.entries(leaf)
         sizes = [mean_size(node) for node, c in carries.items() if c]
         centered = max((root.width if size is None else size for size in sizes), default=0)
     if exits is None:

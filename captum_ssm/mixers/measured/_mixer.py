@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, entries
+from captum_ssm._graph import Point
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import run_cut
@@ -92,9 +92,9 @@ def _of_examples(
 
 
 def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
-    root, directions = projection.root, []
+    directions: list[Direction] = []
     for cut in rerun.run.scans:
-        directions += find_directions(rerun, root, cut)
+        directions += find_directions(rerun, projection, cut)
     channels = directions[0].channels
     if any(not torch.equal(d.channels, channels) for d in directions):
         raise rerun.refused("its scans go to different channels of the output projection")
@@ -104,7 +104,7 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
         for direction, conv in zip(directions, found, strict=True)
     )
     # Directions of one scan share a norm; each of several scans may have its own.
-    norm_of = {d.cut: _norm(rerun, root, d) for d in reversed(directions)}
+    norm_of = {d.cut: _norm(rerun, projection, d) for d in reversed(directions)}
     norms = [norm_of[direction.cut] for direction in directions]
     projection = narrowed(rerun, projection, channels)
     mixer = _assembled(rerun, projection, directions, found, norms)
@@ -112,10 +112,12 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
     return replace(mixer, exchanged=exchanged)
 
 
-def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | None, Tensor]:
+def _norm(
+    rerun: Rerun, projection: Projection, direction: Direction
+) -> tuple[Tensor | None, Tensor]:
     # The factor of a norm after the scans, and that of what follows it, in the module's order;
     # without such a norm, None and the whole factor.
-    channels = direction.channels
+    root, channels = projection.root, direction.channels
     steps = len(channels) // len(channels.unique())
     channels = channels[: len(channels) // steps]  # the same for each step of a token
     if not torch.equal(channels.repeat(steps), direction.channels):
@@ -130,14 +132,15 @@ def _norm(rerun: Rerun, root: Point, direction: Direction) -> tuple[Tensor | Non
             if not carries[norm.inputs.edge.node]:
                 continue
         with ruled([root.edge.node], [norm.output.edge.node]) as carries:
-            found = entries(root, norm.output) if carries[root.edge.node] else None
-        if found is None or found.factor.shape != (rerun.T, len(channels)):
+            found = projection.entries(norm.output) if carries[root.edge.node] else None
+        if found is None:
             continue
-        rows = torch.arange(rerun.T, device=channels.device)[:, None]
-        if bool((found.token != rows).any() | (found.channel != channels).any()):
-            continue
-        after = found.factor.reshape(*whole.shape[:2], -1).repeat(1, 1, steps).to(whole)
-        return whole / after, after
+        token, channel = (index[found.token >= 0] for index in (found.token, found.channel))
+        after = whole.new_full((rerun.T, root.width), torch.nan)
+        after[token, channel] = found.factor[found.token >= 0].to(whole)
+        after = after[:, channels].reshape(*whole.shape[:2], -1).repeat(1, 1, steps)
+        if not bool(after.isnan().any()):
+            return whole / after, after
     return None, whole
 
 

@@ -21,7 +21,8 @@ class Projection:
 
     Args:
         root (Point): its input.
-        gated (Tensor): the same, ``(B, L, G)``.
+        lands (Tensor): ``(B L,)``, the module's token that each of its tokens is.
+        gated (Tensor): its input, ``(B, L, G)``, in the module's order.
         apply (Callable): takes ``(..., G)`` and returns ``(..., E)``.
         weight (Tensor): ``(E, G)``.
         channels (Tensor, optional): ``(G,)``, which of the input's these are, where they are some
@@ -29,10 +30,22 @@ class Projection:
     """
 
     root: Point
+    lands: Tensor
     gated: Tensor
     apply: Callable[[Tensor], Tensor]
     weight: Tensor
     channels: Tensor | None = None
+
+    def entries(self, leaf: Point) -> Entries | None:
+        """The entries of its input that read those of an earlier point, by the module's tokens.
+
+        None where one is read by several. The rules of relevance have to be attached.
+        """
+        found = entries(self.root, leaf)
+        if found is None:
+            return None
+        token = torch.where(found.token >= 0, self.lands[found.token.clamp(min=0)], -1)
+        return replace(found, token=token)
 
     @property
     def repeats(self) -> bool:
@@ -65,13 +78,17 @@ def find_projection(rerun: Rerun) -> Projection:
             continue
         with ruled([root.edge.node], [linear.at_output.edge.node]):
             link = entries(root, linear.at_output)
-        scale = _column_scale(link, rerun.T, E)
-        if scale is None or not is_close(y.detach().reshape(flat.shape) * scale, flat):
+        lands, scale = _places(link, rerun.T, E)
+        if lands is None or scale is None:
             continue
-        gated = linear.inputs.reshape(B, L, -1)
-        return Projection(linear.point, gated, _scaled(linear, scale), weight * scale[:, None])
+        back = torch.argsort(lands)
+        if not is_close(y.detach().reshape(rerun.T, E)[back].view_as(flat) * scale, flat):
+            continue
+        gated = linear.inputs.reshape(rerun.T, -1)[back].view(B, L, -1)
+        weight = weight * scale[:, None]
+        return Projection(linear.point, lands, gated, _scaled(linear, scale), weight)
     eye = torch.eye(E, dtype=flat.dtype, device=flat.device)
-    return Projection(root, flat, lambda x: x, eye)
+    return Projection(root, torch.arange(rerun.T, device=flat.device), flat, lambda x: x, eye)
 
 
 def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projection:
@@ -89,7 +106,8 @@ def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projecti
     side[channels] = False
     found = readers(projection.root, rerun.tokens, side.nonzero()[:, 0])
     here = torch.arange(rerun.T, device=channels.device)
-    if found is None or bool(((found != here) & (found >= 0)).any()):
+    lands = None if found is None else projection.lands[found.clamp(min=0)]
+    if found is None or lands is None or bool(((lands != here) & (found >= 0)).any()):
         raise rerun.refused("a branch next to its scans mixes tokens")
 
     def apply(y: Tensor) -> Tensor:
@@ -110,13 +128,16 @@ def _scaled(linear: CutLinear, scale: Tensor) -> Callable[[Tensor], Tensor]:
     return apply
 
 
-def _column_scale(link: Entries | None, T: int, E: int) -> Tensor | None:
-    # The factor per channel where each entry is read by the same one, or None.
+def _places(link: Entries | None, T: int, E: int) -> tuple[Tensor | None, Tensor | None]:
+    # The token that each one lands on, and the factor per channel where all have the same; or None.
     if link is None:
-        return None
-    rows = torch.arange(T, device=link.token.device)[:, None]
+        return None, None
+    lands = link.token[:, 0]
     columns = torch.arange(E, device=link.token.device)
-    if bool((link.token != rows).any() | (link.channel != columns).any()):
-        return None
+    if bool((link.token != lands[:, None]).any() | (link.channel != columns).any()):
+        return None, None
+    if not torch.equal(lands.sort().values, torch.arange(T, device=lands.device)):
+        return None, None
     scale = link.factor[:1]
-    return scale[0].float() if is_close(scale.expand_as(link.factor), link.factor) else None
+    same = is_close(scale.expand_as(link.factor), link.factor)
+    return lands, scale[0].float() if same else None
