@@ -347,6 +347,39 @@ def test_a_call_without_a_form_is_measured_with_impulses(function, length):
     assert (found - truth).abs().max() <= 2e-5 * truth.abs().max().clamp(min=1e-3)
 
 
+def attention_of_one_head(q, k, v, mask=None):
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return (
+        scores.masked_fill(torch.tensor(False) if mask is None else ~mask, -torch.inf).softmax(-1)
+        @ v
+    )
+
+
+def rotating(q, k, v, a):
+    """A complex decay per token, as in GateLoop: (B, L, N) each, a (B, L) complex."""
+    h, out = torch.zeros(len(v), k.shape[-1], v.shape[-1], dtype=torch.complex64), []
+    for t in range(v.shape[1]):
+        h = a[:, t, None, None] * h + k[:, t, :, None] * v[:, t, None]
+        out.append((q[:, t, None] @ h.real)[:, 0])
+    return torch.stack(out, 1)
+
+
+def test_one_head_may_have_no_axis():
+    q, k, v = torch.randn(3, 2, 7, 4).unbind()
+    mask = torch.ones(2, 7, 7, dtype=torch.bool).tril()
+    for given in (dict(), dict(mask=mask)):
+        scan = proven(attention_of_one_head, q=q, k=k, v=v, **given)
+        expected = attention_of_one_head(q, k, torch.eye(7).expand(2, 7, 7), **given)
+        torch.testing.assert_close(scan.operator.matrix()[:, 0], expected)
+    a = torch.polar(torch.rand(2, 7), 6 * torch.rand(2, 7))
+    (scan,) = seen_by(rotating, dict(q=q, k=k, v=v, a=a))
+    expected = rotating(q, k, torch.eye(7).expand(2, 7, 7), a)
+    torch.testing.assert_close(scan.operator.matrix()[:, 0], expected, rtol=1e-4, atol=1e-5)
+    # Channels of more than one head.
+    mixing = lambda q, k, v: attention_of_one_head(q, k, v.flip(-1))  # noqa: E731
+    assert not seen_by(mixing, dict(q=q, k=k, v=v))
+
+
 @pytest.mark.parametrize("function", [dependent, mixing_heads])
 def test_what_is_not_linear_in_each_head_is_not_measured(function):
     torch.manual_seed(0)
