@@ -108,8 +108,8 @@ class Rebuilt:
             share = mixer.recurrence_share(gated)
         own = None if call is None else call.projected(mixer.out_weight)
         if own is None or own.shape != gated.shape:
-            return cls(mixer.out_proj(gated), share, mixer.rounding)
-        return cls(mixer.out_proj(_Own.apply(gated, own)), share, mixer.rounding, (gated, own))
+            return cls(mixer.projected(gated), share, mixer.rounding)
+        return cls(mixer.projected(_Own.apply(gated, own)), share, mixer.rounding, (gated, own))
 
 
 class _Own(torch.autograd.Function):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from captum_ssm import kernels
 from captum_ssm._capture import FrozenLayer, FrozenModel
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._memory import tile_entries
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
@@ -62,6 +63,12 @@ class Contributions:
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected one of {ACTIVATIONS}.")
+        if any(mixer.out_gate is not None for mixer in mixers):
+            raise UnsupportedModelError(
+                "a mixer of this model has a gate behind its output projection (a GLU), which "
+                "differs by token, and LaTIM's vectors take one projection for all; use another "
+                "method."
+            )
         self.mixers = mixers
         self.parts = [
             _Part.of(scan, order, weight, activation, mask)

@@ -62,7 +62,7 @@ class OpenMixer:
     @cached_property
     def output(self) -> Tensor:
         """What the frozen mixer returns, ``(B, L, E)``."""
-        return self.mixer.out_proj(self.gated)
+        return self.mixer.projected(self.gated)
 
     @cached_property
     def projected(self) -> Tensor | None:
@@ -84,8 +84,8 @@ class OpenMixer:
     def returning(self, gated: Tensor) -> Tensor:
         """The module's output for another input of its output projection, ``(B, L, D)``."""
         own = self.call.output
-        if self.projected is None:
-            change = self.mixer.out_proj(gated) - self.output
+        if self.projected is None or self.mixer.out_gate is not None:
+            change = self.mixer.projected(gated) - self.output
         else:
             change = F.linear(gated - self.gated, self.mixer.out_weight)
         if own.requires_grad and not change.requires_grad and torch.is_grad_enabled():

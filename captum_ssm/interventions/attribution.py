@@ -183,7 +183,7 @@ def _gradients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
         ]
         gated = found.mixer.gated_output_of(mixed)
         own = found.call.output
-        change = found.mixer.out_proj(gated) - found.output
+        change = found.mixer.projected(gated) - found.output
         return own + change.reshape(own.shape).to(own.dtype) + here.output
 
     with torch.inference_mode(False), torch.enable_grad():

@@ -73,7 +73,7 @@ def value_zeroing(
             mixer = chosen.mixer
             own = mixer.output()
             for j in range(L):
-                zeroed = mixer.out_proj(mixer.gated_output_of(_without(mixer, torch.tensor([j]))))
+                zeroed = mixer.projected(mixer.gated_output_of(_without(mixer, torch.tensor([j]))))
                 columns.append(1 - F.cosine_similarity(zeroed, own, -1))
                 done(1)
         return torch.stack(columns, -1)

@@ -62,6 +62,8 @@ class FrozenMixer:
             with the norm's scale computed anew. Interventions need it. Default: None
         memory (Callable, optional): returns the recurrence whose state the model keeps, where that
             is scaled by the run it is from, or not the state of :math:`\alpha`. Default: None
+        out_gate (Tensor, optional): ``(B, L, E)``, a factor of what ``out_proj`` returns that
+            differs by token, as that of a GLU. Default: None
         adds_input (bool, optional): whether the skip is a residual: the mixer's own input, added to
             what it returns. Default: False
         exchanged (float, optional): the share of neighboring tokens in v, by a token shift that no
@@ -97,6 +99,7 @@ class FrozenMixer:
     paper_components: tuple[str, ...] = PAPER_COMPONENTS
     readout: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     memory: Callable[[], TokenOperator] | None = field(default=None, repr=False)
+    out_gate: Tensor | None = None
     adds_input: bool = False
     exchanged: float = 0.0
     rounding: float = 1.0
@@ -227,7 +230,12 @@ class FrozenMixer:
 
     def output(self, multiply: Product = torch.mul) -> Tensor:
         """What the mixer returns, ``(B, L, E)``: the output projection of :meth:`gated_output`."""
-        return self.out_proj(self.gated_output(multiply))
+        return self.projected(self.gated_output(multiply))
+
+    def projected(self, y: Tensor) -> Tensor:
+        """The output projection of ``y (B, L, D)``, and its gate: ``(B, L, E)``."""
+        y = self.out_proj(y)
+        return y if self.out_gate is None else y * self.out_gate
 
     def recurrence_share(self, gated: Tensor) -> Tensor:
         """The norm of what the recurrence adds to the gated output over that of all, ``(B,)``.
@@ -255,7 +263,10 @@ class FrozenMixer:
         argument times a constant; no other coefficient has a gradient.
         """
         frozen = detached(
-            {name: getattr(self, name) for name in ("skip", "activation", "gate", "norm", "offset")}
+            {
+                name: getattr(self, name)
+                for name in ("skip", "activation", "gate", "norm", "offset", "out_gate")
+            }
         )
         if self.gate is not None and self.gate_argument is not None:
             frozen["gate"] = _TimesConstant.apply(self.gate_argument, frozen["gate"])
@@ -297,7 +308,9 @@ class FrozenMixer:
         It is that at the mixer's output, ``(B, L, E)``, times the output projection's weight, so
         no hook inside a fused kernel is needed.
         """
-        return gradient.to(self.out_weight.dtype) @ self.out_weight.mean(1)
+        gradient = gradient.to(self.out_weight.dtype)
+        gradient = gradient if self.out_gate is None else gradient * self.out_gate
+        return gradient @ self.out_weight.mean(1)
 
 
 def mean_of_groups(y: Tensor, groups: int) -> Tensor:

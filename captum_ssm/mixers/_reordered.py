@@ -37,6 +37,7 @@ class ReorderedMixer(FrozenMixer):
             out_proj=inner.out_proj,
             out_weight=inner.out_weight,
             paper_components=inner.paper_components,
+            out_gate=None if inner.out_gate is None else _to_model(inner.out_gate, order),
             adds_input=inner.adds_input,
             exchanged=inner.exchanged,
             rounding=inner.rounding,

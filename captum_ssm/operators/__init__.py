@@ -16,6 +16,7 @@ from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.placed import PlacedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.substeps import SubstepOperator
+from captum_ssm.operators.toeplitz import ToeplitzOperator
 from captum_ssm.operators.weights import WeightsOperator
 from captum_ssm.operators.windowed import WindowedOperator
 from captum_ssm.operators.wkv import wkv_operator as wkv_operator
@@ -34,6 +35,7 @@ __all__ = [
     "SoftmaxOperator",
     "SubstepOperator",
     "SumOperator",
+    "ToeplitzOperator",
     "TokenOperator",
     "WeightsOperator",
     "WindowedOperator",

@@ -20,6 +20,7 @@ from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
+from captum_ssm.operators.toeplitz import ToeplitzOperator
 from captum_ssm.operators.weights import WeightsOperator
 
 
@@ -63,6 +64,8 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
         return PermutedOperator(part_of(operator.inner, rows, start, stop), operator.order)
     if isinstance(operator, SkipOperator):
         return SkipOperator(examples(operator.diagonal, rows, slice(start, stop)))
+    if isinstance(operator, ToeplitzOperator):
+        return ToeplitzOperator(operator.kernel[start:stop].repeat(several, 1), len(rows))
     if isinstance(operator, ScaledOperator):
         factors = [
             None if x is None else examples(x, rows, slice(start, stop))

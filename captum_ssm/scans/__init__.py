@@ -6,6 +6,7 @@ arguments, returns what it returned.
 """
 
 from captum_ssm.scans import _flash as _flash
+from captum_ssm.scans import _fourier as _fourier
 from captum_ssm.scans import _known as _known
 from captum_ssm.scans import _linear_attention as _linear_attention
 from captum_ssm.scans import _softmax as _softmax

@@ -26,6 +26,14 @@ def working_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+def per_channel(D: Tensor | None, channels: int) -> Tensor | None:
+    """A factor for each channel, ``(D,)``, of one for each head or channel; None for another."""
+    if D is None:
+        return None
+    D = D.reshape(-1)
+    return None if channels % len(D) else D.repeat_interleave(channels // len(D))
+
+
 def log_decays(decay: Tensor | None, query: Tensor) -> Iterator[Tensor]:
     """Logarithms of the decay that a function may mean; zeros where it has none.
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm._bodies import exchanged, own_codes
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
+from captum_ssm.scans._fourier import Transforms, fourier_convolution
 
+_BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution)
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -99,12 +101,11 @@ def intercepted(
             :func:`candidate_functions`. Default: None
     """
     known = set(candidate_functions() if functions is None else functions)
-    attention = F.scaled_dot_product_attention in known
-    bodies = [function for function in known if isinstance(function, FunctionType)]
+    bodies = [f for f in known.difference(_BUILT_IN) if isinstance(f, FunctionType)]
     with (
         exchanged(bodies, _handled),
         handled_by(handler),
-        _Attention() if attention else nullcontext(),
+        nullcontext() if known.isdisjoint(_BUILT_IN) else _BuiltIn(),
     ):
         yield
 
@@ -131,7 +132,7 @@ def _wide(x: Tensor) -> Tensor:
 def candidate_functions() -> list[Callable[..., Any]]:
     """All functions of the process whose parameters have the names of a form's roles.
 
-    PyTorch's softmax attention is one of them.
+    PyTorch's softmax attention and convolutions by its Fourier transforms are among them.
     """
     # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
     # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
@@ -140,7 +141,7 @@ def candidate_functions() -> list[Callable[..., Any]]:
     for telling in telling_names():  # quick tests: a process has tens of thousands of functions
         known = [one for one in known if not telling.isdisjoint(one[1].co_varnames)]
     found = [function for function, code in known if _is_candidate(function, code)]
-    return [*found, F.scaled_dot_product_attention]
+    return [*found, *_BUILT_IN]
 
 
 def _is_candidate(function: FunctionType, code: CodeType) -> bool:
@@ -192,11 +193,22 @@ def _in_autograd_function() -> bool:
     return False
 
 
-class _Attention(TorchFunctionMode):
-    # PyTorch's attention is a builtin, which has no body to exchange. PyTorch has a stack of such
-    # modes per thread.
+class _BuiltIn(TorchFunctionMode):
+    # Builtins have no body to exchange. PyTorch has a stack of such modes per thread.
+    def __init__(self) -> None:
+        super().__init__()
+        self.transforms = Transforms()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, handler = kwargs or {}, _THIS.handler
-        if handler is None or func is not F.scaled_dot_product_attention:
+        if handler is None:
             return func(*args, **kwargs)
-        return handler(FunctionCall(func, args, kwargs, func))
+        if func is F.scaled_dot_product_attention:
+            return handler(FunctionCall(func, args, kwargs, func))
+        if func is torch.fft.rfft or func is torch.fft.irfft:
+            return self.transforms.run(func, args, kwargs, partial(_convolved, handler))
+        return func(*args, **kwargs)
+
+
+def _convolved(handler: Handler, *args: Any) -> Any:
+    return handler(FunctionCall(fourier_convolution, args, {}, fourier_convolution))

@@ -20,7 +20,7 @@ from captum_ssm.operators import (
     SumOperator,
     TokenOperator,
 )
-from captum_ssm.scans._arguments import QKV, SCALE, log_decays, working_dtype
+from captum_ssm.scans._arguments import QKV, SCALE, log_decays, per_channel, working_dtype
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
 
@@ -67,7 +67,7 @@ def s6(
                 ),
                 values=v,
                 layouts=("BDL", "BLD") if last else ("BLD", "BDL"),
-                skip=_per_channel(D, channels),
+                skip=per_channel(D, channels),
                 gates=_gates(z.mT if last and z is not None else z),
             )
 
@@ -257,17 +257,9 @@ def _in_heads(operator: TokenOperator, x: Tensor, D: Tensor | None, z: Tensor | 
         operator=operator,
         values=x.flatten(2),
         layouts=("BLHP",),
-        skip=_per_channel(D, x.shape[2:].numel()),
+        skip=per_channel(D, x.shape[2:].numel()),
         gates=_gates(None if z is None else z.flatten(2)),
     )
-
-
-def _per_channel(D: Tensor | None, channels: int) -> Tensor | None:
-    # One per head, or one per channel.
-    if D is None:
-        return None
-    D = D.reshape(-1)
-    return None if channels % len(D) else D.repeat_interleave(channels // len(D))
 
 
 def _gates(z: Tensor | None) -> tuple[Tensor, ...]:

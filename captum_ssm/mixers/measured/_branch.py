@@ -75,6 +75,7 @@ def with_branches(
         inputs=mixer.inputs,
         out_proj=mixer.out_proj,
         out_weight=mixer.out_weight,
+        out_gate=mixer.out_gate,
         scans=(mixer, *branches),
         orders=(here, *of_branches),
     )

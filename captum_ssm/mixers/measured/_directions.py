@@ -85,8 +85,35 @@ def find_directions(rerun: Rerun, projection: Projection, cut: CutScan) -> list[
     if exits is None:
         raise rerun.refused(f"what it does after {cut.scan.name} mixes channels or tokens")
     if bool((exits.token < 0).any()):
+        exits = _completed(exits, cut.leaf.shape)
+    if exits is None:
         raise rerun.refused(f"a part of what {cut.scan.name} returns does not reach its output")
     return parted(rerun, cut, exits, centered)
+
+
+def _completed(exits: Entries, shape: tuple[int, ...]) -> Entries | None:
+    # Behind an activation, as ReLU, entries that are zero are not read; they go where others of
+    # their token and of their channel do. None where that is not known.
+    rows, length, width = shape
+    to = exits.channel.view(rows, length, width)
+    channel = torch.where(to >= 0, to, to.amax(1, keepdim=True)).view(exits.channel.shape)
+    token = exits.token.clone()
+    kinds: list[Tensor] = []  # of tokens that channels reach, and which of them the last one
+    last = 0
+    for column in sorted(range(width), key=lambda c: bool((token[:, c] < 0).any())):
+        read = token[:, column] >= 0
+        near = sorted(range(len(kinds)), key=lambda n: n != last)
+        fits = (n for n in near if torch.equal(kinds[n][read], token[read, column]))
+        n = next(fits, None)
+        if n is None:
+            if not bool(read.all()):
+                return None
+            n = len(kinds)
+            kinds.append(token[:, column])
+        last, token[:, column] = n, kinds[n]
+    if bool((channel < 0).any()):
+        return None
+    return Entries(token, channel, exits.factor)
 
 
 def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> list[Direction]:

@@ -165,6 +165,7 @@ def _assembled(
             inputs=direction.values if conv is None else conv.psi,
             out_proj=projection.apply,
             out_weight=projection.weight,
+            out_gate=projection.gate,
             skip=direction.skip,
             activation=None if conv is None else conv.factor,
             gate=None if bool((gate == 1).all()) else gate,
@@ -184,6 +185,7 @@ def _assembled(
         inputs=scans[0].inputs[:, torch.argsort(orders[0])],
         out_proj=projection.apply,
         out_weight=projection.weight,
+        out_gate=projection.gate,
         scans=tuple(scans),
         orders=orders,
     )

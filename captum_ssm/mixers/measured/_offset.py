@@ -87,7 +87,7 @@ def _skips(
                 link = entries(root, psi)
             if link is not None:
                 at = link.factor.to(one.factor)[one.position][..., one.channels]
-                skip = at / (one.factor * direction.factor)
+                skip = _over(at, one.factor * direction.factor)
         elif one is None:
             skip = _of_values(root, direction)
         skips.append(skip)
@@ -112,7 +112,12 @@ def _of_values(root: Point, direction: Direction) -> Tensor | None:
     factor = torch.zeros(direction.cut.leaf.shape, dtype=torch.float64, device=given.device)
     read = (link.token >= 0) & (own.token >= 0)
     factor.flatten(0, 1)[own.token[read], own.channel[read]] = (link.factor / own.factor)[read]
-    return direction.of(factor.to(direction.factor)) / direction.factor
+    return _over(direction.of(factor.to(direction.factor)), direction.factor)
+
+
+def _over(a: Tensor, b: Tensor) -> Tensor:
+    # Zero where both are, behind an activation that is zero.
+    return torch.where(a == 0, 0, a / torch.where(b == 0, 1, b))
 
 
 def _past_norm(mixer: FrozenMixer, skips: Sequence[Tensor | None]) -> Tensor | None:

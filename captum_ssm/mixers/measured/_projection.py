@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._graph import Entries, Point, entries, readers
+from captum_ssm._graph import Entries, Point, dependencies, entries, readers
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutLinear
 from captum_ssm.mixers.measured._rerun import Rerun, is_close
@@ -25,6 +25,8 @@ class Projection:
         gated (Tensor): its input, ``(B, L, G)``, in the module's order.
         apply (Callable): takes ``(..., G)`` and returns ``(..., E)``.
         weight (Tensor): ``(E, G)``.
+        gate (Tensor, optional): ``(B, L, E)``, a factor behind it that differs by token.
+            Default: None
         channels (Tensor, optional): ``(G,)``, which of the input's these are, where they are some
             of them, or some of them several times: what is given there is added up. Default: None
     """
@@ -34,6 +36,7 @@ class Projection:
     gated: Tensor
     apply: Callable[[Tensor], Tensor]
     weight: Tensor
+    gate: Tensor | None = None
     channels: Tensor | None = None
 
     def entries(self, leaf: Point) -> Entries | None:
@@ -72,21 +75,32 @@ def find_projection(rerun: Rerun) -> Projection:
     if not output.requires_grad:
         raise rerun.refused("its output does not depend on its scans")
     root = Point.of(output)
+    leaves = [Point.of(cut.leaf) for cut in rerun.run.scans]
     for linear in reversed(rerun.run.linears):
-        y, weight = linear.output, linear.weight
-        if y.numel() != flat.numel() or y.shape[-1] != E or y.shape[0] != B:
+        y, width = linear.output, linear.output.shape[-1]
+        if y.numel() // width != rerun.T or y.shape[0] != B:
             continue
         with ruled([root.edge.node], [linear.at_output.edge.node]):
             link = entries(root, linear.at_output)
-        lands, scale = _places(link, rerun.T, E)
-        if lands is None or scale is None:
+        found = None if link is None else _places(link, rerun.T, E)
+        if found is None:
             continue
+        lands, columns, factor = found
         back = torch.argsort(lands)
-        if not is_close(y.detach().reshape(rerun.T, E)[back].view_as(flat) * scale, flat):
+        factor = factor[back].float().view(B, L, E)
+        own = y.detach().reshape(rerun.T, width)[back][:, columns].view_as(flat)
+        if not is_close(own * factor, flat):
             continue
+        scale, gate = factor[0, 0], None
+        if not is_close(scale.expand_as(factor), factor):
+            # Not the gate's own projection, where there is none behind the scans.
+            if not any(dependencies([linear.point], leaves)):
+                continue
+            scale, gate = torch.ones_like(scale), factor
         gated = linear.inputs.reshape(rerun.T, -1)[back].view(B, L, -1)
-        weight = weight * scale[:, None]
-        return Projection(linear.point, lands, gated, _scaled(linear, scale), weight)
+        weight = linear.weight[columns] * scale[:, None]
+        apply = _scaled(linear, columns, scale)
+        return Projection(linear.point, lands, gated, apply, weight, gate)
     eye = torch.eye(E, dtype=flat.dtype, device=flat.device)
     return Projection(root, torch.arange(rerun.T, device=flat.device), flat, lambda x: x, eye)
 
@@ -120,24 +134,27 @@ def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projecti
     )
 
 
-def _scaled(linear: CutLinear, scale: Tensor) -> Callable[[Tensor], Tensor]:
+def _scaled(linear: CutLinear, columns: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
+    weight, bias = linear.weight[columns], linear.bias
+    bias = None if bias is None else bias[columns]
+
     def apply(x: Tensor) -> Tensor:
-        bias = None if linear.bias is None else linear.bias.to(x)
-        return F.linear(x, linear.weight.to(x), bias) * scale.to(x)
+        return F.linear(x, weight.to(x), None if bias is None else bias.to(x)) * scale.to(x)
 
     return apply
 
 
-def _places(link: Entries | None, T: int, E: int) -> tuple[Tensor | None, Tensor | None]:
-    # The token that each one lands on, and the factor per channel where all have the same; or None.
-    if link is None:
-        return None, None
-    lands = link.token[:, 0]
-    columns = torch.arange(E, device=link.token.device)
-    if bool((link.token != lands[:, None]).any() | (link.channel != columns).any()):
-        return None, None
+def _places(link: Entries, T: int, E: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    # The token that each one lands on, the channel that is read by each of the module's (E,), and
+    # the factor (T, E); None where they are not read so.
+    columns = (link.token >= 0).all(0).nonzero()[:, 0]
+    if len(columns) != E or bool((link.token >= 0).sum() != T * E):
+        return None
+    lands, to = link.token[:, columns[0]], link.channel[0, columns]
+    at = columns[torch.argsort(to)]
+    channels = torch.arange(E, device=at.device)
+    if bool((link.token[:, at] != lands[:, None]).any() | (link.channel[:, at] != channels).any()):
+        return None
     if not torch.equal(lands.sort().values, torch.arange(T, device=lands.device)):
-        return None, None
-    scale = link.factor[:1]
-    same = is_close(scale.expand_as(link.factor), link.factor)
-    return lands, scale[0].float() if same else None
+        return None
+    return lands, at, link.factor[:, at]

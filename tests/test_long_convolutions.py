@@ -1,0 +1,225 @@
+"""S4, S4D, Hyena: convolutions as long as the input, found among the transforms of a run."""
+
+import pytest
+import torch
+import wild
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm import (
+    LaTIM,
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    UnifiedImplicitAttention,
+    UnsupportedModelError,
+    hidden_attention,
+    supported,
+)
+from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.operators import ToeplitzOperator
+from captum_ssm.operators.part import part_of
+from captum_ssm.scans import FunctionCall, prove
+
+D, L = 4, 9
+METHODS = (RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention, MambaLRP)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_toeplitz_operator_is_its_matrix(causal):
+    kernel = torch.randn(D, 2 * L)
+    kernel[:, L:] *= not causal
+    operator = ToeplitzOperator(kernel, examples=2)
+    matrix = operator.matrix()
+    lags = torch.arange(L)[:, None] - torch.arange(L)
+    assert torch.equal(matrix, kernel[:, lags].expand(2, -1, -1, -1))
+    assert operator.is_causal == causal
+    v, w = torch.randn(2, 2, L, D)
+    expected = torch.einsum("bdij,bjd->bid", matrix, v)
+    torch.testing.assert_close(operator.matvec(v), expected, rtol=1e-4, atol=1e-5)
+    expected = torch.einsum("bdij,bid->bjd", matrix, w)
+    torch.testing.assert_close(operator.rmatvec(w), expected, rtol=1e-4, atol=1e-5)
+    row = torch.einsum("bdij,bi->bj", matrix, w[..., 0]) / D
+    torch.testing.assert_close(operator.rmatvec(w[..., 0], "mean"), row, rtol=1e-4, atol=1e-5)
+    mean = operator.matrix("mean")
+    torch.testing.assert_close(mean, matrix.mean(1))
+    index = torch.tensor([[2, 8], [0, 5]])
+    rows = torch.stack([one[:, at] for one, at in zip(matrix, index, strict=True)])
+    assert torch.equal(operator.rows(index), rows)
+    some = part_of(operator, torch.tensor([1]), 1, 3)
+    assert torch.equal(some.matrix(), matrix[1:, 1:3])
+
+
+def response(width: int = D, length: int = L) -> Tensor:
+    """The impulse response of a diagonal model with a few states, (D, L)."""
+    step = torch.arange(length)
+    decay = (0.5 + 0.5 * torch.rand(width, 3, 1)) ** step
+    return (torch.randn(width, 3, 1) * decay).sum(1)
+
+
+def fftconv(u, k, D):
+    """As Hyena's code writes it: (B, D, L) and (D, L)."""
+    n = 2 * u.shape[-1]
+    y = torch.fft.irfft(torch.fft.rfft(u, n=n) * torch.fft.rfft(k, n=n) / n, n=n, norm="forward")
+    return y[..., : u.shape[-1]] + u * D[:, None]
+
+
+def proven(function, **arguments):
+    return prove(FunctionCall(function, (), arguments, function), function(**arguments))
+
+
+def test_a_function_that_convolves_is_proven():
+    u, k, skip = torch.randn(2, D, L), response(), torch.randn(D)
+    scan = proven(fftconv, u=u, k=k, D=skip)
+    assert scan.error < 1e-5
+    assert scan.skip is not None
+    lags = torch.arange(L)[:, None] - torch.arange(L)
+    expected = torch.where(lags >= 0, k[:, lags.clamp(min=0)], 0)
+    torch.testing.assert_close(scan.operator.matrix()[0], expected)
+    assert proven(lambda u, k, D: fftconv(u, k, D).tanh(), u=u, k=k, D=skip) is None
+    assert proven(lambda u, k, D: fftconv(u, k.flip(-1), D), u=u, k=k, D=skip) is None
+
+
+class S4D(nn.Module):
+    """Channels first, as S4D's own code; a GLU behind the output projection."""
+
+    def __init__(self, glu: bool = True, way: str = "past", width: int = 6) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(response(width, 2 * L if way == "both" else L))
+        self.D = nn.Parameter(torch.randn(width))
+        layers = [nn.Conv1d(width, 2 * width if glu else width, 1)]
+        self.output = nn.Sequential(*layers, *([nn.GLU(dim=-2)] if glu else []))
+        self.way = way
+
+    def product(self, u: Tensor, k: Tensor) -> Tensor:
+        return u * k
+
+    def convolved(self, u: Tensor) -> Tensor:
+        length, n = u.shape[-1], 2 * u.shape[-1]
+        k = torch.fft.rfft(self.kernel, n=n)
+        return torch.fft.irfft(self.product(torch.fft.rfft(u, n=n), k), n=n)[..., :length]
+
+    def forward(self, u: Tensor) -> Tensor:
+        return self.output(F.gelu(self.convolved(u) + u * self.D[:, None]))
+
+
+class Einsum(S4D):
+    """As S4's: several kernels in general, here one."""
+
+    def convolved(self, u: Tensor) -> Tensor:
+        length, n = u.shape[-1], 2 * u.shape[-1]
+        k, x = torch.fft.rfft(self.kernel[None], n=n), torch.fft.rfft(u, n=n)
+        product = torch.einsum("bhl,chl->bchl", x, k)
+        return torch.fft.irfft(product, n=n)[..., :length].flatten(1, 2)
+
+
+class TokensLast(nn.Module):
+    """A residual stream whose channels stand before its tokens."""
+
+    def __init__(self, *layers: nn.Module, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in layers)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x).mT).mT
+        return self.head(x)
+
+
+def tokens(B=1, width=6):
+    return torch.randn(B, L, width)
+
+
+@pytest.mark.parametrize("glu", [True, False], ids=["glu", "plain"])
+@pytest.mark.parametrize("way", ["past", "both"])
+@pytest.mark.parametrize("kind", [S4D, Einsum])
+def test_a_convolution_that_is_written_out_is_measured(kind, way, glu):
+    module, x = kind(glu, way).eval(), tokens(2).mT
+    with torch.no_grad():
+        call = MixerCall.of("mixer", module, (x,), {}, module(x), channels=1)
+    mixer = freeze_measured(call)
+    torch.testing.assert_close(mixer.output(), module(x).mT, rtol=1e-4, atol=1e-5)
+    maps = mixer.operator("hidden").matrix()
+    with torch.no_grad():
+        impulses = torch.eye(L)[:, None].expand(L, 6, L)
+        expected = module.convolved(impulses)  # (L of the impulse, D, L)
+    torch.testing.assert_close(maps[0], expected.permute(1, 2, 0), rtol=1e-4, atol=1e-5)
+    assert mixer.recurrence.is_causal == (way == "past")
+    assert (mixer.out_gate is None) != glu
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_explains_an_s4d(method):
+    model, x = TokensLast(S4D(), S4D()).eval(), tokens()
+    where = {} if method in (RawAttention, MambaRollout) else {"target": (6, 3)}
+    found = method(model).attribute(x, position=6, **where).abs().sum(-1)[0]
+    assert found.isfinite().all()
+    assert found[:7].sum() > 0
+    # The model's own transforms round, and so do ours.
+    assert found[7:].max() < 1e-5 * found.max()
+
+
+def test_relevance_adds_up_and_contributions_do_without_a_glu():
+    plain, gated = TokensLast(S4D(glu=False), S4D(glu=False)), TokensLast(S4D(), S4D())
+    for model in (plain, gated):
+        for name, p in model.eval().named_parameters():
+            p.data.mul_(0 if name.endswith("bias") else 1)
+        x = tokens()
+        found = MambaLRP(model).attribute(x, target=(6, 3)).sum()
+        torch.testing.assert_close(found, model(x)[0, 6, 3], rtol=1e-3, atol=1e-5)
+    _, delta = LaTIM(plain).attribute(
+        x, target=(6, 3), aggregation="alti_logit", return_convergence_delta=True
+    )
+    assert float(delta.abs().max()) < 1e-4
+    with pytest.raises(UnsupportedModelError, match="a GLU"):
+        LaTIM(gated).attribute(x, target=(6, 3))
+
+
+def test_the_gradient_through_a_gate_behind_the_projection_is_the_models():
+    module, x = S4D().eval(), tokens().mT
+    with torch.no_grad():
+        call = MixerCall.of("mixer", module, (x,), {}, module(x), channels=1)
+    mixer = freeze_measured(call)
+    gated, direction = mixer.gated_output().requires_grad_(), torch.randn(1, L, 6)
+    (expected,) = torch.autograd.grad((direction * mixer.projected(gated)).sum(), gated)
+    found = mixer.mean_gated_gradient(direction)
+    torch.testing.assert_close(found, expected.mean(-1))
+
+
+class Multiplied(S4D):
+    """The product is not that of the two transforms."""
+
+    def product(self, u: Tensor, k: Tensor) -> Tensor:
+        return u * k * (1 + u.abs())
+
+
+def test_another_product_is_no_convolution():
+    model = TokensLast(Multiplied(), Multiplied()).eval()
+    with pytest.raises(UnsupportedModelError):
+        hidden_attention(model, tokens())
+
+
+class ScanOnly(wild.Mixer):
+    """No output projection: the gate's own is not taken for one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, z = self.in_proj(x).chunk(2, -1)
+        return self.mixed(u) * F.silu(z)
+
+
+def test_the_gates_own_projection_is_not_the_output_projection():
+    module, x = ScanOnly(inner=6).eval(), tokens(2)
+    with torch.no_grad():
+        mixer = freeze_measured(MixerCall("mixer", module, (x,), {}, module(x)))
+    assert mixer.out_gate is None
+    torch.testing.assert_close(mixer.output(), module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_supported_says_that_all_but_latim_work_with_a_glu():
+    found = supported(TokensLast(S4D(), S4D()).eval(), tokens(), target=(6, 3))
+    assert [name for name, why in found.methods.items() if why] == ["latim"]
+    assert all(mixer.known == "measured" for mixer in found.mixers)
