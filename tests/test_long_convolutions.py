@@ -190,6 +190,54 @@ def test_the_gradient_through_a_gate_behind_the_projection_is_the_models():
     torch.testing.assert_close(found, expected.mean(-1))
 
 
+class Hyena(nn.Module):
+    """Values are the product of two convolved signals, the third is the gate; a skip of values."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.short = nn.Conv1d(3 * width, 3 * width, 3, padding=2, groups=3 * width)
+        self.kernel, self.D = nn.Parameter(response(width)), nn.Parameter(torch.randn(width))
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.short(self.into(x).mT)[..., : x.shape[1]].chunk(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x2, x1, v = self.parts(x)
+        u, n = x1 * v, 2 * v.shape[-1]
+        # As StripedHyena writes it: a complex transform, and scales on both sides.
+        kernel = torch.fft.rfft(self.kernel, n=n) / n
+        product = torch.fft.fft(u, n=n)[..., : n // 2 + 1] * kernel
+        y = torch.fft.irfft(product, n=n, norm="forward")[..., : v.shape[-1]]
+        return self.out(((y + u * self.D[:, None]) * x2).mT)
+
+
+def test_the_map_of_a_hyena_acts_on_its_values():
+    module, x = Hyena().eval(), tokens(2)
+    with torch.no_grad():
+        mixer = freeze_measured(MixerCall("mixer", module, (x,), {}, module(x)))
+        x2, x1, v = module.parts(x)
+    torch.testing.assert_close(mixer.output(), module(x), rtol=1e-4, atol=1e-5)
+    lags = torch.arange(L)[:, None] - torch.arange(L)
+    toeplitz = torch.where(lags >= 0, module.kernel.detach()[:, lags.clamp(min=0)], 0)
+    torch.testing.assert_close(mixer.operator("hidden").matrix()[1], toeplitz)
+    # With the two gates: of v, before its convolution the last third of the channels.
+    found = mixer.operator("unified", ("gate", "activation", "skip")).matrix()
+    whole = toeplitz + torch.diag_embed(module.D.detach()[:, None].expand(-1, L))
+    torch.testing.assert_close(found, x2[..., None] * whole * x1[..., None, :])
+    y = torch.einsum("bdij,bdj->bid", found, v)
+    torch.testing.assert_close(module.out(y), module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [*METHODS, LaTIM])
+def test_every_method_explains_a_hyena(method):
+    model, x = wild.Stack(Hyena(), Hyena()).eval(), tokens()
+    where = {} if method in (RawAttention, MambaRollout) else {"target": (6, 3)}
+    found = method(model).attribute(x, position=6, **where)
+    assert found.isfinite().all()
+    assert found.abs().sum() > 0
+
+
 class Multiplied(S4D):
     """The product is not that of the two transforms."""
 

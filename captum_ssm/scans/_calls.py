@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm._bodies import exchanged, own_codes
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
-from captum_ssm.scans._fourier import Transforms, fourier_convolution
+from captum_ssm.scans._fourier import TRANSFORMS, Transforms, fourier_convolution
 
 _BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution)
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -205,7 +205,7 @@ class _BuiltIn(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return handler(FunctionCall(func, args, kwargs, func))
-        if func is torch.fft.rfft or func is torch.fft.irfft:
+        if func in TRANSFORMS:
             return self.transforms.run(func, args, kwargs, partial(_convolved, handler))
         return func(*args, **kwargs)
 

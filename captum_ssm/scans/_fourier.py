@@ -18,6 +18,7 @@ from captum_ssm.scans._arguments import per_channel, working_dtype
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
 
+TRANSFORMS = (torch.fft.rfft, torch.fft.fft, torch.fft.irfft)
 # How many transforms of a run are remembered: a convolution's two stand close to each other.
 _REMEMBERED = 4
 
@@ -71,27 +72,33 @@ class Transforms:
         """What a transform, or one back, returns.
 
         Args:
-            function (Callable): :func:`torch.fft.rfft` or :func:`torch.fft.irfft`.
+            function (Callable): one of :data:`TRANSFORMS`.
             args, kwargs: its arguments.
             convolve (Callable): takes the arguments of :func:`fourier_convolution` where a product
                 of two transforms is transformed back, and returns what that returns.
         """
         whole = function(*args, **kwargs)
-        x, n = _taken(args, kwargs)
-        if x is None:
+        given = _taken(args, kwargs)
+        if given is None:
             return whole
-        if function is torch.fft.rfft:
-            self._known = [*self._known, (whole, x, n or x.shape[-1])][-_REMEMBERED:]
+        x, n, norm = given
+        if function is not torch.fft.irfft:
+            if x.is_floating_point():
+                transform = whole[..., : (n or x.shape[-1]) // 2 + 1]
+                self._known = [*self._known, (transform, x, n or x.shape[-1])][-_REMEMBERED:]
             return whole
-        found = self._factors(x, n or 2 * (x.shape[-1] - 1))
+        n = n or 2 * (x.shape[-1] - 1)
+        found = self._factors(x, n)
         if found is None:
             return whole
-        y = convolve(*found)
+        values, kernel, scale = found
+        scale = scale * {"forward": n, "ortho": n**0.5}.get(norm, 1)
+        y = convolve(values, kernel * scale, n)
         y = y.reshape(*whole.shape[:-1], y.shape[-1])
         return torch.cat([y.to(whole.dtype), whole[..., y.shape[-1] :]], -1)
 
-    def _factors(self, product: Tensor, n: int) -> tuple[Tensor, Tensor, int] | None:
-        # Values (B, D, L), kernel (D, K) and n of two transforms whose product this is.
+    def _factors(self, product: Tensor, n: int) -> tuple[Tensor, Tensor, float] | None:
+        # Values (B, D, L), kernel (D, K) and c of two transforms whose product this is, times c.
         for one in reversed(self._known):
             for other in self._known:
                 (a, x, n_x), (b, k, n_k) = one, other
@@ -101,19 +108,19 @@ class Transforms:
                 if product.numel() != a.numel() or product.shape[0] != len(x):
                     continue
                 with torch.no_grad():
-                    expected = (a * b.view(-1, b.shape[-1])).view_as(product)
-                    close = (product - expected).norm() <= 1e-5 * expected.norm()
-                if bool(close):
-                    return x, k.reshape(-1, k.shape[-1]), n
+                    expected = (a * b.reshape(-1, b.shape[-1])).reshape(product.shape)
+                    size = expected.abs().square().sum()
+                    c = float((product * expected.conj()).sum().real / size.clamp(min=1e-300))
+                    left = (product - c * expected).norm()
+                    if bool(left <= 1e-5 * product.norm()) and c != 0:
+                        return x, k.reshape(-1, k.shape[-1]), c
         return None
 
 
-def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, int | None]:
-    # The tensor and the length of a transform along the last axis, without another norm.
+def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int | None, str] | None:
+    # The tensor, the length and the norm of a transform along the last axis.
     given = dict(zip(("input", "n", "dim", "norm"), args, strict=False)) | kwargs
     x = given.get("input")
     if not torch.is_tensor(x) or given.get("dim", -1) not in (-1, x.dim() - 1):
-        return None, None
-    if given.get("norm") not in (None, "backward"):
-        return None, None
-    return x, given.get("n")
+        return None
+    return x, given.get("n"), given.get("norm") or "backward"

@@ -106,9 +106,13 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
     shape, scan = conv.leaf.shape, direction.cut  # (B'', C, ...)
     place, channel = (link.token >= 0).nonzero().unbind(1)
     token, to = link.token[place, channel], link.channel[place, channel]
-    # In the scan's order: the position and channel in the convolution of each entry.
+    # In the scan's order: the position and channel in the convolution of each entry. Where values
+    # are products of two (Hyena's), the last one counts, and the other is its factor: by the rule
+    # of products each has half of it.
     index = torch.full(scan.leaf.shape, -1, device=place.device).flatten(0, 1)
-    index[token, to] = place * shape[1] + channel
+    at = token * index.shape[1] + to
+    index.view(-1).scatter_reduce_(0, at, place * shape[1] + channel, "amax")
+    factors = torch.zeros_like(index).index_put_((token, to), torch.ones_like(to), accumulate=True)
     index = direction.of(index.reshape(scan.leaf.shape))
     position, channels = index // shape[1], index % shape[1]
     if bool((index < 0).any() | (channels != channels[:1, :1]).any()) or bool(
@@ -118,6 +122,7 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
     position, channels = position[..., 0], channels[0, 0]
     psi = Point.of(conv.leaf, 1).flat(conv.leaf.detach())[position][..., channels]
     factor = link.factor.to(psi)[position][..., channels]
+    factor = factor * direction.of(factors.reshape(scan.leaf.shape))
     # A bias may be added after the convolution.
     added = direction.values - factor * psi
     bias = (added * factor).sum((0, 1)) / factor.square().sum((0, 1)).clamp(min=1e-300)

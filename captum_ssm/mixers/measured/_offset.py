@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from captum_ssm._graph import Point, before_view, entries
 from captum_ssm._rules import ruled
-from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, mean_of_groups
 from captum_ssm.mixers.measured._branch import with_branches
 from captum_ssm.mixers.measured._convolution import Convolution
@@ -44,22 +44,15 @@ def with_offset(
     want = projection.gated
     if is_small(_rest(projection, mixer), want):
         return mixer
-    skips = _skips(projection.root, directions, found)
-    mixer = _with_skips(mixer, skips)
-    # They are added before the norm or after it.
-    offsets = (None, _past_norm(mixer, skips))
-    for whole in (mixer, with_branches(rerun, projection, mixer, found)):
-        for offset in offsets:
-            with_it = replace(whole, offset=offset)
-            rest = _rest(projection, with_it)
-            if is_small(rest, want):
-                return with_it
-            # A bias as it is, or times the gate.
-            for factor in (torch.ones_like(rest), after.to(rest)):
-                bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
-                if rerun.T > 1 and not projection.repeats and is_close(bias * factor, rest):
-                    added = bias * factor
-                    return replace(whole, offset=added if offset is None else offset + added)
+    for skips in _skips(projection.root, directions, found):
+        skipped = _with_skips(mixer, skips)
+        # They are added before the norm or after it.
+        offsets = (None, _past_norm(skipped, skips))
+        wholes = (skipped, with_branches(rerun, projection, skipped, found))
+        for whole, offset in product(wholes, offsets):
+            complete = _with_bias(rerun, projection, replace(whole, offset=offset), after)
+            if complete is not None:
+                return complete
     raise rerun.refused(
         "it adds something to its scans that depends on its tokens (a residual, a branch next to "
         "the scan)"
@@ -71,48 +64,80 @@ def _rest(projection: Projection, mixer: FrozenMixer) -> Tensor:
     return projection.gated - projection.added_up(mixer.gated_output().to(projection.gated))
 
 
+def _with_bias(
+    rerun: Rerun, projection: Projection, mixer: FrozenMixer, after: Tensor
+) -> FrozenMixer | None:
+    # With a bias as it is, or times the gate; None where that is not all that is missing.
+    rest = _rest(projection, mixer)
+    if is_small(rest, projection.gated):
+        return mixer
+    for factor in (torch.ones_like(rest), after.to(rest)):
+        bias = (rest * factor).sum((0, 1)) / factor.square().sum((0, 1))
+        if rerun.T > 1 and not projection.repeats and is_close(bias * factor, rest):
+            added = bias * factor
+            return replace(mixer, offset=added if mixer.offset is None else mixer.offset + added)
+    return None
+
+
 def _skips(
     root: Point, directions: Sequence[Direction], found: Sequence[Convolution | None]
-) -> list[Tensor | None]:
+) -> Iterator[list[Tensor | None]]:
     # The factor of each direction's values that is added after its scan, (B, L, D) in the scan's
-    # order. Directions of one convolution have one sum of them, given to the first.
-    skips: list[Tensor | None] = []
-    seen: list[CutConv] = []
-    for direction, one in zip(directions, found, strict=True):
-        skip = None
-        if one is not None and one.conv not in seen:
-            seen.append(one.conv)
-            psi = Point.of(one.conv.leaf, 1)
-            with ruled([root.edge.node], [psi.edge.node], centered=False):
-                link = entries(root, psi)
-            if link is not None:
-                at = link.factor.to(one.factor)[one.position][..., one.channels]
-                skip = _over(at, one.factor * direction.factor)
-        elif one is None:
-            skip = _of_values(root, direction)
-        skips.append(skip)
-    return skips
+    # order: read off a convolution before it, or off the values. Directions of one source have one
+    # sum of them, given to the first.
+    reads = [_read_values(root, direction) for direction in directions]
+    of_values: list[Tensor | None] = []
+    of_convolutions: list[Tensor | None] = []
+    seen: set[object] = set()
+    for direction, one, read in zip(directions, found, reads, strict=True):
+        source = None if read is None else (read.edge.node, read.edge.output_nr)
+        new = read is not None and source not in seen
+        of_values.append(_of_values(root, direction, read) if read is not None and new else None)
+        new = one is not None and one.conv not in seen
+        skip = of_values[-1] if one is None else None
+        skip = _of_convolution(root, direction, one) if one is not None and new else skip
+        of_convolutions.append(skip)
+        seen |= {source, None if one is None else one.conv}
+    yield of_convolutions
+    if any(one is not None for one in found):
+        yield of_values
 
 
-def _of_values(root: Point, direction: Direction) -> Tensor | None:
-    # The same of values that no convolution returned: RWKV-7's bonus, of what the scan is given.
+def _read_values(root: Point, direction: Direction) -> Point | None:
+    # What the values of a scan are a view of, where it is read past the scan.
     values = direction.cut.values
     while values is not None:
-        with ruled([root.edge.node], [values.edge.node], centered=False) as carries:
-            is_read = carries[root.edge.node]
-            link = entries(root, values) if is_read else None
-        if is_read:
-            break
+        with ruled([root.edge.node], [values.edge.node]) as carries:
+            if carries[root.edge.node]:
+                break
         values = before_view(values)
+    return values
+
+
+def _of_values(root: Point, direction: Direction, read: Point) -> Tensor | None:
+    # Of what the scan is given: S4's D, or RWKV-7's bonus.
     given = direction.cut.values
     assert given is not None
-    own = None if values is None or link is None else entries(given, values)
+    with ruled([root.edge.node], [read.edge.node], centered=False):
+        link = entries(root, read)
+    own = None if link is None else entries(given, read)
     if link is None or own is None:
         return None
     factor = torch.zeros(direction.cut.leaf.shape, dtype=torch.float64, device=given.device)
-    read = (link.token >= 0) & (own.token >= 0)
-    factor.flatten(0, 1)[own.token[read], own.channel[read]] = (link.factor / own.factor)[read]
+    both = (link.token >= 0) & (own.token >= 0)
+    factor.flatten(0, 1)[own.token[both], own.channel[both]] = (link.factor / own.factor)[both]
     return _over(direction.of(factor.to(direction.factor)), direction.factor)
+
+
+def _of_convolution(root: Point, direction: Direction, one: Convolution) -> Tensor | None:
+    # Of what the convolution before the scan returned.
+    psi = Point.of(one.conv.leaf, 1)
+    with ruled([root.edge.node], [psi.edge.node], centered=False):
+        link = entries(root, psi)
+    if link is None:
+        return None
+    at = link.factor.to(one.factor)[one.position][..., one.channels]
+    return _over(at, one.factor * direction.factor)
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:
