@@ -65,8 +65,14 @@ class ToeplitzOperator(TokenOperator):
         return found.mean(-1) if mean else found
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        lags = index[..., None] - torch.arange(self.length, device=self.device)
-        return self.kernel[start:stop, lags].transpose(0, 1)
+        return self.kernel[start:stop, self._lags(index)].transpose(0, 1)
+
+    def row_tile(self, start: int, stop: int) -> Tensor:
+        index = torch.arange(start, stop, device=self.device)
+        return self.kernel.mean(0)[self._lags(index)].expand(self.examples, -1, -1)
+
+    def _lags(self, index: Tensor) -> Tensor:
+        return index[..., None] - torch.arange(self.length, device=self.device)
 
     def _convolved(self, x: Tensor, response: Tensor) -> Tensor:
         n = 2 * self.length

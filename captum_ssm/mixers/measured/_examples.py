@@ -51,7 +51,7 @@ def freeze_examples(
         if not is_close(alone.output, call.output[row : row + 1, at]):
             return None
         mixer = freeze(alone)
-        if type(mixer) is not FrozenMixer:
+        if type(mixer) is not FrozenMixer or mixer.out_gate is not None:
             return None
         mixers.append(mixer)
     return _together(mixers, rows, positions, (B, L))
