@@ -635,6 +635,32 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
     return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), factor)
 
 
+def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[int]) -> bool:
+    """Whether a tensor depends on some tensors, and else on nothing but some parameters.
+
+    Args:
+        root (Tensor): with a graph.
+        given (collection of Tensor): with a graph.
+        parameters (collection of int): the ids of parameters.
+    """
+    edges = [get_gradient_edge(x) for x in given]
+    ends = {(edge.node, edge.output_nr) for edge in edges}
+    start = get_gradient_edge(root)
+    seen, stack = {start.node}, [(start.node, start.output_nr)]
+    while stack:
+        edge = stack.pop()
+        if edge in ends:
+            continue
+        leaf = getattr(edge[0], "variable", None)
+        if leaf is not None and id(leaf) not in parameters:
+            return False
+        for node, output in edge[0].next_functions:
+            if node is not None and (node not in seen or (node, output) in ends):
+                seen.add(node)
+                stack.append((node, output))
+    return True
+
+
 def before_view(point: Point) -> Point | None:
     """What a tensor is a view or a copy of, its channels last; None where it is computed."""
     node = point.edge.node

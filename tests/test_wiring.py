@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import wild
 from families import build
 from methods import METHODS, assert_close, each
 from models import ids, randomize, tiny
@@ -26,7 +27,9 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._capture import Request, freeze, mixing
-from captum_ssm._graph import Point, RankOneProducts, gradients, visit_gradients
+from captum_ssm._capture.substitution import Substitution
+from captum_ssm._graph import Point, RankOneProducts, gradients, is_closed, visit_gradients
+from captum_ssm._nested import tensors_in
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 
@@ -607,3 +610,48 @@ def test_weights_are_left_as_they_were(method):
         with suppress(UnsupportedModelError):
             method(model).attribute(x, target=(3, 1))
         assert [p.requires_grad for p in model.parameters()] == flags
+
+
+@pytest.mark.parametrize("method", [MambaAttribution, UnifiedImplicitAttention])
+@pytest.mark.parametrize("kind", [wild.Mixer, wild.BothWays, wild.Normed])
+def test_the_graph_of_a_measured_mixer_may_be_one_node(method, kind, monkeypatch):
+    model, x = wild.Stack(kind(), kind(), kind()).eval(), torch.randn(2, 7, 6)
+    with_it = method(model).attribute(x, target=(4, 1))
+    applied = []
+    own = Substitution._hidden
+    monkeypatch.setattr(
+        Substitution, "_hidden", lambda self, call: applied.append(call) or call.result
+    )
+    torch.testing.assert_close(method(model).attribute(x, target=(4, 1)), with_it)
+    assert len(applied) == 3
+    hidden = own(Substitution(), applied[0])
+    assert "_Recomputed" in hidden.grad_fn.name()
+    x = next(tensors_in(applied[0].args))
+    grads = [
+        torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (hidden, applied[0].result)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+class Remembers(wild.Mixer):
+    """Also reads tokens that it is not given, but finds."""
+
+    found = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.found is None else y + 0.1 * self.found
+
+
+def test_a_mixer_that_reads_what_it_is_not_given_keeps_its_graph():
+    mixer, x = Remembers(), torch.randn(1, 7, 6, requires_grad=True)
+    mixer.found, tokens = x.sin(), 2 * x
+    own = {id(p) for p in mixer.parameters()}
+    call = MixerCall("mixer", mixer, (tokens,), {}, mixer(tokens))
+    assert not is_closed(call.result, [tokens], own)
+    assert Substitution()._hidden(call) is call.result
+    mixer.found = None
+    call = MixerCall("mixer", mixer, (tokens,), {}, mixer(tokens))
+    assert is_closed(call.result, [tokens], own)
+    assert Substitution()._hidden(call) is not call.result
+    assert not is_closed(call.result, [tokens], own - {id(mixer.D)})

@@ -53,9 +53,11 @@ class Substitute(Protocol):
 
     Attributes:
         keeps_outputs (bool): whether what they returned is needed after the run.
+        made (list): by mixer, what was frozen while the model ran; None where nothing was.
     """
 
     keeps_outputs: bool
+    made: list[Any]
 
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""
@@ -449,6 +451,9 @@ def _record_once(
             if visit is not None:
                 has_graph = first_of(value).requires_grad
                 edges.append(get_gradient_edge(first_of(value)) if has_graph else None)
+            # What is measured after the run is compared with what the mixer returned.
+            own_graph = substitute is not None and envoy in inside and substitute.made[-1] is None
+            is_own = is_own or own_graph
             if visit is not None and not (is_own or substitute is None or substitute.keeps_outputs):
                 visit = replace(visit, result=map_tensors(_form, value))
             if cuts is not None and envoy in inside:

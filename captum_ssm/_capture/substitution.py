@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from captum_ssm._capture.checking import Deviation, Rebuilt
 from captum_ssm._capture.recording import check_finite
 from captum_ssm._devices import is_offloaded, weights_loaded
-from captum_ssm._nested import detached, map_tensors, with_first
+from captum_ssm._graph import is_closed
+from captum_ssm._nested import detached, first_of, map_tensors, tensors_in, with_first
 from captum_ssm._progress import Bar
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import LinearCalls
@@ -57,11 +58,13 @@ class Substitution:
 
     Attributes:
         keeps_mixers (bool): whether the frozen mixers are needed after the run.
+        hides_graphs (bool): whether the own graph of a mixer that is measured may be one node.
         keeps_outputs (bool): whether what the mixers returned is. Default: False
         kept_bytes (float): of graphs, before they are made anew in the backward pass.
     """
 
     keeps_mixers: ClassVar[bool] = True
+    hides_graphs: ClassVar[bool] = True
 
     def __init__(self, *, keeps_outputs: bool = False) -> None:
         self.keeps_outputs = keeps_outputs
@@ -82,7 +85,7 @@ class Substitution:
             return _in_place(call, self.other(call))
         if not (self.replaces(adapter) and self.takes(call)):
             self.made.append(None)
-            return call.result
+            return self._hidden(call) if isinstance(adapter, MeasuredAdapter) else call.result
         check_finite(call)
         # A frozen mixer may hold the call it was read from, and is kept: without the graph of the
         # model's own result, which nothing needs.
@@ -141,6 +144,26 @@ class Substitution:
     def other(self, call: MixerCall) -> Tensor | None:
         """What takes the place of another module's output, if anything."""
         return None
+
+    def _hidden(self, call: MixerCall) -> Any:
+        # What a mixer returned, with its own graph in one node: what is measured between mixers
+        # takes many backward passes, which would walk through it with nothing to carry.
+        output = first_of(call.result)
+        given = {id(x): x for x in tensors_in((call.args, call.kwargs)) if x.requires_grad}
+        parameters = {id(p) for p in call.module.parameters()}
+        if not self.hides_graphs or not output.requires_grad or not given:
+            return call.result
+        if not is_closed(output, list(given.values()), parameters):
+            return call.result
+
+        def pull(gradient: Tensor) -> Any:
+            leaves = list(given.values())
+            return torch.autograd.grad(
+                output, leaves, gradient, retain_graph=True, allow_unused=True
+            )
+
+        hidden = _Recomputed.apply(output.detach(), pull, *given.values())
+        return with_first(call.result, hidden)
 
     def _keeps(self, call: MixerCall) -> bool:
         # A graph of a frozen mixer may keep its weights in another dtype.

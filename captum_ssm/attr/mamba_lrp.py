@@ -179,6 +179,7 @@ class Rules(Substitution):
     """Frozen forms of mixers, norms and activations, and the leaves at which relevance is read."""
 
     keeps_mixers = False
+    hides_graphs = False  # its rules are for the nodes
 
     def __init__(self, request: Request) -> None:
         super().__init__()
