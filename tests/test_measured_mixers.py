@@ -18,6 +18,7 @@ from captum_ssm import (
     LaTIM,
     MambaLRP,
     MambaRollout,
+    RawAttention,
     ReconstructionError,
     UnsupportedModelError,
     hidden_attention,
@@ -240,6 +241,36 @@ class GroupNormed(ChannelsInBatch):
         q, v, a = self.into(x).chunk(3, -1)
         y = self.scanned(v, a.sigmoid())
         return self.out(q * self.norm(y.flatten(0, 1)).view_as(y))
+
+
+class Flattens(wild.Mixer):
+    """The output projection is given the tokens of all examples; a width is asserted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == self.in_proj.in_features
+        u, z = self.in_proj(x).chunk(2, -1)
+        y = self.mixed(u) * F.silu(z)
+        return self.out_proj(y.flatten(0, 1)).view(*x.shape)
+
+
+class NotWhole(Flattens):
+    """Also asserts it where its tokens are tried as channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.cumsum(1)
+
+
+def test_an_output_projection_may_be_given_all_examples_tokens():
+    module, x = Flattens().eval(), tokens(3, 7, 6)
+    mixer = freeze_measured(recorded(module, x))
+    torch.testing.assert_close(mixer.output(), module(x), rtol=1e-4, atol=1e-5)
+    assert mixer.out_weight.shape == (6, 8)
+
+
+def test_what_a_module_asserts_of_its_axes_is_no_error_of_a_trial():
+    model = wild.Stack(NotWhole(), NotWhole()).eval()
+    with pytest.raises(UnsupportedModelError, match="NotWhole"):
+        RawAttention(model).attribute(tokens(1, 7, 6))
 
 
 class LogSpace(ChannelsInBatch):

@@ -78,7 +78,7 @@ def find_projection(rerun: Rerun) -> Projection:
     leaves = [Point.of(cut.leaf) for cut in rerun.run.scans]
     for linear in reversed(rerun.run.linears):
         y, width = linear.output, linear.output.shape[-1]
-        if y.numel() // width != rerun.T or y.shape[0] != B:
+        if y.numel() // width != rerun.T:
             continue
         with ruled([root.edge.node], [linear.at_output.edge.node]):
             link = entries(root, linear.at_output)
