@@ -244,20 +244,29 @@ class GroupNormed(ChannelsInBatch):
 
 
 class Flattens(wild.Mixer):
-    """The output projection is given the tokens of all examples; a width is asserted."""
+    """The output projection is given the tokens of all examples."""
 
     def forward(self, x: Tensor) -> Tensor:
-        assert x.shape[-1] == self.in_proj.in_features
         u, z = self.in_proj(x).chunk(2, -1)
         y = self.mixed(u) * F.silu(z)
         return self.out_proj(y.flatten(0, 1)).view(*x.shape)
 
 
-class NotWhole(Flattens):
-    """Also asserts it where its tokens are tried as channels."""
+class NotWhole(wild.Mixer):
+    """Is given its tokens twice, as attention is, and asserts their shape."""
 
+    def forward(self, x: Tensor, again: Tensor | None = None) -> Tensor:
+        again = x if again is None else again
+        assert x.shape[-1] == again.shape[-1] == self.in_proj.in_features
+        return super().forward(x) + again.cumsum(1)
+
+
+class Twice(wild.Stack):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x.cumsum(1)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            h = norm(x)
+            x = x + layer(h, h)
+        return self.head(x)
 
 
 def test_an_output_projection_may_be_given_all_examples_tokens():
@@ -268,7 +277,7 @@ def test_an_output_projection_may_be_given_all_examples_tokens():
 
 
 def test_what_a_module_asserts_of_its_axes_is_no_error_of_a_trial():
-    model = wild.Stack(NotWhole(), NotWhole()).eval()
+    model = Twice(NotWhole(), NotWhole()).eval()
     with pytest.raises(UnsupportedModelError, match="NotWhole"):
         RawAttention(model).attribute(tokens(1, 7, 6))
 
