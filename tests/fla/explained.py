@@ -16,7 +16,11 @@ Arguments = dict[str, Any]
 
 ROWS = census.load()["fla"]
 KNOWN = ("registered", "recognized", "measured")
-EXPLAINED = sorted(name for name, row in ROWS.items() if row["known"] in KNOWN)
+# The convolved tokens next to the scan are another input of its map than the scan's values: no
+# single map of its inputs gives its output.
+BRANCHED = ("RodimusAttention",)
+WHOLE = sorted(name for name, row in ROWS.items() if row["known"] in KNOWN)
+EXPLAINED = [name for name in WHOLE if name not in BRANCHED]
 MEASURED = [name for name in EXPLAINED if ROWS[name]["known"] == "measured"]
 # Path attention needs a cache where there is a mask; momentum DeltaNet takes no mask.
 UNPADDED = ("PaTHAttention", "MomentumDeltaNet")
