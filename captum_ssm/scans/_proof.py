@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -214,11 +214,10 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) ->
     tolerance = max(tolerance, _tolerance(call, want))
     if tolerance == 1.0:  # not floating point
         return None
-    with torch.no_grad():
-        kept = {role: v.detach() if torch.is_tensor(v) else v for role, v in given.items()}
-        coefficients = list(form.build(**kept))
+    kept = {role: v.detach() if torch.is_tensor(v) else v for role, v in given.items()}
     # The same candidates with the graph of their values and gates.
-    for plain, candidate in zip(coefficients, form.build(**given), strict=True):
+    pairs = zip(_without_graph(form.build(**kept)), form.build(**given), strict=True)
+    for plain, candidate in pairs:
         operator = plain.operator
         v = candidate.values.to(operator.dtype)
         recurrence = operator.matvec(v)
@@ -236,6 +235,17 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) ->
             if enlarged and error <= tolerance:
                 return scan
     return None
+
+
+def _without_graph(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    # One at a time: most often the first one is right.
+    rest = iter(candidates)
+    while True:
+        with torch.no_grad():
+            candidate = next(rest, None)
+        if candidate is None:
+            return
+        yield candidate
 
 
 def _tolerance(call: FunctionCall, want: Tensor) -> float:
