@@ -253,11 +253,6 @@ class _Trials:
             found = freeze_measured(call, self.functions, used=self.used)
         except UnsupportedModelError:
             return _Trial()
-        except Exception:
-            # Its own, of axes that it does not take so.
-            if call.channels == -1:
-                raise
-            return _Trial()
         is_part = isinstance(found, FrozenRecurrence)
         return _Trial(call.channels, is_whole=not is_part, is_partly=is_part)
 
