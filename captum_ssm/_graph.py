@@ -643,21 +643,16 @@ def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[in
         given (collection of Tensor): with a graph.
         parameters (collection of int): the ids of parameters.
     """
-    edges = [get_gradient_edge(x) for x in given]
-    ends = {(edge.node, edge.output_nr) for edge in edges}
-    start = get_gradient_edge(root)
-    seen, stack = {start.node}, [(start.node, start.output_nr)]
-    while stack:
-        edge = stack.pop()
-        if edge in ends:
-            continue
-        leaf = getattr(edge[0], "variable", None)
-        if leaf is not None and id(leaf) not in parameters:
+    ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, given)}
+    stops = {node for node, _ in ends}
+    start = get_gradient_edge(root).node
+    for _, edge in _edges(start, (), lambda node: node not in stops):
+        leaf = getattr(edge.node, "variable", None)
+        if edge.node in stops:
+            if (edge.node, edge.output_nr) not in ends:
+                return False
+        elif leaf is not None and id(leaf) not in parameters:
             return False
-        for node, output in edge[0].next_functions:
-            if node is not None and (node not in seen or (node, output) in ends):
-                seen.add(node)
-                stack.append((node, output))
     return True
 
 

@@ -83,7 +83,7 @@ def test_a_function_that_convolves_is_proven():
 
 
 class S4D(nn.Module):
-    """Channels first, as S4D's own code; a GLU behind the output projection."""
+    """Channels first, as S4D's own code; a GLU after the output projection."""
 
     def __init__(self, glu: bool = True, way: str = "past", width: int = 6) -> None:
         super().__init__()

@@ -85,7 +85,8 @@ class Substitution:
             return _in_place(call, self.other(call))
         if not (self.replaces(adapter) and self.takes(call)):
             self.made.append(None)
-            return self._hidden(call) if isinstance(adapter, MeasuredAdapter) else call.result
+            is_hidden = self.hides_graphs and isinstance(adapter, MeasuredAdapter)
+            return self._hidden(call) if is_hidden else call.result
         check_finite(call)
         # A frozen mixer may hold the call it was read from, and is kept: without the graph of the
         # model's own result, which nothing needs.
@@ -150,9 +151,9 @@ class Substitution:
         # takes many backward passes, which would walk through it with nothing to carry.
         output = first_of(call.result)
         given = {id(x): x for x in tensors_in((call.args, call.kwargs)) if x.requires_grad}
-        parameters = {id(p) for p in call.module.parameters()}
-        if not self.hides_graphs or not output.requires_grad or not given:
+        if not output.requires_grad or not given:
             return call.result
+        parameters = {id(p) for p in call.module.parameters()}
         if not is_closed(output, list(given.values()), parameters):
             return call.result
 

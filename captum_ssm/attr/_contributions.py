@@ -65,7 +65,7 @@ class Contributions:
             raise ValueError(f"activation is {activation!r}; expected one of {ACTIVATIONS}.")
         if any(mixer.out_gate is not None for mixer in mixers):
             raise UnsupportedModelError(
-                "a mixer of this model has a gate behind its output projection (a GLU), which "
+                "a mixer of this model has a gate after its output projection (a GLU), which "
                 "differs by token, and LaTIM's vectors take one projection for all; use another "
                 "method."
             )

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from captum_ssm._graph import Point
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers.measured._convolution import Convolution, geometry, input_places
+from captum_ssm.mixers.measured._convolution import (
+    Convolution,
+    ending_at,
+    geometry,
+    input_positions,
+)
 from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
 from captum_ssm.mixers.vision import FrozenScans
@@ -56,19 +60,18 @@ def with_branches(
 
     Args:
         rerun (Rerun): the module's.
-        projection (Projection): of the channels that scans reach.
+        projection (Projection): of the channels that its scans go to.
         mixer (FrozenMixer): the scans, with their own skips.
         found (sequence of Convolution): those of the scans' values.
     """
     known = [one.conv for one in found if one is not None]
     others = [conv for conv in rerun.run.convs if not any(conv is one for one in known)]
-    found_here = [one for conv in others if (one := _branch(rerun, projection, conv)) is not None]
-    if not found_here:
+    ordered = [one for conv in others if (one := _branch(rerun, projection, conv)) is not None]
+    if not ordered:
         return mixer
-    branches, of_branches = zip(*found_here, strict=True)
+    branches, orders = zip(*ordered, strict=True)
     if isinstance(mixer, FrozenScans):
-        orders, scans = mixer.orders, mixer.scans
-        return replace(mixer, scans=(*scans, *branches), orders=(*orders, *of_branches))
+        return replace(mixer, scans=(*mixer.scans, *branches), orders=(*mixer.orders, *orders))
     here = torch.arange(rerun.L, device=mixer.inputs.device)
     return FrozenScans(
         recurrence=mixer.recurrence,
@@ -77,7 +80,7 @@ def with_branches(
         out_weight=mixer.out_weight,
         out_gate=mixer.out_gate,
         scans=(mixer, *branches),
-        orders=(here, *of_branches),
+        orders=(here, *orders),
     )
 
 
@@ -102,14 +105,14 @@ def _branch(
     expected = position[:, None] * leaf.width + channels
     if bool((index < 0).any()) or not torch.equal(index, expected):
         return None
-    places = position.view(rerun.B, rerun.L)
+    positions = position.view(rerun.B, rerun.L)
     try:
-        enters = input_places(rerun, conv.point, places // conv.leaf.shape[2:].numel())
-        order, center, grid = _geometry(rerun, conv, enters, places)
+        enters = input_positions(rerun, conv.point, positions // conv.leaf.shape[2:].numel())
+        order, center, grid = _geometry(rerun, conv, enters, positions)
     except NotMeasured:
         return None
     taps, bias = conv.weight[channels], None if conv.bias is None else conv.bias[channels]
-    gate = link.factor.to(conv.leaf.dtype)[places][..., channels][:, order]
+    gate = link.factor.to(conv.leaf.dtype)[positions][..., channels][:, order]
     branch = FrozenBranch(
         recurrence=SkipOperator(torch.zeros_like(gate)),
         inputs=conv.point.flat(conv.inputs)[enters][..., channels][:, order],
@@ -119,20 +122,19 @@ def _branch(
         gate=gate,
     )
     if grid is not None:
-        inputs = leaf.flat(conv.leaf.detach())[places][..., channels][:, order]
+        inputs = leaf.flat(conv.leaf.detach())[positions][..., channels][:, order]
         return replace(branch, inputs=inputs, image_conv=taps, grid=grid), order
     if center[0] < taps.shape[1] - 1:
         return None
-    taps = F.pad(taps, (0, center[0] - taps.shape[1] + 1))
-    return replace(branch, conv=taps, conv_bias=bias), order
+    return replace(branch, conv=ending_at(taps, center[0]), conv_bias=bias), order
 
 
 def _geometry(
-    rerun: Rerun, conv: CutConv, enters: Tensor, places: Tensor
+    rerun: Rerun, conv: CutConv, enters: Tensor, positions: Tensor
 ) -> tuple[Tensor, tuple[int, ...], tuple[int, int] | None]:
     # Of an image that is turned around too.
     try:
-        return geometry(rerun, conv, enters, places)
+        return geometry(rerun, conv, enters, positions)
     except NotMeasured:
-        order, center, grid = geometry(rerun, conv, enters.flip(1), places.flip(1))
+        order, center, grid = geometry(rerun, conv, enters.flip(1), positions.flip(1))
         return rerun.L - 1 - order, center, grid

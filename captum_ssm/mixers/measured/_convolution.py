@@ -54,7 +54,12 @@ class Convolution:
     @property
     def causal_taps(self) -> Tensor:
         """``(D, K)``, the last one that of the token itself."""
-        return F.pad(self.taps, (0, self.center[0] - self.taps.shape[1] + 1))
+        return ending_at(self.taps, self.center[0])
+
+
+def ending_at(taps: Tensor, center: int) -> Tensor:
+    """``taps (D, K)`` of which the token's own is the one at ``center``, as it is the last one."""
+    return F.pad(taps, (0, center - taps.shape[1] + 1))
 
 
 def shared_taps(
@@ -139,7 +144,7 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
         raise rerun.refused("a convolution's input has no graph")
     # By the module's tokens, (B, L).
     leaves = position[:, torch.argsort(direction.order)]
-    enters = input_places(rerun, conv.point, leaves // shape[2:].numel())
+    enters = input_positions(rerun, conv.point, leaves // shape[2:].numel())
     inputs = conv.point.flat(conv.inputs)[enters][..., channels]
     order, center, grid = geometry(rerun, conv, enters, leaves)
     taps = conv.weight[channels]
@@ -148,7 +153,7 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
     )
 
 
-def input_places(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
+def input_positions(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
     """The position in a convolution's input that reads each of the module's tokens, ``(B, L)``."""
     size = point.tokens // point.shape[0]
     rows = example[:, 0]

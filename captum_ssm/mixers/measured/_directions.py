@@ -92,13 +92,13 @@ def find_directions(rerun: Rerun, projection: Projection, cut: CutScan) -> list[
 
 
 def _completed(exits: Entries, shape: tuple[int, ...]) -> Entries | None:
-    # Behind an activation, as ReLU, entries that are zero are not read; they go where others of
+    # After an activation, as ReLU, entries that are zero are not read; they go where others of
     # their token and of their channel do. None where that is not known.
     rows, length, width = shape
     to = exits.channel.view(rows, length, width)
     channel = torch.where(to >= 0, to, to.amax(1, keepdim=True)).view(exits.channel.shape)
     token = exits.token.clone()
-    kinds: list[Tensor] = []  # of tokens that channels reach, and which of them the last one
+    kinds: list[Tensor] = []  # of tokens that channels go to, and which of them the last one
     last = 0
     for column in sorted(range(width), key=lambda c: bool((token[:, c] < 0).any())):
         read = token[:, column] >= 0

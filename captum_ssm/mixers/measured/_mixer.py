@@ -99,10 +99,7 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
     if any(not torch.equal(d.channels, channels) for d in directions):
         raise rerun.refused("its scans go to different channels of the output projection")
     found = [find_convolution(rerun, direction) for direction in directions]
-    exchanged = max(
-        0.0 if conv is not None else share_of_neighbors(rerun, direction)
-        for direction, conv in zip(directions, found, strict=True)
-    )
+    exchanged = share_of_neighbors(rerun, directions, found)
     # Directions of one scan share a norm; each of several scans may have its own.
     norm_of = {d.cut: _norm(rerun, projection, d) for d in reversed(directions)}
     norms = [norm_of[direction.cut] for direction in directions]

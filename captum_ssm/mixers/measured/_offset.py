@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -44,15 +43,10 @@ def with_offset(
     want = projection.gated
     if is_small(_rest(projection, mixer), want):
         return mixer
-    for skips in _skips(projection.root, directions, found):
-        skipped = _with_skips(mixer, skips)
-        # They are added before the norm or after it.
-        offsets = (None, _past_norm(skipped, skips))
-        wholes = (skipped, with_branches(rerun, projection, skipped, found))
-        for whole, offset in product(wholes, offsets):
-            complete = _with_bias(rerun, projection, replace(whole, offset=offset), after)
-            if complete is not None:
-                return complete
+    for whole in _completions(rerun, projection, mixer, directions, found):
+        complete = _with_bias(rerun, projection, whole, after)
+        if complete is not None:
+            return complete
     raise rerun.refused(
         "it adds something to its scans that depends on its tokens (a residual, a branch next to "
         "the scan)"
@@ -79,28 +73,46 @@ def _with_bias(
     return None
 
 
+def _completions(
+    rerun: Rerun,
+    projection: Projection,
+    mixer: FrozenMixer,
+    directions: Sequence[Direction],
+    found: Sequence[Convolution | None],
+) -> Iterator[FrozenMixer]:
+    # The mixer with what may be added to its scans, except a bias: skips read off the convolutions
+    # before them or off their values, added before the norm or after it; then branches too.
+    nothing = [None] * len(found)
+    for sources in [found] if list(found) == nothing else [found, nothing]:
+        skips = _skips(projection.root, directions, sources)
+        skipped = _with_skips(mixer, skips)
+        past_norm = _past_norm(skipped, skips)
+        offsets = [None] if past_norm is None else [None, past_norm]
+        yield from (replace(skipped, offset=offset) for offset in offsets)
+        branched = with_branches(rerun, projection, skipped, found)
+        if branched is not skipped:
+            yield from (replace(branched, offset=offset) for offset in offsets)
+
+
 def _skips(
     root: Point, directions: Sequence[Direction], found: Sequence[Convolution | None]
-) -> Iterator[list[Tensor | None]]:
+) -> list[Tensor | None]:
     # The factor of each direction's values that is added after its scan, (B, L, D) in the scan's
-    # order: read off a convolution before it, or off the values. Directions of one source have one
-    # sum of them, given to the first.
-    reads = [_read_values(root, direction) for direction in directions]
-    of_values: list[Tensor | None] = []
-    of_convolutions: list[Tensor | None] = []
-    seen: set[object] = set()
-    for direction, one, read in zip(directions, found, reads, strict=True):
-        source = None if read is None else (read.edge.node, read.edge.output_nr)
-        new = read is not None and source not in seen
-        of_values.append(_of_values(root, direction, read) if read is not None and new else None)
-        new = one is not None and one.conv not in seen
-        skip = of_values[-1] if one is None else None
-        skip = _of_convolution(root, direction, one) if one is not None and new else skip
-        of_convolutions.append(skip)
-        seen |= {source, None if one is None else one.conv}
-    yield of_convolutions
-    if any(one is not None for one in found):
-        yield of_values
+    # order: read off the convolution before it, or off the values where none is given. Directions
+    # of one source have one sum of them, given to the first.
+    skips: list[Tensor | None] = []
+    seen: list[object] = []
+    for direction, one in zip(directions, found, strict=True):
+        skip, read = None, None if one is not None else _read_values(root, direction)
+        source = one.conv if one is not None else read and (read.edge.node, read.edge.output_nr)
+        if source is not None and source not in seen:
+            seen.append(source)
+            if one is not None:
+                skip = _of_convolution(root, direction, one)
+            elif read is not None:
+                skip = _of_values(root, direction, read)
+        skips.append(skip)
+    return skips
 
 
 def _read_values(root: Point, direction: Direction) -> Point | None:
@@ -141,7 +153,7 @@ def _of_convolution(root: Point, direction: Direction, one: Convolution) -> Tens
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:
-    # Zero where both are, behind an activation that is zero.
+    # Zero where both are, after an activation that is zero.
     return torch.where(a == 0, 0, a / torch.where(b == 0, 1, b))
 
 

@@ -25,7 +25,7 @@ class Projection:
         gated (Tensor): its input, ``(B, L, G)``, in the module's order.
         apply (Callable): takes ``(..., G)`` and returns ``(..., E)``.
         weight (Tensor): ``(E, G)``.
-        gate (Tensor, optional): ``(B, L, E)``, a factor behind it that differs by token.
+        gate (Tensor, optional): ``(B, L, E)``, a factor after it that differs by token.
             Default: None
         channels (Tensor, optional): ``(G,)``, which of the input's these are, where they are some
             of them, or some of them several times: what is given there is added up. Default: None
@@ -82,7 +82,7 @@ def find_projection(rerun: Rerun) -> Projection:
             continue
         with ruled([root.edge.node], [linear.at_output.edge.node]):
             link = entries(root, linear.at_output)
-        found = None if link is None else _places(link, rerun.T, E)
+        found = None if link is None else _columns(link, rerun.T, E)
         if found is None:
             continue
         lands, columns, factor = found
@@ -93,7 +93,7 @@ def find_projection(rerun: Rerun) -> Projection:
             continue
         scale, gate = factor[0, 0], None
         if not is_close(scale.expand_as(factor), factor):
-            # Not the gate's own projection, where there is none behind the scans.
+            # Not the gate's own projection, where there is none after the scans.
             if not any(dependencies([linear.point], leaves)):
                 continue
             scale, gate = torch.ones_like(scale), factor
@@ -144,7 +144,7 @@ def _scaled(linear: CutLinear, columns: Tensor, scale: Tensor) -> Callable[[Tens
     return apply
 
 
-def _places(link: Entries, T: int, E: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def _columns(link: Entries, T: int, E: int) -> tuple[Tensor, Tensor, Tensor] | None:
     # The token that each one lands on, the channel that is read by each of the module's (E,), and
     # the factor (T, E); None where they are not read so.
     columns = (link.token >= 0).all(0).nonzero()[:, 0]

@@ -78,10 +78,8 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
             ones = torch.ones_like(cut.leaf).flatten(0, 1)
             channels = torch.arange(leaf.width, device=lands.device).expand_as(lands)
             found += parted(rerun, cut, Entries(lands, channels, ones))
-        exchanged = max(
-            0.0 if find_convolution(rerun, one) is not None else share_of_neighbors(rerun, one)
-            for one in found
-        )
+        convolutions = [find_convolution(rerun, direction) for direction in found]
+        exchanged = share_of_neighbors(rerun, found, convolutions)
     except NotMeasured:
         return None
     first, orders = found[0], tuple(d.order for d in found)

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from captum_ssm._graph import gradients, readers
+from captum_ssm.mixers.measured._convolution import Convolution
 from captum_ssm.mixers.measured._directions import Direction
 from captum_ssm.mixers.measured._rerun import Rerun
-from captum_ssm.mixers.measured._stencil import reads_neighbors
+
+# Of the strength with which tokens are read.
+_ALMOST_ALL = 0.99
 
 
-def share_of_neighbors(rerun: Rerun, direction: Direction) -> float:
-    """The share of other tokens in what a direction's values are made of, if these are near.
+def share_of_neighbors(
+    rerun: Rerun, directions: Sequence[Direction], found: Sequence[Convolution | None]
+) -> float:
+    """The largest share of other tokens in what scans' values are made of, if these are near.
 
     Args:
         rerun (Rerun): the module's.
-        direction (Direction): of a scan without a convolution before it.
+        directions (sequence of Direction): of its scans.
+        found (sequence of Convolution): those before them, which tell of the tokens by themselves.
 
     Raises:
-        NotMeasured: its values are made of other tokens than their own and a few neighbors.
+        NotMeasured: values are made of other tokens than their own and a few neighbors.
     """
+    pairs = zip(directions, found, strict=True)
+    return max(_share(rerun, one) if conv is None else 0.0 for one, conv in pairs)
+
+
+def _share(rerun: Rerun, direction: Direction) -> float:
     values, B, L = direction.cut.values, rerun.B, rerun.L
     assert values is not None
     rows = direction.rows.view(B, -1, 1)
@@ -58,9 +71,39 @@ def _of_shift(rerun: Rerun, direction: Direction, rows: Tensor) -> float:
         shares.append(1 - float(strength[token] / strength.sum().clamp(min=1e-300)))
         return strength
 
-    if not reads_neighbors(strength_of, rerun.L):
+    if not _reads_neighbors(strength_of, rerun.L):
         raise rerun.refused(
             f"before {direction.cut.scan.name} it mixes tokens by something that is neither a "
             "scan, nor a depthwise convolution, nor a shift by a few tokens"
         )
     return max(shares)
+
+
+def _reads_neighbors(strength_of: Callable[[int], Tensor], length: int) -> bool:
+    """Whether two tokens read the same few offsets, and hardly anything else.
+
+    The neighbors of a token may be those of an image's patch, above and below it.
+
+    Args:
+        strength_of (Callable): takes a token of the first example, and returns how strongly it
+            reads each token of the batch, ``(T,)``.
+        length (int): L, the tokens of each example.
+    """
+    # Late enough that a causal recurrence would show.
+    t = length - 1 - length // 4
+    tokens = (t, max(0, t - 2))
+    around = [_by_offset(strength_of(token), token) for token in tokens]
+    count = 1 + 2 * max(1, min(4, length // 4))
+    for one, other in (around, around[::-1]):
+        # A token at the border reads some of the neighbors.
+        few = torch.topk(one, min(count, len(one))).indices
+        if all(float(x[few].sum()) >= _ALMOST_ALL * float(x.sum()) for x in (one, other)):
+            return True
+    return False
+
+
+def _by_offset(strength: Tensor, token: int) -> Tensor:
+    # Around the middle: (2 T,).
+    found = strength.new_zeros(2 * len(strength))
+    found[len(strength) - token :][: len(strength)] = strength
+    return found
