@@ -3,17 +3,14 @@
 import pytest
 import torch
 import wild
+from methods import OF_A_TARGET, each_method
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from captum_ssm import (
     LaTIM,
-    MambaAttribution,
     MambaLRP,
-    MambaRollout,
-    RawAttention,
-    UnifiedImplicitAttention,
     UnsupportedModelError,
     hidden_attention,
     supported,
@@ -168,13 +165,10 @@ def test_the_branch_is_the_skip_of_the_map(image, back):
 @pytest.mark.parametrize(
     "kind", [Layer, Checkpointed, lambda: Layer(image=True, back=True)], ids=["1d", "saved", "2d"]
 )
-@pytest.mark.parametrize(
-    "method",
-    [RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention, LaTIM, MambaLRP],
-)
+@each_method
 def test_every_method_explains_such_a_layer(method, kind):
     model, x = wild.Stack(kind(), Layer(), width=WIDTH).eval(), tokens()
-    where = {} if method in (RawAttention, MambaRollout) else {"target": (L - 1, 2)}
+    where = {} if method not in OF_A_TARGET else {"target": (L - 1, 2)}
     found = method(model).attribute(x, position=L - 1, **where)
     assert found.shape == x.shape
     assert found.isfinite().all()

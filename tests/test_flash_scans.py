@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_scans import proven
+from proofs import proven
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -3,16 +3,14 @@
 import pytest
 import torch
 import wild
+from methods import MAPS, OF_A_TARGET, each, each_method
+from proofs import proven
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm import (
     LaTIM,
-    MambaAttribution,
     MambaLRP,
-    MambaRollout,
-    RawAttention,
-    UnifiedImplicitAttention,
     UnsupportedModelError,
     hidden_attention,
     supported,
@@ -21,10 +19,8 @@ from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.measured import freeze_measured
 from captum_ssm.operators import ToeplitzOperator
 from captum_ssm.operators.part import part_of
-from captum_ssm.scans import FunctionCall, prove
 
 D, L = 4, 9
-METHODS = (RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention, MambaLRP)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -64,10 +60,6 @@ def fftconv(u, k, D):
     n = 2 * u.shape[-1]
     y = torch.fft.irfft(torch.fft.rfft(u, n=n) * torch.fft.rfft(k, n=n) / n, n=n, norm="forward")
     return y[..., : u.shape[-1]] + u * D[:, None]
-
-
-def proven(function, **arguments):
-    return prove(FunctionCall(function, (), arguments, function), function(**arguments))
 
 
 def test_a_function_that_convolves_is_proven():
@@ -152,10 +144,10 @@ def test_a_convolution_that_is_written_out_is_measured(kind, way, glu):
     assert (mixer.out_gate is None) != glu
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each([*MAPS, MambaLRP])
 def test_every_method_explains_an_s4d(method):
     model, x = TokensLast(S4D(), S4D()).eval(), tokens()
-    where = {} if method in (RawAttention, MambaRollout) else {"target": (6, 3)}
+    where = {} if method not in OF_A_TARGET else {"target": (6, 3)}
     found = method(model).attribute(x, position=6, **where).abs().sum(-1)[0]
     assert found.isfinite().all()
     assert found[:7].sum() > 0
@@ -229,10 +221,10 @@ def test_the_map_of_a_hyena_acts_on_its_values():
     torch.testing.assert_close(module.out(y), module(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", [*METHODS, LaTIM])
+@each_method
 def test_every_method_explains_a_hyena(method):
     model, x = wild.Stack(Hyena(), Hyena()).eval(), tokens()
-    where = {} if method in (RawAttention, MambaRollout) else {"target": (6, 3)}
+    where = {} if method not in OF_A_TARGET else {"target": (6, 3)}
     found = method(model).attribute(x, position=6, **where)
     assert found.isfinite().all()
     assert found.abs().sum() > 0

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import wild
+from methods import METHODS, OF_A_TARGET, each_method
+from proofs import proven
 from rwkv import (
     WIDTH,
     SpatialMix,
@@ -17,12 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from captum_ssm import (
-    LaTIM,
-    MambaAttribution,
     MambaLRP,
     MambaRollout,
     RawAttention,
-    UnifiedImplicitAttention,
     UnsupportedModelError,
     hidden_attention,
     supported,
@@ -30,22 +29,10 @@ from captum_ssm import (
 from captum_ssm.scans import FunctionCall, prove
 
 B, L, D = 2, 7, 2 * WIDTH
-METHODS = (
-    RawAttention,
-    MambaRollout,
-    MambaAttribution,
-    UnifiedImplicitAttention,
-    LaTIM,
-    MambaLRP,
-)
 
 
 def stack(*mixers, width=D):
     return wild.Stack(*mixers, width=width).eval()
-
-
-def proven(function, **arguments):
-    return prove(FunctionCall(function, (), arguments, function), function(**arguments))
 
 
 def flat(count):
@@ -122,10 +109,10 @@ def given(width=D, tokens=9):
 
 
 @pytest.mark.filterwarnings("ignore:.*token shift")
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_every_method_explains_a_mixer_of_rwkv7(time_mix, method):
     x = given()
-    where = {} if method in (RawAttention, MambaRollout) else {"target": (6, 3)}
+    where = {} if method not in OF_A_TARGET else {"target": (6, 3)}
     found = method(time_mix).attribute(x, position=6, **where).abs().sum(-1)[0]
     assert found.isfinite().all()
     assert (found[:7] > 0).sum() >= 5  # gradients times maps are clamped at zero

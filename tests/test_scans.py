@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 import wild
+from proofs import proven
 from torch.nn import functional as F
 
 from captum_ssm.operators import DiagonalOperator
 from captum_ssm.scans import (
     Candidate,
-    FunctionCall,
     _form,
     candidate_functions,
     intercepted,
@@ -31,11 +31,6 @@ def coefficients(B=2, L=7, D=4, N=3, dtype=torch.float32):
         C=torch.randn(B, L, N, dtype=dtype),
         D=torch.randn(D, dtype=dtype),
     )
-
-
-def proven(function, **arguments):
-    call = FunctionCall(function, (), arguments, function)
-    return prove(call, function(**arguments))
 
 
 def late_scan(x, delta, A, B, C, D):
