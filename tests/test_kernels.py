@@ -21,6 +21,7 @@ from torch import Tensor
 from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients, LinearAttentionCoefficients
 from captum_ssm.kernels import diagonal as diagonal_module
+from captum_ssm.kernels import distances as distances_module
 from captum_ssm.kernels import linear_attention as linear_attention_module
 from captum_ssm.kernels import taps as taps_module
 
@@ -766,6 +767,80 @@ def test_arguments_of_taps_are_checked(changes, error, message):
 def test_the_kernel_of_taps_guards_memory_itself(changes, message):
     with pytest.raises(RuntimeError, match=message):
         torch.ops.captum_ssm.tap_rows(*(changes.get(k, x) for k, x in enumerate(TAPS)))
+
+
+# Batch, tokens, maps, rows, width.
+DISTANCE_SHAPES = [
+    (1, 1, 1, 1, 1),
+    (2, 3, 2, 5, 7),
+    (1, 5, 3, 8, 16),
+    (2, 4, 8, 9, 33),
+    (1, 33, 1, 3, 64),
+    (1, 2, 40, 17, 100),
+]
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+@DTYPES
+@pytest.mark.parametrize("shape", DISTANCE_SHAPES, ids=str)
+def test_distances_match_the_definition(shape, dtype, form):
+    B, C, M, R, E = shape
+    # Of any layout.
+    maps, values = randn(B, M, R, C).permute(0, 3, 1, 2).to(dtype), randn(B, C, E, M).mT.to(dtype)
+    outputs = randn(B, R, E).to(dtype)
+    function = kernels.map_distances
+    if form == "torch":
+        function = distances_module.map_distances_torch
+    with instructions_of(form):
+        found = function(*at("cuda" if form == "cuda" else "cpu", (maps, values, outputs))).cpu()
+    vectors = torch.einsum("bcmr,bcme->brce", maps.double(), values.double())
+    expected = (vectors - outputs.double()[:, :, None]).abs().sum(-1)
+    assert found.dtype == dtype
+    assert_near(found, expected, 1e-6 if dtype == torch.float32 else 1e-14)
+
+
+def test_the_torch_form_of_distances_takes_blocks(monkeypatch):
+    args = randn(2, 7, 3, 4), randn(2, 7, 3, 5), randn(2, 4, 5)
+    whole = distances_module.map_distances_torch(*args)
+    monkeypatch.setattr(distances_module, "_BLOCK", 90)
+    torch.testing.assert_close(distances_module.map_distances_torch(*args), whole)
+
+
+DISTANCES = (torch.randn(1, 4, 2, 3), torch.randn(1, 4, 2, 5), torch.randn(1, 3, 5))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_of_distances(device):
+    torch.library.opcheck(torch.ops.captum_ssm.map_distances, at(device, DISTANCES))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({0: torch.zeros(4, 2, 3)}, ValueError, "maps has shape .* 4 dimensions"),
+        ({1: torch.zeros(1, 4, 3, 5)}, ValueError, "values has shape"),
+        ({2: torch.zeros(1, 4, 5)}, ValueError, "outputs has shape"),
+        ({2: torch.zeros(3, 5)}, ValueError, "outputs has shape .* 3 dimensions"),
+        ({1: DISTANCES[1].double()}, TypeError, "one dtype"),
+    ],
+)
+def test_arguments_of_distances_are_checked(changes, error, message):
+    with pytest.raises(error, match=message):
+        kernels.map_distances(*(changes.get(k, x) for k, x in enumerate(DISTANCES)))
+
+
+@pytest.mark.skipif(not kernels.extension_loaded(), reason="no kernels")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({1: torch.zeros(1, 4, 2, 4)}, "do not agree"),
+        ({2: torch.zeros(1, 2, 5)}, "do not agree"),
+        ({1: DISTANCES[1].double()}, "one dtype"),
+    ],
+)
+def test_the_kernel_of_distances_guards_memory_itself(changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.captum_ssm.map_distances(*(changes.get(k, x) for k, x in enumerate(DISTANCES)))
 
 
 def run_again(selection: str, **environment: str) -> None:

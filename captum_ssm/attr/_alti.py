@@ -82,9 +82,20 @@ class Alti:
     def tiles(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Ascending rows ``(R,)`` of P: tiles of them, each with ``(B, r, C)``, zero beyond."""
         for chosen in self.parts.tiles(rows):
-            index = chosen.expand(self.parts.batch, -1)
-            near = self.parts.reduced(index, self.parts.columns(chosen), self._near_block(chosen))
+            if self.parts.is_sum_of_maps:
+                near = self._near_of_maps(chosen)
+            else:
+                index, columns = chosen.expand(self.parts.batch, -1), self.parts.columns(chosen)
+                near = self.parts.reduced(index, columns, self._near_block(chosen))
             yield chosen, _shares(near, chosen)
+
+    def _near_of_maps(self, chosen: Tensor) -> Tensor:
+        # n of some rows, (B, r, C), without their vectors.
+        y, own = self.output[:, chosen], None
+        if self.residual is not None:
+            own = self.residual[:, chosen]
+        size = y.abs().sum(-1, keepdim=True)
+        return _positive(size - self.parts.distances(chosen, y, own), size)
 
     def _near_block(self, chosen: Tensor) -> Callable[[Tensor, slice, slice], Tensor]:
         y = self.output[:, chosen].mT[..., None]  # (B, E, r, 1)

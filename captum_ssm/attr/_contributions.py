@@ -191,7 +191,7 @@ class Contributions:
             Tensor: ``(B, R, C)``, of the first columns; zero where there is no vector.
         """
         (B, R), size = index.shape, max(1, BLOCK // len(index))
-        if all(part.is_sum_of_maps for part in self.parts):
+        if self.is_sum_of_maps:
             height, block = min(R, size), self._blocks_of_maps(index, columns)
         else:
             height, block = max(1, size // columns), self._blocks_of_channels(index, columns)
@@ -202,6 +202,40 @@ class Contributions:
             rows = slice(top, min(R, top + height))
             for chosen in _even_slices(min(columns, self.columns(tokens[:, rows])), width):
                 out[:, rows, chosen] = reduce(block(rows, chosen), rows, chosen)
+        return out
+
+    @property
+    def is_sum_of_maps(self) -> bool:
+        """Whether a vector is a sum over few maps, as those of attention's heads."""
+        return all(part.is_sum_of_maps for part in self.parts)
+
+    def distances(self, rows: Tensor, outputs: Tensor, own: Tensor | None) -> Tensor:
+        """The l1 distances of outputs from the vectors that they are made of, if these are of maps.
+
+        Args:
+            rows (Tensor): ``(R,)``, those of the outputs.
+            outputs (Tensor): ``(B, R, E)``.
+            own (Tensor, optional): ``(B, R, E)``, added to the vector of a row's own token.
+
+        Returns:
+            Tensor: ``(B, R, C)``, of the first columns.
+        """
+        columns, index = self.columns(rows), rows.expand(self.batch, -1)
+        maps = torch.cat([part.maps(index)[..., :columns] for part in self.parts], 1)
+        maps = maps.permute(0, 3, 1, 2).contiguous()  # (B, C, M, R)
+        out = outputs.new_empty(self.batch, len(rows), columns)
+        width = max(1, PIECE // (self.batch * maps.shape[2] * outputs.shape[2]))
+        for first in range(0, columns, width):
+            last = min(columns, first + width)
+            values = torch.cat([part.projected(slice(first, last)) for part in self.parts], 2)
+            out[..., first:last] = kernels.map_distances(maps[:, first:last], values, outputs)
+            if own is None:
+                continue
+            row = ((rows >= first) & (rows < last)).nonzero()[:, 0]
+            token = rows[row]
+            entries = maps[:, token, :, row].movedim(0, 1)[:, :, None]  # (B, n, 1, M)
+            vectors = (entries @ values[:, token - first])[:, :, 0] + own[:, row]
+            out[:, row, token] = (vectors - outputs[:, row]).abs().sum(-1)
         return out
 
     def _blocks_of_channels(self, index: Tensor, columns: int) -> Callable[[slice, slice], Tensor]:
@@ -219,8 +253,8 @@ class Contributions:
         maps = torch.cat([part.maps(index)[..., :columns] for part in self.parts], 1)
 
         def block(rows: slice, chosen: slice) -> Tensor:
-            projected = torch.cat([part.projected(chosen) for part in self.parts], 3)
-            found = projected @ maps[:, :, rows, chosen].permute(0, 3, 1, 2)  # (B, c, E, r)
+            projected = torch.cat([part.projected(chosen) for part in self.parts], 2)
+            found = projected.mT @ maps[:, :, rows, chosen].permute(0, 3, 1, 2)  # (B, c, E, r)
             return found.permute(0, 2, 3, 1)
 
         return block
@@ -274,10 +308,10 @@ class _Part:
         return self.mixer.recurrence.map_rows(index, 0, self.mixer.recurrence.sizes[3])
 
     def projected(self, tokens: slice) -> Tensor:
-        """What each map adds of some tokens, ``(B, c, E, M)``."""
+        """What each map adds of some tokens, ``(B, c, M, E)``."""
         M = self.mixer.recurrence.sizes[3]
         values = self.lagged[0][:, tokens].unflatten(2, (M, -1))
-        return torch.einsum("emp,bcmp->bcem", self.weight.unflatten(1, (M, -1)), values)
+        return torch.einsum("emp,bcmp->bcme", self.weight.unflatten(1, (M, -1)), values)
 
     def restore(self, values: Tensor, dim: int) -> Tensor:
         # From the scan's order of the tokens to the model's.

@@ -2,11 +2,13 @@
 
 :mod:`captum_ssm.kernels.diagonal` has those of a diagonal recurrence,
 :mod:`captum_ssm.kernels.linear_attention` those of linear attention and the delta rule;
-:mod:`captum_ssm.kernels.taps` has the inner loop of LaTIM's vectors. Each operation exists twice:
+:mod:`captum_ssm.kernels.taps` has the inner loop of LaTIM's vectors,
+:mod:`captum_ssm.kernels.distances` that of ALTI over attention's heads. Each operation exists
+twice:
 
 * the compiled kernel in ``csrc/``, used for CPU tensors if the extension is built. The CUDA
-  kernels are experimental: they compile and are checked thread by thread on a CPU, but have not
-  been run on a GPU yet;
+  kernels (of all but :func:`map_distances`) are experimental: they compile and are checked thread
+  by thread on a CPU, but have not been run on a GPU yet;
 * a PyTorch form (``*_torch``), chunked and made of matrix products, differentiable in every
   argument: the fallback for any device.
 
@@ -18,7 +20,8 @@ Two naive matrices, the equations line by line in float64, define what is comput
 
 Results are float32, or float64 if any argument is float64; half precision arguments are
 accumulated in float32. :func:`tap_rows` is the exception: it writes into its argument ``out``, in
-that tensor's dtype, and has no gradient.
+that tensor's dtype, and has no gradient; :func:`map_distances` computes in the one dtype of its
+arguments, and has none either.
 """
 
 from captum_ssm.kernels import _diagonal_backward, _linear_attention_backward  # noqa: F401
@@ -31,6 +34,7 @@ from captum_ssm.kernels.diagonal import (
     diagonal_scan,
     naive_diagonal_matrix,
 )
+from captum_ssm.kernels.distances import map_distances
 from captum_ssm.kernels.linear_attention import (
     LinearAttentionCoefficients,
     linear_attention_mean,
@@ -54,6 +58,7 @@ __all__ = [
     "linear_attention_rmatvec",
     "linear_attention_rows",
     "linear_attention_scan",
+    "map_distances",
     "naive_diagonal_matrix",
     "naive_linear_attention_matrix",
     "tap_rows",

@@ -1,6 +1,6 @@
 // The arguments of the CPU kernels, and the table through which one instruction set's version of
 // them is called. Free of torch: the kernels see pointers and sizes; diagonal.cpp,
-// linear_attention.cpp and taps.cpp see tensors.
+// linear_attention.cpp, taps.cpp and distances.cpp see tensors.
 #pragma once
 
 #include <cstddef>
@@ -107,6 +107,12 @@ struct Kernels {
   // scaled by left (count) where there is one, to out (count, columns).
   void (*tap_rows)(const T* rows, const T* values, int64_t step, int64_t taps, const T* left,
                    int64_t count, int64_t length, int64_t columns, T* out);
+
+  // Distances of the vectors of one token from outputs (count, width), where vectors are maps
+  // (number, count) times values (number, width), to elements of out that are `step` apart. Scratch
+  // is `count` vectors.
+  void (*map_distances)(const T* maps, const T* values, const T* outputs, int64_t number,
+                        int64_t count, int64_t width, T* out, int64_t step, T* scratch);
 
   HeadsKernels<T> heads;
 };
