@@ -27,8 +27,10 @@ TOLERANCE = {
     torch.float16: 1.2e-2,
     torch.bfloat16: 4e-2,
 }
-# Where the recurrence adds less than this, the rounding of the rest may hide it.
+# Where the recurrence adds less than this, the rounding of the rest may be more than is tolerated.
 _SMALL = 1e-2
+# By tolerance, the share of which one rounding of the rest is as much as is tolerated.
+_HIDDEN = {error: torch.finfo(dtype).eps / error for dtype, error in TOLERANCE.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +230,7 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) ->
             if not error <= tolerance * (max(1.0, _SMALL / share) if share < _SMALL else 1.0):
                 continue
             scan = Scan(operator, v, skip, gate, layout, mixed, call.function.__qualname__, error)
-            if share >= _SMALL:
+            if share >= _SMALL or (error <= tolerance and share >= _HIDDEN.get(tolerance, _SMALL)):
                 return scan
             if not enlarged and _holds_enlarged(call, form, scan, share):
                 return scan
