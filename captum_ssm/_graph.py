@@ -55,16 +55,16 @@ class Point:
         """The point of a tensor that requires a gradient."""
         return cls(get_gradient_edge(x), x.shape, x.dtype, x.device, channels)
 
-    @classmethod
-    def before_move(cls, x: Tensor, channels: int) -> Point:
-        """The point of what ``x`` is, where its channels were moved last from the axis given."""
-        found = cls.of(x)
+    def before_move(self, channels: int) -> Point:
+        """The point of what this is, where its channels were moved last from the axis given."""
         if channels == -1:
-            return found
-        ((node, output),) = found.edge.node.next_functions
+            return self
+        ((node, output),) = self.edge.node.next_functions
         assert node is not None
-        shape = x.movedim(-1, channels).shape
-        return replace(found, edge=GradientEdge(node, output), shape=shape, channels=channels)
+        shape = list(self.shape)
+        shape.insert(channels % len(shape), shape.pop())
+        edge = GradientEdge(node, output)
+        return replace(self, edge=edge, shape=tuple(shape), channels=channels)
 
     @property
     def tokens(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from captum_ssm import LaTIM, UnsupportedModelError
 from captum_ssm._capture import Request, freeze
+from captum_ssm.attr._grids import CutGraph, CutMixers
 from captum_ssm.models import BidirectionalMamba
 
 E = 16
@@ -166,6 +167,39 @@ def test_a_mode_interpolates_from_the_grid():
     )
     blocks = carried.unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
     assert_close(nearest[:, ::4, ::4], blocks, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "target"), [(inputs.Hierarchy, 1), (inputs.UShape, (2, 5, 5))], ids=["image", "U"]
+)
+def test_one_run_of_images_is_enough(model, target, monkeypatch):
+    model, x = made(model()), noise(2, 3, 16, 16)
+    runs, run = [], CutMixers.__init__
+
+    def counted(self: CutMixers, request: Request) -> None:
+        runs.append(request)
+        run(self, request)
+
+    monkeypatch.setattr(CutMixers, "__init__", counted)
+    options = {"activation": "gate", "return_convergence_delta": True}
+    found = LaTIM(model).attribute(x, target, **options)
+    assert not runs
+    # What is read off the graph of another run, in which norms are replaced.
+    monkeypatch.setattr(CutGraph, "of", classmethod(lambda cls, frozen: None))
+    again = LaTIM(model).attribute(x, target, **options)
+    assert len(runs) == 1
+    for one, other in zip(found, again, strict=True):
+        assert_close(one, other, 1e-9)
+
+
+def test_activations_without_rules_are_replaced():
+    model, x = made(inputs.Hierarchy()), noise(1, 3, 16, 16)
+    model.head = nn.Sequential(model.head, nn.Tanh())
+    frozen = freeze(
+        Request.of(model, None, x), target=1, gradients=True, through_mixers=False, keep_graph=True
+    )
+    assert frozen.live is not None
+    assert CutGraph.of(frozen) is None
 
 
 def test_what_several_grids_do_not_offer():

@@ -160,6 +160,8 @@ class FrozenModel:
             the model tells. Default: None
         unruled (frozenset of str, optional): functions without a rule of relevance by which the
             score reads what comes after the last mixer. Default: frozenset()
+        live (Recording, optional): the run with its graph, cut at the mixers, where that was to be
+            kept. Default: None
     """
 
     request: Request
@@ -173,6 +175,7 @@ class FrozenModel:
     others: Sequence[MixerCall] = ()
     grid: TokenGrid | None = None
     unruled: frozenset[str] = frozenset()
+    live: Recording | None = field(default=None, repr=False)
 
     @property
     def input_shape(self) -> tuple[int, int]:
@@ -378,6 +381,7 @@ def freeze(
     substitution: Substitution | None = None,
     check: bool = True,
     wiring: bool = True,
+    keep_graph: bool = False,
 ) -> FrozenModel:
     """Run a request once and freeze every mixer it visits.
 
@@ -399,6 +403,8 @@ def freeze(
         check (bool, optional): raise where a frozen mixer does not reproduce its output.
             Default: True
         wiring (bool, optional): measure what lies between the mixers. Default: True
+        keep_graph (bool, optional): keep the run's own graph where it was cut at the mixers.
+            Default: False
     """
     find_unknown_mixers(request)
     own_graph = substitution is not None
@@ -433,8 +439,10 @@ def freeze(
             through_mixers=through_mixers,
             also=also,
             check=check,
+            keep_graph=keep_graph,
         )
 
+    live = recording if keep_graph and recording.ports else None
     weights: list[Tensor] | None = None
     score = recording.score
     if score is not None:
@@ -466,6 +474,7 @@ def freeze(
         [_brought(call, device) for call in recording.others],
         recording.grid(request.module),
         recording.unruled,
+        live,
     )
 
 

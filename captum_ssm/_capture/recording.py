@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm._capture.cuts import Cuts
+from captum_ssm._capture.cuts import Cuts, Port
 from captum_ssm._capture.embedded import entries_of, warn_of_derived
 from captum_ssm._capture.linears import KeptLinears
 from captum_ssm._capture.measure import measure
@@ -86,6 +86,8 @@ class Recording:
             graph; None where they are not. Default: ()
         unruled (frozenset of str, optional): functions without a rule of relevance by which the
             score reads what comes after the last mixer. Default: frozenset()
+        ports (sequence of Port, optional): where the mixers were cut off, by call, if they were and
+            there is a score. Default: ()
     """
 
     request: Request
@@ -97,6 +99,7 @@ class Recording:
     score: Tensor | None = None
     edges: Sequence[GradientEdge | None] = ()
     unruled: frozenset[str] = frozenset()
+    ports: Sequence[Port] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -204,7 +207,7 @@ class Recording:
         if not wanted:
             return self
         reading, unruled = self._reading(target)
-        keeps = self.wiring is not None and self.wiring.needs_graph
+        keeps = bool(self.ports) or (self.wiring is not None and self.wiring.needs_graph)
         found = gradients_at([call.output for call in wanted], target, retain_graph=keeps)
         gradients = {
             call.order: torch.zeros_like(call.output) if gradient is None else gradient
@@ -496,7 +499,8 @@ def _record_once(
         other = [call for call in other if also is not None and also(call.module)]
         recording = Recording(request, output, found, other, arguments, edges=edges)
         if score is not None:
-            recording = replace(recording, score=score(recording))
+            ports = () if cuts is None or whole else tuple(cuts.ports)
+            recording = replace(recording, score=score(recording), ports=ports)
             if cuts is not None and not (whole or cuts.are_read_by(recording.score)):
                 raise _no_graph()
         if cuts is not None:

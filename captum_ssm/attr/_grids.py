@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -38,22 +37,143 @@ from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._norms import first_input
 from captum_ssm.attr._relevance import of_constants, times, warn_of_unruled
 from captum_ssm.attr._residual import feeding_norm
-from captum_ssm.attr.mamba_lrp import Rules
-from captum_ssm.mixers import MixerCall, find_adapter
+from captum_ssm.attr.mamba_lrp import Rules, has_a_rule
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._reordered import in_order
 from captum_ssm.mixers._unfused import fused_norms
 from captum_ssm.scans import intercepted
+
+# Norms of PyTorch, which are single nodes of the graph.
+_RULED = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
 class _Cut:
     # Where a mixer leaves the graph, and the stream before it: in the graph, and its values. The
     # same of what the mixer was given, which is the stream where no norm is between.
-    exit: Tensor
+    exit: Point
     stream: Point | None
     before: Tensor
     given: Point | None
     tokens: Tensor
+
+    def after(self, norm: MixerCall) -> _Cut:
+        """The same of a mixer whose tokens are those of a norm."""
+        given = next(tensors_in((norm.args, norm.kwargs)))
+        stream = Point.of(given).before_move(norm.channels) if given.requires_grad else None
+        return replace(self, stream=stream, before=first_input(norm).detach())
+
+    def reading(self, is_given_stream: bool | None) -> _Cut:
+        """The same, if it is known whether the mixer is given the stream."""
+        if is_given_stream:
+            return replace(self, stream=self.given, before=self.tokens)
+        if is_given_stream is False and self.stream is self.given:
+            return replace(self, stream=None)
+        return self
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """The graph of a run whose mixers were cut off: how the score reads what they return.
+
+    Args:
+        cuts (list of _Cut): of the mixers' calls, in forward order.
+        score (Tensor): ``(B,)``, with its graph.
+        starts (list of tuple): where the graph begins, and the values there.
+        of_inputs (Callable): turns relevance of the starts into that of the inputs.
+    """
+
+    cuts: list[_Cut]
+    score: Tensor
+    starts: list[tuple[Point, Tensor]]
+    of_inputs: Callable[[list[Tensor]], list[Tensor]]
+
+    @classmethod
+    def of(cls, frozen: FrozenModel) -> CutGraph | None:
+        """That of the run that a model was frozen at, if it was kept and tells all of it.
+
+        None where a module has to be replaced for its graph to obey the rules, where a mixer's
+        stream is not known to be the input of a norm that is a module, and for ids.
+        """
+        live = frozen.live
+        if live is None or not _obeys_rules(live.request.module):
+            return None
+        ways = frozen.wiring.inputs
+        if live.score is None or len(ways) != len(live.request.inputs):
+            return None
+        if not all(one.is_floating_point() for one in live.request.inputs):
+            return None
+        norms = [one for one in live.others if is_norm(one.module)]
+        cuts = []
+        for layer, call, port in zip(frozen.layers, live.calls, live.ports, strict=True):
+            given = None if port.entry is None else port.entry.before_move(call.channels)
+            norm = feeding_norm(call, [one for one in norms if one.order < call.order])
+            if norm is None and not frozen.wiring.stages[layer.stage].is_given_stream:
+                return None
+            cut = _Cut(port.exit, given, call.tokens(), given, call.tokens())
+            cuts.append(cut if norm is None else cut.after(norm))
+        # The inputs themselves.
+        return cls(cuts, live.score, [(way.leaf, way.values) for way in ways], list)
+
+    def coefficients(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Those of the score at what each mixer returned, and at the stream before it.
+
+        Zero at a mixer that the score does not read; None where no graph leads to the stream.
+        """
+        require_graph(self.score)
+        ends = [cut.exit for cut in self.cuts]
+        streams = [cut.stream.edge for cut in self.cuts if cut.stream is not None]
+        edges = [*(end.edge for end in ends), *streams]
+        with self._ruled() as carries:
+            if not carries[self.score.grad_fn]:
+                raise of_constants()
+            warn_of_unruled(without_rule(carries))
+            found = torch.autograd.grad(
+                self.score.sum(), edges, allow_unused=True, retain_graph=True
+            )
+        exits = [
+            torch.zeros(one.shape, dtype=one.dtype, device=one.device) if g is None else g.detach()
+            for one, g in zip(ends, found[: len(ends)], strict=True)
+        ]
+        rest = iter(found[len(ends) :])
+        return exits, [
+            None if cut.stream is None else _channels_last(next(rest), cut.stream)
+            for cut in self.cuts
+        ]
+
+    def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
+        """What inputs add to the score past the mixers and a stream: times the gradient, by input.
+
+        Args:
+            stream (Point): before the first mixer.
+            direction (Tensor): the score's coefficients there, channels last.
+
+        Returns:
+            list of Tensor: in the inputs' shapes; empty where all that the score reads goes through
+            the stream.
+        """
+        root = Point.of(self.score, None)
+        if not any(is_read_past(root, point, stream) for point, _ in self.starts):
+            return []
+        edges, values = [point.edge for point, _ in self.starts], [x for _, x in self.starts]
+        options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
+        with self._ruled():
+            whole = torch.autograd.grad(self.score.sum(), edges, **options)
+            seed = stream.unflat(direction.flatten(0, -2))
+            through = torch.autograd.grad(stream.edge, edges, seed, **options)
+        pairs = zip(times(values, whole), times(values, through), strict=True)
+        return self.of_inputs([a - b for a, b in pairs])
+
+    @contextmanager
+    def _ruled(self) -> Iterator[dict[Any, bool]]:
+        points = [*(cut.exit for cut in self.cuts), *(point for point, _ in self.starts)]
+        nodes = [point.edge.node for point in points]
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            ruled([self.score.grad_fn], nodes) as carries,
+        ):
+            yield carries
 
 
 class _Norms(TorchFunctionMode):
@@ -71,15 +191,11 @@ class _Norms(TorchFunctionMode):
 
 
 class CutMixers(Rules):
-    """A run in which what a mixer returns starts a new graph, and all else is frozen.
-
-    Attributes:
-        cuts (list of _Cut): of the mixers' calls, in forward order.
-    """
+    """A run in which what a mixer returns starts a new graph, and all else is frozen."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.cuts: list[_Cut] = []
+        self._cuts: list[_Cut] = []
         self._norms: list[MixerCall] = []
         self._is_after_norm = False
 
@@ -97,15 +213,12 @@ class CutMixers(Rules):
         self.made.append(None)
         norm = feeding_norm(call, self._norms)
         tokens, own = call.tokens().detach(), call.given_tokens()
-        given = Point.before_move(own, call.channels) if own.requires_grad else None
-        stream, before = None if self._is_after_norm else given, tokens
-        if norm is not None:
-            first = next(tensors_in((norm.args, norm.kwargs)))
-            stream = Point.before_move(first, norm.channels) if first.requires_grad else None
-            before = first_input(norm).detach()
-        self._is_after_norm = False
+        given = Point.of(own).before_move(call.channels) if own.requires_grad else None
         output = call.output.detach().clone().requires_grad_()
-        self.cuts.append(_Cut(output, stream, before, given, tokens))
+        stream = None if self._is_after_norm else given
+        cut = _Cut(Point.of(output), stream, tokens, given, tokens)
+        self._cuts.append(cut if norm is None else cut.after(norm))
+        self._is_after_norm = False
         return with_first(call.result, output)
 
     @contextmanager
@@ -120,78 +233,18 @@ class CutMixers(Rules):
         with _Norms(note), intercepted(lambda call: fused[call.source](call), fused):
             yield
 
-    def read_given(self, of_calls: Sequence[bool | None]) -> None:
-        """Take what mixers were given for the stream where it is, as far as that is known."""
-        for i, is_given in enumerate(of_calls):
-            cut = self.cuts[i]
-            if is_given:
-                self.cuts[i] = replace(cut, stream=cut.given, before=cut.tokens)
-            elif is_given is False and cut.stream is cut.given:
-                self.cuts[i] = replace(cut, stream=None)
+    def graph(self, score: Tensor) -> CutGraph:
+        """That of the run, in which ``score (B,)`` was computed."""
+        starts = [leaf for _, _, leaf in self.embedded]
+        starts += [one for one in self.inputs if one.requires_grad]
 
-    def coefficients(self, score: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Those of the score at what each mixer returned, and at the stream before it.
+        def of_inputs(relevance: list[Tensor]) -> list[Tensor]:
+            of_start = dict(zip(map(id, starts), relevance, strict=True))
+            leaves = self.leaves()
+            found = [of_start[id(leaf.tensor)] for part in leaves for leaf in part]
+            return self.of_inputs(leaves, found)
 
-        Zero at a mixer that the score does not read; None where no graph leads to the stream.
-        """
-        require_graph(score)
-        ends = [cut.exit for cut in self.cuts]
-        streams = [cut.stream.edge for cut in self.cuts if cut.stream is not None]
-        edges = [*map(get_gradient_edge, ends), *streams]
-        with self._ruled(score) as carries:
-            if not carries[score.grad_fn]:
-                raise of_constants()
-            warn_of_unruled(without_rule(carries))
-            found = torch.autograd.grad(score.sum(), edges, allow_unused=True, retain_graph=True)
-        exits = [
-            torch.zeros_like(one) if g is None else g.detach()
-            for one, g in zip(ends, found[: len(ends)], strict=True)
-        ]
-        rest = iter(found[len(ends) :])
-        return exits, [
-            None if cut.stream is None else _channels_last(next(rest), cut.stream)
-            for cut in self.cuts
-        ]
-
-    def relevance_past(self, score: Tensor, stream: Point, direction: Tensor) -> list[Tensor]:
-        """What inputs add to the score past the mixers and a stream: times the gradient, by input.
-
-        Args:
-            score (Tensor): ``(B,)``.
-            stream (Point): before the first mixer.
-            direction (Tensor): the score's coefficients there, channels last.
-
-        Returns:
-            list of Tensor: in the inputs' shapes; empty where all that the score reads goes through
-            the stream.
-        """
-        root = Point.of(score, None)
-        if not any(is_read_past(root, Point.of(one), stream) for one in self._starts()):
-            return []
-        leaves = self.leaves()
-        tensors = [leaf.tensor for part in leaves for leaf in part]
-        options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
-        with self._ruled(score):
-            whole = torch.autograd.grad(score.sum(), tensors, **options)
-            seed = stream.unflat(direction.flatten(0, -2))
-            through = torch.autograd.grad(stream.edge, tensors, seed, **options)
-        parts = zip(times(tensors, whole), times(tensors, through), strict=True)
-        return self.of_inputs(leaves, [a - b for a, b in parts])
-
-    def _starts(self) -> list[Tensor]:
-        found = [leaf for _, _, leaf in self.embedded]
-        return [*found, *(one for one in self.inputs if one.requires_grad)]
-
-    @contextmanager
-    def _ruled(self, score: Tensor) -> Iterator[dict[Any, bool]]:
-        starts = [*(cut.exit for cut in self.cuts), *self._starts()]
-        nodes = [get_gradient_edge(one).node for one in starts]
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            ruled([score.grad_fn], nodes) as carries,
-        ):
-            yield carries
+        return CutGraph(self._cuts, score, [(Point.of(one), one) for one in starts], of_inputs)
 
 
 @dataclass(frozen=True)
@@ -225,24 +278,25 @@ class Grids:
     past: Sequence[Tensor] = ()
 
     @classmethod
-    def of(cls, frozen: FrozenModel, cut: CutMixers, score: Tensor) -> Grids:
-        """Read the coefficients off the graph of another run of the same request.
+    def of(cls, frozen: FrozenModel, graph: CutGraph) -> Grids:
+        """Read the coefficients off the graph.
 
         Args:
             frozen (FrozenModel): of a run as it is.
-            cut (CutMixers): what the mixers of the other run were replaced by.
-            score (Tensor): ``(B,)``, of that run, with its graph.
+            graph (CutGraph): of the same run, or of another one of the same request.
 
         Raises:
             UnsupportedModelError: where relevance could be lost, or counted twice, on the way.
         """
         _check_shares(frozen.require_wiring())
         stages = frozen.wiring.stages
-        cut.read_given([stages[layer.stage].is_given_stream for layer in frozen.layers])
-        exits, streams = cut.coefficients(score)
+        given = [stages[layer.stage].is_given_stream for layer in frozen.layers]
+        cuts = [cut.reading(one) for cut, one in zip(graph.cuts, given, strict=True)]
+        graph = replace(graph, cuts=cuts)
+        exits, streams = graph.coefficients()
         B = frozen.shape[0]
         found: dict[int, list[tuple[FrozenLayer, Tensor, _Cut, Tensor | None]]] = {}
-        for one in zip(frozen.layers, exits, cut.cuts, streams, strict=True):
+        for one in zip(frozen.layers, exits, cuts, streams, strict=True):
             found.setdefault(one[0].stage, []).append(one)
         steps = {stage: _step(group, B) for stage, group in found.items()}
         stream, direction = next(
@@ -250,8 +304,9 @@ class Grids:
             for _, _, one, at_stream in found[min(found)]
             if one.stream is not None and at_stream is not None
         )
-        past = cut.relevance_past(score, stream, direction)
-        return cls(frozen, steps, score.detach().to(frozen.layers[0].call.dtype), past)
+        past = graph.relevance_past(stream, direction)
+        score = graph.score.detach().to(frozen.layers[0].call.dtype)
+        return cls(replace(frozen, live=None), steps, score, past)
 
     def at_level(self, level: int, mode: str | None) -> Grids:
         """Only the layers of one grid, from which relevance is interpolated if ``mode`` says how.
@@ -324,6 +379,14 @@ class Grids:
                 bias = Contributions.of(self.frozen, [layer], "gate").bias()
                 total = total + _dot(direction, bias)
         return total
+
+
+def _obeys_rules(module: nn.Module) -> bool:
+    # Whether each module outside the mixers leaves a graph whose nodes have rules.
+    mixers = [mixer for _, mixer in find_mixers(module)]
+    inside = {part for mixer in mixers for part in mixer.modules()}
+    outside = [part for part in module.modules() if part not in inside]
+    return all(isinstance(part, _RULED) or not has_a_rule(part) for part in outside)
 
 
 def _channels_last(gradient: Tensor | None, at: Point) -> Tensor | None:

@@ -21,7 +21,7 @@ from captum_ssm.attr._alti import Alti, of_tiles
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._chain import bias_part, decomposed, logit_matrix, logit_row, output_of
 from captum_ssm.attr._contributions import Contributions
-from captum_ssm.attr._grids import CutMixers, Grids
+from captum_ssm.attr._grids import CutGraph, CutMixers, Grids
 from captum_ssm.attr._relevance import warn_of_unruled
 from captum_ssm.attr._residual import ResidualStream, UnreadStreamError, norms_and_head
 from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
@@ -370,7 +370,7 @@ class LaTIM(TokenAttribution):
             if frozen.is_chain or self.remote:
                 frozen.require_chain("LaTIM")
                 try:
-                    return ResidualStream.of(frozen)
+                    return ResidualStream.of(replace(frozen, live=None))
                 except UnreadStreamError:
                     if self.remote:
                         raise
@@ -384,7 +384,16 @@ class LaTIM(TokenAttribution):
         layer: int | str | None,
         stage: int | None,
     ) -> Grids:
-        request = with_leaves(frozen.request)
+        graph = CutGraph.of(frozen) or self._cut_graph(frozen.request, target, position)
+        with self._computing():
+            grids = Grids.of(frozen, graph)
+            if stage is not None:
+                return grids.at_level(stage, self.interpolate_mode)
+            return grids if layer is None else grids.at_layer(frozen.select_one(layer))
+
+    def _cut_graph(self, request: Request, target: Any, position: Any) -> CutGraph:
+        # Of another run, in which modules whose graph has no rules are replaced.
+        request = with_leaves(request)
         cut = CutMixers(request)
         with cut.noting_norms():
             run = self._run(
@@ -396,11 +405,7 @@ class LaTIM(TokenAttribution):
                 also=has_a_rule,
                 substitution=cut,
             )
-        with self._computing():
-            grids = Grids.of(frozen, cut, run.require_score())
-            if stage is not None:
-                return grids.at_level(stage, self.interpolate_mode)
-            return grids if layer is None else grids.at_layer(frozen.select_one(layer))
+        return cut.graph(run.require_score())
 
     def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
         # The score's direction in the residual stream is read after the last mixer.
@@ -411,6 +416,7 @@ class LaTIM(TokenAttribution):
             gradients=True,
             through_mixers=False,
             also=norms_and_head(request.module),
+            keep_graph=True,
         )
 
 
