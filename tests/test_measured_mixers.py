@@ -1,6 +1,7 @@
 """Mixers without an adapter: found by a run, measured, and explained."""
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 import captum_ssm.models.vision_mamba
 from captum_ssm import (
     LaTIM,
+    MambaAttribution,
     MambaLRP,
     MambaRollout,
     RawAttention,
@@ -29,6 +31,7 @@ from captum_ssm.mixers.measured import freeze_measured
 from captum_ssm.mixers.vision import FrozenScans
 from captum_ssm.models import SS2D, BidirectionalMamba
 from captum_ssm.models.ss2d import scan_orders
+from captum_ssm.scans import FunctionCall, KeptScans
 
 KINDS = (
     wild.Mixer,
@@ -547,3 +550,72 @@ def test_a_kernel_that_takes_half_precision_only():
     mixer = freeze_measured(call, {attention})
     error = (mixer.output() - call.output.float()).abs().max()
     assert float(error) <= 2e-2 * float(call.output.abs().max())
+
+
+def counted_scan(x, delta, A, B, C, D):
+    RAN.append(x)
+    return wild.scan(x, delta, A, B, C, D)
+
+
+RAN: list[Tensor] = []
+
+
+class Counted(wild.Mixer):
+    changes = False
+
+    def scanned(self, v):
+        step, B, C = self.x_proj(v).split([8, 3, 3], -1)
+        y = counted_scan(v, F.softplus(step), -self.rates.exp(), B, C, self.D)
+        return y.mul_(2) if self.changes else y
+
+
+@pytest.mark.parametrize("method", [MambaRollout, MambaAttribution])
+def test_a_scan_that_was_run_is_not_run_again(method, monkeypatch):
+    model, x = wild.Stack(Counted(), Counted()).eval(), tokens(1, 7, 6)
+    expected = method(model).attribute(x, target=(3, 1))  # the first call also looks for mixers
+    RAN.clear()
+    torch.testing.assert_close(method(model).attribute(x, target=(3, 1)), expected)
+    assert len(RAN) == 2
+    RAN.clear()
+    monkeypatch.setattr("captum_ssm._capture.kept.KEPT", 0)
+    torch.testing.assert_close(method(model).attribute(x, target=(3, 1)), expected)
+    assert len(RAN) == 4
+
+
+def test_what_a_mixer_changes_in_place_is_run_again():
+    model, x = wild.Stack(Counted()).eval(), tokens(1, 7, 6)
+    plain = MambaRollout(model).attribute(x, target=(3, 1))
+    model.layers[0].changes = True
+    RAN.clear()
+    found = MambaRollout(model).attribute(x, target=(3, 1))
+    assert len(RAN) == 2
+    torch.testing.assert_close(found, plain)  # a map of a rollout has no scale
+
+
+def test_kept_scans_are_those_of_equal_arguments():
+    kept, given = KeptScans(1 << 20), torch.ones(2, 3)
+
+    def twice(x, delta, A, B, C, n=2):
+        return n * x
+
+    call = FunctionCall(twice, (given, 1.0, None, "b", given), {"n": 2}, twice)
+    result = kept._run(call)
+    assert torch.equal(kept.find(call), result)
+    same = replace(call, args=(given.clone(), 1.0, None, "b", given.clone()))
+    assert torch.equal(kept.find(same), result)
+    others = [
+        replace(call, args=(2 * given, *call.args[1:])),
+        replace(call, args=(given.double(), *call.args[1:])),
+        replace(call, args=(given, 2.0, *call.args[2:])),
+        replace(call, kwargs={"n": 3}),
+        replace(call, kwargs={}),
+        replace(call, source=counted_scan),
+    ]
+    assert [kept.find(other) for other in others] == [None] * len(others)
+    result.add_(1)
+    assert kept.find(call) is None
+    # No room is left, or none at all.
+    for room in (0, 2 * given.nbytes - 1):
+        kept = KeptScans(room)
+        kept._run(call)
+        assert kept.find(call) is None

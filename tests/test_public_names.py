@@ -141,7 +141,7 @@ ORDER = (
             "skips",
         )
     ),
-    *("_capture.mixing", "_capture.measure", "_capture.linears"),
+    *("_capture.mixing", "_capture.measure", "_capture.kept"),
     *(
         "_capture.tracing",
         "_capture.embedded",

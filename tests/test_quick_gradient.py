@@ -162,7 +162,7 @@ def test_the_outer_projections_are_computed_once(monkeypatch: pytest.MonkeyPatch
     for layer in (*frozen.layers, *frozen.layers):
         assert layer.mixer is not None
     assert sum(used) == 2 * len(frozen.layers)
-    monkeypatch.setattr("captum_ssm._capture.linears.KEPT", 0)
+    monkeypatch.setattr("captum_ssm._capture.kept.KEPT", 0)
     used.clear()
     torch.testing.assert_close(MambaRollout(model).attribute(ids), row)
     assert not any(used)

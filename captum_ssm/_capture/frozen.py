@@ -126,6 +126,8 @@ class FrozenLayer:
             check_reconstruction(self.name, call, Rebuilt.of(mixer, call), self.mask)
         if call.linears is not None:
             call.linears.forget()
+        if call.scans is not None:
+            call.scans.forget()
         return mixer
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture.cuts import Cuts, Port
 from captum_ssm._capture.embedded import entries_of, warn_of_derived
-from captum_ssm._capture.linears import KeptLinears
+from captum_ssm._capture.kept import KeptLinears, KeptScansOfMixers
 from captum_ssm._capture.measure import measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, unwrap
 from captum_ssm._capture.request import Request
@@ -53,10 +53,12 @@ class Substitute(Protocol):
 
     Attributes:
         keeps_outputs (bool): whether what they returned is needed after the run.
+        keeps_mixers (bool): whether mixers are frozen after the run.
         made (list): by mixer, what was frozen while the model ran; None where nothing was.
     """
 
     keeps_outputs: bool
+    keeps_mixers: ClassVar[bool]
     made: list[Any]
 
     def __call__(self, call: MixerCall) -> Any:
@@ -396,12 +398,15 @@ def _record_once(
         bar = stack.enter_context(Bar("mixers", len(mixers)))
         if cuts is not None and not gradients:
             _differentiable(request.module)
-        linears = KeptLinears()
+        linears, scans = KeptLinears(), KeptScansOfMixers()
         if substitute is not None or not whole:
             # What is inside a mixer is recomputed; only what is outside needs its graph.
             around = linears.running if substitute is None else substitute.running
             for envoy in mixers:
                 run_in(around, envoy._module)
+        if substitute is None or substitute.keeps_mixers:
+            for envoy in mixers:
+                run_in(scans.running, envoy._module)
         table = input_embeddings(request.module)
         widths = [m.embedding_dim for m in request.module.modules() if isinstance(m, nn.Embedding)]
         width = max(widths, default=0)
@@ -442,6 +447,7 @@ def _record_once(
             own = value = call.result
             if envoy in inside:
                 linears.leave(call)
+                scans.leave()
             if substitute is not None:
                 value = substitute(call)
             is_own = value is own
@@ -484,16 +490,12 @@ def _record_once(
         if cuts is not None:
             for k, one in ids.items():
                 _check_embedded(embedded, one, cuts.embedded.get(k), len(inputs) == 1)
-        of_mixers = iter(linears.kept)
-        calls = [
-            replace(
-                call,
-                path=names[envoy._module],
-                order=order,
-                linears=next(of_mixers) if envoy in inside else None,
-            )
-            for order, (envoy, _, call) in enumerate(visits)
-        ]
+        of_mixers = zip(linears.kept, scans.kept, strict=True)
+        calls = []
+        for order, (envoy, _, call) in enumerate(visits):
+            of_linears, of_scans = next(of_mixers) if envoy in inside else (None, None)
+            path = names[envoy._module]
+            calls.append(replace(call, path=path, order=order, linears=of_linears, scans=of_scans))
         arguments = bound_arguments(root._module, *root_visits[0]) if root_visits else {}
         found, other = split_calls(request.model, calls)
         other = [call for call in other if also is not None and also(call.module)]

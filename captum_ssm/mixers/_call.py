@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import Parameter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm._devices import weights_loaded
 from captum_ssm._nested import first_of, map_tensors, tensors_in
 from captum_ssm.mixers._weights import is_plain
+
+if TYPE_CHECKING:
+    from captum_ssm.scans import KeptScans
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class MixerCall:
             Default: 0
         linears (LinearCalls, optional): what its linear layers computed in the call, which is
             then not computed again. Default: None
+        scans (KeptScans, optional): what its scan functions returned in the call. Default: None
         channels (int, optional): the axis of the channels in the tokens that the module takes and
             returns. In ``args``, ``kwargs`` and ``result`` they stand last. Default: -1
 
@@ -56,6 +60,7 @@ class MixerCall:
     gradient: Tensor | None = None
     order: int = 0
     linears: LinearCalls | None = None
+    scans: KeptScans | None = None
     channels: int = -1
 
     @classmethod

@@ -154,7 +154,8 @@ def run_cut(
             run.called |= plain is None
             return scans(replace(call, half=half)) if plain is None else plain(call)
 
-        scans = ScanCalls(lambda call, scan, result: _cut(call, scan, result, run))
+        kept = None if silent else call.scans
+        scans = ScanCalls(lambda call, scan, result: _cut(call, scan, result, run), kept=kept)
         known = candidate_functions() if functions is None else functions
         with (
             unfused(module),

@@ -17,6 +17,7 @@ from captum_ssm.scans._calls import intercepted as intercepted
 from captum_ssm.scans._calls import not_intercepted as not_intercepted
 from captum_ssm.scans._candidate import Candidate
 from captum_ssm.scans._form import register_scan
+from captum_ssm.scans._kept import KeptScans as KeptScans
 from captum_ssm.scans._proof import Scan as Scan
 from captum_ssm.scans._proof import ScanCalls as ScanCalls
 from captum_ssm.scans._proof import first_tensor as first_tensor

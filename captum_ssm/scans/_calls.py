@@ -125,6 +125,11 @@ def not_intercepted() -> AbstractContextManager[None]:
     return handled_by(None)
 
 
+def is_built_in(function: Callable[..., Any]) -> bool:
+    """Whether a function is intercepted by PyTorch's own means, as it has no body to exchange."""
+    return function in _BUILT_IN
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 2 else x
 

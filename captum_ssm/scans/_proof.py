@@ -17,6 +17,7 @@ from captum_ssm.scans._calls import FunctionCall, handled_by, not_intercepted
 from captum_ssm.scans._candidate import Candidate, in_layout
 from captum_ssm.scans._form import ScanForm, forms_of
 from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
+from captum_ssm.scans._kept import KeptScans
 from captum_ssm.scans._packed import joined, sequences
 
 # The largest error relative to what the recurrence adds, by the coarsest dtype of the arguments.
@@ -127,18 +128,27 @@ class ScanCalls:
         take (Callable): takes a call, its scan and its result, and returns what takes the place of
             the result.
         forms_only (bool, optional): nothing is measured with impulses. Default: False
+        kept (KeptScans, optional): of another run. What a call returned there, it returns here.
+            Default: None
     """
 
     def __init__(
-        self, take: Callable[[FunctionCall, Scan, Any], Any], *, forms_only: bool = False
+        self,
+        take: Callable[[FunctionCall, Scan, Any], Any],
+        *,
+        forms_only: bool = False,
+        kept: KeptScans | None = None,
     ) -> None:
         self.take = take
         self.forms_only = forms_only
+        self.kept = kept
         self.taken = 0
 
     def __call__(self, call: FunctionCall) -> Any:
-        with torch.no_grad(), not_intercepted():
-            result = call.run()
+        result = None if self.kept is None else self.kept.find(call)
+        if result is None:
+            with torch.no_grad(), not_intercepted():
+                result = call.run()
         scan = self._find(call, result)
         if scan is None:
             return call.run()

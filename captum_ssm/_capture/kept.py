@@ -1,4 +1,4 @@
-"""What the mixers' linear layers computed in a run without gradients, for the frozen mixers."""
+"""What was computed inside of the mixers while a model ran, for the frozen mixers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.mixers._call import LinearCalls
+from captum_ssm.mixers.discovery import MeasuredAdapter
+from captum_ssm.scans import KeptScans
 
 # Results are kept, of all mixers together, up to so many bytes. Those of later mixers are computed
 # again when they are frozen.
@@ -50,4 +52,35 @@ class KeptLinears:
                 self._room -= size
             else:
                 found = None
+        self.kept.append(found)
+
+
+class KeptScansOfMixers:
+    """Runs mixers that are measured, and keeps what their scan functions return.
+
+    Attributes:
+        kept (list of KeptScans or None): one per call of a mixer, in forward order; None for those
+            that are not measured.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[KeptScans | None] = []
+        self._room = KEPT
+        self._running: KeptScans | None = None
+
+    @contextmanager
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """What a mixer's own forward runs in."""
+        adapter = find_adapter(module)
+        if not isinstance(adapter, MeasuredAdapter):
+            yield
+            return
+        self._running = KeptScans(self._room)
+        with self._running.running(adapter.functions):
+            yield
+
+    def leave(self) -> None:
+        """Keep what was returned in the call that has just ended."""
+        found, self._running = self._running, None
+        self._room = self._room if found is None else found.room
         self.kept.append(found)

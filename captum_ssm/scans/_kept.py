@@ -1,0 +1,76 @@
+"""What scan functions returned while a mixer ran, for when it is run once more to be frozen.
+
+A scan that is written as a loop in Python is most of what such a mixer takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from captum_ssm._nested import detached, tensors_in
+from captum_ssm.scans._calls import FunctionCall, intercepted, is_built_in, not_intercepted
+
+
+class KeptScans:
+    """Calls of scan functions in one run of a module, and what they returned.
+
+    Args:
+        room (int): the bytes that they may hold. What returned more is not kept.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._calls: list[tuple[FunctionCall, Any, list[int]]] = []
+
+    @contextmanager
+    def running(self, functions: Iterable[Callable[..., Any]]) -> Iterator[None]:
+        """Keep the calls of functions. PyTorch's own attention is fast, and is not kept."""
+        with intercepted(self._run, [f for f in functions if not is_built_in(f)]):
+            yield
+
+    def find(self, call: FunctionCall) -> Any | None:
+        """What the same call returned, unless that was changed in place since."""
+        for own, result, versions in self._calls:
+            is_same = own.source is call.source and own.half is call.half
+            if is_same and _are_equal((own.args, own.kwargs), (call.args, call.kwargs)):
+                return result if _versions(result) == versions else None
+        return None
+
+    def forget(self) -> None:
+        """Let go of all calls."""
+        self._calls.clear()
+
+    def _run(self, call: FunctionCall) -> Any:
+        with not_intercepted():
+            result = call.run()
+        kept = detached((call, result))
+        tensors = [*tensors_in((kept[0].args, kept[0].kwargs)), *tensors_in(kept[1])]
+        size = sum({x.data_ptr(): x.nbytes for x in tensors}.values())
+        # Of tensors made under inference mode nothing says whether they were changed since.
+        if size <= self.room and not any(x.is_inference() for x in tensors):
+            self.room -= size
+            self._calls.append((*kept, _versions(kept[1])))
+        return result
+
+
+def _versions(result: Any) -> list[int]:
+    return [x._version for x in tensors_in(result)]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    # Nested arguments. What an argument was changed to in place is another one.
+    ones, others = tree_leaves(one), tree_leaves(other)
+    return len(ones) == len(others) and all(map(_is_equal, ones, others))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        return alike and one.device == other.device and torch.equal(one, other.detach())
+    return one is other or (type(one) in (bool, int, float, str) and one == other)
