@@ -361,7 +361,7 @@ class LaTIM(TokenAttribution):
             logits = extract_logits(request.run(given[:count]))
             return _chosen_logits(logits, target).sum(1)
 
-        return self._run_score(replace(request, forward_func=summed), None, None)
+        return self._run_score(replace(request, forward_func=summed), None, None, keep_graph=False)
 
     def _stream(self, frozen: FrozenModel) -> ResidualStream | None:
         # None where there is no one residual stream, or it is not known how the score is read
@@ -407,7 +407,9 @@ class LaTIM(TokenAttribution):
             )
         return cut.graph(run.require_score())
 
-    def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
+    def _run_score(
+        self, request: Request, target: Any, position: Any, *, keep_graph: bool = True
+    ) -> FrozenModel:
         # The score's direction in the residual stream is read after the last mixer.
         return self._run(
             request,
@@ -416,7 +418,7 @@ class LaTIM(TokenAttribution):
             gradients=True,
             through_mixers=False,
             also=norms_and_head(request.module),
-            keep_graph=True,
+            keep_graph=keep_graph,
         )
 
 
