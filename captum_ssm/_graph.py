@@ -66,6 +66,15 @@ class Point:
         edge = GradientEdge(node, output)
         return replace(self, edge=edge, shape=tuple(shape), channels=channels)
 
+    def is_at(self, other: Point) -> bool:
+        """Whether the two are of one tensor, with its channels on the same axis."""
+        axes = {
+            None if point.channels is None else point.channels % len(point.shape)
+            for point in (self, other)
+        }
+        here, there = self.edge, other.edge
+        return here.node is there.node and here.output_nr == there.output_nr and len(axes) == 1
+
     @property
     def tokens(self) -> int:
         """T, the number of tokens in the whole batch."""
@@ -613,6 +622,12 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
     ones = torch.ones(T, E, dtype=root.dtype, device=root.device)
     if where is not None:
         ones = ones * where
+    if root.is_at(leaf):
+        token, channel = torch.meshgrid(
+            *(torch.arange(n, device=root.device) for n in (T, E)), indexing="ij"
+        )
+        read = ones != 0
+        return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), ones.double())
     by_token = 1 + torch.arange(T, device=root.device)[:, None] / T
     by_channel = 1 + torch.arange(E, device=root.device) / E
     noise = root.noise(torch.Generator().manual_seed(0))

@@ -15,6 +15,9 @@ from torch.autograd.graph import GradientEdge
 from captum_ssm._graph import Point, WithoutZeroKernels, decoded
 from captum_ssm._rules import ruled
 
+# Channels of tokens whose squared norms few passes tell.
+WIDE = 64
+
 
 @dataclass(frozen=True, eq=False)
 class Transport:
@@ -71,7 +74,6 @@ class Transport:
 
     def matvec(self, values: Tensor, probes: int) -> Tensor:
         """T values for ``values (B, S, k)`` in [0, 1]: ``(B, T, k)``, from passes forward."""
-        generator = torch.Generator().manual_seed(1)
         ones = torch.ones_like(values[..., 0])
         columns = values.unbind(-1)
         moved = [k for k, column in enumerate(columns) if not torch.equal(column, ones)]
@@ -80,9 +82,8 @@ class Transport:
             for part in (ones, *(columns[k] for k in moved))
         ]
         totals = torch.zeros(len(scales), self.root.tokens, dtype=torch.float64)
-        for _ in range(probes):
-            r = self._noise(self.leaf, generator)
-            found = pushed(self, *[self.leaf.unflat(r * scale) for scale in scales])
+        for seed in orthogonal(self.leaf, self.batch, probes, seed=1):
+            found = pushed(self, *[self.leaf.unflat(seed * scale) for scale in scales])
             totals += torch.stack([one.double().square().sum(-1) for one in found]).to(totals)
         means = (totals[:1] > 0).double().repeat(len(columns), 1)  # of ones
         means[moved] = totals[1:] / totals[0].clamp(min=1e-300)
@@ -92,10 +93,9 @@ class Transport:
         """T, ``(B, T, S)``, in ``probes`` passes for each token of one example."""
         T, S, chunk = self.root.tokens // self.batch, self.leaf.tokens // self.batch, 32
         probes = min(64, max(8, 512 // self.leaf.width)) if probes is None else probes
-        generator = torch.Generator().manual_seed(0)
         total = torch.zeros(self.batch, T, S, dtype=torch.float64, device=self.leaf.device)
-        for _ in range(probes):
-            r = self._noise(self.root, generator).unflatten(0, (self.batch, T))
+        for seed in orthogonal(self.root, self.batch, probes):
+            r = seed.unflatten(0, (self.batch, T))
             for first in range(0, T, chunk):
                 at = torch.arange(first, min(T, first + chunk), device=self.root.device)
                 seeds = r.new_zeros(len(at), *r.shape)
@@ -124,14 +124,12 @@ class Transport:
             found = pull(seed)
         return None if found is None else self.leaf.flat(found).double().square().sum(-1)
 
-    def _noise(self, point: Point, generator: torch.Generator) -> Tensor:
-        r = torch.randn(point.tokens // self.batch, point.width, generator=generator)
-        return r.repeat(self.batch, 1).to(point.device, point.dtype)
-
     @cached_property
     def sizes(self) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from a few passes forward."""
-        return self.row_norms(min(16, max(2, 512 // self.root.width)))
+        # A product with a block of many rows and columns has nearly its norm.
+        least = 1 if self.leaf.width >= WIDE else 2
+        return self.row_norms(min(16, max(least, 256 // self.root.width)))
 
     def row_norms(self, probes: int) -> Tensor:
         """The squared norms of J's rows, ``(B T,)``, from as many passes forward at most.
@@ -139,27 +137,23 @@ class Transport:
         Exact for a token that reads one other, of no more channels than passes.
         """
         E = self.leaf.width
-        rounds = max(1, probes // E)
-        seeds = [
-            self.leaf.unflat(seed)
-            for k in range(1, rounds + 1)
-            for seed in orthogonal(self.leaf, self.batch, probes, seed=k)
-        ]
-        found = pushed(self, *seeds)
-        return torch.stack([one.double().square().sum(-1) for one in found]).sum(0) / rounds
+        count = probes if probes < E else probes // E * E
+        seeds = orthogonal(self.leaf, self.batch, count, seed=1)
+        found = pushed(self, *[self.leaf.unflat(seed) for seed in seeds])
+        return torch.stack([one.double().square().sum(-1) for one in found]).sum(0)
 
     def _carried(self, w: Tensor, probes: Tensor) -> Tensor:
         # Weights that are not negative, with so many passes (B,) of each example.
-        generator, sizes = torch.Generator().manual_seed(0), self.sizes
-        weights = (w.double() / probes.clamp(min=1)[:, None]).flatten().to(sizes)
+        sizes, most = self.sizes, int(probes.amax())
+        weights = (w.double() * (most / probes.clamp(min=1)[:, None])).flatten().to(sizes)
         scale = torch.where(sizes > 0, weights / sizes.clamp(min=1e-300), 0).sqrt()
         scale = scale.to(self.root.dtype).view(self.batch, -1)
         probes = probes.to(scale.device)
         total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
         with pulling(self) as pull:
-            for k in range(int(probes.amax())):
+            for k, seed in enumerate(orthogonal(self.root, self.batch, most)):
                 now = (scale * (probes > k)[:, None]).view(-1, 1)
-                found = pull(self.root.unflat(self._noise(self.root, generator) * now))
+                found = pull(self.root.unflat(seed * now))
                 if found is not None:
                     total += self.leaf.flat(found).double().square().sum(-1)
         total = total.view(self.batch, -1)
@@ -199,7 +193,7 @@ class Patches(Transport):
         """The entry of T of each token of the leaf, ``(T_leaf,)``."""
         energy = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
         with pulling(self) as pull:
-            for seed in orthogonal(self.root, self.batch):
+            for seed in orthogonal(self.root, self.batch, min(64, self.root.width)):
                 found = pull(self.root.unflat(seed))
                 if found is not None:
                     energy += self.leaf.flat(found).double().square().sum(-1)
@@ -338,19 +332,23 @@ def copies(way: Transport) -> Tensor | None:
     return found if is_clear else None
 
 
-def orthogonal(point: Point, batch: int, most: int = 64, seed: int = 0) -> list[Tensor]:
-    """Seeds ``(T, E)``, at most so many, for the squared norms of a point's Jacobian.
+def orthogonal(point: Point, batch: int, count: int, *, seed: int = 0) -> Iterator[Tensor]:
+    """So many seeds ``(T, E)`` for the squared norms of a point's Jacobian.
 
-    Token t of seed k holds a row of a random orthogonal matrix, with a sign of its own, such that
-    the squares of what they pull back add up to the squared norm: exactly for up to ``most``
-    channels, in expectation for more. Tokens that read the same are told apart by their signs, in
-    expectation. Examples of a batch get the same seeds.
+    Token t of a seed holds a row of a random orthogonal matrix, with a sign of its own, such that
+    the squares of what they pull back add up to the squared norm: exactly for a multiple of E
+    seeds, in expectation for others, and with less variance than normal numbers. Tokens that read
+    the same are told apart by their signs, in expectation. Examples of a batch get the same seeds.
     """
     generator, E = torch.Generator().manual_seed(seed), point.width
-    count = min(E, most)
-    normal = torch.randn(E, count, generator=generator, dtype=torch.float64)
-    seeds = []
-    for row in torch.linalg.qr(normal)[0].T * (E / count) ** 0.5:
+    rows: list[Tensor] = []
+    for _ in range(count):
+        # One by one: fewer seeds are the first of more.
+        row = torch.randn(E, generator=generator, dtype=torch.float64)
+        rows = rows if len(rows) < E else []
+        for known in rows:
+            row -= known * (known @ row)
+        rows.append(row / row.norm())
         signs = torch.randint(0, 2, (point.tokens // batch, 1), generator=generator) * 2 - 1
-        seeds.append((signs * row).repeat(batch, 1).to(point.device, point.dtype))
-    return seeds
+        one = signs * rows[-1] * (E / count) ** 0.5
+        yield one.repeat(batch, 1).to(point.device, point.dtype)

@@ -320,7 +320,10 @@ class _Measurement:
             return Link()
         B = self.batch
         T, S = root.tokens // B, leaf.tokens // B
-        place = readers(root, leaf)
+        stem = self.ways[INPUT - j].stem if j < 0 else None
+        # Where tokens share those of a stem, they share what those are made of.
+        is_shared = stem is not None and readers(root, stem) is None
+        place = None if is_shared else readers(root, leaf)
         source = self._source(root, j, place)
         if place is None and root.tokens > leaf.tokens:
             source = self._copied(Transport(root, leaf, B), j)

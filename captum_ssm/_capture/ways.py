@@ -11,14 +11,12 @@ from torch import Tensor
 
 from captum_ssm._graph import Point, gradients, meetings
 from captum_ssm._rules import ruled
-from captum_ssm._transport import Through, Transport, orthogonal
+from captum_ssm._transport import WIDE, Through, Transport, orthogonal
 
 # Backward passes through the first layers, at most, for the shares of features.
 _PROBES, _COARSE = 64, 8
 # Passes for the shares in which tokens are read past one another.
 _PAST = 32
-# Channels of tokens whose squared norms few passes tell.
-_WIDE = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +73,7 @@ class Way:
         is_wide = max(point.width for point in points) > _PROBES
         is_coarse = max(point.tokens for point in points) < self.leaf.tokens
         most = _COARSE if is_wide and is_coarse else _PROBES
-        seeds = [orthogonal(point, self.batch, most) for point in points]
+        seeds = [orthogonal(point, self.batch, min(point.width, most)) for point in points]
         # What is data-dependent in between is a constant, as in `Transport.added`.
         with ruled([point.edge.node for point in points], [self.leaf.edge.node]):
             for some in zip_longest(*seeds):
@@ -109,7 +107,7 @@ def stem_of(roots: Sequence[Point], leaf: Point, batch: int) -> Point | None:
         if len(given.shape) < 3 or given.shape[0] != batch or given.dtype != leaf.dtype:
             continue
         found = Point(edge, tuple(given.shape), given.dtype, given.device, None)
-        wide = [axis for axis in range(1, len(found.shape)) if found.shape[axis] >= _WIDE]
+        wide = [axis for axis in range(1, len(found.shape)) if found.shape[axis] >= WIDE]
         if not wide:
             continue
         channels = _channels(found, leaf)

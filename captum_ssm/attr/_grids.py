@@ -92,16 +92,14 @@ class CutGraph:
     def of(cls, frozen: FrozenModel) -> CutGraph | None:
         """That of the run that a model was frozen at, if it was kept and tells all of it.
 
-        None where a module has to be replaced for its graph to obey the rules, where a mixer's
-        stream is not known to be the input of a norm that is a module, and for ids.
+        None where a function has no rule, which the replacement of its module may have, where a
+        mixer's stream is not known to be the input of a norm that is a module, and for ids.
         """
-        live = frozen.live
-        if live is None or not _obeys_rules(live.request.module):
+        live, ways = frozen.live, frozen.wiring.inputs
+        if live is None or live.score is None or not _obeys_rules(live.request.module):
             return None
-        ways = frozen.wiring.inputs
-        if live.score is None or len(ways) != len(live.request.inputs):
-            return None
-        if not all(one.is_floating_point() for one in live.request.inputs):
+        inputs = live.request.inputs
+        if len(ways) != len(inputs) or not all(x.is_floating_point() for x in inputs):
             return None
         norms = [one for one in live.others if is_norm(one.module)]
         cuts = []
@@ -112,8 +110,10 @@ class CutGraph:
                 return None
             cut = _Cut(port.exit, given, call.tokens(), given, call.tokens())
             cuts.append(cut if norm is None else cut.after(norm))
-        # The inputs themselves.
-        return cls(cuts, live.score, [(way.leaf, way.values) for way in ways], list)
+        # It begins at the inputs themselves.
+        graph = cls(cuts, live.score, [(way.leaf, way.values) for way in ways], list)
+        with graph._ruled() as carries:
+            return None if without_rule(carries) else graph
 
     def coefficients(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Those of the score at what each mixer returned, and at the stream before it.
