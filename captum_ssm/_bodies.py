@@ -7,6 +7,7 @@ original.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,16 @@ class _Exchange:
         self.original.__kwdefaults__ = function.__kwdefaults__
         self.original.__qualname__ = function.__qualname__
         self.original.__module__ = function.__module__
+        # Models ask functions which arguments they take; the other body takes any.
+        self.is_signed = "__signature__" in vars(function)
+        if not self.is_signed:
+            vars(f)["__signature__"] = inspect.signature(function)
+
+    def put_back(self) -> None:
+        """Give the function its own body."""
+        self.function.__code__ = self.code
+        if not self.is_signed:
+            vars(self.function).pop("__signature__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         body = _THIS.bodies.get(self.function)
@@ -92,5 +103,5 @@ def _put_back(functions: Iterable[FunctionType]) -> None:
             exchange = _EXCHANGED[function]
             exchange.users -= 1
             if exchange.users == 0:
-                function.__code__ = exchange.code
+                exchange.put_back()
                 del _EXCHANGED[function]
