@@ -381,7 +381,7 @@ def test_a_picture_and_its_processor():
     picture = (torch.rand(16, 16, 3) * 255).round().numpy()
     found = explain(vim(), picture, processor=Processor())
     assert (found.examples[0].image == picture).all()
-    with pytest.raises(TypeError, match="the image is a ndarray, and there is no processor"):
+    with pytest.raises(TypeError, match="the input is a ndarray, and there is no processor"):
         explain(vim(), picture)
 
 
@@ -431,7 +431,7 @@ BAD = {
     "an id": (dict(target=99), TargetError, r"target is \[99\]; the model's ids are 0 .. 36"),
     "a type": (dict(target=0.5), TypeError, "target is 0.5; expected a text, a token id"),
     "targets": (dict(target=["w3", "w4"]), InputError, r"target holds 2 texts for 1 example\(s\)"),
-    "floats": (dict(inputs=0.5), TypeError, "the image is a float, and there is no processor"),
+    "floats": (dict(inputs=0.5), TypeError, "the input is a float, and there is no processor"),
 }
 
 
@@ -467,5 +467,5 @@ def test_other_bad_calls(model, tokenizer):
         explain(vim(), image, target="cow")
     with pytest.raises(ValueError, match="labels holds 1 names; the model has 3 classes"):
         explain(vim(), image, labels=["cat"])
-    with pytest.raises(InputError, match=re.escape("the image has shape (16, 16)")):
+    with pytest.raises(InputError, match=re.escape("the input has shape (16, 16)")):
         explain(vim(), torch.rand(16, 16))

@@ -88,14 +88,15 @@ def as_pixels(image: Any, processor: Any, device: torch.device) -> Tensor:
         pixels = image[None] if image.dim() == 3 else image
         if pixels.dim() != 4 or not pixels.is_floating_point() or pixels.numel() == 0:
             raise InputError(
-                f"the image has shape {tuple(image.shape)} and dtype {image.dtype}; expected "
-                "(C, H, W) or (B, C, H, W) of a floating dtype, as the model takes it."
+                f"the input has shape {tuple(image.shape)} and dtype {image.dtype}; expected an "
+                "image, (C, H, W) or (B, C, H, W) of a floating dtype, as the model takes it. "
+                "Series, tables and volumes are explained by the methods' own attribute."
             )
         return pixels
     if processor is None:
         raise TypeError(
-            f"the image is a {type(image).__name__}, and there is no processor; expected a tensor "
-            "(C, H, W) as the model takes it, or processor=, the model's image processor."
+            f"the input is a {type(image).__name__}, and there is no processor; expected an image "
+            "(C, H, W) as the model takes it, a tensor, or processor=, the model's image processor."
         )
     return processor(image, return_tensors="pt")["pixel_values"]
 
