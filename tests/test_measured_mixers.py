@@ -1,5 +1,6 @@
 """Mixers without an adapter: found by a run, measured, and explained."""
 
+import inspect
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -175,12 +176,30 @@ class Late(wild.Mixer):
         return late(v, F.softplus(step), -self.rates.exp(), B, C, self.D)
 
 
+class Again(wild.Mixer):
+    def scanned(self, v):
+        y = super().scanned(v)
+        return y + super().scanned(y)
+
+
+class Chain(wild.Mixer):
+    def scanned(self, v):
+        return super().scanned(super().scanned(v))
+
+
 @pytest.mark.parametrize(
-    "kind", [Residual, Shifted, Rolled, Attends, AttendsAfter, AttendsBeside, Branch, Late]
+    "kind",
+    [Residual, Shifted, Rolled, Attends, AttendsAfter, AttendsBeside, Branch, Late, Again, Chain],
 )
 def test_a_module_that_looks_like_a_mixer_is_refused(kind):
     with pytest.raises(UnsupportedModelError, match="cannot be measured"):
         freeze_measured(recorded(kind().eval(), tokens()))
+
+
+def test_a_scan_of_what_another_one_returned_has_no_map():
+    model = wild.Stack(Again()).eval()
+    with pytest.raises(UnsupportedModelError, match="given what another one returned"):
+        hidden_attention(model, tokens(1, 7, 6))
 
 
 class Grouped(wild.Mixer):
@@ -390,6 +409,8 @@ def test_what_only_has_a_registered_name_is_measured():
     model, x = wild.Stack(Fork(), Fork()).eval(), tokens(2, 7, 6)
     assert find_adapter(model.layers[0]) is not None
     before = model(x)
+    with pytest.raises(RuntimeError):  # a first run that fails tells nothing of the model
+        hidden_attention(model, tokens(2, 7, 5))
     maps = hidden_attention(model, x)
     assert not any(bool(one.tril(-1).any()) for one in maps.values())  # it reads later tokens
     assert [find_adapter(layer).known for layer in model.layers] == ["measured"] * 2
@@ -550,6 +571,22 @@ def test_a_kernel_that_takes_half_precision_only():
     mixer = freeze_measured(call, {attention})
     error = (mixer.output() - call.output.float()).abs().max()
     assert float(error) <= 2e-2 * float(call.output.abs().max())
+
+
+class ByName(wild.Mixer):
+    """Gives the scan its arguments by the names that it says it has."""
+
+    def scanned(self, v):
+        step, B, C = self.x_proj(v).split([8, 3, 3], -1)
+        given = (v, F.softplus(step), -self.rates.exp(), B, C, self.D)
+        return wild.scan(**dict(zip(inspect.signature(wild.scan).parameters, given, strict=True)))
+
+
+def test_a_scan_function_says_which_arguments_it_takes_while_it_is_watched():
+    model, x = wild.Stack(ByName()).eval(), tokens(1, 7, 6)
+    assert len(hidden_attention(model, x)) == 1
+    assert MambaRollout(model).attribute(x).shape == x.shape
+    assert "__signature__" not in vars(wild.scan)
 
 
 def counted_scan(x, delta, A, B, C, D):

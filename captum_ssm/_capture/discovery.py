@@ -92,16 +92,15 @@ def find_namesakes(request: Request) -> None:
     model = request.module
     if request.remote or model in _COMPARED:
         return
-    _COMPARED.add(model)
     named = {module for _, module in find_mixers(model) if may_be_namesake(module)}
-    if not named:
-        return
-    with unchanged(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        others = {call.module for call in _calls_of(named, request) if not _reproduces(call)}
-        if others:
-            with as_unknown(others):
-                remember(discover(model, request.run))
+    if named:
+        with unchanged(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            others = {call.module for call in _calls_of(named, request) if not _reproduces(call)}
+            if others:
+                with as_unknown(others):
+                    remember(discover(model, request.run))
+    _COMPARED.add(model)  # not where it raised
 
 
 def _calls_of(modules: set[nn.Module], request: Request) -> list[MixerCall]:

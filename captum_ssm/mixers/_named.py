@@ -48,10 +48,12 @@ _MISSES: WeakKeyDictionary[nn.Module, tuple[float, str]] = WeakKeyDictionary()
 def parts_of(module: nn.Module, suffix: str = "") -> Parts:
     """The parts of a module by role, ``"rates"`` being the name of A."""
     found: Parts = {}
+    # A name that a module does not have takes it long to look up.
+    known = _own(module).union(vars(module), *map(vars, type(module).__mro__))
     for role, names in _NAMES.items():
         for name in names:
             for full in (f"{name}{suffix}", f"A{suffix}_log" if name == "A_log" else name + suffix):
-                value = getattr(module, full, None)
+                value = getattr(module, full, None) if full in known else None
                 if isinstance(value, nn.Module) or torch.is_tensor(value):
                     found.setdefault(role, value)
                     if role == "A":
@@ -99,11 +101,11 @@ def names_of(module: nn.Module) -> str:
     """The names of a module's recognized parts, for messages."""
     parts = directions_of(module)[0]
     values = {id(value) for value in parts.values()}
-    return ", ".join(name for name in _own(module) if id(getattr(module, name)) in values)
+    return ", ".join(name for name in sorted(_own(module)) if id(getattr(module, name)) in values)
 
 
-def _own(module: nn.Module) -> list[str]:
-    return sorted({**module._parameters, **module._buffers, **module._modules})
+def _own(module: nn.Module) -> set[str]:
+    return {*module._parameters, *module._buffers, *module._modules}
 
 
 def _missing(module: nn.Module) -> str:

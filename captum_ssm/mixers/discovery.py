@@ -210,7 +210,7 @@ class _Trials:
     def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
         self.functions = functions
         self.used = set(functions)
-        self.known: dict[str, _Trial] = {}
+        self.known: dict[tuple[str, bool], _Trial] = {}
 
     @property
     def also(self) -> frozenset[Callable[..., Any]]:
@@ -219,26 +219,26 @@ class _Trials:
 
     def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, _Trial]:
         """The mixer: measured as a whole, else partly, else the smallest that takes tokens."""
-        best: _Visit | None = None
-        partly: _Visit | None = None
+        best: tuple[nn.Module, _Trial] | None = None
+        partly: tuple[nn.Module, _Trial] | None = None
+        convolutions = -1  # in the best one
         for visit in reversed(stack):
-            if best is not None and visit.convolutions <= best.convolutions:
+            if best is not None and visit.convolutions <= convolutions:
                 continue
-            found = self._measured(visit)
+            found = self._measured(visit, partly=best is None and partly is None)
             if found.is_partly:
-                partly = partly or visit
+                partly = visit.module, found
             if found.is_whole:
-                best = visit
+                best, convolutions = (visit.module, found), visit.convolutions
             elif best is not None:
                 break
-        takes = (visit for visit in reversed(stack) if _takes_tokens(visit.call()))
-        chosen = best or partly or next(takes, None)
-        return (None, _Trial()) if chosen is None else (chosen.module, self._measured(chosen))
+        takes = (visit.module for visit in reversed(stack) if _takes_tokens(visit.call()))
+        return best or partly or (next(takes, None), _Trial())
 
-    def _measured(self, visit: _Visit) -> _Trial:
-        look = f"{type(visit.module).__qualname__}: {visit.module}"
+    def _measured(self, visit: _Visit, *, partly: bool) -> _Trial:
+        look = f"{type(visit.module).__qualname__}: {visit.module}", partly
         if look not in self.known:
-            trials = (self._tried(visit.call(channels)) for channels in (-1, 1))
+            trials = (self._tried(visit.call(channels), partly=partly) for channels in (-1, 1))
             first = next(trials)
             # Channels first, as convolutions take them, where that explains more.
             second = first if first.is_whole else next(trials)
@@ -246,11 +246,11 @@ class _Trials:
             self.known[look] = second if more else first
         return self.known[look]
 
-    def _tried(self, call: MixerCall) -> _Trial:
+    def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:
         if not _takes_tokens(call):
             return _Trial()
         try:
-            found = freeze_measured(call, self.functions, used=self.used)
+            found = freeze_measured(call, self.functions, partly=partly, used=self.used)
         except UnsupportedModelError:
             return _Trial()
         is_part = isinstance(found, FrozenRecurrence)

@@ -142,10 +142,12 @@ def candidate_functions() -> list[Callable[..., Any]]:
     # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
     # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
     functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
-    known = list(zip(functions, own_codes(functions), strict=True))
-    for telling in telling_names():  # quick tests: a process has tens of thousands of functions
-        known = [one for one in known if not telling.isdisjoint(one[1].co_varnames)]
-    found = [function for function, code in known if _is_candidate(function, code)]
+    telling, found = telling_names(), []
+    for function, code in zip(functions, own_codes(functions), strict=True):
+        names = code.co_varnames
+        # Quick tests first: a process has tens of thousands of functions.
+        if all(not one.isdisjoint(names) for one in telling) and _is_candidate(function, code):
+            found.append(function)
     return [*found, *_BUILT_IN]
 
 

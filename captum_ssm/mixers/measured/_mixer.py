@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point
+from captum_ssm._graph import Point, dependencies
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MixerCall
-from captum_ssm.mixers._cut import run_cut
+from captum_ssm.mixers._cut import CutScan, run_cut
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers.measured._convolution import Convolution, find_convolution, shared_taps
 from captum_ssm.mixers.measured._directions import Direction, find_directions
@@ -61,12 +61,14 @@ def freeze_measured(
         try:
             if not rerun.run.scans:
                 raise rerun.refused("none of the functions that it calls proved to be a scan")
+            if _is_chain(rerun.run.scans):
+                raise rerun.refused("one of its scans is given what another one returned")
             return _mixer(rerun, find_projection(rerun))
         except NotMeasured as error:
             alone = _of_examples(rerun, functions)
             if alone is not None:
                 return alone
-            if not rerun.run.scans:
+            if not rerun.run.scans or _is_chain(rerun.run.scans):
                 raise
             found = find_recurrence(rerun, error.why) if partly else None
             if found is None or not is_silent(run_cut(call, functions, silent=True)):
@@ -89,6 +91,12 @@ def _of_examples(
         )
     except UnsupportedModelError:
         return None
+
+
+def _is_chain(scans: Sequence[CutScan]) -> bool:
+    # As in a module that holds several mixers, one after another.
+    leaves = [Point.of(cut.leaf) for cut in scans]
+    return any(dependencies([cut.values for cut in scans], leaves))
 
 
 def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
