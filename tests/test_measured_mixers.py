@@ -107,8 +107,10 @@ def test_four_directions_stacked_in_channels_come_apart():
     assert isinstance(mixer, FrozenScans)
     for found, expected in zip(mixer.orders, scan_orders((3, 4)), strict=True):
         assert torch.equal(found, expected)
-    assert mixer.image_conv.shape == (8, 3, 3)
-    assert mixer.grid == (3, 4)
+    conv = mixer.scans[0].image_conv
+    assert all(scan.image_conv is conv for scan in mixer.scans)
+    assert conv.taps.shape == (8, 3, 3)
+    assert conv.grid == (3, 4)
 
 
 def test_directions_stacked_in_the_batch_come_apart():

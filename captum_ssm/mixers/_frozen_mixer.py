@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached
-from captum_ssm.mixers._parts import ShortConv
+from captum_ssm.mixers._parts import ImageConv, ShortConv
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.composed import product, sum_of
 
@@ -43,6 +43,9 @@ class FrozenMixer:
         conv (Tensor, optional): taps ``(D, K)`` as in :class:`torch.nn.Conv1d`. Default: None
         conv_bias (Tensor, optional): its bias, ``(D,)``, or ``(B, L, D)`` if each token has its
             own. Added after the convolution; not part of the operator. Default: None
+        image_conv (ImageConv, optional): of a scan among :class:`FrozenScans`, a convolution over
+            tokens in another order than the scan's, or that reads later ones. u is what it returns,
+            in the scan's order. Default: None
         activation (Tensor, optional): :math:`\sigma`, ``(B, L, D)``: for SiLU the sigmoid of
             its argument, times the padding mask. Default: None
         gate (Tensor, optional): g, ``(B, L, D)``. Default: None
@@ -90,6 +93,7 @@ class FrozenMixer:
     skip: Tensor | None = None
     conv: Tensor | None = None
     conv_bias: Tensor | None = None
+    image_conv: ImageConv | None = None
     activation: Tensor | None = None
     gate: Tensor | None = None
     gate_argument: Tensor | None = None

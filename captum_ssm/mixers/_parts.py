@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from captum_ssm._rules import activation_factor as activation_factor
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers._call import MixerCall
+from captum_ssm.operators import PermutedOperator, TokenOperator
+from captum_ssm.operators.conv import depthwise_conv
 
 
 def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) -> Tensor:
@@ -85,6 +87,63 @@ class ShortConv:
         taps = None if self.taps is None else self.taps[index]
         bias = None if self.bias is None else self.bias[..., index]
         return ShortConv(self.inputs[..., index], taps, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageConv:
+    """A depthwise convolution over tokens in an order of its own, before scans in any order.
+
+    A text is an image of one row.
+
+    Args:
+        inputs (Tensor): u, ``(B, L, D)``, in its order.
+        taps (Tensor): ``(D, Kh, Kw)``, both odd, centered on the token itself.
+        grid (tuple of int): (H, W) of the image, H W = L.
+        bias (Tensor, optional): ``(D,)``. Default: None
+        order (Tensor, optional): ``(L,)`` int64: its t-th token is token ``order[t]`` of the
+            model. None for the model's order. Default: None
+
+    Examples::
+
+        >>> u, conv = torch.randn(1, 6, 4), nn.Conv2d(4, 4, 3, groups=4, padding=1)
+        >>> found = ImageConv(u, conv.weight[:, 0], (2, 3), conv.bias)
+        >>> image = u.mT.unflatten(-1, (2, 3))
+        >>> torch.testing.assert_close(found.output, conv(image).flatten(2).mT)
+    """
+
+    inputs: Tensor
+    taps: Tensor
+    grid: tuple[int, int]
+    bias: Tensor | None = None
+    order: Tensor | None = None
+
+    @cached_property
+    def output(self) -> Tensor:
+        """conv(u) + bias, ``(B, L, D)``, in its order."""
+        out = depthwise_conv(self.inputs, self.taps, self.grid)
+        return out if self.bias is None else out + self.bias
+
+    def before(self, operator: TokenOperator) -> TokenOperator:
+        """An operator over the model's tokens, after this convolution of them."""
+        if operator.maps != operator.channels:
+            operator = operator.scaled(None, None)
+        if self.order is None:
+            return operator.convolved(self.taps, self.grid)
+        operator = PermutedOperator(operator, torch.argsort(self.order))
+        return PermutedOperator(operator.convolved(self.taps, self.grid), self.order)
+
+
+def centered(taps: Tensor, ahead: int) -> Tensor:
+    """Taps ``(D, K)`` that read so many later tokens, as those of an image of one row.
+
+    Examples::
+
+        >>> centered(torch.ones(2, 4), 1).shape  # two tokens before, and one that is zero after
+        torch.Size([2, 1, 5])
+    """
+    before = taps.shape[-1] - 1 - ahead
+    side = max(before, ahead)
+    return F.pad(taps, (side - before, side - ahead))[:, None]
 
 
 def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:

@@ -23,6 +23,7 @@ from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import (
     SCALING_GATES,
+    ImageConv,
     ShortConv,
     activation_factor,
     masked_tokens,
@@ -83,6 +84,7 @@ class S6Scan:
         out_proj: Function,
         out_weight: Tensor,
         mask: Tensor | None = None,
+        image_conv: ImageConv | None = None,
     ) -> FrozenMixer:
         """The frozen scan of what ``conv`` returns, gated by ``z (B, L, D)``."""
         activation, values = _values(self.act, conv, mask)
@@ -94,6 +96,7 @@ class S6Scan:
             skip=None if self.D is None else call.parameter(self.D).reshape(-1),
             conv=conv.taps,
             conv_bias=conv.bias,
+            image_conv=image_conv,
             activation=activation,
             gate=None if z is None else self.gate(z),
             gate_argument=z if self.gate in SCALING_GATES else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,18 @@ from typing_extensions import Self
 
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._parts import ShortConv, activation_factor, rms_factor, short_conv
+from captum_ssm.mixers._parts import (
+    ImageConv,
+    ShortConv,
+    activation_factor,
+    centered,
+    rms_factor,
+    short_conv,
+)
 from captum_ssm.mixers._registry import adapts
 from captum_ssm.mixers.s6 import S6Scan, freeze_s6
 from captum_ssm.models.ss2d import scan_orders
 from captum_ssm.operators import DiagonalOperator, PermutedOperator, SumOperator, TokenOperator
-from captum_ssm.operators.conv import depthwise_conv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +41,47 @@ class FrozenScans(FrozenMixer):
 
     where :math:`y'_k` is the gated output of scan k, an ordinary frozen mixer over the permuted
     tokens :math:`P_k u` with gate, norm and skip permuted likewise. ``"hidden"`` is the plain sum
-    of the scans' recurrences in image order; ``"unified"`` includes the factor c, whichever
-    components are chosen. Values exist per scan only.
+    of the scans' recurrences in image order, after a convolution that reads later tokens if no scan
+    does, or the map would not show that the mixer does; ``"unified"`` includes the factor c,
+    whichever components are chosen. Values exist per scan only.
 
     Args:
         scans (tuple of FrozenMixer): the scans, over their own orders.
         orders (tuple of Tensor): ``(L,)`` each: the t-th token of scan k is token
             ``orders[k][t]`` of the image.
         scale (float, optional): c. Default: 1.0
-        image_conv (Tensor, optional): taps ``(D, Kh, Kw)`` of a convolution over the image
-            before all scans, whose ``inputs`` are its output. Default: None
-        grid (tuple of int, optional): (H, W) for ``image_conv``. Default: None
     """
 
     scans: tuple[FrozenMixer, ...]
     orders: tuple[Tensor, ...]
     scale: float = 1.0
-    image_conv: Tensor | None = None
-    grid: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, scans: Sequence[FrozenMixer], orders: Sequence[Tensor], **others: Any) -> Self:
+        """At least one scan, with the recurrence, the inputs and the projection that follow."""
+        first = scans[0]
+        recurrences = [scan.recurrence for scan in scans]
+        recurrence = in_image_order(recurrences, orders)
+        if recurrence.is_causal:
+            convs = [scan.image_conv for scan in scans]
+            recurrence = in_image_order(recurrences, orders, convs)
+        conv = first.image_conv
+        if conv is None:
+            inputs = first.inputs[:, torch.argsort(orders[0])]
+        else:
+            inputs = (
+                conv.inputs if conv.order is None else conv.inputs[:, torch.argsort(conv.order)]
+            )
+        return cls(
+            recurrence=recurrence,
+            inputs=inputs,
+            out_proj=first.out_proj,
+            out_weight=first.out_weight,
+            out_gate=first.out_gate,
+            scans=tuple(scans),
+            orders=tuple(orders),
+            **others,
+        )
 
     @property
     def values(self) -> Tensor:
@@ -66,11 +96,10 @@ class FrozenScans(FrozenMixer):
         if formulation == "hidden":
             return self.recurrence
         parts = [scan.operator(formulation, chosen) for scan in self.scans]
-        total = in_image_order(parts, self.orders)
+        convs = [scan.image_conv if "conv" in chosen else None for scan in self.scans]
+        total = in_image_order(parts, self.orders, convs)
         if self.scale != 1:
             total = total.scaled(torch.full_like(self.inputs, self.scale), None)
-        if self.image_conv is not None and "conv" in chosen:
-            total = total.convolved(self.image_conv, self.grid)
         return total
 
     def scans_in_order(self) -> list[tuple[FrozenMixer, Tensor | None, float]]:
@@ -82,13 +111,25 @@ class FrozenScans(FrozenMixer):
         return replace(super().detach_coefficients(), scans=scans)
 
 
-def in_image_order(parts: list[TokenOperator], orders: tuple[Tensor, ...]) -> TokenOperator:
-    return SumOperator(
-        tuple(
-            part if bool((order.diff() == 1).all()) else PermutedOperator(part, order)
-            for part, order in zip(parts, orders, strict=True)
-        )
-    )
+def in_image_order(
+    parts: Sequence[TokenOperator],
+    orders: Sequence[Tensor],
+    convs: Sequence[ImageConv | None] | None = None,
+) -> TokenOperator:
+    """The sum of operators, each over its own order of the tokens, after its convolution of them.
+
+    A convolution that all of them share is applied to the sum.
+    """
+    placed = [
+        part if bool((order.diff() == 1).all()) else PermutedOperator(part, order)
+        for part, order in zip(parts, orders, strict=True)
+    ]
+    shared = None if convs is None else convs[0]
+    if convs is None or all(conv is shared for conv in convs):
+        total = SumOperator(tuple(placed))
+        return total if shared is None else shared.before(total)
+    pairs = zip(placed, convs, strict=True)
+    return SumOperator(tuple(p if conv is None else conv.before(p) for p, conv in pairs))
 
 
 def _diagonal(
@@ -185,44 +226,27 @@ def freeze_directions(
     L = u.shape[1]
     positions = torch.arange(L, device=u.device)
     orders = (positions, positions.flip(0))[: len(scans)]
-    taps, psi = None, u
+    image_conv, psi = None, u
     if ahead is not None:
         conv = convs[0]
         assert conv is not None
-        taps = _centered(call.parameter(conv.weight)[:, 0], ahead)
-        psi = depthwise_conv(u, taps, (1, L))
-        psi = psi if conv.bias is None else psi + call.parameter(conv.bias)
+        bias = None if conv.bias is None else call.parameter(conv.bias)
+        taps = centered(call.parameter(conv.weight)[:, 0], ahead)
+        image_conv = ImageConv(u, taps, (1, L), bias)
+        psi = image_conv.output
     frozen = []
     for scan, conv, order in zip(scans, convs, orders, strict=True):
         backward = order is not positions
         own, gate = (t if t is None or not backward else t.flip(1) for t in (psi, z))
         assert own is not None
-        before = ShortConv(own) if conv is None or taps is not None else short_conv(call, conv, own)
-        frozen.append(scan.freeze(call, before, gate, *projection))
-    if len(frozen) == 1 and taps is None:
+        if conv is None or image_conv is not None:
+            before = ShortConv(own)
+        else:
+            before = short_conv(call, conv, own)
+        frozen.append(scan.freeze(call, before, gate, *projection, image_conv=image_conv))
+    if len(frozen) == 1 and image_conv is None:
         return frozen[0]
-    recurrence = in_image_order([scan.recurrence for scan in frozen], orders)
-    if taps is not None and recurrence.is_causal:
-        # The map alone would not show what is read from later tokens.
-        recurrence = recurrence.scaled(None, None).convolved(taps, (1, L))
-    return FrozenScans(
-        recurrence=recurrence,
-        inputs=u,
-        out_proj=projection[0],
-        out_weight=projection[1],
-        scans=tuple(frozen),
-        orders=orders,
-        scale=0.5 if halved else 1.0,
-        image_conv=taps,
-        grid=None if taps is None else (1, L),
-    )
-
-
-def _centered(taps: Tensor, ahead: int) -> Tensor:
-    # (D, K) taps that read `ahead` later tokens, as those of an image of one row, (D, 1, odd K).
-    before = taps.shape[-1] - 1 - ahead
-    side = max(before, ahead)
-    return F.pad(taps, (side - before, side - ahead))[:, None]
+    return FrozenScans.of(frozen, orders, scale=0.5 if halved else 1.0)
 
 
 def _scan(call: MixerCall, suffix: str, rates: str) -> S6Scan:
@@ -256,10 +280,9 @@ def freeze_four_directions(
     """SS2D of ``u (B, L, D)``, tokens of an image of ``grid`` (H, W), gated by SiLU of ``z``."""
     module = call.module
     gate = None if z is None else F.silu(z)
-    taps = call.parameter(module.conv2d.weight)[:, 0]
-    psi = depthwise_conv(u, taps, grid)
-    if module.conv2d.bias is not None:
-        psi = psi + call.parameter(module.conv2d.bias)
+    bias = None if module.conv2d.bias is None else call.parameter(module.conv2d.bias)
+    image_conv = ImageConv(u, call.parameter(module.conv2d.weight)[:, 0], grid, bias)
+    psi = image_conv.output
     activation = activation_factor(act, psi)
     values, D = activation * psi, u.shape[-1]
     orders = tuple(scan_orders(grid, u.device))
@@ -275,8 +298,7 @@ def freeze_four_directions(
         for k, order in enumerate(orders)
     ]
     skips = call.parameter(module.Ds).view(4, D)
-    recurrence = in_image_order(list(recurrences), orders)
-    merged = recurrence.matvec(values) + skips.sum(0) * values
+    merged = in_image_order(recurrences, orders).matvec(values) + skips.sum(0) * values
     weight, eps = call.parameter(module.out_norm.weight), module.out_norm.eps
     norm = rms_factor(merged - merged.mean(-1, keepdim=True), weight, eps)
     offset = call.parameter(module.out_norm.bias)
@@ -300,18 +322,8 @@ def freeze_four_directions(
             gate_argument=None if z is None else z[:, order],
             norm=norm[:, order],
             centered=1,
+            image_conv=image_conv,
         )
         for recurrence, skip, order in zip(recurrences, skips, orders, strict=True)
     )
-    return FrozenScans(
-        recurrence=recurrence,
-        inputs=u,
-        out_proj=out_proj,
-        out_weight=out_weight,
-        offset=offset,
-        readout=readout,
-        scans=scans,
-        orders=orders,
-        image_conv=taps,
-        grid=grid,
-    )
+    return FrozenScans.of(scans, orders, offset=offset, readout=readout)

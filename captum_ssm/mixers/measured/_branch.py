@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,38 +16,13 @@ from captum_ssm.mixers.measured._convolution import (
     Convolution,
     ending_at,
     geometry,
+    image_conv,
     input_positions,
 )
 from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
 from captum_ssm.mixers.vision import FrozenScans
-from captum_ssm.operators import SkipOperator, TokenOperator
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrozenBranch(FrozenMixer):
-    """Convolved tokens times a gate: a scan whose recurrence is zero, and whose skip holds them.
-
-    So they are part of a map where the skip is asked for, and the hidden attention stays that of
-    the scans next to it.
-
-    Args:
-        image_conv (Tensor, optional): taps ``(D, Kh, Kw)`` of a convolution over an image, whose
-            output ``inputs`` is. Default: None
-        grid (tuple of int, optional): (H, W) for ``image_conv``. Default: None
-    """
-
-    image_conv: Tensor | None = None
-    grid: tuple[int, int] | None = None
-
-    def operator(
-        self, formulation: str = "hidden", components: Iterable[str] | None = None
-    ) -> TokenOperator:
-        found = super().operator(formulation, components)
-        chosen = () if formulation == "hidden" else self._chosen(formulation, components)
-        if self.image_conv is None or "conv" not in chosen:
-            return found
-        return found.convolved(self.image_conv, self.grid)
+from captum_ssm.operators import SkipOperator
 
 
 def with_branches(
@@ -73,21 +48,16 @@ def with_branches(
     if isinstance(mixer, FrozenScans):
         return replace(mixer, scans=(*mixer.scans, *branches), orders=(*mixer.orders, *orders))
     here = torch.arange(rerun.L, device=mixer.inputs.device)
-    return FrozenScans(
-        recurrence=mixer.recurrence,
-        inputs=mixer.inputs,
-        out_proj=mixer.out_proj,
-        out_weight=mixer.out_weight,
-        out_gate=mixer.out_gate,
-        scans=(mixer, *branches),
-        orders=(here, *orders),
-    )
+    whole = FrozenScans.of((mixer, *branches), (here, *orders))
+    return replace(whole, recurrence=mixer.recurrence)
 
 
 def _branch(
     rerun: Rerun, projection: Projection, conv: CutConv
-) -> tuple[FrozenBranch, Tensor] | None:
-    # With the order of its tokens.
+) -> tuple[FrozenMixer, Tensor] | None:
+    # Convolved tokens times a gate, as a scan whose recurrence is zero and whose skip holds them:
+    # part of a map where the skip is asked for, while hidden attention stays that of the scans. And
+    # the order of its tokens.
     root, leaf = projection.root, Point.of(conv.leaf, 1)
     with ruled([root.edge.node], [leaf.edge.node], centered=False) as carries:
         link = projection.entries(leaf) if carries[root.edge.node] else None
@@ -113,20 +83,21 @@ def _branch(
         return None
     taps, bias = conv.weight[channels], None if conv.bias is None else conv.bias[channels]
     gate = link.factor.to(conv.leaf.dtype)[positions][..., channels][:, order]
-    branch = FrozenBranch(
+    inputs = conv.point.flat(conv.inputs)[enters][..., channels][:, order]
+    branch = FrozenMixer(
         recurrence=SkipOperator(torch.zeros_like(gate)),
-        inputs=conv.point.flat(conv.inputs)[enters][..., channels][:, order],
+        inputs=inputs,
         out_proj=projection.apply,
         out_weight=projection.weight,
+        out_gate=projection.gate,
         skip=torch.ones_like(gate),
         gate=gate,
     )
-    if grid is not None:
-        inputs = leaf.flat(conv.leaf.detach())[positions][..., channels][:, order]
-        return replace(branch, inputs=inputs, image_conv=taps, grid=grid), order
-    if center[0] < taps.shape[1] - 1:
-        return None
-    return replace(branch, conv=ending_at(taps, center[0]), conv_bias=bias), order
+    if grid is None and center[0] >= taps.shape[1] - 1:
+        return replace(branch, conv=ending_at(taps, center[0]), conv_bias=bias), order
+    over_tokens = image_conv(inputs, taps, center, grid, bias, order)
+    convolved = leaf.flat(conv.leaf.detach())[positions][..., channels][:, order]
+    return replace(branch, inputs=convolved, image_conv=over_tokens), order
 
 
 def _geometry(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from captum_ssm._graph import Entries, Point, entries, readers
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutConv
+from captum_ssm.mixers._parts import ImageConv, centered
 from captum_ssm.mixers.measured._directions import Direction
 from captum_ssm.mixers.measured._rerun import Rerun, is_small
 
@@ -51,6 +52,21 @@ class Convolution:
         causal = self.grid is None and self.center[0] >= self.taps.shape[1] - 1
         return causal and torch.equal(self.order, direction.order)
 
+    def does_what(self, other: Convolution) -> bool:
+        """Whether two calls compute the same of the same tokens."""
+        if (self.center, self.grid) != (other.center, other.grid):
+            return False
+        names = ("order", "taps", "bias", "inputs")
+        return all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    @cached_property
+    def over_the_tokens(self) -> ImageConv:
+        """The convolution in its own order of the tokens."""
+        inputs, order = self.inputs, None
+        if bool((self.order.diff() != 1).any()):
+            inputs, order = inputs[:, self.order], self.order
+        return image_conv(inputs, self.taps, self.center, self.grid, self.bias, order)
+
     @property
     def causal_taps(self) -> Tensor:
         """``(D, K)``, the last one that of the token itself."""
@@ -62,27 +78,18 @@ def ending_at(taps: Tensor, center: int) -> Tensor:
     return F.pad(taps, (0, center - taps.shape[1] + 1))
 
 
-def shared_taps(
-    found: Sequence[Convolution | None], length: int
-) -> tuple[Tensor, tuple[int, int]] | None:
-    """Centered taps ``(D, Kh, Kw)`` of one convolution before all scans, and the image's size.
-
-    In the module's order: a text is an image of one row. None where there is no such convolution.
-    """
-    first = found[0]
-    if first is None or not bool((first.order.diff() == 1).all()):
-        return None
-    for one in found:
-        if one is None or one.conv is not first.conv:
-            return None
-        if not torch.equal(one.channels, first.channels):
-            return None
-    if first.grid is not None:
-        return first.taps, first.grid
-    before = first.center[0]
-    after = first.taps.shape[1] - 1 - before
-    side = max(before, after)
-    return F.pad(first.taps, (side - before, side - after))[:, None], (1, length)
+def image_conv(
+    inputs: Tensor,
+    taps: Tensor,
+    center: tuple[int, ...],
+    grid: tuple[int, int] | None,
+    bias: Tensor | None,
+    order: Tensor | None,
+) -> ImageConv:
+    """Of an image, or of a text; the arguments are those of :class:`Convolution`."""
+    if grid is None:
+        taps, grid = centered(taps, taps.shape[1] - 1 - center[0]), (1, inputs.shape[1])
+    return ImageConv(inputs, taps, grid, bias, order)
 
 
 def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
@@ -119,12 +126,17 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
     index.view(-1).scatter_reduce_(0, at, place * shape[1] + channel, "amax")
     factors = torch.zeros_like(index).index_put_((token, to), torch.ones_like(to), accumulate=True)
     index = direction.of(index.reshape(scan.leaf.shape))
-    position, channels = index // shape[1], index % shape[1]
-    if bool((index < 0).any() | (channels != channels[:1, :1]).any()) or bool(
-        (position != position[..., :1]).any()
-    ):
+    # An entry that an activation made zero, as ReLU does, is where others of its token and of its
+    # channel are; a channel that is zero for all tokens, as far from its own number as the others.
+    is_read = index >= 0
+    position = torch.where(is_read, index // shape[1], -1).amax(-1)
+    channels = torch.where(is_read, index % shape[1], -1).amax((0, 1))
+    off = channels - torch.arange(len(channels), device=index.device)
+    if len(offset := off[channels >= 0].unique()) == 1:
+        channels = channels.where(channels >= 0, channels - off + offset)
+    expected = position[..., None] * shape[1] + channels
+    if bool((index != expected)[is_read].any() | (position < 0).any() | (channels < 0).any()):
         raise rerun.refused(f"a convolution reaches a part of {scan.scan.name} only")
-    position, channels = position[..., 0], channels[0, 0]
     psi = Point.of(conv.leaf, 1).flat(conv.leaf.detach())[position][..., channels]
     factor = link.factor.to(psi)[position][..., channels]
     factor = factor * direction.of(factors.reshape(scan.leaf.shape))

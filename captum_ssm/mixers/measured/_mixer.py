@@ -15,7 +15,7 @@ from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import CutScan, run_cut
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers.measured._convolution import Convolution, find_convolution, shared_taps
+from captum_ssm.mixers.measured._convolution import Convolution, find_convolution
 from captum_ssm.mixers.measured._directions import Direction, find_directions
 from captum_ssm.mixers.measured._examples import freeze_examples
 from captum_ssm.mixers.measured._offset import with_offset
@@ -23,7 +23,7 @@ from captum_ssm.mixers.measured._projection import Projection, find_projection, 
 from captum_ssm.mixers.measured._recurrence import find_recurrence, is_silent
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
 from captum_ssm.mixers.measured._shift import share_of_neighbors
-from captum_ssm.mixers.vision import FrozenScans, in_image_order
+from captum_ssm.mixers.vision import FrozenScans
 
 
 def freeze_measured(
@@ -156,14 +156,18 @@ def _assembled(
     found: Sequence[Convolution | None],
     norms: Sequence[tuple[Tensor | None, Tensor]],
 ) -> FrozenMixer:
+    # A convolution belongs to its scan where it looks back in the scan's order, unless all scans
+    # read one that does not for each of them.
     pairs = list(zip(directions, found, strict=True))
-    # Convolutions belong to the scans where each looks back in its scan's order.
-    own = all(conv is None or conv.is_inside(direction) for direction, conv in pairs)
+    inside = [conv is not None and conv.is_inside(direction) for direction, conv in pairs]
+    shared = found[0]
+    if all(inside) or any(not (shared and conv and conv.does_what(shared)) for conv in found):
+        shared = None
     # The groups of channels that a norm centers.
     size, D = max(direction.centered for direction in directions), directions[0].values.shape[-1]
-    centered = 0 if size == 0 else max(1, D // size)
+    groups = 0 if size == 0 else max(1, D // size)
     scans = []
-    for (direction, conv), (norm, after) in zip(pairs, norms, strict=True):
+    for (direction, conv), (norm, after), own in zip(pairs, norms, inside, strict=True):
         gate = direction.factor if norm is None else after[:, direction.order]
         scan = FrozenMixer(
             recurrence=direction.operator,
@@ -175,35 +179,15 @@ def _assembled(
             activation=None if conv is None else conv.factor,
             gate=None if bool((gate == 1).all()) else gate,
             norm=None if norm is None else norm[:, direction.order],
-            centered=centered,
+            centered=groups,
         )
-        if conv is not None and own:
+        if conv is not None and own and shared is None:
             inputs = conv.inputs[:, direction.order]
             scan = replace(scan, inputs=inputs, conv=conv.causal_taps, conv_bias=conv.bias)
+        elif conv is not None:
+            scan = replace(scan, image_conv=(shared or conv).over_the_tokens)
         scans.append(scan.with_values(direction.values))
-    orders = tuple(direction.order for direction in directions)
-    taps = None if own else shared_taps(found, rerun.L)
-    if len(scans) == 1 and bool((orders[0].diff() == 1).all()) and taps is None:
+    orders = [direction.order for direction in directions]
+    if len(scans) == 1 and bool((orders[0].diff() == 1).all()) and scans[0].image_conv is None:
         return scans[0]
-    mixer = FrozenScans(
-        recurrence=in_image_order([scan.recurrence for scan in scans], orders),
-        inputs=scans[0].inputs[:, torch.argsort(orders[0])],
-        out_proj=projection.apply,
-        out_weight=projection.weight,
-        out_gate=projection.gate,
-        scans=tuple(scans),
-        orders=orders,
-    )
-    if taps is None or found[0] is None:
-        return mixer
-    recurrence = mixer.recurrence
-    if recurrence.is_causal:
-        # The map alone would not show what is read from later tokens.
-        recurrence = recurrence.scaled(None, None).convolved(*taps)
-    return replace(
-        mixer,
-        recurrence=recurrence,
-        inputs=found[0].inputs,
-        image_conv=taps[0],
-        grid=taps[1],
-    )
+    return FrozenScans.of(scans, orders)
