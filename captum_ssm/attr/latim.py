@@ -54,6 +54,10 @@ class LaTIM(TokenAttribution):
     last two for models retrained with them), and ``"gate"`` freezes its factor,
     :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`, which is exact on any model.
 
+    **A convolution over an image, or one that reads later tokens,** is not taken apart into taps:
+    what it returns counts to the token at its center. Sums are kept, and a map is blurred by the
+    size of the kernel.
+
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     **Several targets of one text** share its vectors: pass the text expanded to one row per target,
