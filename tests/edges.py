@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from families import DELTA_FAMILIES, FAMILIES, KDA_FAMILIES, SSD_FAMILIES, modeling_of
-from models import S6_FAMILIES
+from models import S6_FAMILIES, without_cache
 from torch import Tensor, nn
 
 from captum_ssm.mixers import find_mixers
@@ -149,7 +149,7 @@ def lightning(model: nn.Module, edges: Removed) -> Iterator[None]:
             stubs = {"act_fn": nn.Identity(), "qkv_proj": nn.Identity(), "norm": Stop()}
             stubs["output_gate"], stubs["out_proj"] = nn.Linear(3 * H * P, H * P), nn.Identity()
             with patch.dict(module._modules, stubs):
-                module.forward(**(kwargs | {"hidden_states": mixed, "past_key_values": None}))
+                module.forward(**(without_cache(kwargs) | {"hidden_states": mixed}))
             return seen["y"].unflatten(-1, (H, P))
 
         busy = True

@@ -146,6 +146,12 @@ def embed(model: nn.Module, tokens: Tensor) -> Tensor:
     return model.get_input_embeddings()(tokens).detach()
 
 
+def without_cache(kwargs: dict[str, object]) -> dict[str, object]:
+    """Of a layer of transformers, which calls its cache ``cache`` since 5.24."""
+    caches = {"cache", "past_key_values", "cache_params"}
+    return {name: None if name in caches else value for name, value in kwargs.items()}
+
+
 def recast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the model in another dtype."""
     return copy.deepcopy(model).to(dtype)

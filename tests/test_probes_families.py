@@ -26,7 +26,7 @@ from families import (
     padded,
     skip_what_fails_by_itself,
 )
-from models import S6_FAMILIES, ids, s6_paths, tiny
+from models import S6_FAMILIES, ids, s6_paths, tiny, without_cache
 from torch import Tensor, nn
 
 from captum_ssm import hidden_attention
@@ -251,7 +251,7 @@ def probe_lightning(model, inputs, monkeypatch) -> dict[str, Tensor]:
         def scan(v: Tensor, m=module, call=calls[0], parts=parts, norm=norm, P=P) -> Tensor:
             mixed = parts.clone()
             mixed[..., 2 * P :] = v
-            m(**(call | {"hidden_states": mixed.flatten(2), "past_key_values": None}))
+            m(**(without_cache(call) | {"hidden_states": mixed.flatten(2)}))
             return norm.seen.unflatten(-1, (-1, P))
 
         with monkeypatch.context() as patch, torch.no_grad():
@@ -416,17 +416,23 @@ def test_a_convolution_with_taps_of_each_token_is_part_of_the_map(length, side, 
     mask = None if side is None else padded(side)
     inputs = {} if mask is None else {"attention_mask": mask}
     maps = hidden_attention(model, tokens, layers=[path], additional_forward_args=inputs or None)
+    parts = {name: (module, name) for name in ("v_proj", "v_norm", "gate_proj", "o_proj")}
+    if hasattr(module.v_proj, "sconv"):  # since transformers 5.24
+        values, out = module.v_proj, module.o_proj
+        parts = {"v_proj": (values, "linear"), "v_norm": (values, "norm")}
+        parts |= {"gate_proj": (out, "gate_proj"), "o_proj": (out, "linear")}
+    norm = getattr(*parts["v_norm"])
     calls: list[dict[str, Any]] = []
     norms: list[Tensor] = []
     hooks = [
         module.register_forward_pre_hook(lambda m, a, kw: calls.append(kw), with_kwargs=True),
-        module.v_norm.register_forward_hook(lambda m, a, y: norms.append(y / a[0])),
+        norm.register_forward_hook(lambda m, a, y: norms.append(y / a[0])),
     ]
     with torch.no_grad():
         model(tokens, **inputs)
     for hook in hooks:
         hook.remove()
-    call = calls[0] | {"past_key_values": None}
+    call = without_cache(calls[0])
 
     class Gives(nn.Module):
         def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -441,10 +447,12 @@ def test_a_convolution_with_taps_of_each_token_is_part_of_the_map(length, side, 
             "gate_proj": open_gate,
             "o_proj": nn.Identity(),
         }.items():
-            patch.setitem(module._modules, name, stub)
+            parent, child = parts[name]
+            patch.setitem(parent._modules, child, stub)
         for j in range(length):
             impulse = torch.zeros(2, length, 16)
             impulse[:, j] = 1
-            patch.setitem(module._modules, "v_proj", Gives(lambda x, v=impulse: v))
+            parent, child = parts["v_proj"]
+            patch.setitem(parent._modules, child, Gives(lambda x, v=impulse: v))
             columns.append(module(**call)[0])
     assert_same(maps, {path: torch.stack(columns, -1).transpose(1, 2)}, mask)

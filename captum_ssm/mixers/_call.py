@@ -318,3 +318,20 @@ def bound_arguments(
                 unnamed = len(named.get(name, ()))
         found.append((unnamed, named))
     return min(found, key=lambda one: one[0])[1] if found else dict(kwargs)
+
+
+_CACHES = ("cache", "past_key_value", "inference_params")
+
+
+def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with None for generation caches, by their names; numbers stay."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, bool):
+            return False
+        # As the positions in a cache.
+        is_index = torch.is_tensor(value) and value.dtype == torch.int64
+        return value if isinstance(value, int) or is_index else None
+
+    is_cache = {name: any(part in name for part in _CACHES) for name in kwargs}
+    return {name: kept(value) if is_cache[name] else value for name, value in kwargs.items()}

@@ -24,7 +24,7 @@ from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in
 from captum_ssm._rules import is_norm
-from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._call import MixerCall, without_caches
 from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.scans import (
     FunctionCall,
@@ -34,8 +34,6 @@ from captum_ssm.scans import (
     first_tensor,
     intercepted,
 )
-
-_CACHES = ("cache", "past_key_value", "inference_params")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +123,7 @@ def run_cut(
         UnsupportedModelError: for a module that does not return one token for each given one.
     """
     module, given = call.module, token_argument(call)
-    kwargs = {k: None if is_cache(k) else v for k, v in call.kwargs.items()}
+    kwargs = without_caches(call.kwargs)
     with torch.inference_mode(False), torch.enable_grad():
         working = torch.promote_types(given.dtype, torch.float32)
         if silent or working != call.output.dtype:
@@ -197,11 +195,6 @@ def token_argument(call: MixerCall) -> Tensor:
         f"and returns {shape}; expected tokens (B, L, E) and one token for each of them. Register "
         "an adapter with captum_ssm.register_mixer(module_type, freeze)."
     )
-
-
-def is_cache(name: str) -> bool:
-    """Whether an argument is a generation cache, by its name."""
-    return any(part in name for part in _CACHES)
 
 
 def _cut(call: FunctionCall, scan: Scan, result: Any, run: CutRun) -> Any:

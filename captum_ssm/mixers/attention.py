@@ -10,6 +10,7 @@ projection is the gate.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._call import MixerCall, without_caches
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._registry import adapts
 from captum_ssm.operators import SoftmaxOperator
@@ -73,7 +74,7 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
         softcap=seen.get("softcap"),
         sinks=None if sinks is None else sinks.to(call.dtype),
     )
-    projection = call.module._modules[_output_name(call.module)]
+    projection = call.module.get_submodule(_output_path(call.module))
     return FrozenMixer(
         recurrence=operator,
         inputs=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
@@ -103,15 +104,11 @@ def _record(call: MixerCall) -> dict[str, Any]:
 
     seen: dict[str, Any] = {}
 
-    module = copy.copy(call.module)  # shares parameters; its own attributes
-    module.__dict__["_modules"] = dict(call.module._modules)
-    module._modules[_output_name(call.module)] = _Keep(seen)
+    module = _shallow(call.module)
+    _replace(module, _output_path(call.module), _Keep(seen))
     module.__dict__["config"] = copy.copy(call.module.config)
     module.config._attn_implementation = _INTERFACE
-    kwargs = {**call.kwargs}
-    for cache in ("past_key_values", "past_key_value", "use_cache"):
-        if cache in kwargs:
-            kwargs[cache] = None
+    kwargs = without_caches(call.kwargs)
     token = _RECORDING.set(seen)
     try:
         # The class's forward: the instance's own may be wrapped, to record the module.
@@ -169,10 +166,32 @@ class _KeepDirect(TorchFunctionMode):
         return ones.transpose(1, 2)
 
 
-def _output_name(module: nn.Module) -> str:
+def _shallow(module: nn.Module) -> Any:
+    # Shares parameters and submodules; attributes of its own.
+    found = copy.copy(module)
+    found.__dict__["_modules"] = dict(module._modules)
+    return found
+
+
+def _replace(module: nn.Module, path: str, by: nn.Module) -> None:
+    # Without a change to a submodule on the path.
+    name, _, rest = path.partition(".")
+    if rest:
+        child = _shallow(module.get_submodule(name))
+        # The class's forward, without what was put around this module's to record it.
+        child.__dict__.pop("forward", None)
+        child.__dict__.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
+        _replace(child, rest, by)
+        by = child
+    module._modules[name] = by
+
+
+def _output_path(module: nn.Module) -> str:
     for name in ("o_proj", "out_proj", "dense"):
-        if isinstance(module._modules.get(name), nn.Module):
-            return name
+        found = module._modules.get(name)
+        if isinstance(found, nn.Module):
+            # A projection that gates what it is given has a linear layer of its own.
+            return f"{name}.linear" if isinstance(found._modules.get("linear"), nn.Module) else name
     raise ValueError(
         f"{type(module).__name__} has submodules {sorted(module._modules)}; expected an output "
         "projection o_proj, out_proj or dense. Register an adapter of your own with "

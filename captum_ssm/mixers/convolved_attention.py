@@ -26,20 +26,21 @@ from captum_ssm.operators import SumOperator
 @adapts("InklingAttention", "Inkling2SlidingAttention")
 def freeze_inkling(call: MixerCall) -> FrozenMixer:
     """Inkling: v = norm(conv(u) + u), with a norm of each head in Inkling 2 only."""
-    module = call.module
-    u = _masked(call, call.linear(module.v_proj, call.tokens()), "conv_mask")
-    taps = call.parameter(module.v_sconv.conv1d.weight)[:, 0].clone()
+    linear, short, norm = _value_layers(call.module)
+    u = _masked(call, call.linear(linear, call.tokens()), "conv_mask")
+    taps = call.parameter(short.conv1d.weight)[:, 0].clone()
     taps[:, -1] += 1
-    conv = ShortConv(u, taps * residual_scale(module.v_sconv))
-    return _with_values(call, conv, _norm(module, conv.output))
+    conv = ShortConv(u, taps * residual_scale(short))
+    return _with_values(call, conv, _norm(call.module, norm, conv.output))
 
 
 @adapts("Inkling2FullAttention")
 def freeze_inkling2(call: MixerCall) -> FrozenMixer:
     """Inkling 2's full attention: the taps of its convolution are made of each token."""
-    module, conv = call.module, call.module.v_sconv
+    module = call.module
+    linear, conv, norm = _value_layers(module)
     x = call.arguments["value_hidden_states"].to(call.dtype)
-    u = _masked(call, call.linear(module.v_proj, x), "conv_mask")
+    u = _masked(call, call.linear(linear, x), "conv_mask")
     H, K = conv.num_heads, conv.conv_kernel_size
     static = call.parameter(conv.static_weight).mT.unflatten(0, (H, -1))  # (H, P, K), by lag
     made = call.linear(conv.weight_proj, x).unflatten(-1, (H, 1, K))
@@ -47,14 +48,15 @@ def freeze_inkling2(call: MixerCall) -> FrozenMixer:
     taps[..., 0] += 1
     taps = taps / math.sqrt(2 * K + 1)
     v = sum(taps[..., lag] * shifted for lag, shifted in enumerate(_by_lag(u, K)))
-    norm = _norm(module, v)
+    scale = _norm(module, norm, v)
+    assert scale is not None
     attention = freeze_attention(call)
     each = torch.eye(K, dtype=u.dtype, device=u.device).flip(0)[:, None]  # one tap, by lag
     width = attention.inputs.shape[-1]
     parts = (
-        attention.recurrence.scaled(None, _per_query_head(module, norm * taps[..., lag])).convolved(
-            each[lag].expand(width, K)
-        )
+        attention.recurrence.scaled(
+            None, _per_query_head(module, scale * taps[..., lag])
+        ).convolved(each[lag].expand(width, K))
         for lag in range(K)
     )
     return replace(
@@ -94,8 +96,16 @@ def _masked(call: MixerCall, u: Tensor, name: str) -> Tensor:
     return u if mask is None else u * mask[..., None]
 
 
-def _norm(module: Any, v: Tensor) -> Tensor | None:
-    norm = getattr(module, "v_norm", None)
+def _value_layers(module: Any) -> tuple[Any, Any, Any]:
+    # The projection of the values, their convolution and their norm; since transformers 5.24 they
+    # are one module in Inkling 2.
+    values = module.v_proj
+    if hasattr(values, "sconv"):
+        return values.linear, values.sconv, values.norm
+    return values, module.v_sconv, getattr(module, "v_norm", None)
+
+
+def _norm(module: Any, norm: Any, v: Tensor) -> Tensor | None:
     return None if norm is None else rms_factor(v, None, norm.eps, module.num_key_value_heads)
 
 

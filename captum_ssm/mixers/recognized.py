@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._nested import map_tensors, tensors_in
-from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._call import MixerCall, without_caches
 from captum_ssm.mixers._named import form_of, names_of, note_miss
 from captum_ssm.mixers._variants import Trial, Variant, trials
 
@@ -170,15 +170,14 @@ def _errors(call: MixerCall, variant: Variant) -> tuple[float, float]:
 
 def _working(call: MixerCall) -> MixerCall:
     # In float32 at least, without a cache.
-    kwargs = {name: None if "cache" in name else value for name, value in call.kwargs.items()}
-    call = replace(call, kwargs=kwargs)
+    call = replace(call, kwargs=without_caches(call.kwargs))
     if call.output.dtype.itemsize > 2:
         return call
 
     def wide(x: Tensor) -> Tensor:
         return x.float() if x.is_floating_point() else x
 
-    args, kwargs = map_tensors(wide, (call.args, kwargs))
+    args, kwargs = map_tensors(wide, (call.args, call.kwargs))
     return _run(replace(call, module=copy.deepcopy(call.module).float()), args, kwargs)
 
 

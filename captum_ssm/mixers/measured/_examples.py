@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from captum_ssm.mixers._call import MixerCall
-from captum_ssm.mixers._cut import is_cache, token_argument
+from captum_ssm.mixers._call import MixerCall, without_caches
+from captum_ssm.mixers._cut import token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers.measured._rerun import is_close
 from captum_ssm.operators import PlacedOperator
@@ -66,7 +66,7 @@ def _alone(call: MixerCall, row: int, at: Tensor, shape: tuple[int, int]) -> Mix
         return value[row : row + 1, at] if value.shape[:2] == shape else value
 
     args = tree_map(put, call.args)
-    kwargs = {k: None if is_cache(k) else tree_map(put, v) for k, v in call.kwargs.items()}
+    kwargs = tree_map(put, without_caches(call.kwargs))
     with torch.no_grad():
         alone = replace(call, args=args, kwargs=kwargs, linears=None).run()
     return replace(alone, result=first_tensor(alone.result))
