@@ -41,6 +41,7 @@ _INTERFACE = "captum_ssm_record"
     "HYV4Attention",
     "JambaAttention",
     "KimiLinearAttention",
+    "LaraMiniAttention",
     "Lfm2Attention",
     "Lfm2MoeAttention",
     "Lfm3Attention",

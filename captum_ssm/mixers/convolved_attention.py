@@ -23,18 +23,20 @@ from captum_ssm.mixers.short_convolution import residual_scale
 from captum_ssm.operators import SumOperator
 
 
-@adapts("InklingAttention", "Inkling2SlidingAttention")
+@adapts("InklingAttention", "Inkling2SlidingAttention", "Inkling2LoopSlidingAttention")
 def freeze_inkling(call: MixerCall) -> FrozenMixer:
     """Inkling: v = norm(conv(u) + u), with a norm of each head in Inkling 2 only."""
     linear, short, norm = _value_layers(call.module)
-    u = _masked(call, call.linear(linear, call.tokens()), "conv_mask")
+    given = call.arguments.get("value_hidden_states")
+    x = call.tokens() if given is None else given.to(call.dtype)
+    u = _masked(call, call.linear(linear, x), "conv_mask")
     taps = call.parameter(short.conv1d.weight)[:, 0].clone()
     taps[:, -1] += 1
     conv = ShortConv(u, taps * residual_scale(short))
     return _with_values(call, conv, _norm(call.module, norm, conv.output))
 
 
-@adapts("Inkling2FullAttention")
+@adapts("Inkling2FullAttention", "Inkling2LoopFullAttention")
 def freeze_inkling2(call: MixerCall) -> FrozenMixer:
     """Inkling 2's full attention: the taps of its convolution are made of each token."""
     module = call.module

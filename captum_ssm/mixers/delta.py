@@ -114,9 +114,14 @@ def freeze_qwen3_next(call: MixerCall) -> FrozenMixer:
     )
 
 
-@adapts("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet")
+@adapts(
+    "LaraMiniGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+    "Qwen4ExpTextGatedDeltaNet",
+)
 def freeze_qwen3_5(call: MixerCall) -> FrozenMixer:
-    """Qwen3.5 and Qwen4, with separate projections."""
+    """Qwen3.5, Qwen4 and Lara mini, with separate projections."""
     module = call.module
     x, _ = masked_tokens(call)
     return _freeze_delta(

@@ -40,7 +40,7 @@ def freeze_short_conv(call: MixerCall) -> FrozenMixer:
     )
 
 
-@adapts("InklingShortConvolution", "Inkling2ShortConvolution")
+@adapts("InklingShortConvolution", "Inkling2ShortConvolution", "Inkling2LoopShortConvolution")
 def freeze_residual_conv(call: MixerCall) -> FrozenMixer:
     """Inkling's convolution, whose residual sees padding and whose taps do not."""
     x, mask = call.tokens(), call.token_mask("conv_mask")
