@@ -169,6 +169,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", dict(**ATTENTION, **DELTA, **EXPERTS, head_dim=8)),
     "qwen3_5": ("Qwen3_5", dict(**ATTENTION, **DELTA, head_dim=8)),
     "qwen3_5_moe": ("Qwen3_5Moe", dict(**ATTENTION, **DELTA, **EXPERTS, head_dim=8)),
+    "lara_mini": ("LaraMini", dict(**ATTENTION, **DELTA, **EXPERTS, head_dim=8)),
     "olmo_hybrid": ("OlmoHybrid", ATTENTION | DELTA),
     "kimi_linear": ("KimiLinear", ATTENTION | LINEAR_FIRST | KIMI),
     "qwen4_exp": (
@@ -259,7 +260,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 SPECS = {k: spec for k, spec in SPECS.items() if hasattr(transformers, f"{spec[0]}Config")}
 FAMILIES = (*S6_FAMILIES, *SPECS)
 SSD_FAMILIES = ("mamba2", "zamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid")
-DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lara_mini", "qwen4_exp", "olmo_hybrid")
 KDA_FAMILIES = ("kimi_linear", "bailing_hybrid", "glm5_next")
 CONV_FAMILIES = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2")
 WITH_ATTENTION = (
@@ -273,7 +274,8 @@ WITHOUT_STATE = (*(k for k in CONV_FAMILIES if k in SPECS), "zaya")
 # Explained by the adapters of others here, in the same way: see conftest.py.
 ALIKE = (
     *("falcon_mamba", "bamba", "granitemoehybrid", "falcon_h1_norm_first", "falcon_h1_no_norm"),
-    *("xlstm_fused", "qwen3_5", "qwen3_5_moe", "glm5_next", "lfm2_moe", "lfm3", "inkling2"),
+    *("xlstm_fused", "qwen3_5", "qwen3_5_moe", "lara_mini", "glm5_next", "lfm2_moe", "lfm3"),
+    "inkling2",
 )
 # No residual stream that LaTIM could follow: streams that are mixed, convolutions after attention.
 NO_STREAM = ("qwen4_exp", "inkling", "inkling2")
