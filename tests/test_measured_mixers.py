@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from transformers import Mamba2Config, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
+import captum_ssm.interventions
 import captum_ssm.models.vision_mamba
 from captum_ssm import (
     LaTIM,
@@ -27,6 +29,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers._registry import how_known
 from captum_ssm.mixers.discovery import MeasuredAdapter, discover
 from captum_ssm.mixers.measured import freeze_measured
 from captum_ssm.mixers.vision import FrozenScans
@@ -397,9 +400,15 @@ def test_a_functional_convolution_with_a_plain_number():
     assert maps["layers.0"].shape[-2:] == (7, 7)
 
 
-def named_like_a_registered_class(kind: type) -> type:
-    kind.__module__, kind.__qualname__ = "fork.mamba_ssm.modules.mamba_simple", "Mamba"
-    return kind
+def named(module: str, name: str) -> Callable[[type], type]:
+    def rename(kind: type) -> type:
+        kind.__module__, kind.__qualname__ = module, name
+        return kind
+
+    return rename
+
+
+named_like_a_registered_class = named("fork.mamba_ssm.modules.mamba_simple", "Mamba")
 
 
 @named_like_a_registered_class
@@ -407,16 +416,56 @@ class Fork(wild.Backward):
     """Of another package, with a name that is registered."""
 
 
-def test_what_only_has_a_registered_name_is_measured():
-    model, x = wild.Stack(Fork(), Fork()).eval(), tokens(2, 7, 6)
+@named("mamba_ssm.modules.mamba_simple", "Mamba")
+class Copy(wild.Backward):
+    """Of a copy of a package, under its very name."""
+
+    use_fast_path = False
+
+
+@named("mamba_ssm.modules.mamba2", "Mamba2")
+class Half(wild.HalfScanned):
+    """It has nothing of what the adapter of its name reads."""
+
+
+class Derived(MambaMixer):
+    """Of a registered class, and does something else."""
+
+    def __init__(self) -> None:
+        super().__init__(MambaConfig(hidden_size=6, state_size=3), 0)
+        self.own = wild.BothWays()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x)
+
+
+@pytest.mark.parametrize("kind", [Fork, Copy, Half, Derived])
+def test_what_only_has_a_registered_name_is_measured(kind):
+    model, x = wild.Stack(kind(), kind()).eval(), tokens(2, 7, 6)
     assert find_adapter(model.layers[0]) is not None
     before = model(x)
     with pytest.raises(RuntimeError):  # a first run that fails tells nothing of the model
         hidden_attention(model, tokens(2, 7, 5))
     maps = hidden_attention(model, x)
-    assert not any(bool(one.tril(-1).any()) for one in maps.values())  # it reads later tokens
-    assert [find_adapter(layer).known for layer in model.layers] == ["measured"] * 2
+    if issubclass(kind, wild.Backward):  # it reads later tokens
+        assert not any(bool(one.tril(-1).any()) for one in maps.values())
+    assert {how_known(module) for _, module in find_mixers(model)} == {"measured"}
     assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_what_only_has_a_registered_name_is_measured_in_a_knockout(is_training):
+    model, x = wild.Stack(Copy(), Copy()).train(is_training), tokens(2, 7, 6)
+    renamed = wild.Stack(wild.Backward(), wild.Backward())
+    renamed.load_state_dict(model.state_dict())
+    captum_ssm.supported(renamed, x)
+    found = []
+    for one in (model, renamed):
+        with torch.no_grad(), captum_ssm.interventions.knockout(one, sources=5, targets=2):
+            found.append(one(x))
+    assert torch.equal(*found)
+    with torch.no_grad():
+        assert not torch.equal(found[0], model(x))
 
 
 def test_what_cannot_be_measured_either_keeps_the_error_of_its_adapter():

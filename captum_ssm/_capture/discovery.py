@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,11 +15,12 @@ from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.model import refuse_scripted
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.tracing import unchanged
-from captum_ssm._errors import ReconstructionError
 from captum_ssm._nested import map_tensors
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
-from captum_ssm.mixers._registry import as_unknown, may_be_namesake, remember
+from captum_ssm.mixers._named import look_of
+from captum_ssm.mixers._registry import Freeze, as_unknown, may_be_namesake, remember
 from captum_ssm.mixers.discovery import discover
+from captum_ssm.mixers.recognized import MISFITS
 
 # Models whose unknown mixers, if they have any, were found; and what is still not known of some.
 _SEARCHED: WeakSet[nn.Module] = WeakSet()
@@ -28,7 +30,7 @@ _UNMIXED: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
 # On so many tokens it is seen what mixes them.
 _ENOUGH = 32
 _UNKNOWN: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-# Models whose mixers were compared with the adapters of their names.
+# Mixers that were compared with the adapters of their names.
 _COMPARED: WeakSet[nn.Module] = WeakSet()
 
 
@@ -84,40 +86,70 @@ def find_namesakes(request: Request) -> None:
     """Find other adapters of mixers whose class only has the name of one that is registered.
 
     As in copies of a package that compute something else: what the adapter of the name computes is
-    compared with what they return, once for each model.
+    compared with what they return, once for all that look alike.
 
     Args:
         request (Request): what to run.
     """
     model = request.module
-    if request.remote or model in _COMPARED:
+    named = [module for _, module in find_mixers(model) if _is_to_compare(module)]
+    if request.remote or not named:
         return
-    named = {module for _, module in find_mixers(model) if may_be_namesake(module)}
-    if named:
-        with unchanged(model), warnings.catch_warnings():
+    alike: dict[str, set[nn.Module]] = {}
+    for module in named:
+        alike.setdefault(look_of(module), set()).add(module)
+    with unchanged(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        calls = _calls_of(alike, request)
+        others = [alike[look] for look, call in calls.items() if not _reproduces(call)]
+        if others:
+            with as_unknown(set().union(*others)):
+                remember(discover(model, request.run))
+    _COMPARED.update(named)  # not where it raised
+
+
+def adapter_of(call: MixerCall) -> Freeze:
+    """The adapter of a call's module; another one where that of its name computes something else.
+
+    Args:
+        call (MixerCall): of a mixer, in a run that :func:`find_namesakes` may not have seen.
+    """
+    module = call.module
+    if _is_to_compare(module):
+        with unchanged(module), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            others = {call.module for call in _calls_of(named, request) if not _reproduces(call)}
-            if others:
-                with as_unknown(others):
-                    remember(discover(model, request.run))
-    _COMPARED.add(model)  # not where it raised
+            if not _reproduces(call):
+                with as_unknown({module}):
+                    found = discover(module, call.run)
+                    remember({module: found[module]} if module in found else {})
+        _COMPARED.add(module)
+    adapter = find_adapter(module)
+    assert adapter is not None
+    return adapter
 
 
-def _calls_of(modules: set[nn.Module], request: Request) -> list[MixerCall]:
-    # The first call of each module that runs.
-    calls: dict[nn.Module, MixerCall] = {}
+def _is_to_compare(module: nn.Module) -> bool:
+    return module not in _COMPARED and may_be_namesake(module)
 
-    def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if module not in calls:
+
+def _calls_of(alike: dict[str, set[nn.Module]], request: Request) -> dict[str, MixerCall]:
+    # By look, the first call of a module that has it.
+    calls: dict[str, MixerCall] = {}
+
+    def note(look: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if look not in calls:
             call = MixerCall("", module, args, kwargs, result)
-            calls[module] = map_tensors(lambda x: x.detach().clone(), call)
+            calls[look] = map_tensors(lambda x: x.detach().clone(), call)
 
     with torch.no_grad(), ExitStack() as hooks:
-        for module in modules:
-            handle = module.register_forward_hook(note, with_kwargs=True, prepend=True)
-            hooks.callback(handle.remove)
+        for look, modules in alike.items():
+            for module in modules:
+                handle = module.register_forward_hook(
+                    partial(note, look), with_kwargs=True, prepend=True
+                )
+                hooks.callback(handle.remove)
         request.run()
-    return list(calls.values())
+    return calls
 
 
 def _reproduces(call: MixerCall) -> bool:
@@ -127,7 +159,7 @@ def _reproduces(call: MixerCall) -> bool:
         with torch.no_grad():
             rebuilt = Rebuilt.of(adapter(call), call)
             check_reconstruction("", call, rebuilt, call.token_mask())
-    except (ReconstructionError, AttributeError, RuntimeError, TypeError, ValueError):
+    except MISFITS:
         return False
     return True
 

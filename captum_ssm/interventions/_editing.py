@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from captum_ssm._capture import resolve_model, unwrap
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
+from captum_ssm._capture.discovery import adapter_of
 from captum_ssm._capture.substitution import without_autocast
 from captum_ssm._capture.tracing import IS_RECORDED, ONE_RUN
 from captum_ssm._devices import weights_loaded
@@ -29,7 +30,7 @@ from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached, with_first
 from captum_ssm._workspace import workspace
 from captum_ssm.interventions._selection import Layers, chosen_layers
-from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers import FrozenMixer, MixerCall
 from captum_ssm.mixers._call import LinearCalls, bound_arguments
 from captum_ssm.mixers._registry import channels_of
 
@@ -170,13 +171,12 @@ class _Edits:
                 "gradients or perturbations there. Call this one outside of the block."
             )
         self.reached.add(path)
-        adapter = find_adapter(module)
-        assert adapter is not None
         call = replace(call, path=path)
         self.busy = True
         try:
             with without_autocast(), weights_loaded(module):
-                found = OpenMixer(path, call, adapter(replace(call, result=detached(result))))
+                given = replace(call, result=detached(result))
+                found = OpenMixer(path, call, adapter_of(given)(given))
                 if self.check:
                     found.check(self._mask_of(call))
                 output = self.edit(found)

@@ -104,6 +104,19 @@ def names_of(module: nn.Module) -> str:
     return ", ".join(name for name in sorted(_own(module)) if id(getattr(module, name)) in values)
 
 
+def look_of(module: nn.Module) -> str:
+    """What modules have in common that compute alike: their class, parts, shapes and settings."""
+    settings = {
+        f"{path}.{name}": value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float, str, tuple)) and not name.startswith("_")
+    }
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__} {id(kind)}: {module} {settings} {shapes}"
+
+
 def _own(module: nn.Module) -> set[str]:
     return {*module._parameters, *module._buffers, *module._modules}
 

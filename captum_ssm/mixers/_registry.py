@@ -18,8 +18,9 @@ _REGISTRY: dict[str, Freeze] = {}
 _MEASURED: WeakKeyDictionary[nn.Module, Freeze] = WeakKeyDictionary()
 # Modules whose class is registered by a name that it shares with one that computes something else.
 _NAMESAKES: WeakSet[nn.Module] = WeakSet()
-# The packages of the classes that the library's own adapters are written for.
-_PACKAGES = ("captum_ssm", "fla", "mamba_ssm", "transformers")
+# Packages that are what they are called. People keep copies of others, such as mamba_ssm, under the
+# same name, in which a class computes something else.
+_PACKAGES = ("captum_ssm", "transformers")
 
 
 def channels_of(module: nn.Module) -> int:
@@ -129,9 +130,12 @@ def _registered(module: nn.Module) -> tuple[Freeze | None, type]:
 
 
 def may_be_namesake(module: nn.Module) -> bool:
-    """Whether one of the library's own adapters is taken for a class of another package."""
-    freeze, registered = _registered(module)
-    return is_own(freeze) and registered.__module__.partition(".")[0] not in _PACKAGES
+    """Whether one of the library's own adapters is taken for a class by its name alone.
+
+    Such an adapter has to be compared with what the module returns before it is used.
+    """
+    freeze, _ = _registered(module)
+    return is_own(freeze) and type(module).__module__.partition(".")[0] not in _PACKAGES
 
 
 def is_own(freeze: Freeze | None) -> bool:
@@ -141,13 +145,16 @@ def is_own(freeze: Freeze | None) -> bool:
 
 @contextmanager
 def as_unknown(modules: set[nn.Module]) -> Iterator[None]:
-    """Look for other adapters of modules than those of their classes; they keep what is found."""
+    """Look for other adapters of modules than those of their classes; they keep what is found.
+
+    In a module or in parts of it. Where there is none, the adapter of its class is taken again.
+    """
     _NAMESAKES.update(modules)
     try:
         yield
     finally:
         for module in modules:
-            if module not in _MEASURED:
+            if not any(part in _MEASURED for part in module.modules()):
                 _NAMESAKES.discard(module)
 
 

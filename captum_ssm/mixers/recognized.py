@@ -32,8 +32,8 @@ _SHORT = 12  # tokens
 _OUTPUTS = 32  # channels of the output that variants are compared on
 
 _ACCEPTED: WeakKeyDictionary[type[nn.Module], Variant] = WeakKeyDictionary()
-# What a variant raises that does not fit a module.
-_MISFITS = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, AssertionError)
+# What a variant raises, or an adapter, that does not fit a module.
+MISFITS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
 
 
 def recognize_all(calls: Iterable[MixerCall]) -> dict[nn.Module, Variant]:
@@ -63,7 +63,7 @@ def recognize(call: MixerCall) -> Variant | None:
         try:
             search = _Search(_working(call))
             variant = search.run()
-        except _MISFITS as error:  # its parts are not what they are called, or take other shapes
+        except MISFITS as error:  # its parts are not what they are called, or take other shapes
             text = str(error).strip().partition("\n")[0]
             note_miss(call.module, f"{_has(call.module)}, but cannot be run again alone: {text}")
             return None
@@ -113,7 +113,7 @@ class _Search:
         for attempt in trials(self.short):
             try:
                 yield from attempt()
-            except _MISFITS:
+            except MISFITS:
                 continue
 
     def _projection(self) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class _Search:
                 if not (error <= TOLERANCE and (of_recurrence <= TOLERANCE or rounds)):
                     self._note(variant, max(tried))
                     return False
-        except _MISFITS:
+        except MISFITS:
             return False
         return True
 
