@@ -12,7 +12,7 @@ from captum_ssm.operators.diagonal import one_state as one_state
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
-from captum_ssm.operators.permuted import PermutedOperator
+from captum_ssm.operators.permuted import MovedOperator, PermutedOperator
 from captum_ssm.operators.placed import PlacedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.substeps import SubstepOperator
@@ -28,6 +28,7 @@ __all__ = [
     "DiagonalOperator",
     "HeadOperator",
     "LinearAttentionOperator",
+    "MovedOperator",
     "PermutedOperator",
     "PlacedOperator",
     "ScaledOperator",

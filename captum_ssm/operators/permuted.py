@@ -1,4 +1,4 @@
-"""Operators over tokens in another order.
+"""Operators over tokens in another order, or over some of them.
 
 A vision mixer scans an image's patches backwards, or down its columns. Each scan is an ordinary
 recurrence over its own order of the tokens; the operator here gives it in the image's order.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.operators._base import AroundOperator, TokenOperator
 
@@ -69,3 +69,88 @@ class PermutedOperator(AroundOperator):
 
     def _in_scan(self, factor: Tensor | None) -> Tensor | None:
         return None if factor is None else factor.expand(*self.sizes[:3])[:, self.order]
+
+
+@dataclass(frozen=True)
+class MovedOperator(AroundOperator):
+    r"""An operator over some of the tokens, whose outputs land on the same tokens or on others.
+
+    As in a mixer that scans padded windows, a part of the tokens, or that rolls what its scan
+    returns by one token. Rows where nothing lands, and columns that are not read, are zero.
+
+    Args:
+        inner (TokenOperator): over l tokens of its own.
+        enters (Tensor): ``(l,)`` int64, the token that each of them is made of; -1 for padding. No
+            token twice.
+        lands (Tensor): ``(l,)`` int64, the token that each output is; -1 for what is cropped. No
+            token twice.
+        tokens (int): L.
+
+    Examples::
+
+        >>> inner = SkipOperator(torch.ones(1, 3, 1))
+        >>> later = MovedOperator(inner, torch.arange(3), torch.tensor([1, 2, -1]), 3)
+        >>> later.matrix("mean")[0].tolist()
+        [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+
+    inner: TokenOperator
+    enters: Tensor
+    lands: Tensor
+    tokens: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        B, _, D, M = self.inner.sizes
+        return B, self.tokens, D, M
+
+    @cached_property
+    def is_causal(self) -> bool:  # type: ignore[override]
+        before = torch.where(self.enters < 0, -1, self.enters).cummax(0).values
+        return self.inner.is_causal and bool((before <= self.lands)[self.lands >= 0].all())
+
+    @cached_property
+    def position(self) -> Tensor:
+        """``(L,)``: where the output is that lands on each token, l for none."""
+        return place_of(self.lands, self.tokens)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return placed(self.inner.matvec(picked(v, self.enters)), self.lands, self.tokens)
+
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
+        found = self.inner.rmatvec(picked(w, self.lands), reduction)
+        return placed(found, self.enters, self.tokens)
+
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
+        length = self.inner.length
+        at = self.position[index]
+        rows = self.inner.map_rows(at.clamp(max=length - 1), start, stop)
+        rows = rows * (at < length)[:, None, :, None]
+        back = place_of(self.enters, self.tokens)
+        return nn.functional.pad(rows, (0, 1))[..., back]
+
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        left, right = (
+            None if x is None else picked(x.expand(*self.sizes[:3]), at)
+            for x, at in ((left, self.lands), (right, self.enters))
+        )
+        return MovedOperator(self.inner.scaled(left, right), self.enters, self.lands, self.tokens)
+
+
+def place_of(at: Tensor, tokens: int) -> Tensor:
+    """Where each of so many tokens is in ``at (l,)``, which holds -1 too; l for nowhere."""
+    found = torch.full((tokens + 1,), len(at), device=at.device)
+    found[at] = torch.arange(len(at), device=at.device)  # -1 writes to the last one
+    return found[:tokens]
+
+
+def picked(x: Tensor, at: Tensor, fill: float = 0) -> Tensor:
+    """The tokens ``at (l,)`` of ``x (B, L, ...)``; ``fill`` for -1."""
+    found = x[:, at]
+    return found.masked_fill((at < 0).view(1, -1, *[1] * (x.dim() - 2)), fill)
+
+
+def placed(x: Tensor, at: Tensor, tokens: int, fill: float = 0) -> Tensor:
+    """``x (B, l, ...)`` laid at the tokens ``at (l,)`` of ``(B, L, ...)``; -1 for nowhere."""
+    back = place_of(at, tokens)
+    return picked(x, torch.where(back < len(at), back, -1), fill)

@@ -125,11 +125,13 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
     at = token * index.shape[1] + to
     index.view(-1).scatter_reduce_(0, at, place * shape[1] + channel, "amax")
     factors = torch.zeros_like(index).index_put_((token, to), torch.ones_like(to), accumulate=True)
-    index = direction.of(index.reshape(scan.leaf.shape))
+    index = direction.of(index.reshape(scan.leaf.shape), fill=-1)
     # An entry that an activation made zero, as ReLU does, is where others of its token and of its
     # channel are; a channel that is zero for all tokens, as far from its own number as the others.
     is_read = index >= 0
     position = torch.where(is_read, index // shape[1], -1).amax(-1)
+    if direction.enters is not None:  # it may read some of the tokens only
+        position = torch.where(position < 0, own_places(rerun, conv), position)
     channels = torch.where(is_read, index % shape[1], -1).amax((0, 1))
     off = channels - torch.arange(len(channels), device=index.device)
     if len(offset := off[channels >= 0].unique()) == 1:
@@ -182,6 +184,21 @@ def input_positions(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
     if bool((found // size != rows[:, None]).any()):
         raise rerun.refused("a convolution reads other examples of the batch")
     return found
+
+
+def own_places(rerun: Rerun, conv: CutConv) -> Tensor:
+    """The place in a convolution's output that is each of the module's tokens' own, ``(B, L)``."""
+    B, here, there = rerun.B, conv.inputs.shape[2:], conv.leaf.shape[2:]
+    if conv.point is None or conv.inputs.shape[0] != B:
+        raise rerun.refused("a convolution does not run over all tokens of one example")
+    example = torch.arange(B, device=conv.leaf.device)[:, None]
+    size = here.numel()
+    enters = input_positions(rerun, conv.point, example.expand(B, rerun.L)) % size
+    if here == there or (len(here) == 1 and there[0] != rerun.L and there[0] >= size):
+        return example * there.numel() + enters
+    if len(here) == 1 and there[0] == rerun.L:
+        return example * rerun.L + enters - enters.amin(1, keepdim=True)
+    raise rerun.refused("a convolution's tokens are not those of the scan")
 
 
 def geometry(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,18 +12,28 @@ from captum_ssm._rules import mean_size, ruled
 from captum_ssm.mixers._cut import CutScan
 from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import Rerun
-from captum_ssm.operators import TokenOperator
+from captum_ssm.operators import (
+    MovedOperator,
+    SkipOperator,
+    SumOperator,
+    TokenOperator,
+    WindowedOperator,
+)
 from captum_ssm.operators.part import examples, part_of
+from captum_ssm.operators.permuted import placed
 
 
 @dataclass(frozen=True)
 class Direction:
     """Channels of some examples of a scan, which run over the module's tokens in one order.
 
+    A scan over some of the tokens only, over padding too, or whose results land on other tokens
+    than its values come from, is taken in the module's own order, as a scan over all of them.
+
     Args:
         cut (CutScan): the scan.
         rows (Tensor): ``(B,)``, its examples; ``(B, k)`` where it has heads or channels in its
-            batch.
+            batch; ``(B W,)`` for W windows of an example.
         start (int): the first of its channels.
         stop (int): the one after the last.
         order (Tensor): ``(L,)``: token t of the scan is this one of the module's.
@@ -31,6 +41,10 @@ class Direction:
         factor (Tensor): ``(B, L, D)``, gate times norm, in the scan's order.
         centered (int, optional): the channels over which a norm that follows subtracts their mean,
             one group of them after the other; 0 for none. Default: 0
+        lands (Tensor, optional): ``(W l,)``, the module's token that each token of the scan's
+            windows lands on, -1 for none; None where they are ``order``. Default: None
+        enters (Tensor, optional): ``(W l,)``, the module's token that each is made of, -1 for
+            padding. Default: None
     """
 
     cut: CutScan
@@ -41,10 +55,22 @@ class Direction:
     channels: Tensor
     factor: Tensor
     centered: int = 0
+    lands: Tensor | None = None
+    enters: Tensor | None = None
 
-    def of(self, x: Tensor) -> Tensor:
-        """The direction's part of ``x (B', L, D')``."""
-        return examples(x, self.rows, slice(self.start, self.stop))
+    def in_scan(self, x: Tensor) -> Tensor:
+        """The direction's part of ``x (B', l, D')``, ``(B, W l, D)`` in the scan's own order."""
+        found = examples(x, self.rows, slice(self.start, self.stop))
+        if self.lands is None:
+            return found
+        return found.reshape(-1, len(self.lands), found.shape[-1])
+
+    def of(self, x: Tensor, fill: float = 0) -> Tensor:
+        """The direction's part of ``x (B', l, D')``, by the tokens that its values are made of."""
+        found = self.in_scan(x)
+        if self.enters is None:
+            return found
+        return placed(found, self.enters, len(self.order), fill)
 
     @property
     def values(self) -> Tensor:
@@ -53,20 +79,55 @@ class Direction:
 
     @property
     def operator(self) -> TokenOperator:
-        """The recurrence."""
-        return part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
+        """The recurrence, with the scan's own skip where that lands on other tokens."""
+        if self.enters is None or self.lands is None:
+            return self._inner
+        inner = self._inner
+        if self._skip is not None and not self._lands_in_place:
+            diagonal = self._skip.expand(*inner.sizes[:3]).to(inner.dtype)
+            inner = SumOperator((inner, SkipOperator(diagonal)))
+        return MovedOperator(inner, self.enters, self.lands, len(self.order))
+
+    @property
+    def _inner(self) -> TokenOperator:
+        found = part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
+        windows = 1 if self.lands is None else len(self.lands) // found.length
+        return found if windows == 1 else WindowedOperator(found, windows)
+
+    @property
+    def _lands_in_place(self) -> bool:
+        assert self.enters is not None
+        assert self.lands is not None
+        both = (self.enters >= 0) & (self.lands >= 0)
+        return torch.equal(self.enters[both], self.lands[both])
+
+    @property
+    def padding(self) -> Tensor | None:
+        """What the scan makes of tokens that are none of the module's, ``(B, L, D)``, if any."""
+        if self.enters is None or self.lands is None:
+            return None
+        given = self.in_scan(self.cut.scan.values.detach())
+        given = given * (self.enters < 0)[:, None]
+        y = self._inner.matvec(given)
+        y = y if self._skip is None else torch.addcmul(y, self._skip.expand_as(y), given)
+        found = placed(y, self.lands, len(self.order))
+        return found if bool(found.any()) else None
 
     @property
     def skip(self) -> Tensor | None:
         """The scan's own factor of its values, broadcasts to ``(B, L, D)``."""
+        skip = self._skip
+        if skip is None or skip.dim() == 1 or self.enters is None:
+            return skip if self.enters is None or self._lands_in_place else None
+        return placed(skip, self.enters, len(self.order)) if self._lands_in_place else None
+
+    @property
+    def _skip(self) -> Tensor | None:
         skip = self.cut.scan.skip
-        if skip is None:
-            return None
-        return (
-            self.of(skip.expand_as(self.cut.leaf))
-            if skip.dim() > 1
-            else skip[self.start : self.stop].to(self.cut.leaf.dtype).repeat(self.rows[0].numel())
-        )
+        if skip is None or skip.dim() > 1:
+            return None if skip is None else self.in_scan(skip.expand_as(self.cut.leaf))
+        several = self.rows.shape[1] if self.rows.dim() == 2 else 1
+        return skip[self.start : self.stop].to(self.cut.leaf.dtype).repeat(several)
 
     def where(self) -> Tensor:
         """The direction's entries among those of the scan, ``(B' L, D')`` bool."""
@@ -93,27 +154,31 @@ def find_directions(rerun: Rerun, projection: Projection, cut: CutScan) -> list[
 
 def _completed(exits: Entries, shape: tuple[int, ...]) -> Entries | None:
     # After an activation, as ReLU, entries that are zero are not read; they go where others of
-    # their token and of their channel do. None where that is not known.
+    # their token and of their channel do. Tokens that no channel of a kind is read at are cropped.
+    # None where a channel is not read at all.
     rows, length, width = shape
     to = exits.channel.view(rows, length, width)
     channel = torch.where(to >= 0, to, to.amax(1, keepdim=True)).view(exits.channel.shape)
     token = exits.token.clone()
-    kinds: list[Tensor] = []  # of tokens that channels go to, and which of them the last one
+    kinds: list[Tensor] = []  # of tokens that channels go to
+    kind_of = [0] * width
     last = 0
-    for column in sorted(range(width), key=lambda c: bool((token[:, c] < 0).any())):
-        read = token[:, column] >= 0
+    for column in sorted(range(width), key=lambda c: int((token[:, c] < 0).sum())):
         near = sorted(range(len(kinds)), key=lambda n: n != last)
-        fits = (n for n in near if torch.equal(kinds[n][read], token[read, column]))
-        n = next(fits, None)
-        if n is None:
-            if not bool(read.all()):
-                return None
-            n = len(kinds)
+        last = next((n for n in near if _agree(kinds[n], token[:, column])), len(kinds))
+        kind_of[column] = last
+        if last == len(kinds):
             kinds.append(token[:, column])
-        last, token[:, column] = n, kinds[n]
+        kinds[last] = torch.maximum(kinds[last], token[:, column])
     if bool((channel < 0).any()):
         return None
-    return Entries(token, channel, exits.factor)
+    return Entries(torch.stack([kinds[n] for n in kind_of], 1), channel, exits.factor)
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    # Whether tokens are the same where both are known, at one of them at least.
+    both = (one >= 0) & (other >= 0)
+    return bool(both.any()) and torch.equal(one[both], other[both])
 
 
 def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> list[Direction]:
@@ -129,39 +194,74 @@ def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> lis
         start, stop = int(channels[0]), int(channels[-1]) + 1
         if len(channels) != stop - start:
             raise rerun.refused(f"the directions of {cut.scan.name} lie between each other")
-        first = goes[:, 0, start]
-        for at, order in _orders(rerun, kinds[:, n].reshape(rows, length), first):
+        lands = kinds[:, n].reshape(rows, length)
+        for at, order in _orders(rerun, lands, goes[:, :, start].amax(1)):
             to = examples(goes, at, slice(start, stop))
-            if bool((to != to[:1, :1]).any()):
+            if bool(((to != to[:1, :1]) & (to >= 0)).any()):
                 raise rerun.refused(f"{cut.scan.name} does not keep its channels")
-            factor = examples(factors, at, slice(start, stop)).to(cut.leaf.dtype)
-            found.append(Direction(cut, at, start, stop, order, to[0, 0], factor, centered))
+            direction = Direction(cut, at, start, stop, order, to[0, 0], factors, centered)
+            if len(order) != rerun.L or bool((order < 0).any()):
+                every = torch.arange(rerun.L, device=order.device)
+                direction = replace(direction, order=every, lands=order)
+            found.append(replace(direction, factor=_factor(direction, factors)))
     return sorted(found, key=lambda direction: direction.start)
 
 
+def _factor(direction: Direction, factors: Tensor) -> Tensor:
+    # By the module's tokens where the scan's are not these; one where nothing lands.
+    found = direction.in_scan(factors.to(direction.cut.leaf.dtype))
+    if direction.lands is None:
+        return found
+    found = placed(found, direction.lands, len(direction.order))
+    return torch.where((found == 0).all(-1, keepdim=True), 1, found)
+
+
 def _orders(rerun: Rerun, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, Tensor]]:
-    # The rows of a scan's batch that run in one order, with that order; lands (B', L). Rows of
-    # one example are told apart by the channel (B',) that they go to.
+    # The rows of a scan's batch that run in one order, with that order; lands (B', l), -1 for what
+    # is cropped. Rows of one example are told apart by the channel (B',) that they go to. Windows
+    # of some of the tokens are put together, their orders one after the other.
     B, L = rerun.B, rerun.L
-    example, token = lands // L, lands % L
-    if bool((example != example[:, :1]).any()) or lands.shape[1] != L:
-        raise rerun.refused("a scan does not run over all tokens of one example")
+    is_read = lands >= 0
+    example, token = (lands // L).amax(1), torch.where(is_read, lands % L, -1)
+    if bool(((lands // L != example[:, None]) & is_read).any()):
+        raise rerun.refused("a scan runs over tokens of several examples")
     kinds, group = torch.unique(token, dim=0, return_inverse=True)
-    every = torch.arange(L, device=lands.device)
-    found = []
-    for n in range(len(kinds)):
+    found: list[tuple[Tensor, Tensor]] = []
+    for n, kind in enumerate(kinds):
+        if bool((kind < 0).all()):  # windows of padding
+            continue
         rows = (group == n).nonzero()[:, 0]
         rows = rows[torch.argsort(channel[rows], stable=True)]
-        rows = rows[torch.argsort(example[rows, 0], stable=True)]
+        rows = rows[torch.argsort(example[rows], stable=True)]
         several = max(1, len(rows) // B)
         owners = torch.arange(B, device=rows.device).repeat_interleave(several)
-        if not torch.equal(example[rows, 0], owners):
+        if not torch.equal(example[rows], owners):
             raise rerun.refused("examples of the batch are scanned in different orders")
+        known = kind[kind >= 0]
+        if len(known.unique()) < len(known):
+            raise rerun.refused("what a scan returns of several tokens lands on one")
         if several > 1:
             rows = rows.view(B, several)
             if bool((channel[rows].diff(dim=1) <= 0).any()):
                 raise rerun.refused("several scans in one order go to the same channels")
-        if not torch.equal(torch.sort(kinds[n]).values, every):
-            raise rerun.refused("a scan's tokens are not the module's")
-        found.append((rows, kinds[n]))
-    return sorted(found, key=lambda one: int(one[0].flatten()[0]))
+        found.append((rows, kind))
+    whole = [one for one in found if len(one[1]) == L and bool((one[1] >= 0).all())]
+    parts = [one for one in found if all(one is not other for other in whole)]
+    return sorted(whole + _joined(parts), key=lambda one: int(one[0].flatten()[0]))
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    # Windows that have no token in common, as one.
+    found: list[tuple[list[Tensor], Tensor]] = []
+    for rows, lands in parts:
+        for k, (others, taken) in enumerate(found):
+            apart = not bool(torch.isin(lands[lands >= 0], taken).any())
+            if apart and rows.dim() == others[0].dim() == 1:
+                found[k] = [*others, rows], torch.cat([taken, lands])
+                break
+        else:
+            found.append(([rows], lands))
+    return [
+        (rows[0] if len(rows) == 1 else torch.stack(rows, 1).flatten(), lands)
+        for rows, lands in found
+    ]

@@ -15,10 +15,12 @@ from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import CutScan, run_cut
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.mixers._parts import ShortConv
 from captum_ssm.mixers.measured._convolution import Convolution, find_convolution
 from captum_ssm.mixers.measured._directions import Direction, find_directions
 from captum_ssm.mixers.measured._examples import freeze_examples
-from captum_ssm.mixers.measured._offset import with_offset
+from captum_ssm.mixers.measured._moved import entered
+from captum_ssm.mixers.measured._offset import with_offset, with_padding
 from captum_ssm.mixers.measured._projection import Projection, find_projection, narrowed
 from captum_ssm.mixers.measured._recurrence import find_recurrence, is_silent
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
@@ -103,16 +105,45 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
     directions: list[Direction] = []
     for cut in rerun.run.scans:
         directions += find_directions(rerun, projection, cut)
+    if all(direction.lands is None for direction in directions):
+        try:
+            return _of_directions(rerun, projection, directions)
+        except NotMeasured:
+            moved = _moved(rerun, directions)
+            if moved is None:
+                raise
+            return _of_directions(rerun, projection, moved)
+    moved = [entered(rerun, direction) for direction in directions]
+    return _of_directions(rerun, projection, moved)
+
+
+def _moved(rerun: Rerun, directions: Sequence[Direction]) -> list[Direction] | None:
+    # Scans over all tokens, if what they return lands on others than those that they are given.
+    try:
+        found = [entered(rerun, direction) for direction in directions]
+    except NotMeasured:
+        return None
+    in_place = all(torch.equal(one.enters, one.lands) for one in found)  # type: ignore[arg-type]
+    return None if in_place else found
+
+
+def _of_directions(
+    rerun: Rerun, projection: Projection, directions: Sequence[Direction]
+) -> FrozenMixer:
     channels = directions[0].channels
     if any(not torch.equal(d.channels, channels) for d in directions):
         raise rerun.refused("its scans go to different channels of the output projection")
     found = [find_convolution(rerun, direction) for direction in directions]
     exchanged = share_of_neighbors(rerun, directions, found)
     # Directions of one scan share a norm; each of several scans may have its own.
-    norm_of = {d.cut: _norm(rerun, projection, d) for d in reversed(directions)}
-    norms = [norm_of[direction.cut] for direction in directions]
+    norm_of = {
+        (d.cut, d.lands is None or n): _norm(rerun, projection, d)
+        for n, d in reversed([*enumerate(directions)])
+    }
+    norms = [norm_of[d.cut, d.lands is None or n] for n, d in enumerate(directions)]
     projection = narrowed(rerun, projection, channels)
     mixer = _assembled(rerun, projection, directions, found, norms)
+    mixer = with_padding(mixer, directions)
     mixer = with_offset(rerun, projection, mixer, directions, found, norms[0][1])
     return replace(mixer, exchanged=exchanged)
 
@@ -182,8 +213,10 @@ def _assembled(
             centered=groups,
         )
         if conv is not None and own and shared is None:
-            inputs = conv.inputs[:, direction.order]
-            scan = replace(scan, inputs=inputs, conv=conv.causal_taps, conv_bias=conv.bias)
+            inputs, taps, bias = conv.inputs[:, direction.order], conv.causal_taps, conv.bias
+            if direction.enters is not None:  # with what it reads of padding
+                bias = conv.psi - ShortConv(inputs, taps).output
+            scan = replace(scan, inputs=inputs, conv=taps, conv_bias=bias)
         elif conv is not None:
             scan = replace(scan, image_conv=(shared or conv).over_the_tokens)
         scans.append(scan.with_values(direction.values))

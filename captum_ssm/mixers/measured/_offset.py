@@ -53,6 +53,13 @@ def with_offset(
     )
 
 
+def with_padding(mixer: FrozenMixer, directions: Sequence[Direction]) -> FrozenMixer:
+    """``mixer`` with what its scans make of padding, which is no token of the module's."""
+    pairs = zip(mixer.scans_in_order(), directions, strict=True)
+    added = [scan.gated(y) for (scan, _, _), d in pairs if (y := d.padding) is not None]
+    return replace(mixer, offset=sum_of(added)) if added else mixer
+
+
 def _rest(projection: Projection, mixer: FrozenMixer) -> Tensor:
     # What the output projection is given, (B, L, D), and not by this mixer.
     return projection.gated - projection.added_up(mixer.gated_output().to(projection.gated))
@@ -87,7 +94,9 @@ def _completions(
         skips = _skips(projection.root, directions, sources)
         skipped = _with_skips(mixer, skips)
         past_norm = _past_norm(skipped, skips)
-        offsets = [None] if past_norm is None else [None, past_norm]
+        offsets = [mixer.offset]
+        if past_norm is not None:
+            offsets.append(past_norm if mixer.offset is None else mixer.offset + past_norm)
         yield from (replace(skipped, offset=offset) for offset in offsets)
         branched = with_branches(rerun, projection, skipped, found)
         if branched is not skipped:

@@ -21,7 +21,8 @@ class Projection:
 
     Args:
         root (Point): its input.
-        lands (Tensor): ``(B L,)``, the module's token that each of its tokens is.
+        lands (Tensor): the module's token that each of its tokens is, -1 for none: ``(B L,)``, or
+            more where some are cropped.
         gated (Tensor): its input, ``(B, L, G)``, in the module's order.
         apply (Callable): takes ``(..., G)`` and returns ``(..., E)``.
         weight (Tensor): ``(E, G)``.
@@ -78,7 +79,7 @@ def find_projection(rerun: Rerun) -> Projection:
     leaves = [Point.of(cut.leaf) for cut in rerun.run.scans]
     for linear in reversed(rerun.run.linears):
         y, width = linear.output, linear.output.shape[-1]
-        if y.numel() // width != rerun.T:
+        if y.numel() // width < rerun.T:
             continue
         with ruled([root.edge.node], [linear.at_output.edge.node]):
             link = entries(root, linear.at_output)
@@ -86,9 +87,10 @@ def find_projection(rerun: Rerun) -> Projection:
         if found is None:
             continue
         lands, columns, factor = found
-        back = torch.argsort(lands)
+        kept = (lands >= 0).nonzero()[:, 0]
+        back = kept[torch.argsort(lands[kept])]
         factor = factor[back].float().view(B, L, E)
-        own = y.detach().reshape(rerun.T, width)[back][:, columns].view_as(flat)
+        own = y.detach().reshape(-1, width)[back][:, columns].view_as(flat)
         if not is_close(own * factor, flat):
             continue
         scale, gate = factor[0, 0], None
@@ -97,7 +99,7 @@ def find_projection(rerun: Rerun) -> Projection:
             if not any(dependencies([linear.point], leaves)):
                 continue
             scale, gate = torch.ones_like(scale), factor
-        gated = linear.inputs.reshape(rerun.T, -1)[back].view(B, L, -1)
+        gated = linear.inputs.flatten(0, -2)[back].view(B, L, -1)
         weight = linear.weight[columns] * scale[:, None]
         apply = _scaled(linear, columns, scale)
         return Projection(linear.point, lands, gated, apply, weight, gate)
@@ -146,15 +148,18 @@ def _scaled(linear: CutLinear, columns: Tensor, scale: Tensor) -> Callable[[Tens
 
 def _columns(link: Entries, T: int, E: int) -> tuple[Tensor, Tensor, Tensor] | None:
     # The token that each one lands on, the channel that is read by each of the module's (E,), and
-    # the factor (T, E); None where they are not read so.
-    columns = (link.token >= 0).all(0).nonzero()[:, 0]
-    if len(columns) != E or bool((link.token >= 0).sum() != T * E):
+    # the factor of each token; None where they are not read so.
+    is_read = link.token >= 0
+    kept = is_read.any(1)
+    columns = is_read[kept].all(0).nonzero()[:, 0]
+    if len(columns) != E or int(kept.sum()) != T or int(is_read.sum()) != T * E:
         return None
-    lands, to = link.token[:, columns[0]], link.channel[0, columns]
+    lands, to = link.token[:, columns[0]], link.channel[kept][0, columns]
     at = columns[torch.argsort(to)]
     channels = torch.arange(E, device=at.device)
-    if bool((link.token[:, at] != lands[:, None]).any() | (link.channel[:, at] != channels).any()):
+    differs = (link.token[:, at] != lands[:, None]) | (link.channel[:, at] != channels)
+    if bool(differs[kept].any()):
         return None
-    if not torch.equal(lands.sort().values, torch.arange(T, device=lands.device)):
+    if not torch.equal(lands[kept].sort().values, torch.arange(T, device=lands.device)):
         return None
     return lands, at, link.factor[:, at]

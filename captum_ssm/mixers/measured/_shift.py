@@ -30,7 +30,9 @@ def share_of_neighbors(
         NotMeasured: values are made of other tokens than their own and a few neighbors.
     """
     pairs = zip(directions, found, strict=True)
-    return max(_share(rerun, one) if conv is None else 0.0 for one, conv in pairs)
+    return max(
+        _share(rerun, one) if conv is None and one.enters is None else 0.0 for one, conv in pairs
+    )
 
 
 def _share(rerun: Rerun, direction: Direction) -> float:
@@ -47,8 +49,8 @@ def _share(rerun: Rerun, direction: Direction) -> float:
     found = readers(values, rerun.tokens, channels, tokens=at, labels=labels)
     if found is None:
         return _of_shift(rerun, direction, at.view(B, -1, L)[0])
-    lands = torch.argsort(found.reshape(B, L) % L, dim=1)
-    if bool((found >= 0).all()) and not torch.equal(lands, direction.order.expand_as(lands)):
+    lands = direction.order[found.reshape(B, L) % L]
+    if bool(((lands != steps) & (found.reshape(B, L) >= 0)).any()):
         raise rerun.refused("a scan's result lands on another token than its values come from")
     return 0.0
 
