@@ -140,16 +140,6 @@ class Residual(wild.Mixer):
         return x + super().forward(x)
 
 
-class Shifted(wild.Mixer):
-    def mixed(self, u):
-        return F.pad(super().mixed(u), (0, 0, 1, 0))[:, :-1]
-
-
-class Rolled(wild.Mixer):
-    def mixed(self, u):
-        return super().mixed(u).roll(1, 1)
-
-
 class Attends(wild.Mixer):
     def mixed(self, u):
         return super().mixed(torch.softmax(u @ u.mT, -1) @ u)
@@ -171,16 +161,6 @@ class Branch(wild.Mixer):
         return super().mixed(u) + torch.tanh(u)
 
 
-class Late(wild.Mixer):
-    def scanned(self, v):
-        step, B, C = self.x_proj(v).split([8, 3, 3], -1)
-
-        def late(x, delta, A, B, C, D):
-            return wild.scan(x, delta, A, B, C, D).roll(1, 1)
-
-        return late(v, F.softplus(step), -self.rates.exp(), B, C, self.D)
-
-
 class Again(wild.Mixer):
     def scanned(self, v):
         y = super().scanned(v)
@@ -194,7 +174,7 @@ class Chain(wild.Mixer):
 
 @pytest.mark.parametrize(
     "kind",
-    [Residual, Shifted, Rolled, Attends, AttendsAfter, AttendsBeside, Branch, Late, Again, Chain],
+    [Residual, Attends, AttendsAfter, AttendsBeside, Branch, Again, Chain],
 )
 def test_a_module_that_looks_like_a_mixer_is_refused(kind):
     with pytest.raises(UnsupportedModelError, match="cannot be measured"):

@@ -28,8 +28,11 @@ def entered(rerun: Rerun, direction: Direction) -> Direction:
     values = direction.cut.values
     if values is None:
         raise rerun.refused(f"the values of {direction.cut.scan.name} have no graph")
-    lands = direction.order if direction.lands is None else direction.lands
-    direction = replace(direction, lands=lands)
+    if direction.lands is None:
+        factor = direction.factor[:, torch.argsort(direction.order)]
+        direction = replace(direction, lands=direction.order, factor=factor)
+    lands = direction.lands
+    assert lands is not None
     found = _of_convolution(rerun, direction, values)
     if found is None:
         found = _of_tokens(rerun, direction, values)
@@ -68,9 +71,7 @@ def _of_tokens(rerun: Rerun, direction: Direction, values: Point) -> Tensor:
     assert direction.lands is not None
     at, labels = _labels(direction, values, rerun.B)
     channels = torch.arange(direction.start, direction.stop, device=at.device)
-    found = readers(
-        values, rerun.tokens, channels, tokens=at, labels=labels.clamp(min=0)
-    )
+    found = readers(values, rerun.tokens, channels, tokens=at, labels=labels.clamp(min=0))
     if found is None:
         raise rerun.refused(f"what {direction.cut.scan.name} is given is made of several tokens")
     length = len(direction.lands)

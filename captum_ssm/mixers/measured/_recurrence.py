@@ -14,6 +14,7 @@ from captum_ssm.mixers._cut import CutRun
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
 from captum_ssm.mixers.measured._convolution import find_convolution
 from captum_ssm.mixers.measured._directions import parted
+from captum_ssm.mixers.measured._moved import entered
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
 from captum_ssm.mixers.measured._shift import share_of_neighbors
 from captum_ssm.mixers.vision import in_image_order
@@ -77,7 +78,8 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
                 return None
             ones = torch.ones_like(cut.leaf).flatten(0, 1)
             channels = torch.arange(leaf.width, device=lands.device).expand_as(lands)
-            found += parted(rerun, cut, Entries(lands, channels, ones))
+            for one in parted(rerun, cut, Entries(lands, channels, ones)):
+                found.append(one if one.lands is None else entered(rerun, one))
         convolutions = [find_convolution(rerun, direction) for direction in found]
         exchanged = share_of_neighbors(rerun, found, convolutions)
     except NotMeasured:
