@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -55,16 +56,33 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def first_of(result: Any) -> Any:
-    """What a function returned, or the first of several results."""
+    """What a function returned, or the first of several results: of a dict, the first tokens."""
+    key = _first_key(result)
+    if key is not None:
+        return result[key]
     return result[0] if isinstance(result, (tuple, list)) and result else result
 
 
 def with_first(result: Any, first: Any) -> Any:
     """The same result with another one in place of the first."""
+    key = _first_key(result)
+    if key is not None:
+        changed = copy.copy(result)
+        changed[key] = first
+        return changed
     if not isinstance(result, (tuple, list)):
         return first
     make = getattr(result, "_make", type(result))  # of a named tuple
     return make([first, *result[1:]])
+
+
+def _first_key(result: Any) -> Any:
+    # Of a dict's tensors, that of the first with tokens, else of the first.
+    if not isinstance(result, dict):
+        return None
+    tensors = [key for key, value in result.items() if torch.is_tensor(value)]
+    tokens = (key for key in tensors if result[key].dim() >= 3 and result[key].is_floating_point())
+    return next(tokens, tensors[0] if tensors else None)
 
 
 def detached(value: V) -> V:

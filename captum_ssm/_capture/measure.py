@@ -8,6 +8,7 @@ earlier one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -163,6 +164,18 @@ class _Measurement:
     def _count(self, i: int) -> str:
         return str((self.batch, self.exits[i].tokens // self.batch))
 
+    def _refuse_loops(self) -> None:
+        # A loop over the examples calls each mixer once per example.
+        calls = Counter(port.name for port in self.ports)
+        for port in self.ports:
+            whole = port.exit.shape[0] % self.batch == 0
+            if not whole and calls[port.name] % self.batch == 0:
+                raise UnsupportedModelError(
+                    f"the model runs {port.name} on one example at a time, "
+                    f"{calls[port.name]} times for {self.batch} examples, so that its layers are "
+                    "not those of a batch; explain one example at a time."
+                )
+
     def _direct(self) -> dict[int, frozenset[int]]:
         # What each mixer's tokens, and the output, are made of without another mixer between.
         keys = list(self.exits)
@@ -181,6 +194,7 @@ class _Measurement:
         return direct
 
     def wiring(self) -> Wiring:
+        self._refuse_loops()
         end, stage_of = len(self.ports), {i: i for i in self.exits if i < 0}
         for s, group in enumerate(self.groups):
             stage_of |= dict.fromkeys(group, s)

@@ -22,6 +22,9 @@ from captum_ssm.mixers._weights import is_plain
 if TYPE_CHECKING:
     from captum_ssm.scans import KeptScans
 
+# In place of the channels' axis, of tokens (L, B, E).
+TOKENS_FIRST = 2
+
 
 @dataclass(frozen=True)
 class MixerCall:
@@ -41,7 +44,8 @@ class MixerCall:
             then not computed again. Default: None
         scans (KeptScans, optional): what its scan functions returned in the call. Default: None
         channels (int, optional): the axis of the channels in the tokens that the module takes and
-            returns. In ``args``, ``kwargs`` and ``result`` they stand last. Default: -1
+            returns; ``TOKENS_FIRST`` for ``(L, B, E)``. In ``args``, ``kwargs`` and ``result`` they
+            are ``(B, L, E)``. Default: -1
 
     Examples::
 
@@ -289,7 +293,8 @@ def _tokens_moved(values: Any, source: int, destination: int) -> Any:
     tokens = None if source == destination else next(is_tokens, None)
     if tokens is None:
         return values
-    moved = tokens.movedim(source, destination)
+    is_first = TOKENS_FIRST in (source, destination)
+    moved = tokens.transpose(0, 1) if is_first else tokens.movedim(source, destination)
     return map_tensors(lambda x: moved if x is tokens else x, values)
 
 

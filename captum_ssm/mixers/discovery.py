@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
 from captum_ssm._nested import map_tensors
 from captum_ssm._rules import is_constant
-from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._call import TOKENS_FIRST, MixerCall
 from captum_ssm.mixers._cut import is_depthwise, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._named import form_of, note_miss
@@ -238,12 +238,15 @@ class _Trials:
     def _measured(self, visit: _Visit, *, partly: bool) -> _Trial:
         look = f"{type(visit.module).__qualname__}: {visit.module}", partly
         if look not in self.known:
-            trials = (self._tried(visit.call(channels), partly=partly) for channels in (-1, 1))
-            first = next(trials)
-            # Channels first, as convolutions take them, where that explains more.
-            second = first if first.is_whole else next(trials)
-            more = second.is_whole or (second.is_partly and not first.is_partly)
-            self.known[look] = second if more else first
+            best = _Trial()
+            # Channels first, as convolutions take them, or tokens first, where that explains more.
+            for channels in (-1, 1, TOKENS_FIRST):
+                found = self._tried(visit.call(channels), partly=partly)
+                if found.is_whole or (found.is_partly and not best.is_partly):
+                    best = found
+                if best.is_whole:
+                    break
+            self.known[look] = best
         return self.known[look]
 
     def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point, before_view, entries
+from captum_ssm._graph import Point, before_view, entries, gradients
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, mean_of_groups
 from captum_ssm.mixers.measured._branch import with_branches
@@ -129,10 +129,17 @@ def _read_values(root: Point, direction: Direction) -> Point | None:
     values = direction.cut.values
     while values is not None:
         with ruled([root.edge.node], [values.edge.node]) as carries:
-            if carries[root.edge.node]:
+            if carries[root.edge.node] and _is_read(root, values):
                 break
         values = before_view(values)
     return values
+
+
+def _is_read(root: Point, values: Point) -> bool:
+    # The graph may lead on by what a slice leaves out: of twice as many tokens, as transforms take.
+    noise = root.noise(torch.Generator().manual_seed(0))
+    (gradient,) = gradients([root], [noise], [values])
+    return gradient is not None and bool(gradient.any())
 
 
 def _of_values(root: Point, direction: Direction, read: Point) -> Tensor | None:
