@@ -553,9 +553,12 @@ def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, b
     if bool((rest > 0.01)[size > 1e-4 * size.amax()].any()):
         return None, False
     found = (ratio - 1) * count
-    unclear = ((found - found.round()).abs() > 0.25) | (rest > 0.05 / count)
-    is_clear = not bool(unclear[size > 0].any())
-    return torch.where(size > 0, found.round().long(), -1), is_clear
+    number = found.round()
+    # Gradients so small that they are rounded may give any number, and infinite ones none.
+    clear = ((found - number).abs() <= 0.25) & (rest <= 0.05 / count)
+    clear &= (number >= 0) & (number < count)
+    is_read = size != 0
+    return torch.where(is_read & clear, number, -1).long(), bool((clear | ~is_read).all())
 
 
 def readers_by_bits(
@@ -588,7 +591,8 @@ def readers_by_bits(
         if found is None:
             found = torch.where(hits[0] | hits[1], 0, -1)
         found = torch.where(hits[1], found | (1 << bit), found)
-    return found
+    is_valid = found is not None and bool((found <= int(place.max())).all())
+    return found if is_valid else None
 
 
 @dataclass(frozen=True)

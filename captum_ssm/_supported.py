@@ -16,6 +16,7 @@ from captum_ssm._capture.tracing import unchanged
 from captum_ssm.attr import methods
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers._registry import how_known
+from captum_ssm.mixers.discovery import shared
 
 # What an adapter, a method or a model raises where it does not fit the other.
 ERRORS = (ValueError, TypeError, RuntimeError)
@@ -116,6 +117,7 @@ class Support:
         return "\n".join(lines)
 
 
+@shared()
 def supported(
     forward_func: Callable[..., Any],
     inputs: Any,

@@ -28,6 +28,7 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
     register_mixer,
+    supported,
 )
 from captum_ssm._nested import same_values
 from captum_ssm.mixers import registered
@@ -540,6 +541,17 @@ def explainers(model, **options):
 def test_a_mixer_that_computes_something_else():
     model = tiny()
     mixer = model.backbone.layers[1].mixer
+    own = mixer.forward
+    mixer.forward = lambda *args, **kwargs: 1.01 * own(*args, **kwargs)
+    before = fingerprint(model)
+    for call in explainers(model):
+        assert_raises_reconstruction("backbone.layers.1.mixer", call)
+        assert_unchanged(model, before)
+
+
+def test_a_subclass_that_computes_something_else_is_measured():
+    model = tiny()
+    mixer = model.backbone.layers[1].mixer
 
     class LouderMambaMixer(type(mixer)):
         def forward(self, *args, **kwargs):
@@ -548,8 +560,11 @@ def test_a_mixer_that_computes_something_else():
     mixer.__class__ = LouderMambaMixer
     before = fingerprint(model)
     for call in explainers(model):
-        assert_raises_reconstruction("backbone.layers.1.mixer", call)
+        call(check=True)
         assert_unchanged(model, before)
+    known = [one.known for one in supported(model, TOKENS).mixers]
+    assert known[0] == "registered"
+    assert known[1] in ("measured", "recognized")
 
 
 def test_a_subclass_that_computes_the_same():

@@ -448,9 +448,9 @@ def test_what_only_has_a_registered_name_is_measured_in_a_knockout(is_training):
         assert not torch.equal(found[0], model(x))
 
 
-def test_what_cannot_be_measured_either_keeps_the_error_of_its_adapter():
+def test_what_cannot_be_measured_either_is_refused_in_words():
     model = wild.Stack(named_like_a_registered_class(type("Other", (nn.Linear,), {}))(6, 6)).eval()
-    with pytest.raises(AttributeError):
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0 is a .* cannot be measured"):
         hidden_attention(model, tokens(2, 7, 6))
 
 

@@ -15,12 +15,18 @@ from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.model import refuse_scripted
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.tracing import unchanged
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import map_tensors
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
-from captum_ssm.mixers._named import look_of
-from captum_ssm.mixers._registry import Freeze, as_unknown, may_be_namesake, remember
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers._call import MISFITS
+from captum_ssm.mixers._named import look_of, nearest_misses
+from captum_ssm.mixers._registry import (
+    Freeze,
+    as_unknown,
+    may_be_namesake,
+    remember,
+)
 from captum_ssm.mixers.discovery import discover
-from captum_ssm.mixers.recognized import MISFITS
 
 # Models whose unknown mixers, if they have any, were found; and what is still not known of some.
 _SEARCHED: WeakSet[nn.Module] = WeakSet()
@@ -103,8 +109,12 @@ def find_namesakes(request: Request) -> None:
         calls = _calls_of(alike, request)
         others = [alike[look] for look, call in calls.items() if not _reproduces(call)]
         if others:
-            with as_unknown(set().union(*others)):
-                remember(discover(model, request.run))
+            unlike = set().union(*others)
+            with as_unknown(unlike):
+                found = discover(model, request.run)
+                inside = {part for module in found for part in module.modules()}
+                rest = {m for m in unlike - inside if found.keys().isdisjoint(m.modules())}
+                remember(found | dict.fromkeys(rest, _refuse))
     _COMPARED.update(named)  # not where it raised
 
 
@@ -121,11 +131,22 @@ def adapter_of(call: MixerCall) -> Freeze:
             if not _reproduces(call):
                 with as_unknown({module}):
                     found = discover(module, call.run)
-                    remember({module: found[module]} if module in found else {})
+                    remember({module: found.get(module, _refuse)})
         _COMPARED.add(module)
     adapter = find_adapter(module)
     assert adapter is not None
     return adapter
+
+
+def _refuse(call: MixerCall) -> FrozenMixer:
+    kind = type(call.module)
+    near = nearest_misses(call.module, 1)
+    raise UnsupportedModelError(
+        f"{call.path} is a {kind.__module__}.{kind.__qualname__}, which has the name of a class "
+        "that this library knows and computes something else, and it cannot be measured"
+        + (f": {near}" if near else "")
+        + ". Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
+    )
 
 
 def _is_to_compare(module: nn.Module) -> bool:

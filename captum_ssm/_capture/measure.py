@@ -164,16 +164,23 @@ class _Measurement:
     def _count(self, i: int) -> str:
         return str((self.batch, self.exits[i].tokens // self.batch))
 
-    def _refuse_loops(self) -> None:
+    def _refuse_calls(self) -> None:
         # A loop over the examples calls each mixer once per example.
         calls = Counter(port.name for port in self.ports)
         for port in self.ports:
-            whole = port.exit.shape[0] % self.batch == 0
-            if not whole and calls[port.name] % self.batch == 0:
+            given, returned = (None if p is None else p.tokens for p in (port.entry, port.exit))
+            if given not in (None, returned):
+                raise UnsupportedModelError(
+                    f"{port.name} is given {given} tokens and returns {returned}, so that its maps "
+                    "are not over the tokens of one sequence; expected a mixer that returns one "
+                    "token for each. MambaLRP goes through the model's own graph."
+                )
+            is_part = port.exit.shape[0] % self.batch != 0
+            if is_part and calls[port.name] % self.batch == 0:
                 raise UnsupportedModelError(
                     f"the model runs {port.name} on one example at a time, "
-                    f"{calls[port.name]} times for {self.batch} examples, so that its layers are "
-                    "not those of a batch; explain one example at a time."
+                    f"{calls[port.name]} times for {self.batch} examples, and maps through the "
+                    "layers are of all at once; explain one example at a time."
                 )
 
     def _direct(self) -> dict[int, frozenset[int]]:
@@ -194,7 +201,7 @@ class _Measurement:
         return direct
 
     def wiring(self) -> Wiring:
-        self._refuse_loops()
+        self._refuse_calls()
         end, stage_of = len(self.ports), {i: i for i in self.exits if i < 0}
         for s, group in enumerate(self.groups):
             stage_of |= dict.fromkeys(group, s)
@@ -430,7 +437,11 @@ class _Measurement:
         T, S = len(source) // self.batch, self.exits[j].tokens // self.batch
         local = self.orders.of_example(source, T, S)
         if local is None:
-            raise self._refused(i, j, "across the examples of the batch")
+            raise UnsupportedModelError(
+                f"between {self.name(j)} and {self.name(i)} tokens are chosen, in each example of "
+                f"the batch in a way of its own (as by a router), and maps through the layers are "
+                "of all examples at once; explain one example at a time."
+            )
         return Link(source=local, count=S)
 
     def _link_past(self, i: int, j: int, way: Transport) -> Link:

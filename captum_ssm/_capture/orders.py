@@ -55,6 +55,8 @@ class Orders(dict[int, "Tensor | None"]):
             count (int): T.
             earlier (int): S, of one example.
         """
+        if source.numel() != self.batch * count:  # of a batch of texts of their own lengths
+            return None
         parts = source.view(self.batch, count)
         parts = torch.where(parts >= 0, parts - earlier * torch.arange(self.batch)[:, None], -1)
         inside = (parts >= -1) & (parts < earlier) & (parts == parts[:1])

@@ -22,6 +22,8 @@ from captum_ssm.mixers._weights import is_plain
 if TYPE_CHECKING:
     from captum_ssm.scans import KeptScans
 
+# What a module raises, or an adapter or a variant of one, that a call does not fit.
+MISFITS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
 # In place of the channels' axis, of tokens (L, B, E).
 TOKENS_FIRST = 2
 

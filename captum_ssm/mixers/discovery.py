@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
-from captum_ssm._nested import map_tensors
+from captum_ssm._nested import detached, map_tensors, same_values, tensors_in
 from captum_ssm._rules import is_constant
 from captum_ssm.mixers._call import TOKENS_FIRST, MixerCall
 from captum_ssm.mixers._cut import is_depthwise, token_argument
@@ -28,8 +29,9 @@ from captum_ssm.mixers._named import form_of, note_miss
 from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
 from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
+from captum_ssm.mixers.measured._rerun import NotMeasured
 from captum_ssm.mixers.recognized import recognize_all
-from captum_ssm.scans import FunctionCall, Scan, ScanCalls, intercepted
+from captum_ssm.scans import FunctionCall, Scan, ScanCalls, first_tensor, intercepted
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,32 @@ class MeasuredAdapter:
     known: ClassVar[str] = "measured"
 
     def __call__(self, call: MixerCall) -> FrozenMixer:
-        """The frozen mixer of a recorded call."""
-        return freeze_measured(call, self.functions)
+        """The frozen mixer of a recorded call; of the same one again, inside of :func:`shared`."""
+        known = _SHARED.get()
+        if known is None:
+            return freeze_measured(call, self.functions)
+        given = detached((call.args, call.kwargs, call.result))
+        of_module = known.setdefault(call.module, [])
+        found = next((mixer for one, mixer in of_module if same_values(one, given)), None)
+        if found is None:
+            found = freeze_measured(call, self.functions)
+            of_module.append((given, found))
+        return found
+
+
+_SHARED: ContextVar[dict[nn.Module, list[tuple[Any, FrozenMixer]]] | None] = ContextVar(
+    "shared", default=None
+)
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Measure a mixer once for all its calls that are given, and return, the very same."""
+    token = _SHARED.set({})
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
 
 
 @dataclass
@@ -174,7 +200,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
             module, found_as = trials.around(stack)
             if module is None:
                 name = function.__qualname__
-                note_miss(inner, f"calls {name}, a scan, outside of any module called for tokens")
+                note_miss(inner, f"calls {name}, a scan, {_no_tokens(stack[-1])}")
                 continue
             chosen[inner], channels[module] = module, found_as.channels
             if not found_as.is_whole:
@@ -244,16 +270,20 @@ class _Trials:
                 found = self._tried(visit.call(channels), partly=partly)
                 if found.is_whole or (found.is_partly and not best.is_partly):
                     best = found
-                if best.is_whole:
+                if best.is_whole or found.is_none:
                     break
             self.known[look] = best
         return self.known[look]
 
     def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:
-        if not _takes_tokens(call):
+        if not _takes_tokens(call) or (
+            call.channels == TOKENS_FIRST and token_argument(call).dim() != 3
+        ):
             return _Trial()
         try:
             found = freeze_measured(call, self.functions, partly=partly, used=self.used)
+        except NotMeasured:  # its scans are none of one mixer, however the tokens stand
+            return _Trial(is_none=True)
         except UnsupportedModelError:
             return _Trial()
         is_part = isinstance(found, FrozenRecurrence)
@@ -266,6 +296,18 @@ class _Trial:
     channels: int = -1
     is_whole: bool = False
     is_partly: bool = False
+    is_none: bool = False  # and will not be
+
+
+def _no_tokens(visit: _Visit) -> str:
+    # Why a module that calls a scan, and those around it, are no mixers.
+    given = [tuple(x.shape) for x in tensors_in((visit.args, visit.kwargs))]
+    output = first_tensor(visit.result)
+    returned = None if output is None else tuple(output.shape)
+    return (
+        f"takes tensors of shapes {given} and returns {returned}; expected tokens (B, L, E) and "
+        "one token for each, of it or of a module around it"
+    )
 
 
 def _takes_tokens(call: MixerCall) -> bool:

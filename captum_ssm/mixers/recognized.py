@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._nested import map_tensors, tensors_in
-from captum_ssm.mixers._call import MixerCall, without_caches
+from captum_ssm.mixers._call import MISFITS, MixerCall, without_caches
 from captum_ssm.mixers._named import form_of, names_of, note_miss
 from captum_ssm.mixers._variants import Trial, Variant, trials
 
@@ -32,8 +32,6 @@ _SHORT = 12  # tokens
 _OUTPUTS = 32  # channels of the output that variants are compared on
 
 _ACCEPTED: WeakKeyDictionary[type[nn.Module], Variant] = WeakKeyDictionary()
-# What a variant raises, or an adapter, that does not fit a module.
-MISFITS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
 
 
 def recognize_all(calls: Iterable[MixerCall]) -> dict[nn.Module, Variant]:

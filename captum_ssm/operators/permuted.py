@@ -105,7 +105,7 @@ class MovedOperator(AroundOperator):
         return B, self.tokens, D, M
 
     @cached_property
-    def is_causal(self) -> bool:  # type: ignore[override]
+    def is_causal(self) -> bool:
         before = torch.where(self.enters < 0, -1, self.enters).cummax(0).values
         return self.inner.is_causal and bool((before <= self.lands)[self.lands >= 0].all())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, dependencies
 from captum_ssm._rules import ruled
-from captum_ssm.mixers._call import MixerCall
+from captum_ssm.mixers._call import MISFITS, MixerCall
 from captum_ssm.mixers._cut import CutScan, run_cut
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import ShortConv
@@ -91,7 +91,7 @@ def _of_examples(
         return freeze_examples(
             rerun.call, lambda alone: freeze_measured(alone, functions, partly=False)
         )
-    except UnsupportedModelError:
+    except MISFITS:  # it may take no example alone
         return None
 
 
