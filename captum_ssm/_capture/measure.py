@@ -173,7 +173,7 @@ class _Measurement:
                 raise UnsupportedModelError(
                     f"{port.name} is given {given} tokens and returns {returned}, so that its maps "
                     "are not over the tokens of one sequence; expected a mixer that returns one "
-                    "token for each. MambaLRP goes through the model's own graph."
+                    "token for each. Register an adapter with captum_ssm.register_mixer."
                 )
             is_part = port.exit.shape[0] % self.batch != 0
             if is_part and calls[port.name] % self.batch == 0:
