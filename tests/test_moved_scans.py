@@ -48,6 +48,21 @@ class ShiftedBothWays(wild.Mixer):
         return there + back.flip(1) + v * self.D
 
 
+class OwnScale(wild.Mixer):
+    """The factor of the skip is a linear layer of what it is multiplied with, as in Hydra."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(8, 8)
+
+    def mixed(self, u: Tensor) -> Tensor:
+        v = self.convolved(u)
+        y = torch.roll(self.scanned(torch.cat([v, v.flip(1)])), 1, 1)
+        y[:, 0, :] = 0
+        there, back = y.chunk(2)
+        return there + back.flip(1) + v * self.scale(v)
+
+
 class Delayed(wild.Mixer):
     """A token is given to the scan one step later."""
 
@@ -144,8 +159,8 @@ class Windows(wild.FourWays):
 
 
 TEXT = (
-    Shifted, Rolled, ShiftedBothWays, Delayed, DelayedAlone, Padded, PaddedBefore, Register,
-    Alternating,
+    Shifted, Rolled, ShiftedBothWays, OwnScale, Delayed, DelayedAlone, Padded, PaddedBefore,
+    Register, Alternating,
 )  # fmt: skip
 IMAGES = (Quarters, Windows)
 KINDS = (*TEXT, *IMAGES)
@@ -187,9 +202,12 @@ def jacobian(module: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> T
         patch.setattr(F, "layer_norm", norm)
         patch.setattr(wild, "scan", constant(wild.scan))
         patch.setattr(wild, "last_scan", constant(wild.last_scan))
-        hook = module.in_proj.register_forward_hook(projected)
+        hooks = [module.in_proj.register_forward_hook(projected)]
+        if hasattr(module, "scale"):
+            hooks.append(module.scale.register_forward_hook(lambda layer, args, y: y.detach()))
         y = module(x)[0].flatten(0, -2)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     rows = [
         torch.autograd.grad(one, held[0], retain_graph=True)[0][0].flatten(0, -2)
         for one in y.flatten()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point, before_view, entries, gradients
+from captum_ssm._graph import Point, before_view, dependencies, entries, gradients
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, mean_of_groups
 from captum_ssm.mixers.measured._branch import with_branches
@@ -91,7 +92,7 @@ def _completions(
     # before them or off their values, added before the norm or after it; then branches too.
     nothing = [None] * len(found)
     for sources in [found] if list(found) == nothing else [found, nothing]:
-        skips = _skips(projection.root, directions, sources)
+        skips = _skips(rerun, projection.root, directions, sources)
         skipped = _with_skips(mixer, skips)
         past_norm = _past_norm(skipped, skips)
         offsets = [mixer.offset]
@@ -104,7 +105,7 @@ def _completions(
 
 
 def _skips(
-    root: Point, directions: Sequence[Direction], found: Sequence[Convolution | None]
+    rerun: Rerun, root: Point, directions: Sequence[Direction], found: Sequence[Convolution | None]
 ) -> list[Tensor | None]:
     # The factor of each direction's values that is added after its scan, (B, L, D) in the scan's
     # order: read off the convolution before it, or off the values where none is given. Directions
@@ -117,7 +118,7 @@ def _skips(
         if source is not None and source not in seen:
             seen.append(source)
             if one is not None:
-                skip = _of_convolution(root, direction, one)
+                skip = _of_convolution(rerun, root, direction, one)
             elif read is not None:
                 skip = _of_values(root, direction, read)
         skips.append(skip)
@@ -157,15 +158,38 @@ def _of_values(root: Point, direction: Direction, read: Point) -> Tensor | None:
     return _over(direction.of(factor.to(direction.factor)), direction.factor)
 
 
-def _of_convolution(root: Point, direction: Direction, one: Convolution) -> Tensor | None:
-    # Of what the convolution before the scan returned.
-    psi = Point.of(one.conv.leaf, 1)
+def _of_convolution(
+    rerun: Rerun, root: Point, direction: Direction, one: Convolution
+) -> Tensor | None:
+    # Of what the convolution before the scan returned. Where that is multiplied by a linear layer
+    # of itself, as in Hydra, the layer counts as a coefficient, and has half of the relevance.
+    psi, times = Point.of(one.conv.leaf, 1), 1
     with ruled([root.edge.node], [psi.edge.node], centered=False):
         link = entries(root, psi)
+        if link is None:
+            times = 2
+            with _constant_layers(rerun, root, psi):
+                link = entries(root, psi)
     if link is None:
         return None
-    at = link.factor.to(one.factor)[one.position][..., one.channels]
+    at = times * link.factor.to(one.factor)[one.position][..., one.channels]
     return _over(at, one.factor * direction.factor)
+
+
+@contextmanager
+def _constant_layers(rerun: Rerun, root: Point, leaf: Point) -> Iterator[None]:
+    # No gradient goes through the linear layers between two points.
+    def nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+
+    ends = [linear.at_output for linear in rerun.run.linears]
+    after = dependencies([root], ends)[0]
+    read = dependencies(ends, [leaf])
+    with ExitStack() as stack:
+        for k, end in enumerate(ends):
+            if k in after and read[k]:
+                stack.callback(end.edge.node.register_prehook(nothing).remove)
+        yield
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:
