@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from captum_ssm._copies import bound
+
 T = TypeVar("T")
 
 DELAY = 2.0  # seconds before a bar appears
@@ -23,11 +25,13 @@ _LOGGER = logging.getLogger("captum_ssm")
 @contextmanager
 def showing(show: bool | None) -> Iterator[None]:
     """Bars of everything inside (True), or none (False); None leaves what was set around it."""
-    token = _SHOW.set(_SHOW.get() if show is None else bool(show))
-    try:
+    with bound(_SHOW, _SHOW.get() if show is None else bool(show)):
         yield
-    finally:
-        _SHOW.reset(token)
+
+
+class _Shown(tqdm):
+    # Without the thread that tqdm starts for the whole process.
+    monitor_interval = 0
 
 
 class Bar:
@@ -42,7 +46,7 @@ class Bar:
         self.what, self.total, self.done = what, total, 0.0
         show = _SHOW.get()
         self._start, self._announces = time.monotonic(), show is not False
-        self._shown = tqdm(
+        self._shown = _Shown(
             desc=what,
             total=total,
             delay=DELAY if show is None else 0.0,
