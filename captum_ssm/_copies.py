@@ -72,12 +72,13 @@ class _Mark:
 class Copies:
     """The copies of a model's modules, and of what hangs on them.
 
-    Args:
-        root (nn.Module): the user's model.
-        *also (nn.Module): others that run with it.
+    Attributes:
+        root (nn.Module): the copy of the model.
     """
 
-    def __init__(self, root: nn.Module, *also: nn.Module) -> None:
+    root: nn.Module
+
+    def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.modules: list[nn.Module] = []  # the user's
         self.shared: list[tuple[Tensor, int]] = []  # with their versions before the run
@@ -85,6 +86,9 @@ class Copies:
         self._held: list[Any] = []  # what the keys of the memo are the ids of
         self._storages: dict[int, Any] = {}
         self._left = -1  # how many more objects an attribute may be made of
+
+    def make(self, root: nn.Module, *also: nn.Module) -> None:
+        """Copy the user's model, and others that run with it."""
         self.root, *_ = (self._value(module) for module in (root, *also))
 
     def of(self, value: V) -> V:
@@ -126,6 +130,19 @@ class Copies:
                     made.__dict__[name] = module.__dict__[name]
         self._memo.clear()
         self._held.clear()
+
+    def end(self, error: type[BaseException] | None, *_: object) -> None:
+        """Let go of the copies, and after an error of their memory, whatever holds it still.
+
+        While a lazy clone is left, the next write to the user's tensor takes new memory.
+        """
+        if error is not None:
+            for storage in self._storages.values():
+                if storage is not None and storage.resizable():
+                    storage.resize_(0)
+                elif storage is not None:
+                    storage.data_ptr()  # takes memory of its own
+        self.clear()
         self._storages.clear()
 
     def _put(self, value: Any, made: Any) -> Any:
@@ -333,10 +350,12 @@ def copied(model: nn.Module, *also: nn.Module) -> Iterator[Copies]:
         UnsupportedModelError: for a run that wrote to memory which cannot be copied.
     """
     with ExitStack() as stack:
+        copies = Copies()
+        stack.push(copies.end)
+        stack.push(copies.end)
         for put_back in (_random_states(), _class_attributes([model, *also])):
             undo(stack, put_back)
-        copies = Copies(model, *also)
-        stack.callback(copies.clear)
+        copies.make(model, *also)
         stack.enter_context(_calls_go_to(copies))
         yield copies
         copies.check_written()
