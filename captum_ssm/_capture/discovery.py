@@ -14,6 +14,7 @@ from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.model import refuse_scripted
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import repeated
 from captum_ssm._copies import Copies, original
 from captum_ssm._errors import ReconstructionError
 from captum_ssm._nested import map_tensors
@@ -81,6 +82,7 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
         )
 
 
+@repeated
 def find_namesakes(request: Request) -> None:
     """Find other adapters of mixers whose class only has the name of one that is registered.
 
@@ -138,6 +140,7 @@ def _reproduces(call: MixerCall) -> bool:
     return True
 
 
+@repeated
 def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
 
