@@ -118,7 +118,8 @@ def find_points(
     mixers = {m: path for m, path in outermost.items() if find_adapter(m) is not None}
     if not mixers:
         raise _unsupported(model)
-    picked = {m: p for m, p in outermost.items() if m not in mixers and also and also(m)}
+    others = {m: path for m, path in outermost.items() if m not in mixers}
+    picked = {m: path for m, path in others.items() if also and also(original(m))}
     return mixers, picked
 
 
