@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -54,8 +55,7 @@ class Clones:
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # Shared tensors, where their memory began, their versions, and what keeps their values.
-        self._shared: list[tuple[Tensor, int, int, torch.UntypedStorage | None]] = []
+        self._shared: list[_Shared] = []
         self._kept: dict[int, torch.UntypedStorage | None] = {}
 
     def of(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Clones:
         made = self._cloned(x)
         if made is None:
             if not x.is_inference():
-                self._shared.append((x, memory(x), x._version, self._lazily(x)))
+                self._shared.append(_Shared(x, memory(x), x._version, self._lazily(x)))
             return x
         if isinstance(x, nn.Parameter):
             made = nn.Parameter(made, x.requires_grad)
@@ -81,21 +81,18 @@ class Clones:
         Raises:
             UnsupportedModelError: for one whose values could not be kept.
         """
-        written, lost = [], []
-        for x, place, version, kept in self._shared:
-            if x._version != version and kept is None:
-                lost.append(tuple(x.shape))
-            elif x._version != version or memory(x) != place:
-                written += [x] if x._version != version else []
-                _WRITTEN[id(x)] = x
-                with torch.no_grad():
-                    x.data = _on(kept, x)  # type: ignore[arg-type]
+        written = [one.tensor for one in self._shared if one.is_written]
+        _WRITTEN.update({id(x): x for x in written})
+        lost = [one.tensor for one in self._shared if not one.put_back()]
+        # A frame in the traceback of an error may hold these.
+        for one in self._shared:
+            one.kept = None
         self._shared.clear()
         self._kept.clear()
         if lost:
             raise UnsupportedModelError(
                 f"the model's forward writes in place to {len(lost)} of its tensors (the first of "
-                f"shape {lost[0]}) that lie in memory of another kind than PyTorch's own (a mapped "
+                f"shape {tuple(lost[0].shape)}) that lie in memory of another kind than PyTorch's own (a mapped "
                 "file, shared memory) or have a graph, so they hold what it wrote; expected a "
                 "forward that leaves them. Explain a copy: copy.deepcopy(model)."
             )
@@ -136,6 +133,26 @@ class Clones:
                 except (AttributeError, RuntimeError):  # memory of another kind
                     self._kept[place] = None
             return self._kept[place]
+
+
+@dataclass
+class _Shared:
+    # A shared tensor, where its memory began, its version, and what keeps its values.
+    tensor: Tensor
+    place: int
+    version: int
+    kept: torch.UntypedStorage | None
+
+    @property
+    def is_written(self) -> bool:
+        return self.tensor._version != self.version
+
+    @torch.no_grad()
+    def put_back(self) -> bool:
+        """Give the tensor its own memory and values; False where they could not be kept."""
+        if self.kept is not None and (self.is_written or memory(self.tensor) != self.place):
+            self.tensor.data = _on(self.kept, self.tensor)
+        return self.kept is not None or not self.is_written
 
 
 def memory(x: Tensor) -> int:
