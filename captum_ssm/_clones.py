@@ -92,9 +92,9 @@ class Clones:
         if lost:
             raise UnsupportedModelError(
                 f"the model's forward writes in place to {len(lost)} of its tensors (the first of "
-                f"shape {tuple(lost[0].shape)}) that lie in memory of another kind than PyTorch's own (a mapped "
-                "file, shared memory) or have a graph, so they hold what it wrote; expected a "
-                "forward that leaves them. Explain a copy: copy.deepcopy(model)."
+                f"shape {tuple(lost[0].shape)}) that lie in memory of another kind than PyTorch's "
+                "own (a mapped file, shared memory) or have a graph, so they hold what it wrote; "
+                "expected a forward that leaves them. Explain a copy: copy.deepcopy(model)."
             )
         return written
 
