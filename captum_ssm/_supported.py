@@ -208,7 +208,7 @@ def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
         with exact_arithmetic():
             mixer = layer.mixer
             deviation = Deviation.of(layer.call, Rebuilt.of(mixer))
-            error, of_recurrence = deviation.errors(layer.mask)
+            error, of_recurrence, _ = deviation.errors(layer.mask)
     except ERRORS as problem:
         return replace(found, problem=first_line(problem))
     found = replace(
