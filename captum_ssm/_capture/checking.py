@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._devices import is_offloaded, weights_loaded
+from captum_ssm._capture.wider import WIDER, InWider
+from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import ReconstructionError
 from captum_ssm._nested import map_tensors
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -42,7 +43,6 @@ TOKEN = 20.0
 # Errors from so many times the tolerance on, of the whole and of a token, may be rounding or not.
 # The mixer is then run once more in a wider dtype, which tells.
 DOUBTED = 0.25, 2.5
-WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 # Its own rounding may then be so many times the tolerance.
 SLACK = 10.0
 # Mixers that were run in a wider dtype and found right, as they then were.
@@ -262,48 +262,43 @@ def check_deviation(
 def _error_on_larger_tokens(call: MixerCall) -> float:
     """The error of what the recurrence adds, or of all, on tokens on which it adds more.
 
-    In half precision, where these would overflow, a copy of the mixer in float32 is run.
+    In half precision, where these would overflow, the mixer is run in float32.
     """
-    dtype = call.output.dtype
-    if dtype.itemsize == 2:
-        dtype = torch.float32
     # An S6 recurrence grows with the cube of its tokens.
     scale = 30 / float(call.given_tokens().float().std().clamp(min=1e-12))
-    # A share is the norm of a difference, known up to the rounding of what is subtracted.
-    found = _deviation_in(dtype, call, scale).errors(None, least=torch.finfo(dtype).eps)
+    is_half = call.output.dtype.itemsize == 2
+    found = _again(call, InWider(call.output.dtype) if is_half else nullcontext(), None, scale)
     return max(found.whole, found.recurrence)
 
 
 def _errors_in_wider_dtype(call: MixerCall, mask: Tensor | None) -> Errors | None:
     # None where there is none, or where the mixer does not run in it.
-    dtype = WIDER.get(call.output.dtype)
-    if dtype is None or is_quantized(call.module) or is_offloaded(call.module):
+    if call.output.dtype not in WIDER or is_quantized(call.module):
         return None
     try:
-        return _deviation_in(dtype, call).errors(mask, least=torch.finfo(dtype).eps)
+        return _again(call, InWider(call.output.dtype), mask)
     except (RuntimeError, TypeError, ValueError, AssertionError):  # kernels of some dtypes only
         return None
 
 
-def _deviation_in(dtype: torch.dtype, call: MixerCall, scale: float = 1.0) -> Deviation:
-    # That of a mixer that is run again in a dtype, on its tokens times a factor.
-    module, tokens = call.module, call.given_tokens()
-    if dtype != call.output.dtype:
-        module = copy.deepcopy(module).to(dtype)
-
-    def moved(x: Tensor) -> Tensor:
-        x = x.detach()
-        return x.to(dtype) if x.dtype == tokens.dtype else x
-
-    given = call.args, without_caches(call.kwargs)
-    args, kwargs = map_tensors(lambda x: moved(x) * scale if x is tokens else moved(x), given)
+def _again(
+    call: MixerCall,
+    mode: AbstractContextManager[Any],
+    mask: Tensor | None,
+    scale: float = 1.0,
+) -> Errors:
+    # The errors of a mixer that is run again, on its tokens times a factor.
+    tokens, given = call.given_tokens(), (call.args, without_caches(call.kwargs))
     adapter = find_adapter(call.module)
     assert adapter is not None
-    with torch.no_grad(), weights_loaded(call.module):
-        again = replace(
-            call, module=module, args=args, kwargs=kwargs, linears=None, scans=None
-        ).run()
-        return Deviation.of(again, Rebuilt.of(adapter(again)))
+    with torch.no_grad(), mode, weights_loaded(call.module):
+        args, kwargs = map_tensors(
+            lambda x: x.detach() * scale if x is tokens else x.detach(), given
+        )
+        again = replace(call, args=args, kwargs=kwargs, linears=None, scans=None).run()
+        deviation = Deviation.of(again, Rebuilt.of(adapter(again)))
+    # A share is the norm of a difference, known up to the rounding of what is subtracted.
+    return deviation.errors(mask, least=torch.finfo(again.output.dtype).eps)
 
 
 def _is_sure(module: nn.Module) -> bool:
