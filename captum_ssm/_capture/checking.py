@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from captum_ssm._capture.wider import WIDER, InWider
 from captum_ssm._devices import weights_loaded
-from captum_ssm._errors import ReconstructionError
-from captum_ssm._nested import map_tensors
+from captum_ssm._errors import InputError, ReconstructionError
+from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import without_caches
 from captum_ssm.mixers._frozen_mixer import Product
@@ -315,6 +315,35 @@ def _state_of(module: nn.Module) -> Any:
     tensors = [*module.parameters(), *module.buffers()]
     versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
     return parts, versions
+
+
+def check_relevance(relevance: Any, model: nn.Module) -> None:
+    """Raise `InputError` where relevance holds NaN or Inf, naming the weights that do.
+
+    A score may be finite all the same: its gradient, or a map, multiplies such a weight by zero.
+
+    Args:
+        relevance (Any): tensors in containers.
+        model (nn.Module): what they explain.
+    """
+    if all(_is_finite(x) for x in tensors_in(relevance)):
+        return
+    weights = (*model.named_parameters(), *model.named_buffers())
+    names = [n for n, x in weights if not (x.is_meta or _is_finite(x))]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        found = f"found such numbers in {', '.join(names[:3])}{more} of the model; expected finite"
+        found += " weights there: a weight that is not used in the output is still multiplied by 0"
+    else:
+        found = "all weights are finite, so numbers overflow on the way; run the model in a wider"
+        found += " dtype"
+    raise InputError(f"the relevance holds NaN or Inf: {found}.")
+
+
+def _is_finite(x: Tensor) -> bool:
+    if not x.is_floating_point() or x.itemsize < 2 or x.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(x.detach()))
 
 
 def warn_if_padding_is_read(

@@ -16,6 +16,7 @@ from captum_ssm._capture.checking import (
     Rebuilt,
     check_deviation,
     check_reconstruction,
+    check_relevance,
     warn_if_padding_is_read,
     warn_of_shift,
 )
@@ -336,7 +337,8 @@ class FrozenModel:
         return [layer for layer in self.layers if layer.stage >= index % count]
 
     def mask_matrix(self, matrix: Tensor) -> Tensor:
-        """``matrix (B, ..., L, L)`` with the rows and columns of padding set to zero."""
+        """``matrix (B, ..., L, L)``, finite, with the rows and columns of padding set to zero."""
+        check_relevance(matrix, self.request.module)
         if self.mask is None or matrix.shape[-2:] != (self.mask.shape[1],) * 2:
             return matrix
         mask = self.mask.reshape(self.shape[0], *[1] * (matrix.dim() - 3), self.mask.shape[1])
@@ -390,7 +392,8 @@ def freeze(
     Args:
         request (Request): what to run.
         position (int or Tensor, optional): the query token; None for the model's own readout.
-        target (Any, optional): as in Captum; used only with gradients. Default: None
+        target (Any, optional): as in Captum. Without gradients only the position is used that it
+            names. Default: None
         query (bool, optional): find the token whose row is explained; not needed for whole
             matrices. Default: True
         gradients (bool, optional): also compute the gradient of the target's score with
@@ -460,8 +463,7 @@ def freeze(
     if query:
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)
-        asked = None if score is None else target
-        weights = query_weights(recording, found, position, asked)
+        weights = query_weights(recording, found, position, target)
     device, dtype = recording.device, recording.calls[0].dtype
     made = substitution.made if substitution is not None and not request.remote else []
     return FrozenModel(

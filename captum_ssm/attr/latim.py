@@ -164,7 +164,7 @@ class LaTIM(TokenAttribution):
             )
         request = self._request(inputs, additional_forward_args)
         if not to_logit:
-            frozen = self._run(request, position)
+            frozen = self._run(request, position, target=target)
             with self._computing():
                 row = _query_row(frozen, [frozen.select_one(layer)], activation, aggregation)
                 return self._formatted(frozen.wiring.from_first(row), frozen)
