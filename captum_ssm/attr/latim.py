@@ -393,7 +393,7 @@ class LaTIM(TokenAttribution):
             grids = Grids.of(frozen, graph)
             if stage is not None:
                 return grids.at_level(stage, self.interpolate_mode)
-            return grids if layer is None else grids.at_layer(frozen.select_one(layer))
+            return grids if layer is None else grids.at_layer(grids.frozen.select_one(layer))
 
     def _cut_graph(self, request: Request, target: Any, position: Any) -> CutGraph:
         # Of another run, in which modules whose graph has no rules are replaced.
