@@ -34,6 +34,7 @@ from captum_ssm._capture.target import (
     read_score,
 )
 from captum_ssm._capture.wiring import Wiring, sequence
+from captum_ssm._copies import copied
 from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid
@@ -121,7 +122,7 @@ class FrozenLayer:
     def _read(self) -> FrozenMixer:
         adapter, call = find_adapter(self.source.module), self.source
         assert adapter is not None
-        with weights_loaded(call.module):
+        with copied(call.module), weights_loaded(call.module):
             mixer = adapter(call)
         if self.check and self.is_new and self.made is None:
             check_reconstruction(self.name, call, Rebuilt.of(mixer, call), self.mask)
