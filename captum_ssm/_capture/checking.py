@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture.wider import WIDER, InWider
+from captum_ssm._copies import address, copied
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import InputError, ReconstructionError
 from captum_ssm._nested import map_tensors, tensors_in
@@ -291,7 +292,7 @@ def _again(
     tokens, given = call.given_tokens(), (call.args, without_caches(call.kwargs))
     adapter = find_adapter(call.module)
     assert adapter is not None
-    with torch.no_grad(), mode, weights_loaded(call.module):
+    with torch.no_grad(), copied(call.module), mode, weights_loaded(call.module):
         args, kwargs = map_tensors(
             lambda x: x.detach() * scale if x is tokens else x.detach(), given
         )
@@ -313,7 +314,7 @@ def _state_of(module: nn.Module) -> Any:
         for part in module.modules()
     ]
     tensors = [*module.parameters(), *module.buffers()]
-    versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+    versions = [(address(x), 0 if x.is_inference() else x._version) for x in tensors]
     return parts, versions
 
 

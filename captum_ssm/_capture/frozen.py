@@ -22,6 +22,7 @@ from captum_ssm._capture.checking import (
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.grids import StageGrids
+from captum_ssm._capture.randomness import noting_draws, warn_of_randomness
 from captum_ssm._capture.recording import Recording, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -33,6 +34,7 @@ from captum_ssm._capture.target import (
     query_weights,
     read_score,
 )
+from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._capture.wiring import Wiring, sequence
 from captum_ssm._copies import copied
 from captum_ssm._devices import moved, weights_loaded
@@ -426,7 +428,11 @@ def freeze(
         return read_score(recording, target, position)
 
     asks = score_of if gradients or own_graph else None
-    recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
+    with noting_draws() as draws:
+        recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
+    if any(draws):
+        with on_thrown_away(request) as (copies, _), torch.no_grad():
+            warn_of_randomness(request, (copies.run(), copies.run()))
     mask = recording.mask
     recording.check_finite()
     found = recording.wiring
