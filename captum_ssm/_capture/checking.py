@@ -18,7 +18,7 @@ from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import InputError, ReconstructionError
 from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.mixers._call import without_caches
+from captum_ssm.mixers._call import random_signs, without_caches
 from captum_ssm.mixers._frozen_mixer import Product
 from captum_ssm.mixers._weights import is_quantized
 
@@ -100,12 +100,15 @@ class Rebuilt:
         projected (tuple of Tensor, optional): the input of the output projection, and the one that
             the module's own was given, ``(B, L, D)``, where that is known. ``output`` then comes of
             the latter. Default: None
+        off (tuple of Tensor, optional): how far the output projection is from its weight, and the
+            size of what it returns, ``(B, L)``, where that was compared. Default: None
     """
 
     output: Tensor
     share: Tensor
     rounding: float
     projected: tuple[Tensor, Tensor] | None = None
+    off: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(
@@ -125,8 +128,25 @@ class Rebuilt:
             share = mixer.recurrence_share(gated)
         own = None if call is None else call.projected(mixer.out_weight)
         if own is None or own.shape != gated.shape:
-            return cls(mixer.projected(gated), share, mixer.rounding)
+            output = mixer.projected(gated)
+            off = None if call is None or is_quantized(call.module) else _off_weight(mixer, gated)
+            return cls(output, share, mixer.rounding, off=off)
         return cls(mixer.projected(_Own.apply(gated, own)), share, mixer.rounding, (gated, own))
+
+
+def _off_weight(mixer: FrozenMixer, gated: Tensor) -> tuple[Tensor, Tensor] | None:
+    # A layer of a class of its own may do something else than multiply each token by its weight,
+    # such as mask some. Sums of the channels with random signs tell, up to the bias term.
+    if mixer.out_gate is not None:
+        return None
+    with torch.no_grad():
+        output, gated = mixer.out_proj(gated), gated.detach()
+        signs = random_signs(mixer.out_weight)
+        row = signs @ mixer.out_weight
+        error = output @ signs - gated @ row
+        error = (error - error.mean(1, keepdim=True)).abs()
+        size = torch.linalg.vector_norm(gated, dim=2) * torch.linalg.vector_norm(row)
+        return error, torch.linalg.vector_norm(output, dim=2) + size / len(row) ** 0.5
 
 
 class _Own(torch.autograd.Function):
@@ -189,6 +209,8 @@ class Deviation:
         found = [_norms(rebuilt.output, call.output)]
         if rebuilt.projected is not None:
             found.append(_norms(*rebuilt.projected))
+        if rebuilt.off is not None:
+            found.append(rebuilt.off)
         error, size = (torch.stack(one) for one in zip(*found, strict=True))
         return cls(error, size, rebuilt.share, rebuilt.rounding)
 

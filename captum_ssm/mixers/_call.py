@@ -270,8 +270,7 @@ def _is_linear(layer: Any, given: Tensor, result: Tensor) -> bool:
     if given.dtype != weight.dtype:  # autocast
         return False
     given, result = (x.detach().flatten(0, -2) for x in (given, result))
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (len(weight),), generator=generator).to(weight) * 2 - 1
+    signs = random_signs(weight)
     row = signs @ weight
     expected = given @ row
     if layer.bias is not None:
@@ -279,6 +278,12 @@ def _is_linear(layer: Any, given: Tensor, result: Tensor) -> bool:
     size = torch.linalg.vector_norm(given, dim=-1) * torch.linalg.vector_norm(row)
     size = size + torch.linalg.vector_norm(result, dim=-1)
     return bool(((result @ signs - expected).abs() <= 1e-5 * size).all())
+
+
+def random_signs(weight: Tensor) -> Tensor:
+    """A sign for each row of ``weight (out, in)``: ``(out,)``, of its dtype and device."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 2, (len(weight),), generator=generator).to(weight) * 2 - 1
 
 
 class _Known(torch.autograd.Function):
