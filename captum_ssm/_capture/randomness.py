@@ -65,9 +65,9 @@ def warn_of_randomness(request: Request, outputs: tuple[Any, Any]) -> None:
 
 def _states(model: nn.Module) -> list[Any]:
     # The states of the process's random generators, and of those that modules keep.
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    numpy: Any = np.random.get_state()  # noqa: NPY002
     found: list[Any] = [_bytes(torch.get_rng_state()), random.getstate()]
-    found.append((name, keys.tobytes(), *rest))  # type: ignore[union-attr]
+    found.append((numpy[1].tobytes(), *numpy[2:]))
     if torch.cuda.is_initialized():
         found += [_bytes(state) for state in torch.cuda.get_rng_state_all()]
     for module in model.modules():

@@ -418,7 +418,7 @@ def _step(group: Sequence[tuple[FrozenLayer, Tensor, _Cut, Tensor | None]], batc
             before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at_stream))
             pairs = zip(layers, directions, strict=True)
             scaled = [_multiplied(one, d, at_before) for one, d in pairs]
-            return _Step(*map(list, zip(*scaled, strict=True)), before, at_before)
+            return _Step([one for one, _ in scaled], [d for _, d in scaled], before, at_before)
     raise UnsupportedModelError(
         f"{layers[0].name} does not add to a residual stream of its own tokens that leads on "
         "to the score, or is not given it by a norm that is known; LaTIM expects that of every "
