@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._capture.recording import Recording
+from captum_ssm._copies import original
 from captum_ssm._rules import is_norm
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.mixers import MixerCall, find_mixers
@@ -180,7 +181,7 @@ def norms_and_head(model: nn.Module) -> Callable[[nn.Module], bool]:
         after = [] if module in inside else [*after, module]
     linear = [module for module in after if isinstance(module, nn.Linear)]
     head = None if any(map(is_norm, after)) or not linear else linear[-1]
-    return lambda module: is_norm(module) or module is head
+    return lambda module: is_norm(module) or original(module) is head
 
 
 def _read_out(frozen: FrozenModel, last_group: list[FrozenLayer]) -> tuple[Tensor, Tensor]:
