@@ -7,7 +7,7 @@ no exception and no signal can leave the user's model half restored.
 - A *copy* has the class and the attributes of its module. Containers, and objects that the model
   keeps as attributes, are copied too; what cannot be copied (locks, open files, generators) is
   shared.
-- Tensors are cloned lazily: a clone shares the memory until one of both is written to.
+- Tensors are cloned, or shared and put back: :mod:`captum_ssm._clones`.
 - Inside :func:`copied` a call of one of the user's modules, from a closure or a hook, is a call of
   its copy. This is so in the thread that opened the block; other threads run the user's modules.
 """
@@ -29,15 +29,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from captum_ssm._clones import Clones
 from captum_ssm._errors import UnsupportedModelError
 
 V = TypeVar("V")
 
-# Larger tensors whose memory cannot be cloned lazily (mapped files, shared memory) are shared.
-_LARGE = 16 << 20  # bytes
 # An attribute that is made of more objects than these, such as a trainer, is shared.
 _MANY = 20_000
 _MARK = "_captum_ssm_copy_of"
@@ -72,19 +69,22 @@ class _Mark:
 class Copies:
     """The copies of a model's modules, and of what hangs on them.
 
-    Args:
-        root (nn.Module): the user's model.
-        *also (nn.Module): others that run with it.
+    Attributes:
+        root (nn.Module): the copy of the model.
     """
 
-    def __init__(self, root: nn.Module, *also: nn.Module) -> None:
+    root: nn.Module
+
+    def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.modules: list[nn.Module] = []  # the user's
-        self.shared: list[tuple[Tensor, int]] = []  # with their versions before the run
         self._memo: dict[int, Any] = {}
         self._held: list[Any] = []  # what the keys of the memo are the ids of
-        self._storages: dict[int, Any] = {}
+        self._clones = Clones()
         self._left = -1  # how many more objects an attribute may be made of
+
+    def make(self, root: nn.Module, *also: nn.Module) -> None:
+        """Copy the user's model, and others that run with it."""
         self.root, *_ = (self._value(module) for module in (root, *also))
 
     def of(self, value: V) -> V:
@@ -101,17 +101,6 @@ class Copies:
             return functools.partial(self.of(value.func), *value.args, **value.keywords)  # type: ignore[return-value]
         return value
 
-    def check_written(self) -> None:
-        """Raise for tensors of the user's that could not be cloned, and that the run wrote to."""
-        found = [tuple(x.shape) for x, version in self.shared if x._version != version]
-        if found:
-            raise UnsupportedModelError(
-                f"the model's forward writes in place to {len(found)} of its tensors (the first of "
-                f"shape {found[0]}) that lie in memory which cannot be copied (a mapped file, "
-                "shared memory, or a tensor with a graph), so they hold what it wrote; expected a "
-                "forward that leaves them. Explain a copy: copy.deepcopy(model)."
-            )
-
     def clear(self) -> None:
         """Let go of the copies, and have them let go of what holds them in turn.
 
@@ -126,7 +115,11 @@ class Copies:
                     made.__dict__[name] = module.__dict__[name]
         self._memo.clear()
         self._held.clear()
-        self._storages.clear()
+
+    def end(self, error: type[BaseException] | None, *_: object) -> None:
+        """Let go of the copies, and put back what of the model's tensors they shared."""
+        self.clear()
+        self._clones.end(error)
 
     def _put(self, value: Any, made: Any) -> Any:
         self._memo[id(value)] = made
@@ -163,7 +156,7 @@ class Copies:
         if known is not None:
             return known
         if isinstance(value, Tensor):
-            return self._put(value, self._tensor(value))
+            return self._put(value, self._clones.of(value))
         if isinstance(value, nn.Module):
             return self._module(value)
         if isinstance(value, _SHARED):
@@ -241,56 +234,9 @@ class Copies:
         made = copy._reconstruct(value, self._memo, *parts, deepcopy=self._value)  # type: ignore[attr-defined]
         return self._put(value, made)
 
-    def _tensor(self, x: Tensor) -> Tensor:
-        if is_lazy(x):
-            return copy.deepcopy(x)
-        made = self._cloned(x)
-        if made is None:
-            if not x.is_inference():
-                self.shared.append((x, x._version))
-            return x
-        if isinstance(x, nn.Parameter):
-            made = nn.Parameter(made, x.requires_grad)
-        else:
-            made = made if type(x) is Tensor else made.as_subclass(type(x))
-            made.requires_grad_(x.requires_grad)
-        vars(made).update(vars(x))
-        return made
-
-    @torch.no_grad()
-    def _cloned(self, x: Tensor) -> Tensor | None:
-        # A tensor of the same values which shares memory with the clones of those that x shares
-        # memory with; None for what cannot be cloned without its memory.
-        is_own_kind = isinstance(x, nn.Parameter) and type(x) is not nn.Parameter
-        if is_own_kind or is_traceable_wrapper_subclass(x) or x.grad_fn is not None:
-            return None
-        if x.layout != torch.strided or x.is_nested or x.is_quantized:
-            return None
-        with torch._C.DisableTorchFunctionSubclass():
-            x = x.detach().as_subclass(Tensor)
-            if x.is_meta:
-                return torch.empty_like(x)
-            if x.is_inference() or x.is_conj() or x.is_neg():
-                return x.clone()
-            place = x.untyped_storage()._cdata
-            if place not in self._storages:
-                self._storages[place] = _cloned_storage(x)
-            whole = self._storages[place]
-            if whole is None:
-                return None
-            return x.new_empty(0).set_(whole, x.storage_offset(), x.size(), x.stride())
-
 
 def _are_atomic(values: Any) -> bool:
     return _ATOMIC.issuperset(map(type, values))
-
-
-def _cloned_storage(x: Tensor) -> torch.UntypedStorage | None:
-    try:
-        return torch._lazy_clone(x).untyped_storage()
-    except (AttributeError, RuntimeError):  # memory of another kind than the allocator's own
-        storage = x.untyped_storage()
-        return storage.clone() if storage.nbytes() <= _LARGE else None
 
 
 # The copies that calls of the user's modules go to, innermost run first.
@@ -299,16 +245,6 @@ _RUNNING: ContextVar[tuple[Copies, ...]] = ContextVar("captum_ssm_running", defa
 _OPEN: set[object] = set()
 _LOCK = threading.Lock()
 _BEFORE: Any = nn.Module._call_impl
-
-
-def address(x: Tensor) -> int:
-    """Where a tensor's values are in memory. ``data_ptr()`` would copy what is cloned lazily."""
-    return torch._C._data_address(x)  # type: ignore[attr-defined]
-
-
-def memory(x: Tensor) -> int:
-    """Where the memory of a tensor begins; that of a lazy clone is its original's."""
-    return address(x) - int(x.storage_offset()) * x.itemsize
 
 
 def original(module: nn.Module) -> nn.Module:
@@ -333,13 +269,14 @@ def copied(model: nn.Module, *also: nn.Module) -> Iterator[Copies]:
         UnsupportedModelError: for a run that wrote to memory which cannot be copied.
     """
     with ExitStack() as stack:
+        copies = Copies()
+        stack.push(copies.end)
+        stack.push(copies.end)
         for put_back in (_random_states(), _class_attributes([model, *also])):
             undo(stack, put_back)
-        copies = Copies(model, *also)
-        stack.callback(copies.clear)
+        copies.make(model, *also)
         stack.enter_context(_calls_go_to(copies))
         yield copies
-        copies.check_written()
 
 
 def undo(stack: ExitStack, function: Callable[..., Any], *args: Any) -> None:

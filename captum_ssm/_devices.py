@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._copies import memory, original
+from captum_ssm._clones import memory
+from captum_ssm._copies import original
 from captum_ssm._nested import map_tensors
 from captum_ssm._saved import Save, saving
 

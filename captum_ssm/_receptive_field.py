@@ -22,6 +22,7 @@ from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import captum_score
 from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._checkpoints import without_checkpoints
+from captum_ssm._clones import repeated
 from captum_ssm._errors import InputError, TargetError
 from captum_ssm._integers import as_index
 from captum_ssm._workspace import workspace
@@ -393,6 +394,7 @@ def _by_gradient(
     return (size if axis is None else size.sum(axis)), unit
 
 
+@repeated
 def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
     """The input or its embeddings, the output, and that of the last mixer, in one graph."""
     tensor = request.inputs[0]

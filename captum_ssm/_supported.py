@@ -13,6 +13,7 @@ from captum_ssm._capture import FrozenLayer, FrozenModel, Request, exact_arithme
 from captum_ssm._capture.checking import Deviation, Rebuilt, tolerance_of
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import repeated
 from captum_ssm.attr import methods
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers._registry import how_known
@@ -169,6 +170,7 @@ def supported(
     return Support([support_of(frozen, layer) for layer in frozen.layers], between(frozen), tried)
 
 
+@repeated
 def likeliest(request: Request) -> Any:
     """A target: the token, or class, that the model predicts for the first example."""
     with torch.no_grad(), on_thrown_away(request) as (of_copies, _):

@@ -14,9 +14,11 @@ from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.model import refuse_scripted
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import repeated
 from captum_ssm._copies import Copies, original
 from captum_ssm._errors import ReconstructionError
 from captum_ssm._nested import map_tensors
+from captum_ssm._quiet import quiet
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._registry import Freeze, as_unknown, may_be_namesake, remember
 from captum_ssm.mixers.discovery import discover
@@ -81,6 +83,7 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
         )
 
 
+@repeated
 def find_namesakes(request: Request) -> None:
     """Find other adapters of mixers whose class only has the name of one that is registered.
 
@@ -95,7 +98,8 @@ def find_namesakes(request: Request) -> None:
         return
     named = {module for _, module in find_mixers(model) if may_be_namesake(module)}
     if named:
-        with on_thrown_away(request) as (of_copies, copies):
+        # The run that is explained warns by itself.
+        with quiet(), on_thrown_away(request) as (of_copies, copies):
             calls = _calls_of(set(map(copies.of, named)), of_copies)
             others = {original(call.module) for call in calls if not _reproduces(call)}
             if others:
@@ -138,6 +142,7 @@ def _reproduces(call: MixerCall) -> bool:
     return True
 
 
+@repeated
 def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
 
@@ -155,7 +160,7 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     if request.remote or (known and (not mixed or model in _SEARCHED)):
         return False
     refuse_scripted(model)
-    with on_thrown_away(request) as (of_copies, copies):
+    with quiet(), on_thrown_away(request) as (of_copies, copies):
         found = _discovered(of_copies, copies)
     remember(found)
     _SEARCHED.add(model)

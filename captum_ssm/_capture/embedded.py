@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.tracing import on_thrown_away
-from captum_ssm._copies import memory, original
+from captum_ssm._clones import memory, repeated
+from captum_ssm._copies import original
 from captum_ssm._nested import tensors_in
 
 # A table by its path, and what it was given.
@@ -73,6 +74,7 @@ def _counts(given: Tensor) -> bool:
     return bool(((steps == 0) | (steps == 1)).all())
 
 
+@repeated
 def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
     # What these tables are given where the inputs are others. Nothing if these do not run.
     found: dict[nn.Module, list[Tensor]] = {module: [] for _, module, _ in tables}

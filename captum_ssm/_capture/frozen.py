@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -287,6 +287,10 @@ class FrozenModel:
                 "work on different tokens, in another order than that of the input, or on "
                 "branches; use another method."
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A graph cannot be copied or written to a file: the model runs again.
+        return partial(freeze, query=False, check=self.layers[0].check), (self.request,)
 
     @property
     def is_chain(self) -> bool:

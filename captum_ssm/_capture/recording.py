@@ -33,6 +33,7 @@ from captum_ssm._capture.tracing import (
 )
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._checkpoints import without_checkpoints
+from captum_ssm._clones import repeated
 from captum_ssm._copies import original
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past, past_writes
@@ -306,6 +307,7 @@ def _no_graph() -> ValueError:
     )
 
 
+@repeated
 def record(
     request: Request,
     *,

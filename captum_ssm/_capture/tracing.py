@@ -19,7 +19,7 @@ from torch import nn
 
 from captum_ssm._capture.model import is_model, is_wrapped, refuse_scripted, unwrap
 from captum_ssm._capture.request import Request
-from captum_ssm._copies import Copies, bound, copied, running, undo
+from captum_ssm._copies import Copies, bound, copied, original, running, undo
 from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
@@ -118,7 +118,8 @@ def find_points(
     mixers = {m: path for m, path in outermost.items() if find_adapter(m) is not None}
     if not mixers:
         raise _unsupported(model)
-    picked = {m: p for m, p in outermost.items() if m not in mixers and also and also(m)}
+    others = {m: path for m, path in outermost.items() if m not in mixers}
+    picked = {m: path for m, path in others.items() if also and also(original(m))}
     return mixers, picked
 
 
@@ -285,7 +286,7 @@ def _outermost(
 def _unsupported(model: nn.Module) -> UnsupportedModelError:
     kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
     shown = ", ".join(kinds[:30]) + (", ..." if len(kinds) > 30 else "")
-    near = nearest_misses(model)
+    near = nearest_misses(original(model))
     return UnsupportedModelError(
         f"{type(model).__name__} holds no token mixer that captum_ssm knows. Found: "
         f"{shown or 'no submodules'}. "

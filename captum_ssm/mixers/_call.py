@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm._copies import address, original
+from captum_ssm._clones import address
+from captum_ssm._copies import original
 from captum_ssm._devices import weights_loaded
 from captum_ssm._nested import first_of, map_tensors, tensors_in
 from captum_ssm.mixers._weights import is_plain

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from captum_ssm._checkpoints import without_checkpoints
-from captum_ssm._copies import address, copied
+from captum_ssm._clones import address
+from captum_ssm._copies import copied
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in

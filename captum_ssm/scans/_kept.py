@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from captum_ssm._copies import address
+from captum_ssm._clones import address
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm.scans._calls import FunctionCall, intercepted, is_built_in, not_intercepted
 
