@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture.wider import WIDER, InWider
-from captum_ssm._copies import address, copied
+from captum_ssm._clones import address
+from captum_ssm._copies import copied
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import InputError, ReconstructionError
 from captum_ssm._nested import map_tensors, tensors_in
