@@ -210,7 +210,7 @@ def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
         with exact_arithmetic():
             mixer = layer.mixer
             deviation = Deviation.of(layer.call, Rebuilt.of(mixer))
-            error, of_recurrence = deviation.errors(layer.mask)
+            error, of_recurrence, _ = deviation.errors(layer.mask)
     except ERRORS as problem:
         return replace(found, problem=first_line(problem))
     found = replace(
@@ -229,12 +229,12 @@ def _orders(layer: FrozenLayer, mixer: FrozenMixer) -> str:
     # Of the mixer itself, or of the scans in it.
     if layer.order is not None and layer.order.shape[0] > 1:
         return f"{layer.order.shape[0]} windows"
-    try:
-        found = {_order(order) for _, order, _ in mixer.scans_in_order()}
-        count = len(mixer.scans_in_order())
-    except ERRORS:
-        return _order(layer.order)
-    return f"{count} orders" if "its own" in found and count > 1 else " + ".join(sorted(found))
+    scans = mixer.scans_in_order()
+    found = {
+        _order(order) if scan.recurrence.is_causal else "both ways" for scan, order, _ in scans
+    }
+    several = "its own" in found and len(scans) > 1
+    return f"{len(scans)} orders" if several else " + ".join(sorted(found))
 
 
 def _order(order: Tensor | None) -> str:

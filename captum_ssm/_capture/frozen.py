@@ -16,11 +16,13 @@ from captum_ssm._capture.checking import (
     Rebuilt,
     check_deviation,
     check_reconstruction,
+    check_relevance,
     warn_if_padding_is_read,
     warn_of_shift,
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.grids import StageGrids
+from captum_ssm._capture.randomness import noting_draws, warn_of_randomness
 from captum_ssm._capture.recording import Recording, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -32,6 +34,7 @@ from captum_ssm._capture.target import (
     query_weights,
     read_score,
 )
+from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._capture.wiring import Wiring, sequence
 from captum_ssm._copies import copied
 from captum_ssm._devices import moved, weights_loaded
@@ -341,7 +344,8 @@ class FrozenModel:
         return [layer for layer in self.layers if layer.stage >= index % count]
 
     def mask_matrix(self, matrix: Tensor) -> Tensor:
-        """``matrix (B, ..., L, L)`` with the rows and columns of padding set to zero."""
+        """``matrix (B, ..., L, L)``, finite, with the rows and columns of padding set to zero."""
+        check_relevance(matrix, self.request.module)
         if self.mask is None or matrix.shape[-2:] != (self.mask.shape[1],) * 2:
             return matrix
         mask = self.mask.reshape(self.shape[0], *[1] * (matrix.dim() - 3), self.mask.shape[1])
@@ -395,7 +399,8 @@ def freeze(
     Args:
         request (Request): what to run.
         position (int or Tensor, optional): the query token; None for the model's own readout.
-        target (Any, optional): as in Captum; used only with gradients. Default: None
+        target (Any, optional): as in Captum. Without gradients only the position is used that it
+            names. Default: None
         query (bool, optional): find the token whose row is explained; not needed for whole
             matrices. Default: True
         gradients (bool, optional): also compute the gradient of the target's score with
@@ -427,7 +432,11 @@ def freeze(
         return read_score(recording, target, position)
 
     asks = score_of if gradients or own_graph else None
-    recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
+    with noting_draws() as draws:
+        recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
+    if any(draws):
+        with on_thrown_away(request) as (copies, _), torch.no_grad():
+            warn_of_randomness(request, (copies.run(), copies.run()))
     mask = recording.mask
     recording.check_finite()
     found = recording.wiring
@@ -465,8 +474,7 @@ def freeze(
     if query:
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)
-        asked = None if score is None else target
-        weights = query_weights(recording, found, position, asked)
+        weights = query_weights(recording, found, position, target)
     device, dtype = recording.device, recording.calls[0].dtype
     made = substitution.made if substitution is not None and not request.remote else []
     return FrozenModel(

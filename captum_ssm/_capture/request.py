@@ -21,6 +21,7 @@ from captum_ssm._capture.model import (
     resolve_model,
     unwrap,
 )
+from captum_ssm._capture.randomness import one_run
 from captum_ssm._errors import InputError
 from captum_ssm._nested import same_values
 
@@ -157,11 +158,12 @@ class Request:
             positional=tuple(map(_copied, self.positional)),
             named={name: _copied(value) for name, value in self.named.items()},
         )
-        if not is_model(self.forward_func):
-            return self.forward_func(*inputs, *own.positional, **own.named)
-        module = unwrap(self.forward_func)
-        args, kwargs = own._module_arguments(module, inputs)
-        return module(*args, **kwargs)
+        with one_run(self.module):
+            if not is_model(self.forward_func):
+                return self.forward_func(*inputs, *own.positional, **own.named)
+            module = unwrap(self.forward_func)
+            args, kwargs = own._module_arguments(module, inputs)
+            return module(*args, **kwargs)
 
     def arguments_by_name(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model's ``forward`` is called with, all but the inputs by name.
