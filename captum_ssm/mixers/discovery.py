@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
-from captum_ssm._nested import map_tensors
+from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm._rules import is_constant
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import is_depthwise, token_argument
@@ -29,7 +29,14 @@ from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
 from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
 from captum_ssm.mixers.recognized import recognize_all
-from captum_ssm.scans import FunctionCall, Scan, ScanCalls, intercepted
+from captum_ssm.scans import (
+    FunctionCall,
+    Scan,
+    ScanCalls,
+    intercepted,
+    is_product,
+    token_product,
+)
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,9 @@ class _Visit:
 
 @dataclass
 class _Found:
-    # The module calls around each proven scan, outermost first, and its function.
+    # The module calls around each proven scan, outermost first, its function and its length.
     model: nn.Module
-    scans: list[tuple[list[_Visit], Callable[..., Any]]] = field(default_factory=list)
+    scans: list[tuple[list[_Visit], Callable[..., Any], int]] = field(default_factory=list)
     stack: list[_Visit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
     # The first calls of modules that have the parts of a form; calls of functions that are no scan.
@@ -91,7 +98,7 @@ class _Found:
         return result
 
     def _take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
-        self.scans.append((list(self.stack), call.source))
+        self.scans.append((list(self.stack), call.source, scan.values.shape[1]))
         return result
 
     @contextmanager
@@ -161,25 +168,30 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
         intercepted(found.handle),
     ):
         run()
-    trials = _Trials(frozenset(function for _, function in found.scans))
+    trials = _Trials(frozenset(function for _, function, _ in found.scans))
     functions: dict[nn.Module, set[Callable[..., Any]]] = {}
-    chosen: dict[nn.Module, nn.Module] = {}  # by the innermost module
+    chosen: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
     channels: dict[nn.Module, int] = {}
     refused: set[nn.Module] = set()  # those that cannot be measured
-    for stack, function in found.scans:
+    # Products with a matrix, which anything may compute, after all scans.
+    for stack, function, length in sorted(found.scans, key=lambda one: is_product(one[1])):
         if not stack:
             continue
         inner = stack[-1].module
         if inner not in chosen:
-            module, found_as = trials.around(stack)
+            weak = is_product(function)
+            module, found_as = trials.around(stack, length if weak else None)
+            chosen[inner] = module
             if module is None:
-                name = function.__qualname__
-                note_miss(inner, f"calls {name}, a scan, outside of any module called for tokens")
+                what = "a scan, outside of any module called for tokens"
+                note_miss(inner, f"calls {function.__qualname__}, {found_as.why or what}")
                 continue
-            chosen[inner], channels[module] = module, found_as.channels
+            channels[module] = found_as.channels
             if not found_as.is_whole:
                 refused.add(module)
-        functions.setdefault(chosen[inner], set()).add(function)
+            functions.setdefault(module, set()).update(found_as.products)
+        if (module := chosen[inner]) is not None and not is_product(function):
+            functions[module].add(function)
     outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
     adapters: dict[nn.Module, Freeze] = {
         module: MeasuredAdapter(
@@ -208,7 +220,9 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 class _Trials:
     # Which module calls can be measured; of modules that look alike, one is tried.
     def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
-        self.functions = functions
+        products = any(map(is_product, functions))
+        functions = frozenset(f for f in functions if not is_product(f))
+        self.functions = functions | {token_product} if products else functions
         self.used = set(functions)
         self.known: dict[tuple[str, bool], _Trial] = {}
 
@@ -217,21 +231,35 @@ class _Trials:
         """Functions that modules call only when they are measured."""
         return frozenset(self.used - self.functions)
 
-    def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, _Trial]:
-        """The mixer: measured as a whole, else partly, else the smallest that takes tokens."""
+    def around(
+        self, stack: list[_Visit], length: int | None = None
+    ) -> tuple[nn.Module | None, _Trial]:
+        """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
+
+        Args:
+            stack (list): the calls around a scan.
+            length (int, optional): of a product with a matrix, that of the matrix: without a module
+                of as many tokens that can be measured, there is no mixer. Default: None
+        """
         best: tuple[nn.Module, _Trial] | None = None
         partly: tuple[nn.Module, _Trial] | None = None
+        missed = _Trial(why="which is in no module of as many tokens")
         convolutions = -1  # in the best one
         for visit in reversed(stack):
             if best is not None and visit.convolutions <= convolutions:
                 continue
+            if length is not None and not _may_have(visit, length):
+                continue
             found = self._measured(visit, partly=best is None and partly is None)
+            missed = found if found.why else missed
             if found.is_partly:
                 partly = visit.module, found
             if found.is_whole:
                 best, convolutions = (visit.module, found), visit.convolutions
             elif best is not None:
                 break
+        if length is not None:
+            return best or partly or (None, missed)
         takes = (visit.module for visit in reversed(stack) if _takes_tokens(visit.call()))
         return best or partly or (next(takes, None), _Trial())
 
@@ -249,20 +277,34 @@ class _Trials:
     def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:
         if not _takes_tokens(call):
             return _Trial()
+        used: set[Callable[..., Any]] = set()
         try:
-            found = freeze_measured(call, self.functions, partly=partly, used=self.used)
-        except UnsupportedModelError:
-            return _Trial()
+            found = freeze_measured(call, self.functions, partly=partly, used=used)
+        except UnsupportedModelError as error:
+            return _Trial(why=f"but {getattr(error, 'why', error)}")
+        finally:
+            self.used.update(f for f in used if not is_product(f))
         is_part = isinstance(found, FrozenRecurrence)
-        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part)
+        products = frozenset(filter(is_product, used))
+        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part, products=products)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    # How a module is measured: as a whole, or partly (its scans and their orders).
+    # How a module is measured: as a whole, or partly (its scans and their orders); and which of its
+    # products with a matrix are scans.
     channels: int = -1
     is_whole: bool = False
     is_partly: bool = False
+    products: frozenset[Callable[..., Any]] = frozenset()
+    why: str = ""  # it cannot
+
+
+def _may_have(visit: _Visit, length: int) -> bool:
+    # Whether tokens of a call can be parted into sequences of a length.
+    given = [x for x in tensors_in((visit.args, visit.kwargs)) if x.dim() >= 3]
+    sizes = [x[0].numel() // x.shape[axis] for x in given if x.numel() for axis in (-1, 1)]
+    return any(size % length == 0 for size in sizes)
 
 
 def _takes_tokens(call: MixerCall) -> bool:
