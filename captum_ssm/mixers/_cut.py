@@ -137,7 +137,9 @@ def run_cut(
     with torch.inference_mode(False), torch.enable_grad():
         working = torch.promote_types(given.dtype, torch.float32)
         if silent or working != call.output.dtype:
-            module = copy.deepcopy(module).to(working)
+            module = copy.deepcopy(module)
+            # Complex numbers stay complex.
+            module._apply(lambda x: x.to(working) if x.is_floating_point() else x)
         if silent:
             for name, parameter in module.named_parameters():
                 if name.endswith("bias"):

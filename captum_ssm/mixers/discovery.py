@@ -34,6 +34,7 @@ from captum_ssm.scans import (
     Scan,
     ScanCalls,
     intercepted,
+    is_hidden,
     is_product,
     token_product,
 )
@@ -275,7 +276,7 @@ class _Trials:
         return self.known[look]
 
     def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:
-        if not _takes_tokens(call):
+        if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not _takes_tokens(call):
             return _Trial()
         used: set[Callable[..., Any]] = set()
         try:

@@ -10,6 +10,7 @@ from captum_ssm.scans import _fourier as _fourier
 from captum_ssm.scans import _known as _known
 from captum_ssm.scans import _linear_attention as _linear_attention
 from captum_ssm.scans import _softmax as _softmax
+from captum_ssm.scans import _states as _states
 from captum_ssm.scans import _wkv as _wkv
 from captum_ssm.scans._calls import FunctionCall as FunctionCall
 from captum_ssm.scans._calls import candidate_functions as candidate_functions
@@ -26,5 +27,6 @@ from captum_ssm.scans._proof import Scan as Scan
 from captum_ssm.scans._proof import ScanCalls as ScanCalls
 from captum_ssm.scans._proof import first_tensor as first_tensor
 from captum_ssm.scans._proof import prove as prove
+from captum_ssm.scans._states import is_hidden as is_hidden
 
 __all__ = ["Candidate", "register_scan"]

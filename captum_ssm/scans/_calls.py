@@ -30,6 +30,7 @@ from captum_ssm.scans._products import (
     run_product,
     token_product,
 )
+from captum_ssm.scans._states import is_associative, with_states
 
 # The last one stands for the products at all places in the code.
 _BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution, token_product)
@@ -203,7 +204,16 @@ def _handled(
     handler = _THIS.handler
     if handler is None or _in_autograd_function():
         return original(*args, **kwargs)
-    return handler(FunctionCall(original, args, kwargs, function))
+    call = FunctionCall(original, args, kwargs, function)
+    if not is_associative(call.arguments):
+        return handler(call)
+
+    def handled(states: Callable[..., Any], *given: Any) -> Any:
+        return handler(FunctionCall(states, given, {}, function))
+
+    with not_intercepted():
+        result = call.run()
+    return with_states(call.arguments, result, handled)
 
 
 def _in_autograd_function() -> bool:

@@ -97,7 +97,7 @@ def run_product(
         added, scale = kwargs.get("beta", 1) * args[0], kwargs.get("alpha", 1)
         given, others = args[1:], {}
     written = None if others else _written(func, given)
-    if written is None:
+    if written is None or any(x.is_complex() for x in written.factors):
         return func(*args, **kwargs)
     place: tuple[tuple[CodeType, int], ...] | None = None
     for values, rows, columns in _parts(written):
@@ -138,11 +138,22 @@ def as_linear(
         x = written.factors[1 - at].permute([given.index(letter) for letter in kept + summed])
         weight = written.factors[at].permute([own.index(letter) for letter in new + summed])
         width = math.prod(sizes[letter] for letter in summed)
-        y = layer(x.flatten(len(kept)), weight.reshape(-1, width))
+        y = _layer(layer, x.flatten(len(kept)), weight.reshape(-1, width))
         if y is not None:
             y = y.unflatten(-1, [sizes[letter] for letter in new])
             return y.permute([(kept + new).index(letter) for letter in out])
     return None
+
+
+def _layer(
+    layer: Callable[[Tensor, Tensor], Tensor | None], x: Tensor, weight: Tensor
+) -> Tensor | None:
+    # Also a layer of complex numbers, as one of their real and imaginary parts.
+    if not x.is_complex() or not weight.is_complex():
+        return layer(x, weight)
+    rows = [torch.view_as_real(c * weight.conj()).flatten(-2) for c in (1, 1j)]
+    y = layer(torch.view_as_real(x).flatten(-2), torch.cat(rows))
+    return None if y is None else torch.complex(*y.chunk(2, -1))
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,9 @@ def _written(func: Any, args: Sequence[Any]) -> _Written | None:
     factors = list(args[1:] if func is torch.einsum else args)
     if len(factors) == 1 and isinstance(factors[0], (list, tuple)):
         factors = list(factors[0])
-    if len(factors) < 2 or not all(torch.is_tensor(x) and x.is_floating_point() for x in factors):
+    if len(factors) < 2 or not all(map(torch.is_tensor, factors)):
+        return None
+    if not all(x.is_floating_point() or x.is_complex() for x in factors):
         return None
     if any(torch._C._functorch.is_batchedtensor(x) for x in factors):
         return None
