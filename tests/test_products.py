@@ -86,7 +86,7 @@ class InLine(nn.Module):
         if self.kind is retention:
             y = F.rms_norm(y, y.shape[-1:])
         y = y.transpose(1, 2).flatten(2)
-        return self.out(F.silu(self.gate(x)) * y)
+        return self.out(F.silu(self.gate(x)) * y if self.gate is not None else y)
 
 
 def recorded(module, x):
@@ -215,3 +215,35 @@ def test_every_method_explains_a_model_of_them(kind):
     for method in (MambaLRP, LaTIM):
         _, delta = method(model).attribute(x, target=(5, 1), return_convergence_delta=True)
         assert delta.abs().max() < 1
+
+
+class Norm(nn.Module):
+    """A layer norm whose deviation is a constant."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        size = (x.var(-1, unbiased=False, keepdim=True) + self.norm.eps).sqrt().detach()
+        return (x - x.mean(-1, keepdim=True)) / size * self.norm.weight + self.norm.bias
+
+
+# Tokens as many as a head's channels, as all channels, and other numbers, after one of them.
+@pytest.mark.parametrize("written", ["@", "values first", "bmm"])
+def test_relevance_is_the_gradient_times_the_input_with_the_matrix_held_constant(written):
+    model = wild.Stack(InLine(softmax, written), InLine(squared, written), width=12).eval()
+    for layer in model.layers:
+        layer.gate = None
+    for length in (4, 1, 7, 12):
+        x = torch.randn(2, length, 12, requires_grad=True)
+        found = MambaLRP(model).attribute(x.detach(), target=(length - 1, 1))
+        norms, kinds = model.norms, [layer.kind for layer in model.layers]
+        model.norms = nn.ModuleList(map(Norm, norms))
+        for layer, kind in zip(model.layers, kinds, strict=True):
+            layer.kind = lambda scores, kind=kind: kind(scores).detach()
+        (gradient,) = torch.autograd.grad(model(x)[:, -1, 1].sum(), x)
+        model.norms = norms
+        for layer, kind in zip(model.layers, kinds, strict=True):
+            layer.kind = kind
+        torch.testing.assert_close(found, (gradient * x).detach(), atol=1e-6, rtol=1e-4)

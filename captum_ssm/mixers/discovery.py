@@ -360,13 +360,26 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
             )
         return result
 
+    taken: list[int] = []  # before each module on the stack
+
     def enter(module: nn.Module, args: Any) -> None:
         nonlocal inside
-        inside += threading.get_ident() == thread
+        if threading.get_ident() == thread:
+            inside += 1
+            taken.append(calls.taken)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal inside
-        inside -= threading.get_ident() == thread
+        if threading.get_ident() != thread:
+            return
+        inside -= 1
+        is_frozen = taken.pop() < calls.taken or functions.isdisjoint(measured[module])
+        if output is not None and not is_frozen:
+            raise ReconstructionError(
+                f"{type(module).__name__} called none of its scans, which it called when the model "
+                "was first run; expected the same calls in every run. Register an adapter with "
+                "captum_ssm.register_mixer(module_type, freeze)."
+            )
 
     with ExitStack() as stack:
         for module in measured:

@@ -30,7 +30,8 @@ _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__
 _ADDED = (torch.baddbmm, Tensor.baddbmm)
 PRODUCTS = frozenset((*_MATMUL, *_ADDED, torch.einsum))
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_OURS, _TORCH = (f"{os.path.dirname(m.__file__ or '')}{os.sep}" for m in (captum_ssm, torch))
+_OURS = f"{os.path.dirname(captum_ssm.__file__)}{os.sep}"
+_AROUND = ("torch", "nnsight")  # packages whose frames come and go
 _MODELS = f"{_OURS}models{os.sep}"
 _DEEPEST = 16  # frames that tell places apart
 
@@ -237,13 +238,13 @@ def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...] | None:
     found: list[tuple[CodeType, int]] = []
     is_inside = True  # the innermost module
     while frame is not None:
-        code = frame.f_code
+        code, package = frame.f_code, str(frame.f_globals.get("__name__")).partition(".")[0]
         if is_in_autograd_function(frame):
             return None
-        is_torch = code.co_filename.startswith(_TORCH)
-        is_inside &= not (is_torch and code.co_name == "_call_impl") and len(found) < _DEEPEST
-        ours = code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_MODELS)
-        if is_inside and not (is_torch or ours):
+        is_inside &= not (package == "torch" and code.co_name == "_call_impl")
+        is_inside &= len(found) < _DEEPEST
+        is_ours = code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_MODELS)
+        if is_inside and not (is_ours or package in _AROUND):
             found.append((code, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
