@@ -174,6 +174,44 @@ def test_windows_in_a_module_are_blocks_of_its_map(length):
     torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
+def trained_in_chunks(q, k, v, rate, inner=lambda y: y, chunk=4):
+    """A linear layer that is trained by each token to map its key to its value, then reads q."""
+    weight, found = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+    for at in range(0, q.shape[2], chunk):
+        some = slice(at, at + chunk)
+        queries, keys, rates = q[:, :, some], k[:, :, some], rate[:, :, some]
+        error = inner(keys @ weight) - v[:, :, some]
+        found.append(queries @ weight - ((queries @ keys.mT).tril() * rates.mT) @ error)
+        weight = weight - (keys * rates).mT @ error
+    return torch.cat(found, 2)
+
+
+class Trained(InLine):
+    """A layer trained at test time, whose loss may be of something else than the layer returns."""
+
+    def __init__(self, inner=lambda y: y):
+        super().__init__()
+        self.inner, self.rate = inner, nn.Linear(12, 3)
+
+    def forward(self, x):
+        q, k, v = (self.apart(layer(x)) for layer in (self.query, self.key, self.value))
+        rate = torch.sigmoid(self.rate(x)).mT[..., None] / 4
+        y = trained_in_chunks(q, k, v, rate, self.inner)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("length", [4, 8, 9])
+def test_a_layer_trained_at_test_time_is_linear_in_its_values_where_its_loss_is(length):
+    module = Trained().double()
+    call = recorded(module, torch.randn(2, length, 12, dtype=torch.float64))
+    torch.testing.assert_close(freeze_measured(call).output(), call.output)
+    module = Trained(torch.tanh).double()
+    call = recorded(module, torch.randn(2, length, 12, dtype=torch.float64))
+    if length > 4:  # within the first chunk the layer is what it was
+        with pytest.raises(UnsupportedModelError, match="Trained"):
+            freeze_measured(call)
+
+
 class OfChannels(nn.Module):
     """Attention between channels looks like one between tokens and mixes none."""
 

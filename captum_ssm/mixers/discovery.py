@@ -94,7 +94,7 @@ class _Found:
         before, inner = self.calls.taken, self.stack[-1].module if self.stack else None
         with torch.no_grad():
             result = self.calls(call)
-        if self.calls.taken == before and inner is not None:
+        if self.calls.taken == before and inner is not None and not is_product(call.source):
             self.unproven[inner] = call.function.__qualname__  # the outermost call comes last
         return result
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from captum_ssm._nested import first_of, with_first
 from captum_ssm.operators import TokenOperator
-from captum_ssm.scans._calls import FunctionCall, handled_by, not_intercepted
+from captum_ssm.scans._calls import FunctionCall, handled_by, is_product, not_intercepted
 from captum_ssm.scans._candidate import Candidate, in_layout
 from captum_ssm.scans._form import ScanForm, forms_of
 from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
@@ -127,7 +127,8 @@ class ScanCalls:
     Args:
         take (Callable): takes a call, its scan and its result, and returns what takes the place of
             the result.
-        forms_only (bool, optional): nothing is measured with impulses. Default: False
+        forms_only (bool, optional): nothing is measured with impulses, and products with a matrix
+            are left alone. Default: False
         kept (KeptScans, optional): of another run. What a call returned there, it returns here.
             Default: None
     """
@@ -145,6 +146,8 @@ class ScanCalls:
         self.taken = 0
 
     def __call__(self, call: FunctionCall) -> Any:
+        if self.forms_only and is_product(call.source):  # one of many in a scan, perhaps
+            return call.run()
         result = None if self.kept is None else self.kept.find(call)
         if result is None:
             with torch.no_grad(), not_intercepted():
