@@ -110,6 +110,16 @@ def test_the_matrix_itself_is_the_operator(kind, length):
     torch.testing.assert_close(mixer.output(), call.output)
 
 
+def test_a_matrix_of_zeros_is_one_too():
+    module = InLine(lambda scores: 0 * scores)
+    call = recorded(module, torch.randn(1, 5, 12))
+    assert not freeze_measured(call).recurrence.matrix().any()
+    model, x = wild.Stack(InLine(squared), width=12).eval(), torch.randn(1, 5, 12)
+    MambaLRP(model).attribute(x, target=(4, 1))
+    model.layers[0].kind = lambda scores: 0 * scores
+    assert MambaLRP(model).attribute(x, target=(4, 1))[0, 4].any()
+
+
 @pytest.mark.parametrize("length", [4, 12, 63, 65])
 @pytest.mark.parametrize("written", WRITTEN)
 def test_the_product_may_be_written_in_any_way(written, length):

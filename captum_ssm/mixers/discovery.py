@@ -8,7 +8,7 @@ recognized by its parts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -331,26 +331,37 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     # The rule of PyTorch's softmax attention is attached to the graph.
     functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
     fused = fused_functions() if measured else {}
-    inside, thread = 0, threading.get_ident()
+    frozen = _FrozenCalls(measured, functions, fused)
+    with ExitStack() as stack:
+        for module in measured:
+            stack.enter_context(unfused(module))
+            stack.callback(module.register_forward_pre_hook(frozen.enter, prepend=True).remove)
+            stack.callback(module.register_forward_hook(frozen.leave, always_call=True).remove)
+        if functions:
+            stack.enter_context(intercepted(frozen.handle, [*functions, *fused]))
+        yield
 
-    def take(call: FunctionCall, scan: Scan, result: Any) -> Any:
-        if is_constant(scan.values):
-            raise UnsupportedModelError(
-                f"{scan.name} is given the logarithms of its values; expected values, as an "
-                "exponential counts as a constant and no relevance would go through. Use "
-                "MambaRollout, or register an adapter with captum_ssm.register_mixer."
-            )
-        return scan.result(scan.mixed, result)
 
-    calls = ScanCalls(take)
+class _FrozenCalls:
+    # Calls of scans inside of measured modules, in this thread.
+    def __init__(
+        self,
+        measured: Mapping[nn.Module, frozenset[Callable[..., Any]]],
+        functions: frozenset[Callable[..., Any]],
+        fused: Mapping[Callable[..., Any], Callable[[FunctionCall], Any]],
+    ) -> None:
+        self.measured, self.functions, self.fused = measured, functions, fused
+        self.calls, self.thread = ScanCalls(self._take), threading.get_ident()
+        self.taken: list[int] = []  # before each module on the stack
 
-    def freeze(call: FunctionCall) -> Any:
-        if not inside:
+    def handle(self, call: FunctionCall) -> Any:
+        """What a function returns, its scan linear in its values."""
+        if not self.taken:
             return call.run()
-        if call.source in fused:
-            return fused[call.source](call)
-        before, result = calls.taken, calls(call)
-        if calls.taken == before:
+        if call.source in self.fused:
+            return self.fused[call.source](call)
+        before, result = self.calls.taken, self.calls(call)
+        if self.calls.taken == before:
             raise ReconstructionError(
                 f"{call.function.__qualname__} was called with the arguments of a scan and does "
                 "not return what the scan returns, as it did when the model was first run; "
@@ -360,32 +371,28 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
             )
         return result
 
-    taken: list[int] = []  # before each module on the stack
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before a measured module is called."""
+        if threading.get_ident() == self.thread:
+            self.taken.append(self.calls.taken)
 
-    def enter(module: nn.Module, args: Any) -> None:
-        nonlocal inside
-        if threading.get_ident() == thread:
-            inside += 1
-            taken.append(calls.taken)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal inside
-        if threading.get_ident() != thread:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After it returned, or raised."""
+        if threading.get_ident() != self.thread:
             return
-        inside -= 1
-        is_frozen = taken.pop() < calls.taken or functions.isdisjoint(measured[module])
-        if output is not None and not is_frozen:
+        none = self.taken.pop() == self.calls.taken
+        if none and output is not None and self.functions & self.measured[module]:
             raise ReconstructionError(
                 f"{type(module).__name__} called none of its scans, which it called when the model "
                 "was first run; expected the same calls in every run. Register an adapter with "
                 "captum_ssm.register_mixer(module_type, freeze)."
             )
 
-    with ExitStack() as stack:
-        for module in measured:
-            stack.enter_context(unfused(module))
-            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        if functions:
-            stack.enter_context(intercepted(freeze, [*functions, *fused]))
-        yield
+    def _take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
+        if is_constant(scan.values):
+            raise UnsupportedModelError(
+                f"{scan.name} is given the logarithms of its values; expected values, as an "
+                "exponential counts as a constant and no relevance would go through. Use "
+                "MambaRollout, or register an adapter with captum_ssm.register_mixer."
+            )
+        return scan.result(scan.mixed, result)

@@ -21,10 +21,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 import captum_ssm
-from captum_ssm.operators import WeightsOperator
-from captum_ssm.scans._arguments import working_dtype
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import register_scan
 
 _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _ADDED = (torch.baddbmm, Tensor.baddbmm)
@@ -61,20 +57,9 @@ class TokenProduct:
         return token_product(*args)
 
 
-def token_product(token_weights: Tensor, token_values: Tensor) -> Tensor:
+def token_product(weights: Tensor, values: Tensor) -> Tensor:
     """Weights ``(B, L, L)`` times values ``(B, L, P)``."""
-    return token_weights @ token_values
-
-
-@register_scan
-def weights_in_line(token_weights: Tensor, token_values: Tensor) -> Iterator[Candidate]:
-    """A matrix of coefficients, as it is."""
-    weights = token_weights.to(working_dtype(token_weights, token_values))
-    yield Candidate(
-        operator=WeightsOperator(weights[:, None], width=token_values.shape[-1]),
-        values=token_values,
-        layouts=("BLD",),
-    )
+    return weights @ values
 
 
 def run_product(
