@@ -12,7 +12,8 @@ from torch import Tensor
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm._capture.checking import Deviation, Rebuilt, tolerance_of
 from captum_ssm._capture.model import extract_logits
-from captum_ssm._capture.tracing import unchanged
+from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import repeated
 from captum_ssm.attr import methods
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers._registry import how_known
@@ -169,10 +170,11 @@ def supported(
     return Support([support_of(frozen, layer) for layer in frozen.layers], between(frozen), tried)
 
 
+@repeated
 def likeliest(request: Request) -> Any:
     """A target: the token, or class, that the model predicts for the first example."""
-    with torch.no_grad(), unchanged(request.module):
-        logits = extract_logits(request.run())
+    with torch.no_grad(), on_thrown_away(request) as (of_copies, _):
+        logits = extract_logits(of_copies.run())
     if logits.dim() < 2:
         return None
     if logits.dim() == 3 and request.speaks(logits):

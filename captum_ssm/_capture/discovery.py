@@ -13,11 +13,13 @@ from torch import nn
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.model import refuse_scripted
 from captum_ssm._capture.request import Request
-from captum_ssm._capture.tracing import unchanged
+from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import repeated
+from captum_ssm._copies import Copies, original
 from captum_ssm._errors import ReconstructionError
 from captum_ssm._nested import map_tensors
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
-from captum_ssm.mixers._registry import as_unknown, may_be_namesake, remember
+from captum_ssm.mixers._registry import Freeze, as_unknown, may_be_namesake, remember
 from captum_ssm.mixers.discovery import discover
 
 # Models whose unknown mixers, if they have any, were found; and what is still not known of some.
@@ -80,6 +82,7 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
         )
 
 
+@repeated
 def find_namesakes(request: Request) -> None:
     """Find other adapters of mixers whose class only has the name of one that is registered.
 
@@ -94,13 +97,18 @@ def find_namesakes(request: Request) -> None:
         return
     named = {module for _, module in find_mixers(model) if may_be_namesake(module)}
     if named:
-        with unchanged(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            others = {call.module for call in _calls_of(named, request) if not _reproduces(call)}
+        with on_thrown_away(request) as (of_copies, copies):
+            calls = _calls_of(set(map(copies.of, named)), of_copies)
+            others = {original(call.module) for call in calls if not _reproduces(call)}
             if others:
                 with as_unknown(others):
-                    remember(discover(model, request.run))
+                    remember(_discovered(of_copies, copies))
     _COMPARED.add(model)  # not where it raised
+
+
+def _discovered(request: Request, copies: Copies) -> dict[nn.Module, Freeze]:
+    found = discover(copies.root, request.run)
+    return {original(module): freeze for module, freeze in found.items()}
 
 
 def _calls_of(modules: set[nn.Module], request: Request) -> list[MixerCall]:
@@ -115,7 +123,7 @@ def _calls_of(modules: set[nn.Module], request: Request) -> list[MixerCall]:
     with torch.no_grad(), ExitStack() as hooks:
         for module in modules:
             handle = module.register_forward_hook(note, with_kwargs=True, prepend=True)
-            hooks.callback(handle.remove)
+            hooks.enter_context(handle)
         request.run()
     return list(calls.values())
 
@@ -132,6 +140,7 @@ def _reproduces(call: MixerCall) -> bool:
     return True
 
 
+@repeated
 def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
 
@@ -149,10 +158,8 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     if request.remote or (known and (not mixed or model in _SEARCHED)):
         return False
     refuse_scripted(model)
-    with unchanged(model), warnings.catch_warnings():
-        # The run that is explained warns by itself.
-        warnings.simplefilter("ignore")
-        found = discover(model, request.run)
+    with on_thrown_away(request) as (of_copies, copies):
+        found = _discovered(of_copies, copies)
     remember(found)
     _SEARCHED.add(model)
     _UNKNOWN.pop(model, None)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from captum_ssm._capture.target import (
     read_score,
 )
 from captum_ssm._capture.wiring import Wiring, sequence
+from captum_ssm._copies import copied
 from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid
@@ -120,7 +121,7 @@ class FrozenLayer:
     def _read(self) -> FrozenMixer:
         adapter, call = find_adapter(self.source.module), self.source
         assert adapter is not None
-        with weights_loaded(call.module):
+        with copied(call.module), weights_loaded(call.module):
             mixer = adapter(call)
         if self.check and self.is_new and self.made is None:
             check_reconstruction(self.name, call, Rebuilt.of(mixer, call), self.mask)
@@ -283,6 +284,10 @@ class FrozenModel:
                 "work on different tokens, in another order than that of the input, or on "
                 "branches; use another method."
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A graph cannot be copied or written to a file: the model runs again.
+        return partial(freeze, query=False, check=self.layers[0].check), (self.request,)
 
     @property
     def is_chain(self) -> bool:

@@ -296,10 +296,14 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
     """
     if not isinstance(inputs, Tensor):
         raise TypeError(f"inputs is a {type(inputs).__name__}; {_EXPECTED}.")
-    if inputs.layout != torch.strided:
-        raise TypeError(
-            f"inputs is a tensor of layout {inputs.layout}; {_EXPECTED}, dense: pass "
-            "inputs.to_dense()."
+    if inputs.layout != torch.strided or inputs.is_nested:
+        kind = "a nested tensor" if inputs.is_nested else f"a tensor of layout {inputs.layout}"
+        advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
+        raise TypeError(f"inputs is {kind}; {_EXPECTED}, dense: pass {advice}.")
+    if torch.get_default_device().type == "meta":
+        raise InputError(
+            "the default device is meta, on which new tensors have no values; expected a device "
+            "that computes: call torch.set_default_device(None) before explaining."
         )
     shape = tuple(inputs.shape)
     if inputs.dim() < 2:

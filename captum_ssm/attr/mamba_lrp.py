@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -124,7 +125,6 @@ class MambaLRP(TokenAttribution):
         with (
             memory_limit(self.memory_limit),
             limited_graph(request.module, self.get_name()),
-            scans_frozen(request.module),
         ):
             frozen = self._run(
                 request,
@@ -186,6 +186,9 @@ class Rules(Substitution):
         self.inputs = request.inputs
         self.table = input_embeddings(request.module)
         self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def around(self, root: nn.Module) -> AbstractContextManager[None]:
+        return scans_frozen(root)
 
     def needs_graph(self, module: nn.Module) -> bool:
         adapter = find_adapter(module)

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from captum_ssm._checkpoints import without_checkpoints
+from captum_ssm._clones import address
+from captum_ssm._copies import copied
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, dependencies, readers
 from captum_ssm._nested import tensors_in
@@ -132,9 +134,9 @@ def run_cut(
     Raises:
         UnsupportedModelError: for a module that does not return one token for each given one.
     """
-    module, given = call.module, token_argument(call)
-    kwargs = without_caches(call.kwargs)
-    with torch.inference_mode(False), torch.enable_grad():
+    given, kwargs = token_argument(call), without_caches(call.kwargs)
+    with torch.inference_mode(False), torch.enable_grad(), copied(call.module) as copies:
+        module = copies.root
         working = torch.promote_types(given.dtype, torch.float32)
         if silent or working != call.output.dtype:
             module = copy.deepcopy(module)
@@ -224,7 +226,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     # Whether two arguments are one: as attention is given its tokens three times. A recorded call
     # holds each of them detached.
     same = one.shape == other.shape and one.stride() == other.stride()
-    return same and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
+    return same and one.dtype == other.dtype and address(one) == address(other)
 
 
 def token_argument(call: MixerCall) -> Tensor:
@@ -270,7 +272,7 @@ def _norms_noted(module: nn.Module, run: CutRun) -> Iterator[None]:
     with ExitStack() as stack:
         for part in module.modules():
             if part is not module and is_norm(part):
-                stack.callback(part.register_forward_hook(note).remove)
+                stack.enter_context(part.register_forward_hook(note))
         yield
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
+from captum_ssm._copies import original, undo
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 
@@ -111,6 +112,7 @@ def find_adapter(module: nn.Module) -> Freeze | None:
         >>> find_adapter(nn.Linear(2, 2)) is None
         True
     """
+    module = original(module)
     found, _ = _registered(module)
     return _MEASURED.get(module) if found is None else found
 
@@ -142,13 +144,10 @@ def is_own(freeze: Freeze | None) -> bool:
 @contextmanager
 def as_unknown(modules: set[nn.Module]) -> Iterator[None]:
     """Look for other adapters of modules than those of their classes; they keep what is found."""
-    _NAMESAKES.update(modules)
-    try:
+    with ExitStack() as stack:
+        undo(stack, lambda: _NAMESAKES.difference_update(modules - set(_MEASURED)))
+        _NAMESAKES.update(modules)
         yield
-    finally:
-        for module in modules:
-            if module not in _MEASURED:
-                _NAMESAKES.discard(module)
 
 
 def how_known(module: nn.Module) -> str:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -85,20 +86,17 @@ class _Found:
     named: dict[nn.Module, MixerCall] = field(default_factory=dict)
     unproven: dict[nn.Module, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.calls = ScanCalls(self._take)
-
-    def handle(self, call: FunctionCall) -> Any:
+    def handle(self, calls: ScanCalls, call: FunctionCall) -> Any:
         if self.known:
             return call.run()
-        before, inner = self.calls.taken, self.stack[-1].module if self.stack else None
+        before, inner = calls.taken, self.stack[-1].module if self.stack else None
         with torch.no_grad():
-            result = self.calls(call)
-        if self.calls.taken == before and inner is not None and not is_product(call.source):
+            result = calls(call)
+        if calls.taken == before and inner is not None and not is_product(call.source):
             self.unproven[inner] = call.function.__qualname__  # the outermost call comes last
         return result
 
-    def _take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
+    def take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
         self.scans.append((list(self.stack), call.source, scan.values.shape[1]))
         return result
 
@@ -166,7 +164,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
         torch.inference_mode(False),
         torch.no_grad(),
         found.noting_modules(),
-        intercepted(found.handle),
+        intercepted(partial(found.handle, ScanCalls(found.take))),
     ):
         run()
     trials = _Trials(frozenset(function for _, function, _ in found.scans))

@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._bodies import exchanged, own_codes
+from captum_ssm._copies import undo
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
 from captum_ssm.scans._fourier import TRANSFORMS, Transforms, fourier_convolution
@@ -127,11 +128,10 @@ def intercepted(
 @contextmanager
 def handled_by(handler: Handler | None) -> Iterator[None]:
     """Have another handler compute the intercepted calls of this thread; None runs them as is."""
-    before, _THIS.handler = _THIS.handler, handler
-    try:
+    with ExitStack() as stack:
+        undo(stack, setattr, _THIS, "handler", _THIS.handler)
+        _THIS.handler = handler
         yield
-    finally:
-        _THIS.handler = before
 
 
 def not_intercepted() -> AbstractContextManager[None]:
