@@ -162,6 +162,22 @@ def test_a_product_of_many_factors_and_a_last_layer_by_einsum(length):
     torch.testing.assert_close(mixer.output(), call.output)
 
 
+class Odd(InLine):
+    """Products that are no layers and no mixers beside one that is."""
+
+    def forward(self, x):
+        size = torch.einsum("ble,e->bl", x, self.gate.bias)
+        total = torch.einsum("ble,bkf->bk", x[:, :1], x)
+        outer = torch.einsum("ble,fe->blfe", x, self.gate.weight).sum((2, 3))
+        y = super().forward(x) * torch.tanh(size + outer)[..., None]
+        return y if x.shape[1] == 1 else y + 0 * total.mean()
+
+
+def test_other_products_are_left_alone():
+    call = recorded(Odd(), torch.randn(2, 7, 12))
+    torch.testing.assert_close(freeze_measured(call).output(), call.output)
+
+
 class InWindows(InLine):
     """Attention in windows of four tokens, which the module makes and joins, rolled by one."""
 

@@ -77,10 +77,11 @@ def run_product(
         multiply (Callable): takes the first known one and the arguments of :func:`token_product`,
             and returns what that returns.
     """
-    added, scale = None, 1.0
     given, others = args, kwargs
+    added: Tensor | float | None = None
     if func in _ADDED and len(args) == 3:
-        added, scale = kwargs.get("beta", 1) * args[0], kwargs.get("alpha", 1)
+        beta, scale = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+        added = beta * args[0] if beta != 0 else 0.0  # even of what is not finite
         given, others = args[1:], {}
     written = None if others else _written(func, given)
     if written is None or any(x.is_complex() for x in written.factors):
@@ -118,13 +119,14 @@ def as_linear(
         own, given = written.letters[at], written.letters[1 - at]
         summed = "".join(letter for letter in own if letter in given)
         new = "".join(letter for letter in out if letter not in given)
-        if not summed or set(own) != set(summed + new) or any(letter in out for letter in summed):
-            continue
         kept = "".join(letter for letter in given if letter in out)
+        whole = set(own) == set(summed + new) and set(given) == set(kept + summed)
+        if not (summed and new and whole) or any(letter in kept for letter in summed):
+            continue
         x = written.factors[1 - at].permute([given.index(letter) for letter in kept + summed])
         weight = written.factors[at].permute([own.index(letter) for letter in new + summed])
-        width = math.prod(sizes[letter] for letter in summed)
-        y = _layer(layer, x.flatten(len(kept)), weight.reshape(-1, width))
+        x, weight = x.flatten(len(kept)), weight.flatten(len(new)).flatten(0, -2)
+        y = _layer(layer, x, weight) if x.shape[-1] == weight.shape[-1] else None
         if y is not None:
             y = y.unflatten(-1, [sizes[letter] for letter in new])
             return y.permute([(kept + new).index(letter) for letter in out])
