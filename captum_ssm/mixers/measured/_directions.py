@@ -12,7 +12,7 @@ from captum_ssm._rules import mean_size, ruled
 from captum_ssm.mixers._cut import CutScan
 from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import Rerun
-from captum_ssm.operators import TokenOperator
+from captum_ssm.operators import TokenOperator, WindowedOperator
 from captum_ssm.operators.part import examples, part_of
 
 
@@ -23,7 +23,7 @@ class Direction:
     Args:
         cut (CutScan): the scan.
         rows (Tensor): ``(B,)``, its examples; ``(B, k)`` where it has heads or channels in its
-            batch.
+            batch; ``(B W,)`` or ``(B W, k)`` where it runs in windows of the tokens.
         start (int): the first of its channels.
         stop (int): the one after the last.
         order (Tensor): ``(L,)``: token t of the scan is this one of the module's.
@@ -31,6 +31,7 @@ class Direction:
         factor (Tensor): ``(B, L, D)``, gate times norm, in the scan's order.
         centered (int, optional): the channels over which a norm that follows subtracts their mean,
             one group of them after the other; 0 for none. Default: 0
+        windows (int, optional): W. Default: 1
     """
 
     cut: CutScan
@@ -41,10 +42,19 @@ class Direction:
     channels: Tensor
     factor: Tensor
     centered: int = 0
+    windows: int = 1
 
     def of(self, x: Tensor) -> Tensor:
-        """The direction's part of ``x (B', L, D')``."""
-        return examples(x, self.rows, slice(self.start, self.stop))
+        """The direction's part of ``x (B', l, D')``, ``(B, L, D)``."""
+        return _of_windows(examples(x, self.rows, slice(self.start, self.stop)), self.windows)
+
+    @property
+    def places(self) -> Tensor:
+        """``(B, k, L)``, where its tokens are among all of the scan."""
+        rows, length = self.rows.view(len(self.rows), -1), self.cut.leaf.shape[1]
+        steps = torch.arange(length, device=rows.device)
+        places = rows.mT.contiguous().mT[..., None] * length + steps  # (B W, k, l)
+        return places.unflatten(0, (-1, self.windows)).transpose(1, 2).flatten(2)
 
     @property
     def values(self) -> Tensor:
@@ -54,7 +64,8 @@ class Direction:
     @property
     def operator(self) -> TokenOperator:
         """The recurrence."""
-        return part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
+        found = part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
+        return found if self.windows == 1 else WindowedOperator(found, self.windows)
 
     @property
     def skip(self) -> Tensor | None:
@@ -131,23 +142,29 @@ def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> lis
             raise rerun.refused(f"the directions of {cut.scan.name} lie between each other")
         first = goes[:, 0, start]
         for at, order in _orders(rerun, kinds[:, n].reshape(rows, length), first):
+            windows = len(at) // rerun.B
             to = examples(goes, at, slice(start, stop))
             if bool((to != to[:1, :1]).any()):
                 raise rerun.refused(f"{cut.scan.name} does not keep its channels")
             factor = examples(factors, at, slice(start, stop)).to(cut.leaf.dtype)
-            found.append(Direction(cut, at, start, stop, order, to[0, 0], factor, centered))
+            factor, to = _of_windows(factor, windows), to[0, 0]
+            found.append(Direction(cut, at, start, stop, order, to, factor, centered, windows))
     return sorted(found, key=lambda direction: direction.start)
 
 
+def _of_windows(x: Tensor, windows: int) -> Tensor:
+    # (B W, l, D) as (B, W l, D).
+    return x.unflatten(0, (-1, windows)).flatten(1, 2)
+
+
 def _orders(rerun: Rerun, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, Tensor]]:
-    # The rows of a scan's batch that run in one order, with that order; lands (B', L). Rows of
+    # The rows of a scan's batch that run in one order, with that order; lands (B', l). Rows of
     # one example are told apart by the channel (B',) that they go to.
     B, L = rerun.B, rerun.L
     example, token = lands // L, lands % L
-    if bool((example != example[:, :1]).any()) or lands.shape[1] != L:
+    if bool((example != example[:, :1]).any()) or L % lands.shape[1]:
         raise rerun.refused("a scan does not run over all tokens of one example")
     kinds, group = torch.unique(token, dim=0, return_inverse=True)
-    every = torch.arange(L, device=lands.device)
     found = []
     for n in range(len(kinds)):
         rows = (group == n).nonzero()[:, 0]
@@ -161,7 +178,31 @@ def _orders(rerun: Rerun, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, 
             rows = rows.view(B, several)
             if bool((channel[rows].diff(dim=1) <= 0).any()):
                 raise rerun.refused("several scans in one order go to the same channels")
-        if not torch.equal(torch.sort(kinds[n]).values, every):
-            raise rerun.refused("a scan's tokens are not the module's")
         found.append((rows, kinds[n]))
-    return sorted(found, key=lambda one: int(one[0].flatten()[0]))
+    found.sort(key=lambda one: int(one[0].flatten()[0]))
+    return [_joined(rerun, one) for one in _windows(found)]
+
+
+def _windows(found: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    # Orders of some of the tokens, each with the others of its direction.
+    directions: list[tuple[set[int], list[tuple[Tensor, Tensor]]]] = []
+    for rows, order in found:
+        own = set(order.tolist())
+        fits = (one for one in directions if own.isdisjoint(one[0]))
+        tokens, windows = next(fits, (set[int](), list[tuple[Tensor, Tensor]]()))
+        if not windows:
+            directions.append((tokens, windows))
+        tokens |= own
+        windows.append((rows, order))
+    return [windows for _, windows in directions]
+
+
+def _joined(rerun: Rerun, windows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    # The windows of one direction, those of an example one after the other.
+    order = torch.cat([order for _, order in windows])
+    every = torch.arange(rerun.L, device=order.device)
+    if not torch.equal(torch.sort(order).values, every):
+        raise rerun.refused("a scan's tokens are not the module's")
+    if len({rows.shape for rows, _ in windows}) > 1:
+        raise rerun.refused("the windows of a scan are not alike")
+    return torch.stack([rows for rows, _ in windows], 1).flatten(0, 1), order
