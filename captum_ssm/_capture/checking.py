@@ -233,11 +233,16 @@ def _error_on_larger_tokens(call: MixerCall) -> float:
         return max(Deviation.of(again, Rebuilt.of(adapter(again))).errors(None, least=rounding))
 
 
+def is_padded_left(mask: Tensor | None) -> bool:
+    """Whether padding comes before tokens in any example of a mask ``(B, L)``."""
+    return mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any())
+
+
 def warn_if_padding_is_read(
     name: str, call: MixerCall, mixer: FrozenMixer, mask: Tensor | None
 ) -> None:
     """Warn where tokens read the padding before them: the model ignores its mask."""
-    if mask is None or not bool((mask[:, 1:] > mask[:, :-1]).any()):
+    if mask is None or not is_padded_left(mask):
         return
     mask = mask.to(mixer.recurrence.device, mixer.recurrence.dtype)
     read = mixer.recurrence.rmatvec(mask, "mean") * (1 - mask)

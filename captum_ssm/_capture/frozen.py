@@ -16,6 +16,7 @@ from captum_ssm._capture.checking import (
     Rebuilt,
     check_deviation,
     check_reconstruction,
+    is_padded_left,
     warn_if_padding_is_read,
     warn_of_shift,
 )
@@ -295,6 +296,12 @@ class FrozenModel:
         """The explained score, ``(B,)``, of a model frozen with gradients."""
         assert self.score is not None
         return self.score
+
+    def warn_of_padding(self) -> None:
+        """Warn of mixers that read padding on the left, where nothing else freezes them."""
+        if is_padded_left(self.mask):
+            for layer in self.layers:
+                _ = layer.mixer
 
     def at(self, position: int | Tensor) -> FrozenModel:
         """The same frozen model, asked for the row of another token."""

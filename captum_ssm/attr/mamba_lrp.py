@@ -110,6 +110,7 @@ class MambaLRP(TokenAttribution):
             rules, frozen = self._ruled(request, position, target, wiring=True)
         score = frozen.require_score()
         found = rules.relevance(score)
+        frozen.warn_of_padding()
         warn_of_unknown(request.module, frozen.wiring.refused)
         result = format_output(
             request.packed,
