@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 
+from captum_ssm._in_place import COPY_SLICES, is_hidden, is_overwritten
+
 Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
 Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 
@@ -101,6 +103,9 @@ def _find_rules(
     ends: Sequence[Node], starts: Sequence[Node], centered: bool
 ) -> tuple[list[tuple[Node, Rule]], dict[Node, bool]]:
     visited, carries = _carrying(ends, starts)
+    for node, carrying in visited:
+        if carrying and _kind(node) == COPY_SLICES:
+            is_hidden(node)  # raises, unless nothing more can be seen
     rules = [(node, _rule(node, carrying, centered)) for node, carrying in visited]
     return [(node, rule) for node, rule in rules if rule is not None], carries
 
@@ -146,11 +151,16 @@ def without_rule(carries: Mapping[Node, bool]) -> list[str]:
     Args:
         carries (dict): of :func:`ruled`, whose rules are still attached.
     """
-    return sorted({_kind(node) for node, carry in carries.items() if carry and _is_unknown(node)})
+    unknown = {_kind(node) for node, carry in carries.items() if carry and _is_unknown(node)}
+    return sorted(
+        "a function applied in place to a view" if x == COPY_SLICES else x for x in unknown
+    )
 
 
 def _is_unknown(node: Node) -> bool:
     kind, name = _kind(node), node.name()
+    if kind == COPY_SLICES:
+        return is_hidden(node)
     if not isinstance(node, BackwardCFunction):
         return kind in _WITHOUT_RULE
     defined_in = type(node)._forward_cls.__module__  # type: ignore[attr-defined]
@@ -231,6 +241,8 @@ def _followed(node: Node) -> Sequence[int]:
         return (0,)
     if kind == "Addcdiv":
         return (0, 1)
+    if kind == COPY_SLICES and is_overwritten(node):
+        return range(1, count)
     if kind.startswith("ScaledDotProduct"):  # attention's probabilities
         return (2,)
     return range(count)

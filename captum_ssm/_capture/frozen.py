@@ -37,6 +37,7 @@ from captum_ssm._capture.wiring import Wiring, sequence
 from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid
+from captum_ssm._in_place import seen_in_views
 from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached, map_tensors
 from captum_ssm._workspace import workspace
@@ -378,6 +379,7 @@ class FrozenModel:
 
 
 @workspace()
+@seen_in_views
 def freeze(
     request: Request,
     *,

@@ -64,6 +64,9 @@ class Substitute(Protocol):
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""
 
+    def begin(self) -> None:
+        """Called before each run of the model: one may have to be repeated."""
+
     def running(self, module: nn.Module) -> AbstractContextManager[None]:
         """What a mixer's own forward runs in."""
 
@@ -399,6 +402,8 @@ def _record_once(
         if cuts is not None and not gradients:
             _differentiable(request.module)
         linears, scans = KeptLinears(), KeptScansOfMixers()
+        if substitute is not None:
+            substitute.begin()
         if substitute is not None or not whole:
             # What is inside a mixer is recomputed; only what is outside needs its graph.
             around = linears.running if substitute is None else substitute.running

@@ -188,6 +188,10 @@ class Rules(Substitution):
         self.table = input_embeddings(request.module)
         self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
 
+    def begin(self) -> None:
+        super().begin()
+        self.embedded.clear()
+
     def needs_graph(self, module: nn.Module) -> bool:
         adapter = find_adapter(module)
         return adapter is None or not self.replaces(adapter)
