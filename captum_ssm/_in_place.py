@@ -115,8 +115,9 @@ def _is_write(before: Tensor | None, values: Tensor | None = None) -> bool:
         return True
     if not bool((values == values.round()).all()):
         return False
-    is_added = before is None or bool(before.all())
-    return is_added or float(values.sum()) == float((before == 0).sum())
+    if before is None or bool(before.all()):
+        return True
+    return float(values.sum()) == float(torch.count_nonzero(before == 0))
 
 
 class _OnCopies(TorchFunctionMode):
