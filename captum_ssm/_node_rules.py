@@ -373,6 +373,7 @@ RULES: dict[str, NodeRule] = {
     "Sqrt": _degree(0.5),
     "VarMean": _var_mean,
 }
+# Activations as in an MLP; tanh is a soft cap.
 BENDING = frozenset(
-    (*_ACTIVATIONS, "Glu", "SquaredReLUFunction", *("SwiGLUFunction", "SwiGLULinearFunction"))
-)
+    (*_ACTIVATIONS, "Glu", "SquaredReLUFunction", "SwiGLUFunction", "SwiGLULinearFunction")
+) - {"Tanh"}
