@@ -6,6 +6,7 @@ A kind in none of these tables, nor in that of the rules, is a function without 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +83,12 @@ _OURS = "GeneratedBackwardFor_captum_ssm_"
 
 def kind_of(node: Node) -> str:
     """The kind of a node."""
-    return node.name().rstrip("0123456789").removesuffix("Backward")
+    return _kind(node.name())
+
+
+@functools.cache
+def _kind(name: str) -> str:
+    return name.rstrip("0123456789").removesuffix("Backward")
 
 
 def followed_by(node: Node) -> Sequence[int]:

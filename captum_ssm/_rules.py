@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -52,8 +52,7 @@ def ruled(
         yield carries
 
 
-@dataclass(frozen=True)
-class _Visit:
+class _Visit(NamedTuple):
     # A node, the inputs by which relevance goes on to a start, and which of them are gates: factors
     # of a product that count as coefficients.
     node: Node
@@ -99,9 +98,9 @@ def _carrying(
 
 
 def _gates(node: Node, carrying: set[int], inputs: Sequence[Node]) -> set[int]:
-    factors = carrying.intersection(PRODUCTS.get(kind_of(node), ()))
-    gates = {i for i in factors if len(factors) > 1 and is_gate(inputs[i])}
-    return set() if gates == factors else gates
+    factors = carrying.intersection(PRODUCTS.get(kind_of(node), ())) if len(carrying) > 1 else ()
+    gates = {i for i in factors if is_gate(inputs[i])}
+    return gates if len(gates) < len(factors) else set()
 
 
 def _leave_out(visits: Sequence[_Visit], ends: Sequence[Node], carries: dict[Node, bool]) -> None:
