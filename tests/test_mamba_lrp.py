@@ -24,7 +24,9 @@ from captum_ssm import (
     ReconstructionError,
 )
 from captum_ssm._node_rules import rule_of
+from captum_ssm.attr._norms import FrozenNorm
 from captum_ssm.attr._relevance import relevance_at
+from captum_ssm.mixers import MixerCall
 from captum_ssm.models import BidirectionalMamba
 
 
@@ -648,3 +650,44 @@ def test_relevance_goes_through_the_norms_of_images(norm: nn.Module, count: int)
     x = torch.randn(count, 2, 7, 8)
     relevance = MambaLRP(model).attribute(x, target=1)
     torch.testing.assert_close(relevance.sum((1, 2, 3)), model(x)[:, 1], rtol=1e-4, atol=1e-6)
+
+
+def rms(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def before(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+NORMS = {
+    "an RMS norm": (rms, True),
+    "a layer norm": (lambda x: F.layer_norm(x, x.shape[-1:], eps=1e-6), True),
+    "with some of the token before": (lambda x: rms(x) + 0.01 * before(x), False),
+    "a larger result": (lambda x: 1.001 * rms(x), False),
+    "with an activation": (lambda x: rms(x) + 1e-3 * F.silu(x), False),
+    "at all tokens but one": (
+        lambda x: torch.cat([rms(x[:, :4]), 1.001 * rms(x[:, 4:5]), rms(x[:, 5:])], 1),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_norm_by_name_is_one_only_at_rounding(kind: str, dtype: torch.dtype) -> None:
+    class OwnNorm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return NORMS[kind][0](x)
+
+    # A token that is much larger than the others does not hide what happens to them.
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:, 0] *= 1e3
+    module = OwnNorm()
+    call = MixerCall.of("norm", module, (x,), {}, module(x))
+    assert (FrozenNorm.of(call) is not None) == NORMS[kind][1]
+    model = without_biases(nn.Sequential(module, BidirectionalMamba(8, state=4))).to(dtype)
+    _, delta = MambaLRP(lambda x: model(x).sum((1, 2)), model).attribute(
+        x, return_convergence_delta=True
+    )
+    assert float(delta.abs().max()) < 1e-5
