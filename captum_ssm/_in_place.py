@@ -48,7 +48,7 @@ class HiddenFunctionError(Exception):
 
 
 def seen_in_views(function: Callable[P, Result]) -> Callable[P, Result]:
-    """The same function, run again where it met a function that a view hides."""
+    """A function that is run again where it met another one that a view hides."""
 
     @functools.wraps(function)
     def seen(*args: P.args, **kwargs: P.kwargs) -> Result:

@@ -17,7 +17,7 @@ from captum_ssm._in_place import COPY_SLICES, is_hidden, is_overwritten
 
 Node = Any  # torch.autograd.graph.Node; its saved tensors have no static types
 
-# Coefficients: the results of these nodes are constants. Those of steps have no gradient either.
+# Coefficients: the results of these nodes are constants. Steps have no gradient either.
 CONSTANT = frozenset(
     (
         *("Bernoulli", "Ceil", "Exp", "Exp2", "Floor", "Hardsigmoid", "MaskedSoftmax", "Normal"),

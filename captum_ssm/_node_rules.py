@@ -100,12 +100,12 @@ def is_mean_of_channels(node: Node) -> bool:
 
 
 def _mean(node: Node, centered: bool) -> Rule | None:
-    # That which a norm subtracts.
+    # Norms subtract such means.
     return None if centered or not is_mean_of_channels(node) else lambda inner, outer: (None,)
 
 
 def _degree(degree: float) -> NodeRule:
-    # Of a function of that degree, gradient times input is as many times the output.
+    # Gradient times input of such a function is its degree times the output.
     return lambda node, centered: _times(1 / degree, (0,))
 
 
@@ -198,7 +198,7 @@ def _expm1(y: Tensor) -> Tensor:
 
 
 def _elu(node: Node) -> Tensor:
-    # Of one in place only the result is saved.
+    # A node of one in place saves only its result.
     is_celu = kind_of(node) == "Celu"
     alpha, scale = node._saved_alpha, 1 if is_celu else node._saved_scale
     inner = 1 / alpha if is_celu else node._saved_input_scale
@@ -328,7 +328,7 @@ def _pow(node: Node, centered: bool) -> Rule:
 
 
 def _var_mean(node: Node, centered: bool) -> Rule:
-    # Of the two results only the variance is of degree two.
+    # Only the variance, the first result, is of degree two.
     x, dims, keeps = node._saved_self, node._saved_dim, node._saved_keepdim
     axes = [d - 2**64 if d >= 2**63 else d for d in dims or range(x.dim())]
     count, shape = math.prod(x.shape[d] for d in axes), x.shape

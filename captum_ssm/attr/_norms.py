@@ -80,7 +80,7 @@ class FrozenNorm:
 
 
 def _rounding(call: MixerCall, weight: Tensor | None) -> float:
-    # That of the coarsest dtype that a norm computes in; float32 if its arguments are finer.
+    # A norm computes in the coarsest of its dtypes; in float32 if all are finer.
     tensors = [*tensors_in((call.args, call.kwargs)), call.output]
     tensors = [*tensors, weight] if torch.is_tensor(weight) else tensors
     known = {x.dtype for x in tensors if x.is_floating_point()} | {torch.float32}

@@ -88,7 +88,7 @@ def _warn_of_added(coefficients: Collection[str]) -> None:
 
 
 def _share(whole: Sequence[Tensor], rest: Sequence[Tensor]) -> float:
-    # Of the sizes of relevance that goes through a part, and of the rest.
+    # The size of the relevance that goes through a part, as a share of it and the rest's.
     kept = sum(float(one.abs().sum()) for one in rest)
     lost = sum(float((one - other).abs().sum()) for one, other in zip(whole, rest, strict=True))
     return lost / (lost + kept) if lost else 0.0
