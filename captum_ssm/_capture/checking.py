@@ -370,11 +370,16 @@ def _is_finite(x: Tensor) -> bool:
     return all(bool(torch.isfinite(end)) for end in torch.aminmax(x.detach()))
 
 
+def is_padded_left(mask: Tensor | None) -> bool:
+    """Whether padding comes before tokens in any example of a mask ``(B, L)``."""
+    return mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any())
+
+
 def warn_if_padding_is_read(
     name: str, call: MixerCall, mixer: FrozenMixer, mask: Tensor | None
 ) -> None:
     """Warn where tokens read the padding before them: the model ignores its mask."""
-    if mask is None or not bool((mask[:, 1:] > mask[:, :-1]).any()):
+    if mask is None or not is_padded_left(mask):
         return
     mask = mask.to(mixer.recurrence.device, mixer.recurrence.dtype)
     read = mixer.recurrence.rmatvec(mask, "mean") * (1 - mask)

@@ -17,6 +17,7 @@ from captum_ssm._capture.checking import (
     check_deviation,
     check_reconstruction,
     check_relevance,
+    is_padded_left,
     warn_if_padding_is_read,
     warn_of_shift,
 )
@@ -40,6 +41,7 @@ from captum_ssm._copies import copied
 from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid
+from captum_ssm._in_place import seen_in_views
 from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached, map_tensors
 from captum_ssm._workspace import workspace
@@ -304,6 +306,12 @@ class FrozenModel:
         assert self.score is not None
         return self.score
 
+    def warn_of_padding(self) -> None:
+        """Warn of mixers that read padding on the left, where nothing else freezes them."""
+        if is_padded_left(self.mask):
+            for layer in self.layers:
+                _ = layer.mixer
+
     def at(self, position: int | Tensor) -> FrozenModel:
         """The same frozen model, asked for the row of another token."""
         shape, call = (self.shape[0], self.counted), self.layers[0].call
@@ -380,6 +388,7 @@ class FrozenModel:
 
 
 @workspace()
+@seen_in_views
 def freeze(
     request: Request,
     *,

@@ -65,6 +65,9 @@ class Substitute(Protocol):
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""
 
+    def begin(self) -> None:
+        """Called before each run of the model: one may have to be repeated."""
+
     def running(self, module: nn.Module) -> AbstractContextManager[None]:
         """What a mixer's own forward runs in."""
 
@@ -403,6 +406,7 @@ def _record_once(
         mixers, others = find_points(copies.root, picks)
         bar = stack.enter_context(Bar("mixers", len(mixers)))
         if substitute is not None:
+            substitute.begin()
             stack.enter_context(substitute.around(copies.root))
         if cuts is not None and not gradients:
             _differentiable(copies.root)

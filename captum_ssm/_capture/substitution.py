@@ -78,6 +78,11 @@ class Substitution:
         # Adapters of recurrences: known once the first of their mixers was frozen.
         self._of_scans: set[Adapter] = set()
 
+    def begin(self) -> None:
+        """Forget an earlier run of the model, which has to be repeated."""
+        self.made.clear()
+        self._waiting = 0
+
     @torch.enable_grad()
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""

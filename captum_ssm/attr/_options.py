@@ -14,6 +14,7 @@ from typing_extensions import Unpack, get_type_hints
 
 from captum_ssm._captum import log_usage
 from captum_ssm._graph import past_writes
+from captum_ssm._in_place import seen_in_views
 from captum_ssm._progress import showing
 from captum_ssm._workspace import workspace
 
@@ -143,7 +144,8 @@ def described(function: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("return_convergence_delta") and not self.has_convergence_delta():
             raise no_delta(self.get_name())
         with workspace(), showing(kwargs.pop("show_progress", None)):
-            found = past_writes(functools.partial(function, self, *args, **kwargs))
+            run = functools.partial(function, self, *args, **kwargs)
+            found = seen_in_views(past_writes)(run)
         self._check_relevance(found)
         return found
 
