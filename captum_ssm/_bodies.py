@@ -8,11 +8,14 @@ original.
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType
 from typing import Any
+
+from captum_ssm._copies import undo
 
 # Takes the function, one with its own body, and the arguments of a call.
 Body = Callable[[FunctionType, FunctionType, tuple[Any, ...], dict[str, Any]], Any]
@@ -31,14 +34,13 @@ _EXCHANGED: dict[FunctionType, _Exchange] = {}
 @contextmanager
 def exchanged(functions: Iterable[FunctionType], body: Body) -> Iterator[None]:
     """Calls of some functions in this thread run another body."""
-    known, before = list(functions), _THIS.bodies
-    _exchange(known)
-    _THIS.bodies = {**before, **dict.fromkeys(known, body)}
-    try:
+    user = _User(functions)
+    with ExitStack() as stack:
+        undo(stack, setattr, _THIS, "bodies", _THIS.bodies)
+        undo(stack, user.put_back)
+        user.exchange()
+        _THIS.bodies = {**_THIS.bodies, **dict.fromkeys(user.functions, body)}
         yield
-    finally:
-        _THIS.bodies = before
-        _put_back(known)
 
 
 def own_codes(functions: Iterable[FunctionType]) -> list[CodeType]:
@@ -51,17 +53,26 @@ class _Exchange:
     # A function whose body is exchanged, by how many runs.
     def __init__(self, function: FunctionType) -> None:
         f = self.function = function
-        self.code, self.users = f.__code__, 0
+        self.code, self.users = f.__code__, set[_User]()
         self.original = FunctionType(
             f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         self.original.__qualname__ = function.__qualname__
         self.original.__module__ = function.__module__
-        # Models ask functions which arguments they take; the other body takes any.
         self.is_signed = "__signature__" in vars(function)
+
+    def put(self) -> None:
+        """Give the function the other body."""
+        # Models ask functions which arguments they take; the other body takes any.
         if not self.is_signed:
-            vars(f)["__signature__"] = inspect.signature(function)
+            vars(self.function)["__signature__"] = inspect.signature(self.original)
+        consts = tuple(
+            self if const == "the exchange" else const for const in _stub.__code__.co_consts
+        )
+        self.function.__code__ = _stub.__code__.replace(
+            co_consts=consts, co_freevars=self.code.co_freevars
+        )
 
     def put_back(self) -> None:
         """Give the function its own body."""
@@ -81,27 +92,36 @@ def _stub(*args: Any, **kwargs: Any) -> Any:
     return exchange(*args, **kwargs)
 
 
-def _exchange(functions: Iterable[FunctionType]) -> None:
-    with _LOCK:
-        for function in functions:
-            exchange = _EXCHANGED.get(function)
-            if exchange is None:
-                exchange = _EXCHANGED[function] = _Exchange(function)
-                consts = tuple(
-                    exchange if const == "the exchange" else const
-                    for const in _stub.__code__.co_consts
-                )
-                function.__code__ = _stub.__code__.replace(
-                    co_consts=consts, co_freevars=exchange.code.co_freevars
-                )
-            exchange.users += 1
+class _User:
+    # A block whose functions have other bodies.
+    def __init__(self, functions: Iterable[FunctionType]) -> None:
+        self.functions = list(functions)
+
+    def exchange(self) -> None:
+        with _LOCK:
+            for function in self.functions:
+                exchange = _EXCHANGED.get(function)
+                if exchange is None:
+                    exchange = _EXCHANGED[function] = _Exchange(function)
+                exchange.users.add(self)
+                exchange.put()
+
+    def put_back(self) -> None:
+        with _LOCK:
+            for function in self.functions:
+                exchange = _EXCHANGED.get(function)
+                if exchange is not None:
+                    exchange.users.discard(self)
+                    if not exchange.users:
+                        exchange.put_back()
+                        _EXCHANGED.pop(function, None)
 
 
-def _put_back(functions: Iterable[FunctionType]) -> None:
-    with _LOCK:
-        for function in functions:
-            exchange = _EXCHANGED[function]
-            exchange.users -= 1
-            if exchange.users == 0:
-                exchange.put_back()
-                del _EXCHANGED[function]
+def _after_fork() -> None:
+    # Another thread of the parent may have held the lock.
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from captum_ssm._clones import memory
+from captum_ssm._copies import original
 from captum_ssm._nested import map_tensors
 from captum_ssm._saved import Save, saving
 
@@ -23,7 +25,7 @@ _LOADERS: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 
 def is_offloaded(module: nn.Module) -> bool:
     """Whether weights of ``module`` were loaded for the model's last run only."""
-    return any(part in _LOADERS for part in module.modules())
+    return any(original(part) in _LOADERS for part in module.modules())
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def weights_loaded(module: nn.Module) -> Iterator[None]:
     """Have the weights of ``module`` at hand where accelerate offloads them between calls."""
     with ExitStack() as stack:
         for part in module.modules():
-            loader = _LOADERS[part]() if part in _LOADERS else part
+            loader = _LOADERS.get(original(part), lambda part=part: part)()
             hook = getattr(loader, "_hf_hook", None)
             if hook is not None and any(value.is_meta for value in _weights(part).values()):
                 hook.pre_forward(loader)
@@ -41,16 +43,15 @@ def weights_loaded(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def reloaded_in_backward(model: nn.Module) -> Iterator[None]:
-    """Run a model such that no graph keeps the weights that accelerate loads for each call.
+    """Run a copy of a model such that no graph keeps the weights that accelerate loads for a call.
 
-    Its backward pass loads them again. What this changes in the modules' attributes is left to the
-    caller to undo.
+    Its backward pass loads them again, into the user's modules for as long as it takes.
     """
     away = {m: [n for n, w in _weights(m).items() if w.is_meta] for m in model.modules()}
     away = {module: names for module, names in away.items() if names}
     hooked = [m for m in model.modules() if "_hf_hook" in m.__dict__]
     for module in model.modules():
-        _LOADERS.pop(module, None)
+        _LOADERS.pop(original(module), None)
     if not (away and hooked):
         yield
         return
@@ -58,15 +59,11 @@ def reloaded_in_backward(model: nn.Module) -> Iterator[None]:
     for module in hooked:
         module.__dict__["_hf_hook"] = _WatchedHook(module, loaded)
     # The node of a graph that a gradient of a parameter would be added by keeps the parameter.
-    trained = [p for p in model.parameters() if p.is_meta and p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        with saving(loaded.keep):
-            yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
+    for p in model.parameters():
+        if p.is_meta:
+            p.requires_grad_(False)
+    with saving(loaded.keep):
+        yield
 
 
 class _Loaded:
@@ -79,7 +76,7 @@ class _Loaded:
         weights = _weights(part)
         for name in self.away[part]:
             if not weights[name].is_meta:
-                _LOADERS.setdefault(part, ref(loader))
+                _LOADERS.setdefault(original(part), ref(original(loader)))
                 self.known[_memory(weights[name])] = ref(weights[name]), part, name
 
     def keep(self, x: Tensor, save: Save) -> Callable[[], Tensor]:
@@ -92,10 +89,11 @@ class _Loaded:
             return save(x)
         size, stride = x.size(), x.stride()
         offset = x.storage_offset() - weight.storage_offset()
+        owner = original(part)
 
         def load() -> Tensor:
-            with weights_loaded(part):
-                again = _weights(part)[name].detach()
+            with weights_loaded(owner):
+                again = _weights(owner)[name].detach()
             return again.as_strided(size, stride, again.storage_offset() + offset)
 
         return load
@@ -125,7 +123,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _memory(x: Tensor) -> tuple[torch.device, int]:
-    return x.device, x.untyped_storage().data_ptr()
+    return x.device, memory(x)
 
 
 def moved(value: V, device: torch.device) -> V:

@@ -10,6 +10,8 @@ from contextvars import ContextVar
 
 import torch
 
+from captum_ssm._clones import memory
+from captum_ssm._copies import bound
 from captum_ssm._saved import Save, saving
 
 _LIMIT: ContextVar[int | None] = ContextVar("captum_ssm_memory_limit", default=None)
@@ -36,11 +38,8 @@ def memory_limit(limit: int | None) -> Iterator[None]:
         raise ValueError(
             f"memory_limit is {limit!r}; expected a positive number of bytes, or None."
         )
-    token = _LIMIT.set(limit)
-    try:
+    with bound(_LIMIT, limit):
         yield
-    finally:
-        _LIMIT.reset(token)
 
 
 def tile_entries(default: int) -> int:
@@ -60,7 +59,7 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
     if limit is None:
         yield
         return
-    own = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+    own = {memory(t) for t in (*model.parameters(), *model.buffers())}
     saved: Counter[int] = Counter()  # how often a storage is kept
     total = 0
 
@@ -68,7 +67,7 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
         # Stands in the graph for a tensor, and is counted for as long as it is there.
         def __init__(self, tensor: torch.Tensor, restore: Callable[[], torch.Tensor]) -> None:
             nonlocal total
-            self.tensor, self.restore, self.storage = tensor, restore, _storage(tensor)
+            self.tensor, self.restore, self.storage = tensor, restore, memory(tensor)
             total += 0 if saved[self.storage] else tensor.untyped_storage().nbytes()
             saved[self.storage] += 1
 
@@ -81,7 +80,7 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
             total -= 0 if saved[self.storage] else self.tensor.untyped_storage().nbytes()
 
     def keep(tensor: torch.Tensor, save: Save) -> Callable[[], torch.Tensor]:
-        if _storage(tensor) in own:
+        if memory(tensor) in own:
             return save(tensor)
         kept = Kept(tensor.detach(), save(tensor))
         if total > limit:
@@ -94,10 +93,6 @@ def limited_graph(model: torch.nn.Module, what: str) -> Iterator[None]:
 
     with saving(keep):
         yield
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def require(needed: int, what: str, would_fit: Sequence[tuple[str, int]] = ()) -> None:

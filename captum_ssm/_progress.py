@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -10,6 +12,8 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from tqdm import tqdm
+
+from captum_ssm._copies import bound
 
 T = TypeVar("T")
 
@@ -23,11 +27,19 @@ _LOGGER = logging.getLogger("captum_ssm")
 @contextmanager
 def showing(show: bool | None) -> Iterator[None]:
     """Bars of everything inside (True), or none (False); None leaves what was set around it."""
-    token = _SHOW.set(_SHOW.get() if show is None else bool(show))
-    try:
+    with bound(_SHOW, _SHOW.get() if show is None else bool(show)):
         yield
-    finally:
-        _SHOW.reset(token)
+
+
+class _Shown(tqdm):
+    # Without the thread that tqdm starts for the whole process, and with a lock of its own, which
+    # no thread of a parent process holds.
+    monitor_interval = 0
+
+
+_Shown.set_lock(threading.RLock())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _Shown.set_lock(threading.RLock()))
 
 
 class Bar:
@@ -40,21 +52,18 @@ class Bar:
 
     def __init__(self, what: str, total: float) -> None:
         self.what, self.total, self.done = what, total, 0.0
-        show = _SHOW.get()
-        self._start, self._announces = time.monotonic(), show is not False
-        self._shown = tqdm(
-            desc=what,
-            total=total,
-            delay=DELAY if show is None else 0.0,
-            leave=False,
-            disable=None if show is None else not show,
-        )
+        self._show = _SHOW.get()
+        self._start, self._announces = time.monotonic(), self._show is not False
+        self._shown = self._bar() if self._show else None
 
     def advance(self, count: float = 1) -> None:
         """To be called after each part of the work, with its share of the total."""
-        self._shown.update(count)
         self.done += count
         taken = time.monotonic() - self._start
+        if self._shown is None and self._show is None and taken >= DELAY:
+            self._shown = self._bar()
+        elif self._shown is not None:
+            self._shown.update(count)
         if not self._announces or taken < DELAY or self.done <= 0:
             return
         self._announces = False
@@ -62,7 +71,14 @@ class Bar:
             _LOGGER.warning("%s: about %.0f s in all.", self.what, taken * self.total / self.done)
 
     def close(self) -> None:
-        self._shown.close()
+        if self._shown is not None:
+            self._shown.close()
+
+    def _bar(self) -> _Shown:
+        hidden = None if self._show is None else not self._show
+        return _Shown(
+            desc=self.what, total=self.total, initial=self.done, leave=False, disable=hidden
+        )
 
     def __enter__(self) -> Bar:
         return self

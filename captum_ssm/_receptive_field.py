@@ -20,8 +20,9 @@ from captum_ssm._capture import (
 )
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import captum_score
-from captum_ssm._capture.tracing import unchanged
+from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._checkpoints import without_checkpoints
+from captum_ssm._clones import repeated
 from captum_ssm._errors import InputError, TargetError
 from captum_ssm._integers import as_index
 from captum_ssm._workspace import workspace
@@ -393,9 +394,10 @@ def _by_gradient(
     return (size if axis is None else size.sum(axis)), unit
 
 
+@repeated
 def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
     """The input or its embeddings, the output, and that of the last mixer, in one graph."""
-    tensor, module = request.inputs[0], request.module
+    tensor = request.inputs[0]
     embedded: list[Tensor] = []
     mixed: list[Tensor] = []
 
@@ -411,19 +413,17 @@ def _run(request: Request) -> tuple[Tensor, Tensor, Tensor | None]:
     def keep(mixer: nn.Module, args: Any, output: Any) -> None:
         mixed[:] = [extract_logits(output)]
 
-    hooks = [mixer.register_forward_hook(keep) for _, mixer in find_mixers(module)]
-    if request.by_ids:
-        tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
-        hooks += [table.register_forward_hook(embed) for table in tables]
-    try:
-        leaf = tensor.detach().clone()
-        if tensor.is_floating_point():
-            leaf.requires_grad_()
-        with unchanged(module), without_checkpoints():
-            output = extract_logits(request.run((leaf,)))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    leaf = tensor.detach().clone()
+    if tensor.is_floating_point():
+        leaf.requires_grad_()
+    with on_thrown_away(request) as (of_copies, copies), without_checkpoints():
+        for _, mixer in find_mixers(copies.root):
+            mixer.register_forward_hook(keep)
+        if request.by_ids:
+            for table in copies.root.modules():
+                if isinstance(table, nn.Embedding):
+                    table.register_forward_hook(embed)
+        output = extract_logits(of_copies.run((leaf,)))
     if request.by_ids and not embedded:
         raise ValueError(
             f"inputs holds ids, of {tensor.dtype}, and no nn.Embedding was given them; expected "

@@ -10,6 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from captum_ssm._copies import bound
+
 # Takes what a graph is to save, and returns how the graph gets it back.
 Save: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
 
@@ -31,12 +33,9 @@ def saving(keep: Callable[[Tensor, Save], Callable[[], Tensor]]) -> Iterator[Non
     def save(x: Tensor) -> Callable[[], Tensor]:
         return keep(x, outer)
 
-    token = _SAVE.set(save)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda restore: restore()):
-            yield
-    finally:
-        _SAVE.reset(token)
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda restore: restore())
+    with bound(_SAVE, save), hooks:
+        yield
 
 
 def _itself(x: Tensor) -> Callable[[], Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm._capture.checking import Deviation, Rebuilt, tolerance_of
 from captum_ssm._capture.model import extract_logits
-from captum_ssm._capture.tracing import unchanged
+from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import repeated
 from captum_ssm.attr import methods
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers._registry import how_known
@@ -171,10 +172,11 @@ def supported(
     return Support([support_of(frozen, layer) for layer in frozen.layers], between(frozen), tried)
 
 
+@repeated
 def likeliest(request: Request) -> Any:
     """A target: the token, or class, that the model predicts for the first example."""
-    with torch.no_grad(), unchanged(request.module):
-        logits = extract_logits(request.run())
+    with torch.no_grad(), on_thrown_away(request) as (of_copies, _):
+        logits = extract_logits(of_copies.run())
     if logits.dim() < 2:
         return None
     if logits.dim() == 3 and request.speaks(logits):
@@ -210,7 +212,7 @@ def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
         with exact_arithmetic():
             mixer = layer.mixer
             deviation = Deviation.of(layer.call, Rebuilt.of(mixer))
-            error, of_recurrence = deviation.errors(layer.mask)
+            error, of_recurrence, _ = deviation.errors(layer.mask)
     except ERRORS as problem:
         return replace(found, problem=first_line(problem))
     found = replace(
@@ -229,12 +231,12 @@ def _orders(layer: FrozenLayer, mixer: FrozenMixer) -> str:
     # Of the mixer itself, or of the scans in it.
     if layer.order is not None and layer.order.shape[0] > 1:
         return f"{layer.order.shape[0]} windows"
-    try:
-        found = {_order(order) for _, order, _ in mixer.scans_in_order()}
-        count = len(mixer.scans_in_order())
-    except ERRORS:
-        return _order(layer.order)
-    return f"{count} orders" if "its own" in found and count > 1 else " + ".join(sorted(found))
+    scans = mixer.scans_in_order()
+    found = {
+        _order(order) if scan.recurrence.is_causal else "both ways" for scan, order, _ in scans
+    }
+    several = "its own" in found and len(scans) > 1
+    return f"{len(scans)} orders" if several else " + ".join(sorted(found))
 
 
 def _order(order: Tensor | None) -> str:

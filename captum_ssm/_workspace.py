@@ -7,12 +7,13 @@ page fault for each 4 KiB, which took as long as the computation from 16k tokens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
+from captum_ssm._copies import undo
 from captum_ssm.kernels import extension_loaded
 
 
@@ -29,11 +30,11 @@ def workspace() -> Iterator[None]:
     if allocator is None:
         yield
         return
-    allocator.enter()
-    try:
+    with ExitStack() as stack:
+        entered: list[Any] = []
+        undo(stack, lambda: entered and (entered.pop(), allocator.leave()))
+        entered.append(allocator.enter())
         yield
-    finally:
-        allocator.leave()
 
 
 @cache

@@ -86,7 +86,7 @@ def test_answers_are_the_models(explained, model):
         for answer in output.answers:
             assert answer.text == f"w{answer.id}"
             assert answer.probability == pytest.approx(float(row.softmax(-1)[answer.id]), rel=1e-4)
-            assert answer.logit == pytest.approx(float(row[answer.id]), rel=1e-6)
+            assert answer.logit == pytest.approx(float(row[answer.id]), rel=1e-6, abs=1e-6)
             assert answer.rank == 1 + int((row > row[answer.id]).sum())
     assert example.prompt == 5
     assert [output.position for output in example.outputs] == [4, 5]

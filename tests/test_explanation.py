@@ -1,9 +1,11 @@
 """Explanations as data: saved, opened without PyTorch, joined, subtracted, and as tables."""
 
+import base64
 import json
 import os
 import subprocess
 import sys
+import zlib
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
@@ -80,7 +82,7 @@ def test_what_is_saved_is_what_is_loaded(name, request, tmp_path):
 
 
 def test_numbers_are_kept_exactly(found, tmp_path):
-    values = np.array([0.1, 1e-45, -0.0, 3.4e38, 1 / 3], dtype=np.float32)
+    values = np.array([0.1, 1e-45, -0.0, 3.4e38, 1 / 3, 0.0], dtype=np.float32)
     example = found.examples[0]
     odd = replace(example, relevance=dict.fromkeys(METHODS, np.stack([values] * 9)), deltas={})
     replace(found, examples=(odd,)).save(tmp_path / "a.json")
@@ -146,6 +148,62 @@ def test_a_file_that_cannot_be_opened_says_why(found, tmp_path):
     path.write_text("no json")
     with pytest.raises(ValueError, match=r"a\.json is no JSON"):
         Explanation.load(path)
+
+
+def _change(held, path, value):
+    *parents, last = path
+    for key in parents:
+        held = held[key]
+    held[last] = value
+
+
+BOMB = base64.b64encode(zlib.compress(bytes(10**7), 9)).decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("found", ("title",), None, "title is None; expected a value of type str"),
+        ("found", ("examples", 0, "prompt"), 99, r"prompt is 99; expected 0 \.\. "),
+        ("found", ("examples", 0, "tokens", 0, "text"), 5, r"tokens\[0\]\.text is 5; expected"),
+        ("found", ("examples", 0, "tokens"), [], "relevance is .* rows of 0"),
+        ("found", ("examples", 0, "relevance", "latim", 0, 0), 1e39, "expected finite numbers"),
+        ("found", ("examples", 0, "relevance", "latim"), [[1], [1, 2]], "rows of one length"),
+        ("found", ("examples", 0, "outputs", 0, "chosen"), 99, "expected answers 0"),
+        ("found", ("examples", 0, "outputs", 0, "position"), -5, "position is -5"),
+        ("found", ("examples", 0, "units", "word"), [], "expected spans of all tokens"),
+        ("found", ("examples", 0, "maps", 0, "layers"), ["none"], "expected layers of the file"),
+        ("found", ("model",), ["\u202e\x1b[2J"], r"model is \['\\u202e\\x1b\[2J'\]"),
+        ("image", ("examples", 0, "image", "shape"), [1, 1, 3], "rows of 1 x 1"),
+        ("image", ("examples", 0, "image", "zlib"), BOMB, "expected 768 bytes"),
+    ],
+)
+def test_what_a_file_declares_is_checked(name, place, value, message, request, tmp_path):
+    path = tmp_path / "a.json"
+    request.getfixturevalue(name).save(path)
+    held = json.loads(path.read_text())
+    _change(held, place, value)
+    path.write_text(json.dumps(held))
+    with pytest.raises(ValueError, match=message):
+        Explanation.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 10**5, "nested too deep"),
+        ('{"a": NaN}', "a number is NaN"),
+        ('{"a": 1e999}', "1e999"),
+    ],
+)
+def test_text_that_is_no_explanation(text, message, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Explanation.load(tmp_path / "a.json")
+
+
+def test_what_is_shown_of_an_explanation_is_printable(found):
+    assert repr(replace(found, model="a\x1b[2J\u202eb")).isprintable()
 
 
 def test_one_row(found):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import inputs
 import pytest
 import torch
@@ -283,3 +285,50 @@ def test_whether_a_mixer_is_given_the_stream(step, expected):
     model, x = made(Model("module")), noise(1, 8, 3)
     found = freeze(Request.of(model, None, x), query=False).wiring.stages
     assert [stage.is_given_stream for stage in found] == [expected] * 3
+
+
+class Scaled(Layer):
+    """What its mixer returns is multiplied per channel before it is added."""
+
+    def __init__(self, mlp: bool) -> None:
+        super().__init__(mlp)
+        self.gamma = nn.Parameter(torch.rand(E) + 0.2)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.gamma * self.mixer(self.norm(h))
+        return h + self.down(nn.functional.gelu(self.up(self.norm2(h)))) if self.mlp else h
+
+
+class Chain(nn.Module):
+    def __init__(self, mlp: bool = False) -> None:
+        super().__init__()
+        self.inp, self.fine, self.coarse = nn.Linear(3, E), Layer(mlp), Layer(mlp)
+        self.norm, self.head = nn.LayerNorm(E), nn.Linear(E, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.coarse(self.fine(self.inp(x))))[:, -1])
+
+
+@pytest.mark.parametrize("tokens", [2, 8])
+@pytest.mark.parametrize("kind", [TwoGrids, Chain])
+def test_a_multiplier_is_as_good_as_one_in_the_projection(kind, tokens):
+    model = kind(mlp=True)
+    model.fine, model.coarse = Scaled(True), Scaled(True)
+    model = made(model)
+    within = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in (within.fine, within.coarse):
+            layer.gamma.copy_(torch.rand(E) + 0.2)
+        for layer, other in ((model.fine, within.fine), (model.coarse, within.coarse)):
+            layer.gamma.copy_(other.gamma)
+            projection = other.mixer.out_proj
+            projection.weight.mul_(other.gamma[:, None])
+            if projection.bias is not None:
+                projection.bias.mul_(other.gamma)
+            other.gamma.fill_(1)
+    x = noise(1, tokens, 3)
+    for layer in (None, 1):
+        found, truth = (
+            LaTIM(one).attribute(x, 1, activation="gate", layer=layer) for one in (model, within)
+        )
+        assert_close(found.sum(-1), truth.sum(-1), 1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +23,10 @@ from captum_ssm import (
     MemoryLimitError,
     ReconstructionError,
 )
-from captum_ssm._rules import _rule
+from captum_ssm._node_rules import rule_of
+from captum_ssm.attr._norms import FrozenNorm
 from captum_ssm.attr._relevance import relevance_at
+from captum_ssm.mixers import MixerCall
 from captum_ssm.models import BidirectionalMamba
 
 
@@ -295,9 +298,57 @@ RULES = {
         lambda x: torch.addcdiv(x, x, x.abs() + 1),
         lambda x, c: x + x / (c.abs() + 1),
     ),
-    "a sigmoid beside the tokens": (
-        lambda x: x + torch.log(torch.sigmoid(x)),
-        lambda x, c: x + torch.log(torch.sigmoid(c)),
+    **{f.__name__: activation(f) for f in (torch.asinh, torch.atan, torch.erf, torch.sin, F.elu)},
+    **{f.__name__: activation(f) for f in (F.celu, F.selu, F.relu6, F.softshrink, torch.expm1)},
+    "elu in place": activation(lambda x: F.elu(1 * x, 0.5, inplace=True)),
+    "a clamp": activation(lambda x: x.clamp(-0.5, 0.3)),
+    "inverse error function": activation(lambda x: torch.special.i1(torch.erfinv(x.tanh()))),
+    "GELU written out": (
+        lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.045 * x**3))),
+        lambda x, c: 0.5 * x * (1 + torch.tanh(0.8 * (c + 0.045 * c**3))),
+    ),
+    "GELU by erf": gated(lambda x: (torch.erf(x / 2**0.5) + 1) / 2),
+    "hard swish written out": gated(lambda x: F.relu6(x + 3) / 6),
+    "cross product": (
+        lambda x: torch.linalg.cross(x[:, :3], x[:, 1:]),
+        lambda x, c: (
+            0.5 * (torch.linalg.cross(x[:, :3], c[:, 1:]) + torch.linalg.cross(c[:, :3], x[:, 1:]))
+        ),
+    ),
+    "bilinear": (
+        lambda x: F.bilinear(x, x, WEIGHT[None]),
+        lambda x, c: 0.5 * (F.bilinear(x, c, WEIGHT[None]) + F.bilinear(c, x, WEIGHT[None])),
+    ),
+    "a solution": (
+        lambda x: torch.linalg.solve(x[:, :3], x[:, 1:]),
+        lambda x, c: torch.linalg.solve(c[:, :3], x[:, 1:]),
+    ),
+    "determinant": (
+        lambda x: torch.linalg.det(x[:, :3]).expand(1, 1),
+        lambda x, c: (
+            (torch.linalg.inv(c[:, :3]) @ x[:, :3]).trace().expand(1, 1)
+            * torch.linalg.det(c[:, :3])
+            / 3
+        ),
+    ),
+    "interpolation": (
+        lambda x: torch.lerp(x, x.roll(1, 0), x),
+        lambda x, c: torch.lerp(x, x.roll(1, 0), c),
+    ),
+    "logarithms": (
+        lambda x: torch.xlogy(x, x.abs() + 0.1),
+        lambda x, c: x * torch.log(c.abs() + 0.1),
+    ),
+    "variance and mean": (
+        lambda x: sum(torch.var_mean(x, -1, keepdim=True)),
+        lambda x, c: (
+            (x * (c - c.mean(-1, keepdim=True))).sum(-1, keepdim=True) / 3
+            + x.mean(-1, keepdim=True)
+        ),
+    ),
+    "a sign and steps": (
+        lambda x: x * torch.sign(x) + x * x.round() + x * torch.div(x, 0.3, rounding_mode="floor"),
+        lambda x, c: x * (c.sign() + c.round() + torch.div(c, 0.3, rounding_mode="floor")),
     ),
 }
 
@@ -312,6 +363,24 @@ def test_rules_are_gradients_with_constants_written_out(kind: str) -> None:
     (gradient,) = torch.autograd.grad((same * direction).sum(), x)
     (found,) = relevance_at([x], (score * direction).sum(-1))
     torch.testing.assert_close(found, x.detach() * gradient, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["cos", "lgamma", "logit", "special.i0", "linalg.matrix_exp"])
+def test_a_function_without_a_rule_is_said_with_its_share(name: str) -> None:
+    function = attrgetter(name)(torch)
+    x = tensor(3, 3).sigmoid().requires_grad_()
+    with pytest.warns(UserWarning, match="has no rule.* for 100% of the relevance"):
+        relevance_at([x], function(x).sum(-1))
+    with pytest.warns(UserWarning, match="has no rule.* for [1-9][0-9]?% of the relevance"):
+        relevance_at([x], (x + function(x)).sum(-1))
+
+
+@pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, lambda x: 1 / (2 + x), torch.sign])
+def test_a_coefficient_that_is_added_is_said(function) -> None:
+    x = tensor(3, 4).requires_grad_()
+    with pytest.warns(UserWarning, match="its share of the score is missing"):
+        (found,) = relevance_at([x], (x + torch.log(2 + function(x))).sum(-1))
+    torch.testing.assert_close(found, x.detach())
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 8.66), (torch.bfloat16, 3.12)])
@@ -347,7 +416,7 @@ def test_the_rms_norm_of_other_devices_is_a_rule_too() -> None:
         _saved_weight=weight,
         _saved_normalized_shape=(4,),
     )
-    rule = _rule(node, {0})
+    rule = rule_of(node, {0})
     assert rule is not None
     gradient, _ = rule((None, None), (OTHER[:3],))
     torch.testing.assert_close(gradient, OTHER[:3] * weight * scale)
@@ -581,3 +650,44 @@ def test_relevance_goes_through_the_norms_of_images(norm: nn.Module, count: int)
     x = torch.randn(count, 2, 7, 8)
     relevance = MambaLRP(model).attribute(x, target=1)
     torch.testing.assert_close(relevance.sum((1, 2, 3)), model(x)[:, 1], rtol=1e-4, atol=1e-6)
+
+
+def rms(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def before(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+NORMS = {
+    "an RMS norm": (rms, True),
+    "a layer norm": (lambda x: F.layer_norm(x, x.shape[-1:], eps=1e-6), True),
+    "with some of the token before": (lambda x: rms(x) + 0.01 * before(x), False),
+    "a larger result": (lambda x: 1.001 * rms(x), False),
+    "with an activation": (lambda x: rms(x) + 1e-3 * F.silu(x), False),
+    "at all tokens but one": (
+        lambda x: torch.cat([rms(x[:, :4]), 1.001 * rms(x[:, 4:5]), rms(x[:, 5:])], 1),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_norm_by_name_is_one_only_at_rounding(kind: str, dtype: torch.dtype) -> None:
+    class OwnNorm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return NORMS[kind][0](x)
+
+    # A token that is much larger than the others does not hide what happens to them.
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:, 0] *= 1e3
+    module = OwnNorm()
+    call = MixerCall.of("norm", module, (x,), {}, module(x))
+    assert (FrozenNorm.of(call) is not None) == NORMS[kind][1]
+    model = without_biases(nn.Sequential(module, BidirectionalMamba(8, state=4))).to(dtype)
+    _, delta = MambaLRP(lambda x: model(x).sum((1, 2)), model).attribute(
+        x, return_convergence_delta=True
+    )
+    assert float(delta.abs().max()) < 1e-5

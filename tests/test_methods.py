@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import build
-from methods import MAPS, assert_close, each
+from methods import MAPS, assert_close, each, each_method
 from models import S6_FAMILIES, Classifier, Residual, ids, recast, s6_paths, tiny
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from captum_ssm import (
     MambaLRP,
     MambaRollout,
     RawAttention,
+    TargetError,
     UnifiedImplicitAttention,
     hidden_attention,
 )
@@ -514,3 +515,15 @@ def test_rows_that_carry_little_are_not_made(monkeypatch):
     again = method.attribute(tokens, target=3, tolerance=0.0)
     torch.testing.assert_close(again, exact, rtol=0, atol=0)
     assert len(made) == all_rows
+
+
+@each_method
+def test_a_target_names_the_position(method):
+    model, x = tiny("mamba"), ids(2, 9)
+    found = method(model).attribute(x, target=(5, 3))
+    assert torch.equal(found, method(model).attribute(x, target=3, position=5))
+    found = method(model).attribute(x, target=[(5, 3), (7, 2)])
+    places = torch.tensor([5, 7])
+    assert torch.equal(found, method(model).attribute(x, target=[3, 2], position=places))
+    with pytest.raises(TargetError, match="give one of them"):
+        method(model).attribute(x, target=(5, 3), position=5)

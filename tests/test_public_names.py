@@ -101,10 +101,13 @@ def test_one_import_brings_every_module_and_nothing_heavy():
 # From the bottom up: a module imports what stands before it, and nothing after it.
 ORDER = (
     *(
-        "_bodies",
-        "_checkpoints",
         "_colors",
         "_errors",
+        "_clones",
+        "_copies",
+        "_quiet",
+        "_bodies",
+        "_checkpoints",
         "_integers",
         "_nested",
         "_progress",

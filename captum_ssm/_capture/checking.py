@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from captum_ssm._errors import ReconstructionError
-from captum_ssm._nested import map_tensors
+from captum_ssm._capture.wider import WIDER, InWider
+from captum_ssm._clones import address
+from captum_ssm._copies import copied
+from captum_ssm._devices import weights_loaded
+from captum_ssm._errors import InputError, ReconstructionError
+from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
+from captum_ssm.mixers._call import random_signs, without_caches
 from captum_ssm.mixers._frozen_mixer import Product
 from captum_ssm.mixers._weights import is_quantized
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
 # at every step; the frozen operator does not. Measured on every family, with weights up to 1.5
-# times as large as at initialization, right adapters err by at most 9e-7, 1.3e-5, 6e-3 and 1.9e-2;
-# in bfloat16 the delta rule and RG-LRU by 4.7e-2 (see FrozenMixer.rounding).
+# times as large as at initialization, right adapters err by at most 9e-7, 4.9e-5, 6e-3 and 2.3e-2;
+# in half precision the delta rule and RG-LRU by 1.6e-2 and 5.6e-2 (see FrozenMixer.rounding).
 TOLERANCE = {
     torch.float64: 5e-6,
     torch.float32: 1e-4,
@@ -31,6 +37,19 @@ TOLERANCE = {
 # A recurrence may be off by so many times the tolerance of the whole output, relative to itself.
 RECURRENCE = 3.0
 
+# A token may be off by so many times that tolerance, relative to itself. Measured as above, right
+# adapters err by at most 6e-6, 6.8e-6, 3e-2 and 1e-1 at a token; the delta rule by 2.1e-1 in
+# bfloat16, RG-LRU by 1.4e-3, 1.3e-1 and 4.3e-1.
+TOKEN = 20.0
+
+# Errors from so many times the tolerance on, of the whole and of a token, may be rounding or not.
+# The mixer is then run once more in a wider dtype, which tells.
+DOUBTED = 0.25, 2.5
+# Its own rounding may then be so many times the tolerance.
+SLACK = 10.0
+# Mixers that were run in a wider dtype and found right, as they then were.
+_SURE: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
 
 def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) -> Tensor:
     """The relative L2 error of each example, ``(B,)``, padding excluded.
@@ -40,23 +59,22 @@ def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) 
         rebuilt (Tensor): ``(B, L, E)``.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
     """
-    return _relative(*_norms(rebuilt, call.output), mask)
+    error, size = _norms(rebuilt, call.output)
+    keep = 1.0 if mask is None else mask.to(error.device)
+    return _ratio(*(torch.linalg.vector_norm(x * keep, dim=-1) for x in (error, size)))
 
 
 def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    # Of the error, and of what is expected, for each token: (B, L).
+    # For each token (B, L), the norm of the error, and that of the larger of both: a token for
+    # which one of them is zero is off by all of itself.
     # A mixer of images may return (B, H, W, E).
     expected = expected.to(found.dtype).reshape(found.shape)
-    error = torch.linalg.vector_norm(found - expected, dim=2)
-    return error, torch.linalg.vector_norm(expected, dim=2)
+    error, a, b = (torch.linalg.vector_norm(x, dim=2) for x in (found - expected, found, expected))
+    return error, torch.maximum(a, b)
 
 
-def _relative(error: Tensor, size: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is not None:
-        keep = mask.to(error.device)
-        error, size = error * keep, size * keep
-    whole = torch.linalg.vector_norm(size, dim=1)
-    return torch.linalg.vector_norm(error, dim=1) / whole.clamp(min=1e-12)
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    return error / size.clamp(min=1e-30)
 
 
 def tolerance_of(call: MixerCall, rounding: float) -> float:
@@ -83,12 +101,15 @@ class Rebuilt:
         projected (tuple of Tensor, optional): the input of the output projection, and the one that
             the module's own was given, ``(B, L, D)``, where that is known. ``output`` then comes of
             the latter. Default: None
+        off (tuple of Tensor, optional): how far the output projection is from its weight, and the
+            size of what it returns, ``(B, L)``, where that was compared. Default: None
     """
 
     output: Tensor
     share: Tensor
     rounding: float
     projected: tuple[Tensor, Tensor] | None = None
+    off: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(
@@ -108,8 +129,26 @@ class Rebuilt:
             share = mixer.recurrence_share(gated)
         own = None if call is None else call.projected(mixer.out_weight)
         if own is None or own.shape != gated.shape:
-            return cls(mixer.projected(gated), share, mixer.rounding)
+            output = mixer.projected(gated)
+            off = None if call is None or is_quantized(call.module) else _off_weight(mixer, gated)
+            return cls(output, share, mixer.rounding, off=off)
         return cls(mixer.projected(_Own.apply(gated, own)), share, mixer.rounding, (gated, own))
+
+
+def _off_weight(mixer: FrozenMixer, gated: Tensor) -> tuple[Tensor, Tensor] | None:
+    # A layer of a class of its own may do something else than multiply each token by its weight,
+    # such as mask some. Sums of the channels with random signs tell, up to what it adds to each
+    # token: the bias term, and in a measured mixer what goes past its scans.
+    if mixer.out_gate is not None:
+        return None
+    with torch.no_grad():
+        gated = gated.detach()
+        output, added = mixer.out_proj(gated), mixer.out_proj(torch.zeros_like(gated))
+        signs = random_signs(mixer.out_weight)
+        row = signs @ mixer.out_weight
+        error = ((output - added) @ signs - gated @ row).abs()
+        size = torch.linalg.vector_norm(gated, dim=2) * torch.linalg.vector_norm(row)
+        return error, torch.linalg.vector_norm(output, dim=2) + size / len(row) ** 0.5
 
 
 class _Own(torch.autograd.Function):
@@ -124,13 +163,38 @@ class _Own(torch.autograd.Function):
         return grad, None
 
 
+class Errors(NamedTuple):
+    """The largest relative errors of all examples.
+
+    Args:
+        whole (float): over an example's tokens.
+        recurrence (float): over an example's tokens, relative to what the recurrence adds.
+        token (float): of one token.
+    """
+
+    whole: float
+    recurrence: float
+    token: float
+
+    def within(self, tolerance: float) -> bool:
+        """Whether they are what rounding may do, given that of the whole."""
+        limits = tolerance, RECURRENCE * tolerance, TOKEN * tolerance
+        return all(error <= limit for error, limit in zip(self, limits, strict=True))
+
+    def in_doubt(self, tolerance: float) -> bool:
+        """Whether something that is wrong could be as small."""
+        of_whole, of_token = DOUBTED
+        return not (self.whole <= of_whole * tolerance and self.token <= of_token * tolerance)
+
+
 @dataclass(frozen=True)
 class Deviation:
     """How far a frozen mixer is from what the mixer returned.
 
     Args:
-        error (Tensor): ``(B, L)``, the norm of each token's error.
-        size (Tensor): ``(B, L)``, the norm of what was expected.
+        error (Tensor): ``(n, B, L)``, the norm of each token's error: of the output, and of what
+            the output projection was given, where that is known.
+        size (Tensor): ``(n, B, L)``, the norm of what was expected or rebuilt, the larger one.
         share (Tensor): ``(B,)``, how much of the output comes of the recurrence, by norms.
         rounding (float): that of the :class:`FrozenMixer`.
     """
@@ -144,22 +208,27 @@ class Deviation:
     @torch.no_grad()
     def of(cls, call: MixerCall, rebuilt: Rebuilt) -> Deviation:
         """That of ``rebuilt`` from the output of ``call``, and from what was projected to it."""
-        error, size = _norms(rebuilt.output, call.output)
+        found = [_norms(rebuilt.output, call.output)]
         if rebuilt.projected is not None:
-            before, whole = _norms(*rebuilt.projected)
-            error = torch.maximum(error, before / whole.clamp(min=1e-30) * size)
+            found.append(_norms(*rebuilt.projected))
+        if rebuilt.off is not None:
+            found.append(rebuilt.off)
+        error, size = (torch.stack(one) for one in zip(*found, strict=True))
         return cls(error, size, rebuilt.share, rebuilt.rounding)
 
-    def errors(self, mask: Tensor | None, least: float = 0.0) -> tuple[float, float]:
-        """The largest errors of all examples: of the output, and of what the recurrence adds.
+    def errors(self, mask: Tensor | None, least: float = 0.0) -> Errors:
+        """The largest errors of all examples.
 
         A recurrence whose share is not above ``least`` (a token that decays at once) adds nothing
         that could be wrong.
         """
-        error = _relative(self.error, self.size, mask)
-        share = self.share.to(error)
-        of_recurrence = torch.where(share <= least, 0, error / share.clamp(min=1e-30))
-        return float(error.amax()), float(of_recurrence.amax())
+        keep = 1.0 if mask is None else mask.to(self.error.device)
+        error, size = self.error * keep, self.size * keep
+        whole = _ratio(*(torch.linalg.vector_norm(x, dim=-1) for x in (error, size)))
+        share = self.share.to(whole)
+        of_recurrence = torch.where(share <= least, 0, _ratio(whole, share))
+        token = _ratio(error, size)
+        return Errors(*(float(x.amax()) for x in (whole, of_recurrence, token)))
 
 
 def check_reconstruction(
@@ -182,7 +251,8 @@ def check_deviation(
     """Raise `ReconstructionError` unless a frozen mixer returns the mixer's output.
 
     A recurrence that adds little could be wrong and pass as rounding. Then the mixer is run once
-    more, on larger tokens, where it adds more.
+    more, on larger tokens, where it adds more. Larger errors of rounding could hide something that
+    is wrong by a little, or at a token. Then it is run once more in a wider dtype.
 
     Args:
         name (str): the layer's, for the error.
@@ -190,54 +260,127 @@ def check_deviation(
         deviation (Deviation): from its output.
         mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
     """
-    error, of_recurrence = deviation.errors(mask)
-    tolerance = tolerance_of(call, deviation.rounding)
-    if error <= tolerance and of_recurrence > RECURRENCE * tolerance:
-        of_recurrence = _error_on_larger_tokens(call)
-    if not (error <= tolerance and of_recurrence <= RECURRENCE * tolerance):
+    errors, tolerance = deviation.errors(mask), tolerance_of(call, deviation.rounding)
+    dtype = call.output.dtype
+    if errors.whole <= tolerance and errors.recurrence > RECURRENCE * tolerance:
+        errors = errors._replace(recurrence=_error_on_larger_tokens(call))
+    if errors.within(tolerance) and errors.in_doubt(tolerance) and not _is_sure(call.module):
+        wider = _errors_in_wider_dtype(call, mask)
+        if wider is not None:
+            dtype = WIDER[dtype]
+            errors, tolerance = wider, SLACK * TOLERANCE[dtype]
+            if errors.within(tolerance):
+                _SURE[call.module] = _state_of(call.module)
+    if not errors.within(tolerance):
         raise ReconstructionError(
             f"the frozen operator of {name} ({type(call.module).__name__}) does not reproduce its "
-            f"output: relative error {error:.2e}, expected at most {tolerance:.0e} for "
-            f"{call.output.dtype}; {of_recurrence:.2e} of what its recurrence adds, expected at "
-            f"most {RECURRENCE * tolerance:.0e}. The mixer computes something this library does "
-            "not know (a variant, a patched kernel, a generation cache that is not empty), or the "
-            "model changes its result in place; register an adapter with register_mixer, or pass "
-            "check=False to look at the operator all the same."
+            f"output: relative error {errors.whole:.2e}, expected at most {tolerance:.0e} for "
+            f"{dtype}; {errors.recurrence:.2e} of what its recurrence adds, expected at "
+            f"most {RECURRENCE * tolerance:.0e}; {errors.token:.2e} at one token, expected at most "
+            f"{TOKEN * tolerance:.0e}. The mixer computes something this library does "
+            "not know (a variant, a hook, a patched kernel, a generation cache that is not empty), "
+            "or the model changes its result in place; register an adapter with register_mixer, "
+            "or pass check=False to look at the operator all the same."
         )
 
 
 def _error_on_larger_tokens(call: MixerCall) -> float:
     """The error of what the recurrence adds, or of all, on tokens on which it adds more.
 
-    In half precision, where these would overflow, a copy of the mixer in float32 is run.
+    In half precision, where these would overflow, the mixer is run in float32.
     """
-    module, tokens = call.module, call.given_tokens()
-    args, kwargs, dtype = call.args, call.kwargs, tokens.dtype
-    if dtype.itemsize == 2:
-        module, dtype = copy.deepcopy(module).float(), torch.float32
     # An S6 recurrence grows with the cube of its tokens.
-    larger = tokens.to(dtype) * (30 / tokens.float().std().clamp(min=1e-12)).to(dtype)
+    scale = 30 / float(call.given_tokens().float().std().clamp(min=1e-12))
+    is_half = call.output.dtype.itemsize == 2
+    found = _again(call, InWider(call.output.dtype) if is_half else nullcontext(), None, scale)
+    return max(found.whole, found.recurrence)
 
-    def moved(x: Tensor) -> Tensor:
-        if x is tokens:
-            return larger
-        return x.to(dtype) if x.dtype == tokens.dtype else x
 
-    args, kwargs = map_tensors(moved, (args, kwargs))
+def _errors_in_wider_dtype(call: MixerCall, mask: Tensor | None) -> Errors | None:
+    # None where there is none, or where the mixer does not run in it.
+    if call.output.dtype not in WIDER or is_quantized(call.module):
+        return None
+    try:
+        return _again(call, InWider(call.output.dtype), mask)
+    except (RuntimeError, TypeError, ValueError, AssertionError):  # kernels of some dtypes only
+        return None
+
+
+def _again(
+    call: MixerCall,
+    mode: AbstractContextManager[Any],
+    mask: Tensor | None,
+    scale: float = 1.0,
+) -> Errors:
+    # The errors of a mixer that is run again, on its tokens times a factor.
+    tokens, given = call.given_tokens(), (call.args, without_caches(call.kwargs))
     adapter = find_adapter(call.module)
     assert adapter is not None
-    with torch.no_grad():
-        again = replace(call, module=module, args=args, kwargs=kwargs).run()
-        # A share is the norm of a difference, known up to the rounding of what is subtracted.
-        rounding = torch.finfo(dtype).eps
-        return max(Deviation.of(again, Rebuilt.of(adapter(again))).errors(None, least=rounding))
+    with torch.no_grad(), copied(call.module), mode, weights_loaded(call.module):
+        args, kwargs = map_tensors(
+            lambda x: x.detach() * scale if x is tokens else x.detach(), given
+        )
+        again = replace(call, args=args, kwargs=kwargs, linears=None, scans=None).run()
+        deviation = Deviation.of(again, Rebuilt.of(adapter(again)))
+    # A share is the norm of a difference, known up to the rounding of what is subtracted.
+    return deviation.errors(mask, least=torch.finfo(again.output.dtype).eps)
+
+
+def _is_sure(module: nn.Module) -> bool:
+    return _SURE.get(module) == _state_of(module)
+
+
+def _state_of(module: nn.Module) -> Any:
+    # What a mixer computes with: its weights and modes, and what was hung into it.
+    parts = [
+        (id(type(part)), id(vars(part).get("forward")), part.training)
+        + (tuple(part._forward_hooks), tuple(part._forward_pre_hooks))
+        for part in module.modules()
+    ]
+    tensors = [*module.parameters(), *module.buffers()]
+    versions = [(address(x), 0 if x.is_inference() else x._version) for x in tensors]
+    return parts, versions
+
+
+def check_relevance(relevance: Any, model: nn.Module) -> None:
+    """Raise `InputError` where relevance holds NaN or Inf, naming the weights that do.
+
+    A score may be finite all the same: its gradient, or a map, multiplies such a weight by zero.
+
+    Args:
+        relevance (Any): tensors in containers.
+        model (nn.Module): what they explain.
+    """
+    if all(_is_finite(x) for x in tensors_in(relevance)):
+        return
+    weights = (*model.named_parameters(), *model.named_buffers())
+    names = [n for n, x in weights if not (x.is_meta or _is_finite(x))]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        found = f"found such numbers in {', '.join(names[:3])}{more} of the model; expected finite"
+        found += " weights there: a weight that is not used in the output is still multiplied by 0"
+    else:
+        found = "all weights are finite, so numbers overflow on the way; run the model in a wider"
+        found += " dtype"
+    raise InputError(f"the relevance holds NaN or Inf: {found}.")
+
+
+def _is_finite(x: Tensor) -> bool:
+    if not x.is_floating_point() or x.itemsize < 2 or x.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(x.detach()))
+
+
+def is_padded_left(mask: Tensor | None) -> bool:
+    """Whether padding comes before tokens in any example of a mask ``(B, L)``."""
+    return mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any())
 
 
 def warn_if_padding_is_read(
     name: str, call: MixerCall, mixer: FrozenMixer, mask: Tensor | None
 ) -> None:
     """Warn where tokens read the padding before them: the model ignores its mask."""
-    if mask is None or not bool((mask[:, 1:] > mask[:, :-1]).any()):
+    if mask is None or not is_padded_left(mask):
         return
     mask = mask.to(mixer.recurrence.device, mixer.recurrence.dtype)
     read = mixer.recurrence.rmatvec(mask, "mean") * (1 - mask)

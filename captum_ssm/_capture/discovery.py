@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,18 +16,16 @@ from torch import nn
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.model import refuse_scripted
 from captum_ssm._capture.request import Request
-from captum_ssm._capture.tracing import unchanged
+from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import repeated
+from captum_ssm._copies import Copies, copied, original
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import map_tensors
+from captum_ssm._quiet import quiet
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import MISFITS
 from captum_ssm.mixers._named import look_of, nearest_misses
-from captum_ssm.mixers._registry import (
-    Freeze,
-    as_unknown,
-    may_be_namesake,
-    remember,
-)
+from captum_ssm.mixers._registry import Freeze, as_unknown, may_be_namesake, remember
 from captum_ssm.mixers.discovery import discover
 
 # Models whose unknown mixers, if they have any, were found; and what is still not known of some.
@@ -88,6 +88,7 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
         )
 
 
+@repeated
 def find_namesakes(request: Request) -> None:
     """Find other adapters of mixers whose class only has the name of one that is registered.
 
@@ -104,33 +105,34 @@ def find_namesakes(request: Request) -> None:
     alike: dict[str, set[nn.Module]] = {}
     for module in named:
         alike.setdefault(look_of(module), set()).add(module)
-    with unchanged(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        calls = _calls_of(alike, request)
+    # The run that is explained warns by itself.
+    with quiet(), on_thrown_away(request) as (of_copies, copies):
+        calls = _calls_of(alike, of_copies, copies)
         others = [alike[look] for look, call in calls.items() if not _reproduces(call)]
         if others:
             unlike = set().union(*others)
             with as_unknown(unlike):
-                found = discover(model, request.run)
+                found = _discovered(copies, of_copies.run)
                 inside = {part for module in found for part in module.modules()}
                 rest = {m for m in unlike - inside if found.keys().isdisjoint(m.modules())}
                 remember(found | dict.fromkeys(rest, _refuse))
     _COMPARED.update(named)  # not where it raised
 
 
+@repeated
 def adapter_of(call: MixerCall) -> Freeze:
     """The adapter of a call's module; another one where that of its name computes something else.
 
     Args:
         call (MixerCall): of a mixer, in a run that :func:`find_namesakes` may not have seen.
     """
-    module = call.module
+    module = original(call.module)
     if _is_to_compare(module):
-        with unchanged(module), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if not _reproduces(call):
+        with quiet(), copied(module) as copies:
+            of_copy = replace(call, module=copies.root)
+            if not _reproduces(of_copy):
                 with as_unknown({module}):
-                    found = discover(module, call.run)
+                    found = _discovered(copies, of_copy.run)
                     remember({module: found.get(module, _refuse)})
         _COMPARED.add(module)
     adapter = find_adapter(module)
@@ -138,9 +140,14 @@ def adapter_of(call: MixerCall) -> Freeze:
     return adapter
 
 
+def _discovered(copies: Copies, run: Callable[[], Any]) -> dict[nn.Module, Freeze]:
+    # By the user's modules.
+    return {original(module): freeze for module, freeze in discover(copies.root, run).items()}
+
+
 def _refuse(call: MixerCall) -> FrozenMixer:
     kind = type(call.module)
-    near = nearest_misses(call.module, 1)
+    near = nearest_misses(original(call.module), 1)
     raise UnsupportedModelError(
         f"{call.path} is a {kind.__module__}.{kind.__qualname__}, which has the name of a class "
         "that this library knows and computes something else, and it cannot be measured"
@@ -153,8 +160,10 @@ def _is_to_compare(module: nn.Module) -> bool:
     return module not in _COMPARED and may_be_namesake(module)
 
 
-def _calls_of(alike: dict[str, set[nn.Module]], request: Request) -> dict[str, MixerCall]:
-    # By look, the first call of a module that has it.
+def _calls_of(
+    alike: dict[str, set[nn.Module]], request: Request, copies: Copies
+) -> dict[str, MixerCall]:
+    # By look, the first call of the copy of a module that has it.
     calls: dict[str, MixerCall] = {}
 
     def note(look: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -164,11 +173,11 @@ def _calls_of(alike: dict[str, set[nn.Module]], request: Request) -> dict[str, M
 
     with torch.no_grad(), ExitStack() as hooks:
         for look, modules in alike.items():
-            for module in modules:
+            for module in map(copies.of, modules):
                 handle = module.register_forward_hook(
                     partial(note, look), with_kwargs=True, prepend=True
                 )
-                hooks.callback(handle.remove)
+                hooks.enter_context(handle)
         request.run()
     return calls
 
@@ -185,6 +194,7 @@ def _reproduces(call: MixerCall) -> bool:
     return True
 
 
+@repeated
 def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     """Run a model whose mixers no adapter is registered for, and remember those found.
 
@@ -202,10 +212,8 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     if request.remote or (known and (not mixed or model in _SEARCHED)):
         return False
     refuse_scripted(model)
-    with unchanged(model), warnings.catch_warnings():
-        # The run that is explained warns by itself.
-        warnings.simplefilter("ignore")
-        found = discover(model, request.run)
+    with quiet(), on_thrown_away(request) as (of_copies, copies):
+        found = _discovered(copies, of_copies.run)
     remember(found)
     _SEARCHED.add(model)
     _UNKNOWN.pop(model, None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture.request import Request
-from captum_ssm._capture.tracing import ONE_RUN, unchanged
+from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import memory, repeated
+from captum_ssm._copies import original
 from captum_ssm._nested import tensors_in
 
 # A table by its path, and what it was given.
@@ -41,8 +42,7 @@ def entries_of(given: Tensor, ids: Tensor) -> Tensor | None:
 
 def is_view(given: Tensor, ids: Tensor) -> bool:
     """Whether two tensors share their memory."""
-    memory, other = given.untyped_storage().data_ptr(), ids.untyped_storage().data_ptr()
-    return given.dtype == ids.dtype and memory == other
+    return given.dtype == ids.dtype and memory(given) == memory(ids)
 
 
 def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
@@ -74,21 +74,20 @@ def _counts(given: Tensor) -> bool:
     return bool(((steps == 0) | (steps == 1)).all())
 
 
+@repeated
 def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
     # What these tables are given where the inputs are others. Nothing if these do not run.
     found: dict[nn.Module, list[Tensor]] = {module: [] for _, module, _ in tables}
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found[module].append(next(tensors_in((args, kwargs))))
+        found[original(module)].append(next(tensors_in((args, kwargs))))
 
     inputs = tuple(x if x.is_floating_point() else x.roll(1, -1) for x in request.inputs)
-    with ONE_RUN, torch.no_grad(), unchanged(request.module), ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
+    with torch.no_grad(), on_thrown_away(request) as (of_copies, copies):
         for module in found:
-            hook = module.register_forward_pre_hook(keep, with_kwargs=True)
-            stack.callback(hook.remove)
+            copies.of(module).register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            request.run(inputs)
+            of_copies.run(inputs)
         except Exception:  # a forward_func that takes no others
             return []
     calls = {module: iter(given) for module, given in found.items()}

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from captum_ssm._capture.checking import (
     Rebuilt,
     check_deviation,
     check_reconstruction,
+    check_relevance,
+    is_padded_left,
     warn_if_padding_is_read,
     warn_of_shift,
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.grids import StageGrids
+from captum_ssm._capture.randomness import noting_draws, warn_of_randomness
 from captum_ssm._capture.recording import Recording, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -32,10 +35,13 @@ from captum_ssm._capture.target import (
     query_weights,
     read_score,
 )
+from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._capture.wiring import Wiring, sequence
+from captum_ssm._copies import copied
 from captum_ssm._devices import moved, weights_loaded
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid
+from captum_ssm._in_place import seen_in_views
 from captum_ssm._integers import as_index, as_integers
 from captum_ssm._nested import detached, map_tensors
 from captum_ssm._workspace import workspace
@@ -120,7 +126,7 @@ class FrozenLayer:
     def _read(self) -> FrozenMixer:
         adapter, call = find_adapter(self.source.module), self.source
         assert adapter is not None
-        with weights_loaded(call.module):
+        with copied(call.module), weights_loaded(call.module):
             mixer = adapter(call)
         if self.check and self.is_new and self.made is None:
             check_reconstruction(self.name, call, Rebuilt.of(mixer, call), self.mask)
@@ -284,6 +290,10 @@ class FrozenModel:
                 "branches; use another method."
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A graph cannot be copied or written to a file: the model runs again.
+        return partial(freeze, query=False, check=self.layers[0].check), (self.request,)
+
     @property
     def is_chain(self) -> bool:
         """Whether all layers work on the same tokens in their order, one after the other."""
@@ -295,6 +305,12 @@ class FrozenModel:
         """The explained score, ``(B,)``, of a model frozen with gradients."""
         assert self.score is not None
         return self.score
+
+    def warn_of_padding(self) -> None:
+        """Warn of mixers that read padding on the left, where nothing else freezes them."""
+        if is_padded_left(self.mask):
+            for layer in self.layers:
+                _ = layer.mixer
 
     def at(self, position: int | Tensor) -> FrozenModel:
         """The same frozen model, asked for the row of another token."""
@@ -336,7 +352,8 @@ class FrozenModel:
         return [layer for layer in self.layers if layer.stage >= index % count]
 
     def mask_matrix(self, matrix: Tensor) -> Tensor:
-        """``matrix (B, ..., L, L)`` with the rows and columns of padding set to zero."""
+        """``matrix (B, ..., L, L)``, finite, with the rows and columns of padding set to zero."""
+        check_relevance(matrix, self.request.module)
         if self.mask is None or matrix.shape[-2:] != (self.mask.shape[1],) * 2:
             return matrix
         mask = self.mask.reshape(self.shape[0], *[1] * (matrix.dim() - 3), self.mask.shape[1])
@@ -371,6 +388,7 @@ class FrozenModel:
 
 
 @workspace()
+@seen_in_views
 def freeze(
     request: Request,
     *,
@@ -390,7 +408,8 @@ def freeze(
     Args:
         request (Request): what to run.
         position (int or Tensor, optional): the query token; None for the model's own readout.
-        target (Any, optional): as in Captum; used only with gradients. Default: None
+        target (Any, optional): as in Captum. Without gradients only the position is used that it
+            names. Default: None
         query (bool, optional): find the token whose row is explained; not needed for whole
             matrices. Default: True
         gradients (bool, optional): also compute the gradient of the target's score with
@@ -422,7 +441,11 @@ def freeze(
         return read_score(recording, target, position)
 
     asks = score_of if gradients or own_graph else None
-    recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
+    with noting_draws() as draws:
+        recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
+    if any(draws):
+        with on_thrown_away(request) as (copies, _), torch.no_grad():
+            warn_of_randomness(request, (copies.run(), copies.run()))
     mask = recording.mask
     recording.check_finite()
     found = recording.wiring
@@ -460,8 +483,7 @@ def freeze(
     if query:
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)
-        asked = None if score is None else target
-        weights = query_weights(recording, found, position, asked)
+        weights = query_weights(recording, found, position, target)
     device, dtype = recording.device, recording.calls[0].dtype
     made = substitution.made if substitution is not None and not request.remote else []
     return FrozenModel(

@@ -99,8 +99,11 @@ def input_embeddings(model: nn.Module) -> Any:
 
 
 def extract_logits(output: Any) -> Tensor:
-    """The tensor a model returns: itself, its ``logits``, or the first tensor it holds."""
-    if torch.is_tensor(output):
+    """The tensor a model returns: itself, its ``logits``, or the first tensor it holds.
+
+    A loss, which has no axes, is passed over.
+    """
+    if torch.is_tensor(output) and output.dim():
         return output
     is_dict = isinstance(output, Mapping)
     logits = output.get("logits") if is_dict else getattr(output, "logits", None)
@@ -108,9 +111,10 @@ def extract_logits(output: Any) -> Tensor:
         return logits
     if is_dict or isinstance(output, (tuple, list)):
         for value in output.values() if is_dict else output:
-            if torch.is_tensor(value):
+            if torch.is_tensor(value) and value.dim():
                 return value
+    kind = "tensor without axes" if torch.is_tensor(output) else type(output).__name__
     raise TypeError(
-        f"forward_func returned a {type(output).__name__}; expected a tensor, a ModelOutput with "
-        "logits, or a tuple whose first tensor is explained."
+        f"forward_func returned a {kind}; expected a tensor of one row per example, a ModelOutput "
+        "with logits, or a tuple whose first such tensor is explained."
     )

@@ -25,8 +25,7 @@ from captum_ssm._capture.measure import measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, unwrap
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.tracing import (
-    ONE_RUN,
-    find_envoys,
+    find_points,
     instrumented,
     run_in,
     traced,
@@ -34,6 +33,8 @@ from captum_ssm._capture.tracing import (
 )
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._checkpoints import without_checkpoints
+from captum_ssm._clones import repeated
+from captum_ssm._copies import original
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
@@ -64,8 +65,14 @@ class Substitute(Protocol):
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""
 
+    def begin(self) -> None:
+        """Called before each run of the model: one may have to be repeated."""
+
     def running(self, module: nn.Module) -> AbstractContextManager[None]:
         """What a mixer's own forward runs in."""
+
+    def around(self, root: nn.Module) -> AbstractContextManager[None]:
+        """What the whole run of the model's copies happens in, of which ``root`` is the first."""
 
 
 @dataclass(frozen=True)
@@ -303,6 +310,7 @@ def _no_graph() -> ValueError:
     )
 
 
+@repeated
 def record(
     request: Request,
     *,
@@ -381,125 +389,46 @@ def _record_once(
     gradients = score is not None
     grad_mode = torch.no_grad if cuts is None and not gradients else torch.enable_grad
     with (
-        ONE_RUN,
         without_compiler(),
         without_checkpoints(),
         torch.inference_mode(False),
         grad_mode(),
-        instrumented(request.model) as root,
+        instrumented(request) as (of_copies, copies),
         ExitStack() as stack,
     ):
         ids = {k: one for k, one in enumerate(request.inputs) if not one.is_floating_point()}
+        picks = also
         if cuts is not None and ids:
-            mixers, others = find_envoys(root, lambda m: _is_table(m) or bool(also and also(m)))
-        else:
-            mixers, others = find_envoys(root, also)
-        inside = set(mixers)
+
+            def picks(module: nn.Module) -> bool:
+                return _is_table(module) or bool(also and also(module))
+
+        mixers, others = find_points(copies.root, picks)
         bar = stack.enter_context(Bar("mixers", len(mixers)))
+        if substitute is not None:
+            substitute.begin()
+            stack.enter_context(substitute.around(copies.root))
         if cuts is not None and not gradients:
-            _differentiable(request.module)
-        linears, scans = KeptLinears(), KeptScansOfMixers()
-        if substitute is not None or not whole:
-            # What is inside a mixer is recomputed; only what is outside needs its graph.
-            around = linears.running if substitute is None else substitute.running
-            for envoy in mixers:
-                run_in(around, envoy._module)
-        if substitute is None or substitute.keeps_mixers:
-            for envoy in mixers:
-                run_in(scans.running, envoy._module)
-        table = input_embeddings(request.module)
-        widths = [m.embedding_dim for m in request.module.modules() if isinstance(m, nn.Embedding)]
-        width = max(widths, default=0)
-        embedded: list[Tensor] = []  # the ids that the table was given
-        edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
-
-        is_first = any(channels_of(envoy._module) == 1 for envoy in mixers)
-
-        def visited(envoy: Envoy, inputs: Any, value: Any) -> MixerCall:
-            module, channels = envoy._module, channels_of(envoy._module)
-            if is_first and envoy not in inside and _has_channels_first(module, value):
-                channels = 1
-            args, kwargs = inputs
-            return MixerCall.of(envoy.path, module, args, kwargs, value, channels=channels)
-
-        # Called within a mixer's forward, which may run without a graph.
-        @torch.set_grad_enabled(torch.is_grad_enabled())
-        def enter(envoy: Envoy, inputs: Any) -> Any:
-            if cuts is None or envoy not in inside:
-                return inputs
-            call = visited(envoy, inputs, None)
-            tokens = call.given_tokens()
-            given = cuts.enter(tokens)
-
-            def one(value: Any) -> Any:
-                if value is tokens:
-                    return given
-                return value if whole or not torch.is_tensor(value) else value.detach()
-
-            args = tuple(map(one, call.args))
-            kwargs = {name: one(value) for name, value in call.kwargs.items()}
-            return replace(call, args=args, kwargs=kwargs).own[:2]
-
-        @torch.set_grad_enabled(torch.is_grad_enabled())
-        def put(envoy: Envoy, inputs: Any, value: Any) -> tuple[Any, Any]:
-            # The call that is recorded, if any, and what the model goes on with.
-            call = visited(envoy, inputs, value)
-            own = value = call.result
-            if envoy in inside:
-                linears.leave(call)
-                scans.leave()
-            if substitute is not None:
-                value = substitute(call)
-            is_own = value is own
-            is_recorded = is_own or envoy in inside
-            bar.advance(envoy in inside)
-            if gradients and not first_of(value).requires_grad:
-                # A frozen model fed with ids has no graph: it starts here.
-                value = with_first(value, first_of(value).detach().clone().requires_grad_(True))
-            visit = replace(call, result=value) if is_recorded else None
-            if visit is not None:
-                has_graph = first_of(value).requires_grad
-                edges.append(get_gradient_edge(first_of(value)) if has_graph else None)
-            # What is measured after the run is compared with what the mixer returned.
-            own_graph = substitute is not None and envoy in inside and substitute.made[-1] is None
-            is_own = is_own or own_graph
-            if visit is not None and not (is_own or substitute is None or substitute.keeps_outputs):
-                visit = replace(visit, result=map_tensors(_form, value))
-            if cuts is not None and envoy in inside:
-                found = cuts.leave(envoy.path.removeprefix("model."), first_of(value))
-                value = with_first(value, found)
-            elif cuts is not None and _is_table(envoy._module) and table in (None, envoy._module):
-                given = next(tensors_in(inputs))
-                for k, one in ids.items():
-                    entries = entries_of(given, one)
-                    if entries is not None:
-                        value = cuts.embed(k, one, entries, value, width)
-                        break
-                embedded.append(given)
-                visit = replace(call, result=value) if is_recorded else None
-            return visit, replace(call, result=value).own[2]
-
+            _differentiable(copies.root)
+        visits = _Visits(request, of_copies.module, mixers, substitute, cuts, bar, whole=whole)
+        visits.gradients, visits.ids = gradients, ids
         inputs = list(request.inputs)
         for k, one in enumerate(inputs):
             if cuts is not None and k not in ids:
                 inputs[k] = cuts.begin(k, one, embedded=request.is_embedded(k))
-        run = partial(request.run, tuple(inputs))
-        output, visits, root_visits = traced(root, [*mixers, *others], run, enter, put)
-        # Read after the run: nnsight's lazily loaded models get their real modules in it.
-        names = {module: path for path, module in root._module.named_modules()}
+        run = partial(of_copies.run, tuple(inputs))
+        points = {**mixers, **others}
+        output, found, root_visits = traced(
+            points, request.model, copies, run, visits.enter, visits.leave
+        )
         if cuts is not None:
             for k, one in ids.items():
-                _check_embedded(embedded, one, cuts.embedded.get(k), len(inputs) == 1)
-        of_mixers = zip(linears.kept, scans.kept, strict=True)
-        calls = []
-        for order, (envoy, _, call) in enumerate(visits):
-            of_linears, of_scans = next(of_mixers) if envoy in inside else (None, None)
-            path = names[envoy._module]
-            calls.append(replace(call, path=path, order=order, linears=of_linears, scans=of_scans))
-        arguments = bound_arguments(root._module, *root_visits[0]) if root_visits else {}
-        found, other = split_calls(request.model, calls)
+                known = cuts.embedded.get(k)
+                _check_embedded(visits.embedded, one, known, len(inputs) == 1)
+        calls, other = split_calls(request.model, visits.calls(found, points))
         other = [call for call in other if also is not None and also(call.module)]
-        recording = Recording(request, output, found, other, arguments, edges=edges)
+        arguments = bound_arguments(copies.root, *root_visits[0]) if root_visits else {}
+        recording = Recording(request, output, calls, other, arguments, edges=visits.edges)
         if score is not None:
             ports = () if cuts is None or whole else tuple(cuts.ports)
             recording = replace(recording, score=score(recording), ports=ports)
@@ -513,16 +442,139 @@ def _record_once(
                     logits,
                     request.batch,
                     score=recording.entry,
-                    in_grid=recording.grid(root._module) is not None,
+                    in_grid=recording.grid(request.module) is not None,
                 )
                 recording = replace(recording, wiring=wiring)
         tables = [
-            (names[envoy._module], envoy._module, next(tensors_in(given)))
-            for envoy, given, _ in visits
-            if _is_table(envoy._module)
+            (points[module], original(module), next(tensors_in(given)))
+            for module, given, _ in found
+            if _is_table(module)
         ]
     warn_of_derived(request, tables)
     return recording if gradients else detached(recording)
+
+
+class _Visits:
+    # The calls of a run, as they are entered and left: what is kept of each, and what the model
+    # goes on with. Modules are copies of the user's.
+    gradients = False
+
+    def __init__(
+        self,
+        request: Request,
+        root: nn.Module,
+        mixers: Mapping[nn.Module, str],
+        substitute: Substitute | None,
+        cuts: Cuts | None,
+        bar: Bar,
+        *,
+        whole: bool,
+    ) -> None:
+        self.request, self.mixers, self.bar = request, mixers, bar
+        self.substitute, self.cuts, self.whole = substitute, cuts, whole
+        self.ids: Mapping[int, Tensor] = {}
+        self.embedded: list[Tensor] = []  # the ids that the table was given
+        self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
+        self.linears, self.scans = KeptLinears(), KeptScansOfMixers()
+        # Some mixer has its channels first, so other modules may have them first too.
+        self.channels_first = any(channels_of(module) == 1 for module in mixers)
+        self.table = input_embeddings(root)
+        widths = [m.embedding_dim for m in root.modules() if isinstance(m, nn.Embedding)]
+        self.width = max(widths, default=0)
+        self.grad_mode = torch.is_grad_enabled()
+        if substitute is not None or not whole:
+            # What is inside a mixer is recomputed; only what is outside needs its graph.
+            around = self.linears.running if substitute is None else substitute.running
+            for module in mixers:
+                run_in(around, module)
+        if substitute is None or substitute.keeps_mixers:
+            for module in mixers:
+                run_in(self.scans.running, module)
+
+    def enter(self, module: nn.Module, inputs: Any) -> Any:
+        """What a module is to be given, in place of ``inputs``."""
+        if self.cuts is None or module not in self.mixers:
+            return inputs
+        # A mixer's forward may run without a graph.
+        with torch.set_grad_enabled(self.grad_mode):
+            call = self._call(module, inputs, None)
+            tokens = call.given_tokens()
+            given = self.cuts.enter(tokens)
+
+            def one(value: Any) -> Any:
+                if value is tokens:
+                    return given
+                return value if self.whole or not torch.is_tensor(value) else value.detach()
+
+            args = tuple(map(one, call.args))
+            kwargs = {name: one(value) for name, value in call.kwargs.items()}
+            return replace(call, args=args, kwargs=kwargs).own[:2]
+
+    def leave(self, module: nn.Module, inputs: Any, value: Any) -> tuple[Any, Any]:
+        """The call that is recorded, if any, and what the model goes on with."""
+        with torch.set_grad_enabled(self.grad_mode):
+            call = self._call(module, inputs, value)
+            is_mixer = module in self.mixers
+            if is_mixer:
+                self.linears.leave(call)
+                self.scans.leave()
+            self.bar.advance(is_mixer)
+            visit, value = self._recorded(call, is_mixer)
+            if self.cuts is not None and is_mixer:
+                value = with_first(value, self.cuts.leave(self.mixers[module], first_of(value)))
+            elif self.cuts is not None and _is_table(module) and self.table in (None, module):
+                value = self._embedded(next(tensors_in(inputs)), value)
+                visit = None if visit is None else replace(call, result=value)
+            return visit, replace(call, result=value).own[2]
+
+    def calls(
+        self, visits: Sequence[tuple[nn.Module, Any, Any]], paths: Mapping[nn.Module, str]
+    ) -> list[MixerCall]:
+        """The recorded calls, in forward order, with what was kept of them."""
+        of_mixers = zip(self.linears.kept, self.scans.kept, strict=True)
+        calls = []
+        for order, (module, _, call) in enumerate(visits):
+            linears, scans = next(of_mixers) if module in self.mixers else (None, None)
+            kept = {"path": paths[module], "order": order, "linears": linears, "scans": scans}
+            calls.append(replace(call, **kept))
+        return calls
+
+    def _call(self, module: nn.Module, inputs: Any, value: Any) -> MixerCall:
+        channels = channels_of(module)
+        if self.channels_first and module not in self.mixers and _has_channels_first(module, value):
+            channels = 1
+        args, kwargs = inputs
+        path = self.mixers.get(module, "")
+        return MixerCall.of(path, original(module), args, kwargs, value, channels=channels)
+
+    def _recorded(self, call: MixerCall, is_mixer: bool) -> tuple[MixerCall | None, Any]:
+        substitute, value = self.substitute, call.result
+        if substitute is not None:
+            value = substitute(call)
+        is_own = value is call.result
+        is_recorded = is_own or is_mixer
+        if self.gradients and not first_of(value).requires_grad:
+            # A frozen model fed with ids has no graph: it starts here.
+            value = with_first(value, first_of(value).detach().clone().requires_grad_(True))
+        if not is_recorded:
+            return None, value
+        visit = replace(call, result=value)
+        has_graph = first_of(value).requires_grad
+        self.edges.append(get_gradient_edge(first_of(value)) if has_graph else None)
+        # What is measured after the run is compared with what the mixer returned.
+        own_graph = substitute is not None and is_mixer and substitute.made[-1] is None
+        if not (is_own or own_graph or substitute is None or substitute.keeps_outputs):
+            visit = replace(visit, result=map_tensors(_form, value))
+        return visit, value
+
+    def _embedded(self, given: Tensor, value: Any) -> Any:
+        assert self.cuts is not None
+        self.embedded.append(given)
+        for k, one in self.ids.items():
+            entries = entries_of(given, one)
+            if entries is not None:
+                return self.cuts.embed(k, one, entries, value, self.width)
+        return value
 
 
 def _check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_alone: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,8 +22,9 @@ from torch.utils._pytree import tree_map
 from captum_ssm._capture.model import unwrap
 from captum_ssm._capture.recording import Recording, gradients_at, split_calls
 from captum_ssm._capture.request import Remote, Request
-from captum_ssm._capture.tracing import ONE_RUN, find_envoys, instrumented
+from captum_ssm._capture.tracing import find_points
 from captum_ssm._capture.wiring import Wiring, of_reads, sequence
+from captum_ssm._copies import undo
 from captum_ssm.mixers import MixerCall
 
 if TYPE_CHECKING:
@@ -67,15 +69,17 @@ def record_remotely(
     """
     model = request.model
     args, kwargs = request.arguments_by_name()
-    mixers, others = find_envoys(model, also)
-    envoys = [*mixers, *others]
+    mixers, others = find_points(unwrap(model), also)
+    by_module = {envoy._module: envoy for envoy in model.modules()}
+    envoys = [by_module[module] for module in (*mixers, *others)]
     names = {module: path for path, module in unwrap(model).named_modules()}
     absent = [i for i, envoy in enumerate(envoys) if _is_absent(envoy._module)]
     modules = {i: envoy._module for i, envoy in enumerate(envoys)}
     paths = {i: names[module] for i, module in modules.items()}
 
     def ask(**options: Any) -> tuple[list[Any], dict[int, dict[str, Tensor]], list[Any]]:
-        with ONE_RUN, instrumented(model), torch.inference_mode(False):
+        with ExitStack() as stack, torch.inference_mode(False):
+            undo(stack, _forget_names, unwrap(model))
             return _ask(model, request.remote, envoys, args, kwargs, **options)
 
     visits, weights, (output, between) = ask(
@@ -240,6 +244,12 @@ def _ask(
                 named = [*part.named_parameters(), *part.named_buffers()]
                 weights[number] = {name: value.detach().cpu() for name, value in named}
     return visits, weights, found
+
+
+def _forget_names(model: nn.Module) -> None:
+    # What nnsight calls modules on a server, which it notes in their attributes.
+    for module in model.modules():
+        module.__dict__.pop("_persistent_id", None)
 
 
 def _is_absent(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from captum_ssm._capture.model import (
     resolve_model,
     unwrap,
 )
+from captum_ssm._capture.randomness import one_run
 from captum_ssm._errors import InputError
 from captum_ssm._nested import same_values
 
@@ -157,11 +158,12 @@ class Request:
             positional=tuple(map(_copied, self.positional)),
             named={name: _copied(value) for name, value in self.named.items()},
         )
-        if not is_model(self.forward_func):
-            return self.forward_func(*inputs, *own.positional, **own.named)
-        module = unwrap(self.forward_func)
-        args, kwargs = own._module_arguments(module, inputs)
-        return module(*args, **kwargs)
+        with one_run(self.module):
+            if not is_model(self.forward_func):
+                return self.forward_func(*inputs, *own.positional, **own.named)
+            module = unwrap(self.forward_func)
+            args, kwargs = own._module_arguments(module, inputs)
+            return module(*args, **kwargs)
 
     def arguments_by_name(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model's ``forward`` is called with, all but the inputs by name.
@@ -296,10 +298,14 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
     """
     if not isinstance(inputs, Tensor):
         raise TypeError(f"inputs is a {type(inputs).__name__}; {_EXPECTED}.")
-    if inputs.layout != torch.strided:
-        raise TypeError(
-            f"inputs is a tensor of layout {inputs.layout}; {_EXPECTED}, dense: pass "
-            "inputs.to_dense()."
+    if inputs.layout != torch.strided or inputs.is_nested:
+        kind = "a nested tensor" if inputs.is_nested else f"a tensor of layout {inputs.layout}"
+        advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
+        raise TypeError(f"inputs is {kind}; {_EXPECTED}, dense: pass {advice}.")
+    if torch.get_default_device().type == "meta":
+        raise InputError(
+            "the default device is meta, on which new tensors have no values; expected a device "
+            "that computes: call torch.set_default_device(None) before explaining."
         )
     shape = tuple(inputs.shape)
     if inputs.dim() < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from captum_ssm._capture.checking import Deviation, Rebuilt
 from captum_ssm._capture.recording import check_finite
+from captum_ssm._copies import running
 from captum_ssm._devices import is_offloaded, weights_loaded
 from captum_ssm._graph import is_closed
 from captum_ssm._nested import detached, first_of, map_tensors, tensors_in, with_first
@@ -77,6 +78,11 @@ class Substitution:
         # Adapters of recurrences: known once the first of their mixers was frozen.
         self._of_scans: set[Adapter] = set()
 
+    def begin(self) -> None:
+        """Forget an earlier run of the model, which has to be repeated."""
+        self.made.clear()
+        self._waiting = 0
+
     @torch.enable_grad()
     def __call__(self, call: MixerCall) -> Any:
         """What the model goes on with in place of ``call.result``."""
@@ -117,6 +123,10 @@ class Substitution:
         with torch.set_grad_enabled(self.needs_graph(module)), self._linears.of(module):
             yield
 
+    def around(self, root: nn.Module) -> AbstractContextManager[None]:
+        """What the whole run of the model's copies happens in, of which ``root`` is the first."""
+        return nullcontext()
+
     def needs_graph(self, module: nn.Module) -> bool:
         """Whether gradients go through the graph of a mixer's own forward."""
         adapter = find_adapter(module)
@@ -153,7 +163,7 @@ class Substitution:
         given = {id(x): x for x in tensors_in((call.args, call.kwargs)) if x.requires_grad}
         if not output.requires_grad or not given:
             return call.result
-        parameters = {id(p) for p in call.module.parameters()}
+        parameters = {id(p) for p in running(call.module).parameters()}
         if not is_closed(output, list(given.values()), parameters):
             return call.result
 

@@ -42,8 +42,8 @@ def query_weights(
 
     One token, or those that a pooled output, or an entry of a dense one, is read from.
     """
-    if target is not None:
-        position = _split_target(recording, target, position)[1]
+    # Where no score is taken, a target says which token is asked for in any output per token.
+    position = _split_target(recording, target, position, recording.score is None)[1]
     found = [weights for weights in wiring.readout if weights is not None]
     is_measured = len(found) == len(wiring.readout)
     per_token = _is_tokens(recording)
@@ -140,10 +140,12 @@ def one_query(
     return nn.functional.one_hot(index, L)
 
 
-def _split_target(recording: Recording, target: Any, position: Any) -> tuple[Any, Any]:
+def _split_target(
+    recording: Recording, target: Any, position: Any, is_only_place: bool = False
+) -> tuple[Any, Any]:
     # For a language model's logits (B, L, V) a tuple (position, token) sets both; per example, in
     # a list.
-    if not (recording.is_language and _is_tokens(recording)):
+    if not ((recording.is_language or is_only_place) and _is_tokens(recording)):
         return target, position
     logits = extract_logits(recording.output)
     pairs = None

@@ -1,23 +1,25 @@
-"""A model under nnsight for the time of a run, and left exactly as it was.
+"""A run of a model under nnsight, on copies of its modules that are thrown away.
 
 Only this file and :mod:`remote` import nnsight, and they do so when a model is first run.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar, copy_context
+from dataclasses import replace
+from functools import cache, partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from captum_ssm._capture.model import is_wrapped, refuse_scripted, unwrap
+from captum_ssm._capture.model import is_model, is_wrapped, refuse_scripted, unwrap
+from captum_ssm._capture.request import Request
+from captum_ssm._copies import Copies, bound, copied, original, running, undo
 from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
@@ -27,125 +29,70 @@ from captum_ssm.mixers._registry import supported_classes
 if TYPE_CHECKING:
     from nnsight import Envoy
 
-# A traced model carries the trace in its modules: one run at a time, whichever the thread.
-ONE_RUN = threading.RLock()
 # Whether the model's current run, in this thread, is a recorded one.
 IS_RECORDED: ContextVar[bool] = ContextVar("captum_ssm_recorded", default=False)
+# What each watched module does in a run, as nnsight runs it: a block of its own.
+_BLOCK = compile("block()", "<captum_ssm>", "exec")
 
 
 @contextmanager
-def instrumented(model: nn.Module | Envoy) -> Iterator[Envoy]:
-    """The model as nnsight's, for the time of a run; it leaves as it came."""
-    _load_nnsight()
-    modules = list(unwrap(model).modules())
-    refuse_scripted(unwrap(model))
-    for module in modules:
+def instrumented(request: Request) -> Iterator[tuple[Request, Copies]]:
+    """A request that runs copies of its model's modules, and these copies.
+
+    Raises:
+        UnsupportedModelError: for a model that TorchScript compiled, or whose run this is a part
+            of.
+    """
+    if is_wrapped(request.model) and not getattr(request.model, "dispatched", True):
+        request.model.dispatch()  # nnsight loads the weights when the model first runs
+    model = request.module
+    refuse_scripted(model)
+    if IS_RECORDED.get() and running(model) is not model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is being explained, and its own run (its forward, or a hook "
+            "of one of its modules) asks to explain it again; expected a call from outside. Take "
+            "the hook away, or let it do nothing while it is called from within an explanation."
+        )
+    for module in model.modules():
         # RWKV-4 divides its weights in its first run for inference, and has to remember that.
         rescale = getattr(module, "_rescale_layers", None)
         if callable(rescale):
             rescale()
-    with unchanged(unwrap(model)):
-        with _one_thread():
-            root = model if is_wrapped(model) else _wrap(unwrap(model))
-            for module in modules:
-                _make_other_threads_wait(module)
-        token = IS_RECORDED.set(True)
-        try:
-            with reloaded_in_backward(unwrap(model)):
-                yield root
-        finally:
-            IS_RECORDED.reset(token)
+    with (
+        copied(model, *_modules_in(request.forward_func)) as copies,
+        reloaded_in_backward(copies.root),
+        bound(IS_RECORDED, True),
+    ):
+        for module in copies.root.modules():
+            _unwrapped(module)
+        yield on_copies(request, copies), copies
+
+
+def _unwrapped(module: nn.Module) -> None:
+    # A copy of a module that a user's nnsight model wraps, with a forward of its own again.
+    state = module.__dict__.pop("__nnsight__", None)
+    if state is not None:
+        module.__dict__.pop("forward", None)
+        if state.original is not type(module).forward:
+            module.__dict__["forward"] = MethodType(state.original, module)
+
+
+def on_copies(request: Request, copies: Copies) -> Request:
+    """A request that runs copies of its model's modules."""
+    forward = request.forward_func
+    function = unwrap(forward) if is_model(forward) else forward
+    return replace(request, forward_func=copies.of(function), model=copies.root)
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put the attributes of a model's modules back after a run."""
-    copies: dict[int, Any] = {}
-    before = [_State(module, copies) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for state in before:
-            state.restore()
+def on_thrown_away(request: Request) -> Iterator[tuple[Request, Copies]]:
+    """A request that runs copies of its model's modules, and these copies, without nnsight."""
+    with copied(request.module, *_modules_in(request.forward_func)) as copies:
+        yield on_copies(request, copies), copies
 
 
-def _wrap(module: nn.Module) -> Envoy:
-    from nnsight.modeling.base import NNsight
-
-    with warnings.catch_warnings():
-        # Where it mounts a submodule named "output" concerns those who navigate its tree.
-        warnings.filterwarnings("ignore", message=".*nnsight already serves")
-        return NNsight(module)
-
-
-def _load_nnsight() -> None:
-    # Importing nnsight gives every object of the process a `save` attribute. It is taken back, and
-    # the package's name with it, so that a user's own import brings it as they know it.
-    if "nnsight.modeling.base" in sys.modules:
-        return
-    import nnsight
-    from nnsight._c import unmount
-
-    if unmount is not None and hasattr(object, "save"):
-        unmount("save")
-    del sys.modules[nnsight.__name__]
-
-
-class _State:
-    # The attributes of a module: nnsight replaces its forward, and a run may count, cache, register
-    # buffers, or write into them (a batch norm's means, a counter, the state of a stream).
-    # Containers are put back in place, as others may hold them too; the run gets copies of tensors,
-    # which share memory where these do.
-    def __init__(self, module: nn.Module, copies: dict[int, Any]) -> None:
-        self.contents: list[tuple[Any, Any]] = []
-        self.copies = copies
-        # A linear layer may keep quantized weights in buffers, too large to copy. Only in training
-        # is anything else written there (a spectral norm's vectors).
-        self.copies_tensors = module.training or not hasattr(module, "in_features")
-        self._keep(module.__dict__, {id(module.__dict__)})
-
-    def _keep(self, container: Any, seen: set[int]) -> None:
-        # Most are empty, and copies of these would be thousands.
-        self.contents.append((container, container.copy() if container else None))
-        if not container or isinstance(container, set):
-            return
-        pairs = enumerate(container) if isinstance(container, list) else container.items()
-        for key, value in [*pairs]:
-            if isinstance(value, (dict, list, set)) and id(value) not in seen:
-                seen.add(id(value))
-                self._keep(value, seen)
-            elif type(value) is torch.Tensor and self.copies_tensors and not value.requires_grad:
-                container[key] = copy.deepcopy(value, self.copies)
-
-    def restore(self) -> None:
-        for value, content in self.contents:
-            value.clear()
-            if content:
-                value.extend(content) if isinstance(value, list) else value.update(content)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # Python does not turn to another thread, which would meet a model that is half wrapped.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(3600)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def _make_other_threads_wait(module: nn.Module) -> None:
-    # nnsight follows one thread. Inference in another one waits until the model is whole again.
-    owner, traced = threading.get_ident(), module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == owner:
-            return traced(*args, **kwargs)
-        with ONE_RUN:
-            return module.forward(*args, **kwargs)
-
-    module.__dict__["forward"] = forward
+def _modules_in(forward_func: Any) -> list[nn.Module]:
+    return [unwrap(forward_func)] if is_model(forward_func) else []
 
 
 @contextmanager
@@ -159,67 +106,161 @@ def without_compiler() -> Iterator[None]:
         yield
 
 
-def find_envoys(
-    root: Envoy, also: Callable[[nn.Module], bool] | None
-) -> tuple[list[Envoy], list[Envoy]]:
-    """The mixers of a wrapped model, and what else ``also`` picks outside of them.
+def find_points(
+    model: nn.Module, also: Callable[[nn.Module], bool] | None
+) -> tuple[dict[nn.Module, str], dict[nn.Module, str]]:
+    """The mixers of a model, and what else ``also`` picks outside of them, with their paths.
 
     Raises:
         UnsupportedModelError: the model holds no mixer that the registry knows.
     """
-    mixers = [e for e in _outermost(root) if find_adapter(e._module) is not None]
+    outermost = dict(_outermost("", model, set()))
+    mixers = {m: path for m, path in outermost.items() if find_adapter(m) is not None}
     if not mixers:
-        raise _unsupported(root._module)
-    if also is None:
-        return mixers, []
-    known = set(mixers)
-    return mixers, [e for e in _outermost(root) if e not in known and also(e._module)]
+        raise _unsupported(model)
+    others = {m: path for m, path in outermost.items() if m not in mixers}
+    picked = {m: path for m, path in others.items() if also and also(original(m))}
+    return mixers, picked
 
 
 def traced(
-    root: Envoy,
-    envoys: list[Envoy],
+    points: dict[nn.Module, str],
+    model: Any,
+    copies: Copies,
     run: Callable[[], Any],
-    enter: Callable[[Envoy, Any], Any],
-    put: Callable[[Envoy, Any, Any], tuple[Any, Any]],
-) -> tuple[Any, list[tuple[Envoy, Any, Any]], list[Any]]:
-    from nnsight.intervention.interleaver import OutOfOrderError
+    enter: Callable[[nn.Module, Any], Any],
+    put: Callable[[nn.Module, Any, Any], tuple[Any, Any]],
+) -> tuple[Any, list[tuple[nn.Module, Any, Any]], list[Any]]:
+    """Run a model, with each call of some of its modules looked at and changed.
 
-    visits: list[tuple[Envoy, Any, Any]] = []
+    Args:
+        points (dict of nn.Module to str): copies of the modules, and names for them.
+        model (nn.Module or nnsight model): the user's. Edits that nnsight keeps act in the run.
+        copies (Copies): of its modules.
+        run (Callable): runs the copies.
+        enter (Callable): takes a module and what it was given, ``(args, kwargs)``; returns what it
+            is to be given.
+        put (Callable): takes a module, what it was given and what it returned; returns what is kept
+            of the call, None for nothing, and what the model goes on with.
+
+    Returns:
+        tuple: what ``run`` returned; what was kept, in the order of the calls, each with the
+        module and what it was given; and what the root was given, by call.
+    """
+    load_nnsight()
+    from nnsight.intervention.interleaver import Interleaver
+
+    visits: list[tuple[nn.Module, Any, Any]] = []
     root_visits: list[Any] = []
-    results: list[Any] = []
-    # nnsight's language models refuse to run without an input of their own; run() has its own.
-    unused = torch.zeros(1, 1, dtype=torch.long)
-    with root.trace(fn=lambda *_, **__: run()) as tracer:
-        # nnsight takes the body of a block and runs it elsewhere: one context manager a block.
-        with tracer.invoke(unused):  # noqa: SIM117
-            # An open loop ends by asking for a visit that the run did not make.
-            with suppress(OutOfOrderError):
-                for _ in tracer.iter[:]:
-                    root_visits.append(root.inputs)
-        for envoy in envoys:
-            with tracer.invoke():  # noqa: SIM117
-                with suppress(OutOfOrderError):
-                    # One turn a visit: a block that several layers share is visited by each.
-                    for _ in tracer.iter[:]:
-                        given = envoy.inputs
-                        inputs = enter(envoy, given)
-                        if inputs is not given:
-                            envoy.inputs = inputs
-                        found = envoy.output
-                        value, passed = put(envoy, inputs, found)
-                        if passed is not found:
-                            envoy.output = passed
-                        if value is not None:
-                            visits.append((envoy, inputs, value))
-                        # The loop waits for the next visit until the run ends.
-                        given = inputs = found = value = passed = None
-        with tracer.invoke():
-            results.append(tracer.result)
-    return results[0], visits, root_visits
+    interleaver = Interleaver()
+    names, edits = _edits_of(model, copies)
+
+    def watch(module: nn.Module, path: str) -> Envoy:
+        # nnsight reaches a module by one name in each run.
+        return _watcher()(module, names.get(module, f"captum_ssm.{path}"), interleaver)
+
+    def look_at_root(envoy: Envoy) -> None:
+        root_visits.append(envoy.inputs)
+
+    def look_at(envoy: Envoy) -> None:
+        given = envoy.inputs
+        inputs = enter(envoy._module, given)
+        if inputs is not given:
+            envoy.inputs = inputs
+        found = envoy.output
+        value, passed = put(envoy._module, inputs, found)
+        if passed is not found:
+            envoy.output = passed
+        if value is not None:
+            visits.append((envoy._module, inputs, value))
+
+    for module, path in names.items():
+        watch(module, path)
+    blocks = [partial(_visiting, watch(copies.root, "root"), look_at_root)]
+    blocks += [partial(_visiting, watch(m, f"of.{path}"), look_at) for m, path in points.items()]
+    interleaver.mediators = [*edits, *map(_mediator, blocks)]
+    with ExitStack() as stack:
+        undo(stack, interleaver.cancel)
+        with interleaver:
+            result = run()
+        interleaver.check_dangling_mediators()
+    return result, visits, root_visits
+
+
+def _visiting(envoy: Envoy, look: Callable[[Envoy], None]) -> None:
+    # One turn a visit: a block of layers that several share is visited by each.
+    from nnsight.intervention.interleaver import OutOfOrderError
+    from nnsight.intervention.iterator import Iterations
+
+    # An open loop ends by asking for a visit that the run did not make.
+    with suppress(OutOfOrderError):
+        for _ in Iterations():
+            look(envoy)
+
+
+def _mediator(block: Callable[[], None]) -> Any:
+    from nnsight.intervention.interleaver import Mediator
+
+    # A greenlet begins with no context variables: it is given those of this run.
+    return Mediator(_BLOCK, {}, {"block": partial(copy_context().run, block)})
+
+
+@cache
+def _watcher() -> type[Envoy]:
+    from nnsight.intervention.envoy import Envoy
+
+    class Watcher(Envoy):
+        """One module, without those inside of it, whose names may be those of nnsight's own."""
+
+        def _add_envoy(self, name: str, module: nn.Module) -> Any:
+            return None
+
+    return Watcher
+
+
+def _edits_of(model: Any, copies: Copies) -> tuple[dict[nn.Module, str], list[Any]]:
+    # The edits that a user's nnsight model keeps, which act on each of its runs, and the names by
+    # which they reach its modules, if there are any.
+    if not (is_wrapped(model) and model._edits):
+        return {}, []
+    from nnsight.intervention.interleaver import Mediator
+
+    names = {copies.of(envoy._module): envoy.path for envoy in model.modules()}
+    edits = [
+        Mediator(e.code, e.glbls, dict(e.lcls), copy=True, shared=e.lcls.shared)
+        for e in model._edits
+    ]
+    return names, edits
+
+
+@cache
+def load_nnsight() -> None:
+    """Import nnsight, and leave the process as it was before.
+
+    Its import gives every object a ``save`` attribute and replaces ``torch.Tensor.backward``. Both
+    are taken back, and what put them there is forgotten, so that a user's own import brings them.
+    """
+    if "nnsight" in sys.modules:
+        return  # the user's
+    with ExitStack() as stack:
+        undo(stack, _forget_nnsight, torch.Tensor.backward)
+        import nnsight.intervention.envoy
+        import nnsight.intervention.iterator  # noqa: F401
+
+
+def _forget_nnsight(backward: Any) -> None:
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+    sys.modules.pop("nnsight", None)
+    # What patched it: to be imported again.
+    sys.modules.pop("nnsight.intervention.backward", None)
+    vars(sys.modules.get("nnsight.intervention", sys)).pop("backward", None)
+    unmount = getattr(sys.modules.get("nnsight._c"), "unmount", None)
+    if unmount is not None and hasattr(object, "save"):
+        unmount("save")
 
 
 def run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: nn.Module) -> None:
+    """Have the forward of a copy run in a context manager."""
     forward = module.forward
 
     def within(*args: Any, **kwargs: Any) -> Any:
@@ -229,18 +270,23 @@ def run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: 
     module.__dict__["forward"] = within
 
 
-def _outermost(root: Envoy) -> Iterator[Envoy]:
-    # Envoys in module order, not looking inside a mixer that was found.
-    yield root
-    if find_adapter(root._module) is None:
-        for child in root._children:
-            yield from _outermost(child)
+def _outermost(
+    path: str, module: nn.Module, seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, str]]:
+    # Modules in their order, each once, not looking inside a mixer that was found.
+    if module in seen:
+        return
+    seen.add(module)
+    yield module, path
+    if find_adapter(module) is None:
+        for name, child in module.named_children():
+            yield from _outermost(f"{path}.{name}" if path else name, child, seen)
 
 
 def _unsupported(model: nn.Module) -> UnsupportedModelError:
     kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
     shown = ", ".join(kinds[:30]) + (", ..." if len(kinds) > 30 else "")
-    near = nearest_misses(model)
+    near = nearest_misses(original(model))
     return UnsupportedModelError(
         f"{type(model).__name__} holds no token mixer that captum_ssm knows. Found: "
         f"{shown or 'no submodules'}. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,19 +35,15 @@ class Lens:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Records what is needed of the run of the model inside."""
-        handles = []
-        for module in self.model.modules():
-            if is_norm(module):
-                handles.append(module.register_forward_hook(self._keep_norm))
-            if isinstance(module, nn.ModuleList):
-                self._lists[module] = []
-                for child in module:
-                    handles.append(child.register_forward_hook(self._keep(module)))
-        try:
+        with ExitStack() as hooks:
+            for module in self.model.modules():
+                if is_norm(module):
+                    hooks.enter_context(module.register_forward_hook(self._keep_norm))
+                if isinstance(module, nn.ModuleList):
+                    self._lists[module] = []
+                    for child in module:
+                        hooks.enter_context(child.register_forward_hook(self._keep(module)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def layers(self, logits: Tensor) -> list[Tensor] | None:
         """The logits after each layer, ``(R, V)`` each; None where the lens does not fit.

@@ -22,7 +22,9 @@ from captum_ssm._capture import (
     freeze,
     is_model,
     resolve_model,
+    unwrap,
 )
+from captum_ssm._capture.checking import check_relevance
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._memory import memory_limit
 from captum_ssm._workspace import workspace
@@ -208,12 +210,18 @@ class TokenAttribution(Attribution):
         with workspace(), memory_limit(self.memory_limit), exact_arithmetic():
             yield
 
-    def _request(self, inputs: Any, additional_forward_args: Any) -> Request:
-        model = self.model
-        if model is None and not is_model(self.forward_func):
+    def _known_model(self) -> Any:
+        if self.model is None and not is_model(self.forward_func):
             # Captum's wrappers put a function of theirs in the place of the model it runs.
-            model = self._constructed_with if is_model(self._constructed_with) else None
-        return Request.of(self.forward_func, model, inputs, additional_forward_args, self.remote)
+            return self._constructed_with if is_model(self._constructed_with) else None
+        return self.model
+
+    def _request(self, inputs: Any, additional_forward_args: Any) -> Request:
+        extra = additional_forward_args
+        return Request.of(self.forward_func, self._known_model(), inputs, extra, self.remote)
+
+    def _check_relevance(self, relevance: Any) -> None:
+        check_relevance(relevance, unwrap(resolve_model(self.forward_func, self._known_model())))
 
     def _run(
         self,

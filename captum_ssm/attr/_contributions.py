@@ -71,7 +71,7 @@ class Contributions:
             )
         self.mixers = mixers
         self.parts = [
-            _Part.of(scan, order, weight, activation, mask)
+            _Part.of(scan, mixer.out_weight, order, weight, activation, mask)
             for mixer in mixers
             for scan, order, weight in mixer.scans_in_order()
         ]
@@ -262,9 +262,10 @@ class Contributions:
 
 @dataclass(frozen=True)
 class _Part:
-    # One scan of a mixer in its own order of the tokens, the inputs of its recurrence by lag, its
-    # row factors, and the position of each token in the scan.
+    # One scan of a mixer in its own order of the tokens, the output projection's weight, the inputs
+    # of its recurrence by lag, its row factors, and the position of each token in the scan.
     mixer: FrozenMixer
+    weight: Tensor
     lagged: list[Tensor]
     left: Tensor | None
     order: Tensor | None
@@ -274,6 +275,7 @@ class _Part:
     def of(
         cls,
         mixer: FrozenMixer,
+        projection: Tensor,
         order: Tensor | None,
         weight: float,
         activation: str,
@@ -287,11 +289,7 @@ class _Part:
         if weight != 1.0:
             lagged = [weight * values for values in lagged]
         position = None if order is None else torch.argsort(order)
-        return cls(mixer, lagged, mixer.left, order, position)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.mixer.out_weight
+        return cls(mixer, projection, lagged, mixer.left, order, position)
 
     @property
     def is_sum_of_maps(self) -> bool:

@@ -306,7 +306,9 @@ class Grids:
         )
         past = graph.relevance_past(stream, direction)
         score = graph.score.detach().to(frozen.layers[0].call.dtype)
-        return cls(replace(frozen, live=None), steps, score, past)
+        scaled = {one.name: one for step in steps.values() for one in step.layers}
+        layers = [scaled[layer.name] for layer in frozen.layers]
+        return cls(replace(frozen, live=None, layers=layers), steps, score, past)
 
     def at_level(self, level: int, mode: str | None) -> Grids:
         """Only the layers of one grid, from which relevance is interpolated if ``mode`` says how.
@@ -414,12 +416,32 @@ def _step(group: Sequence[tuple[FrozenLayer, Tensor, _Cut, Tensor | None]], batc
     for layer, _, cut, at_stream in group:
         if at_stream is not None and cut.before.shape == cut.exit.shape:
             before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at_stream))
-            return _Step(layers, directions, before, at_before)
+            pairs = zip(layers, directions, strict=True)
+            scaled = [_multiplied(one, d, at_before) for one, d in pairs]
+            return _Step([one for one, _ in scaled], [d for _, d in scaled], before, at_before)
     raise UnsupportedModelError(
         f"{layers[0].name} does not add to a residual stream of its own tokens that leads on "
         "to the score, or is not given it by a norm that is known; LaTIM expects that of every "
         "mixer. Use MambaLRP, or interactions() with layer= and another aggregation."
     )
+
+
+def _multiplied(
+    layer: FrozenLayer, direction: Tensor, at_stream: Tensor
+) -> tuple[FrozenLayer, Tensor]:
+    # A mixer and its direction, with what its output is multiplied by before it is added to the
+    # stream, a number per channel, in the mixer. The score reads the stream by the mixer's own norm
+    # nowhere else, so that its coefficients after the mixer are those before it.
+    if direction.shape != at_stream.shape:
+        return layer, direction
+    whole = at_stream.double().square().sum((0, 1))
+    scale = (direction.double() * at_stream).sum((0, 1)) / whole.clamp(min=1e-300)
+    scale = torch.where((whole > 0) & (scale != 0), scale, 1.0).to(direction)
+    error = (direction - scale * at_stream).norm() / direction.norm().clamp(min=1e-30)
+    is_one = bool((scale - 1).abs().max() <= 1e-3)
+    if is_one or not bool(error <= 1e-3):
+        return layer, direction
+    return layer.times(scale), direction / scale
 
 
 def _in_place(layer: FrozenLayer, x: Tensor, batch: int) -> Tensor:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from captum_ssm._devices import weights_loaded
+from captum_ssm._nested import tensors_in
 from captum_ssm.mixers import MixerCall
+
+_EPS = re.compile("(.*_)?eps(ilon)?")
+_ROUNDINGS = 4  # as many may add up in a norm's own arithmetic
 
 
 @dataclass(frozen=True)
@@ -38,25 +43,29 @@ class FrozenNorm:
         if not x.is_floating_point() or x.shape != call.output.shape:
             return None
         y = call.output.detach().to(x.dtype)
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
+        eps = next((v for k, v in vars(norm).items() if _EPS.fullmatch(k)), 1e-6)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        rounding = _rounding(call, weight)
         weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach().to(x)
         bias = None if bias is None else bias.detach().to(x)
         if weight.shape != x.shape[-1:]:
             return None
         centered = x - x.mean(-1, keepdim=True)
         rms, std = (torch.rsqrt(one.square().mean(-1, keepdim=True) + eps) for one in (x, centered))
-        # An RMS norm, one whose weight is stored minus one (Gemma), or a layer norm: the one that
-        # is closest to the norm's output.
-        found = [
+        # An RMS norm, one whose weight is stored minus one (Gemma), or a layer norm.
+        forms = (
             cls(weight, rms, False, bias),
             cls(1 + weight, rms, False, bias),
             cls(weight, std, True, bias),
-        ]
-        errors = [float((form(x) - y).abs().amax()) for form in found]
-        least = min(errors)
-        return found[errors.index(least)] if least <= 2e-2 * float(y.abs().amax()) else None
+        )
+        return next((form for form in forms if form._returns(y, x, rounding)), None)
+
+    def _returns(self, y: Tensor, x: Tensor, rounding: float) -> bool:
+        # At each token, up to the rounding of what is added.
+        size = x * self.inverse * self.weight
+        terms = size.norm(dim=-1) + (0 if self.bias is None else self.bias.norm())
+        return bool(((self(x) - y).norm(dim=-1) <= _ROUNDINGS * rounding * terms).all())
 
     def __call__(self, x: Tensor) -> Tensor:
         """The frozen norm of ``x (B, L, E)``."""
@@ -68,6 +77,14 @@ class FrozenNorm:
         """The gradient before the norm, of one after it: ``(B, L, E)``."""
         pulled = gradient * self.weight * self.inverse
         return pulled - pulled.mean(-1, keepdim=True) if self.centered else pulled
+
+
+def _rounding(call: MixerCall, weight: Tensor | None) -> float:
+    # A norm computes in the coarsest of its dtypes; in float32 if all are finer.
+    tensors = [*tensors_in((call.args, call.kwargs)), call.output]
+    tensors = [*tensors, weight] if torch.is_tensor(weight) else tensors
+    known = {x.dtype for x in tensors if x.is_floating_point()} | {torch.float32}
+    return max(torch.finfo(dtype).eps for dtype in known)
 
 
 def first_input(call: MixerCall) -> Tensor:

@@ -14,6 +14,7 @@ from typing_extensions import Unpack, get_type_hints
 
 from captum_ssm._captum import log_usage
 from captum_ssm._graph import past_writes
+from captum_ssm._in_place import seen_in_views
 from captum_ssm._progress import showing
 from captum_ssm._workspace import workspace
 
@@ -36,8 +37,8 @@ _ARGUMENTS = """\
         takes: one index for each axis of the output after the first. For a language model's logits
         ``(B, L, V)`` an int or one id per example names the token read at ``position``, a tuple
         ``(position, token)`` sets both. As in Captum, -1 is the last class or token. May be None
-        where the model returns one value per example; ignored by methods that need no target (see
-        ``needs_target``). Default: None
+        where the model returns one value per example. Methods that need no target (see
+        ``needs_target``) use only the position that it names. Default: None
     additional_forward_args (Any, optional): further arguments of ``forward_func``, as in Captum;
         a dict is passed by keyword. Default: None
     position (int or Tensor, optional): the token whose row is explained, an int or ``(B,)``; None
@@ -143,7 +144,10 @@ def described(function: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("return_convergence_delta") and not self.has_convergence_delta():
             raise no_delta(self.get_name())
         with workspace(), showing(kwargs.pop("show_progress", None)):
-            return past_writes(functools.partial(function, self, *args, **kwargs))
+            run = functools.partial(function, self, *args, **kwargs)
+            found = seen_in_views(past_writes)(run)
+        self._check_relevance(found)
+        return found
 
     attribute.__signature__ = _with_progress(inspect.signature(function))  # type: ignore[attr-defined]
     attribute.__doc__ = _documentation(inspect.cleandoc(function.__doc__ or ""))

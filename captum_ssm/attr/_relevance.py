@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm._capture.recording import gradients_at, require_graph
-from captum_ssm._rules import ruled, without_rule
+from captum_ssm._rules import added_coefficients, ruled, stopped, without_rule
 
 
 def relevance_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor]:
@@ -42,26 +42,56 @@ def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | No
         starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
         with ruled([score.grad_fn], starts) as carries:
             connected = carries[score.grad_fn]
-            unknown = without_rule(carries)
+            unknown, share = without_rule(carries), None
             if connected:
-                found = gradients_at(leaves, score)
+                found = gradients_at(leaves, score, retain_graph=bool(unknown))
+            if connected and unknown:
+                with stopped(carries):
+                    rest = torch.autograd.grad(score.sum(), list(leaves), allow_unused=True)
+                share = _share(times(leaves, found), times(leaves, rest))
         if not connected:
             gradients_at(leaves, score)  # raises if there is no gradient either
             raise of_constants()
-    warn_of_unruled(unknown)
+    warn_of_unruled(unknown, share)
+    _warn_of_added(added_coefficients(carries))
     return found
 
 
-def warn_of_unruled(functions: Collection[str]) -> None:
-    """Warn of functions that relevance goes through by their plain gradient, if there are any."""
+def warn_of_unruled(functions: Collection[str], share: float | None = None) -> None:
+    """Warn of functions that relevance goes through by their plain gradient, if there are any.
+
+    Args:
+        functions (collection of str): their names.
+        share (float, optional): how much of the relevance goes through them. Default: unknown
+    """
     if functions:
+        part = "" if share is None else f" for {share:.0%} of the relevance"
         warnings.warn(
             f"relevance goes through {', '.join(functions)}, which has no rule: its plain gradient "
-            "is kept, so relevance may not add up to the score. The convergence delta says by how "
-            "much. Explain a logit, or write the function in operations of PyTorch that have one.",
+            f"is kept{part}, so relevance may not add up to the score. The convergence delta says "
+            "by how much. Explain a logit, or write the function in operations of PyTorch that "
+            "have one.",
             UserWarning,
             stacklevel=2,
         )
+
+
+def _warn_of_added(coefficients: Collection[str]) -> None:
+    if coefficients:
+        warnings.warn(
+            f"the model adds the result of {', '.join(coefficients)} to what relevance goes "
+            "through; expected to be a factor, as in a gate. It counts as a constant, so its share "
+            "of the score is missing from the relevance. The convergence delta says how much.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _share(whole: Sequence[Tensor], rest: Sequence[Tensor]) -> float:
+    # The size of the relevance that goes through a part, as a share of it and the rest's.
+    kept = sum(float(one.abs().sum()) for one in rest)
+    lost = sum(float((one - other).abs().sum()) for one, other in zip(whole, rest, strict=True))
+    return lost / (lost + kept) if lost else 0.0
 
 
 def of_constants() -> ValueError:

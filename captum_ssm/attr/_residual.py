@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture import FrozenLayer, FrozenModel
+from captum_ssm._capture.recording import Recording
+from captum_ssm._copies import original
 from captum_ssm._rules import is_norm
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.mixers import MixerCall, find_mixers
@@ -70,6 +72,7 @@ class ResidualStream:
             ValueError: where a mixer does not add to it.
         """
         groups: list[list[FrozenLayer]] = []
+        live, frozen = frozen.live, replace(frozen, live=None)
         for layer in frozen.layers:
             if groups and groups[-1][0].stage == layer.stage:
                 groups[-1].append(layer)
@@ -86,7 +89,7 @@ class ResidualStream:
         scaled: dict[int, FrozenLayer] = {}
         for group, before, following in zip(groups, streams, [*streams[1:], final], strict=True):
             own = list(group)
-            group = _multiplied(group, before, _stream_after(group, frozen.others, following))
+            group = _multiplied(group, before, _stream_after(group, frozen.others, following), live)
             scaled |= dict(zip(map(id, own), group, strict=True))
             mixed = torch.stack([layer.call.output.to(before.dtype) for layer in group]).sum(0)
             is_alone = frozen.wiring.stages[group[0].stage].around == ()
@@ -112,22 +115,54 @@ def _stream_after(
     return following
 
 
-def _multiplied(group: list[FrozenLayer], before: Tensor, after: Tensor) -> list[FrozenLayer]:
+def _multiplied(
+    group: list[FrozenLayer], before: Tensor, after: Tensor, live: Recording | None
+) -> list[FrozenLayer]:
     # The layers with what their outputs are multiplied by, a number per channel, if that makes up
-    # for what is added to the stream. Found by least squares over all tokens.
+    # for what is added to the stream.
     added = (after - before).flatten(0, 1).double()  # (B L, E)
     outputs = [layer.call.output.flatten(0, 1).to(added) for layer in group]
     # Rounding of the stream, and of what is added to it.
     eps = torch.finfo(before.dtype).eps
     allowed = 4 * eps * before.double().norm() + max(1e-3, 8 * eps) * added.norm()
-    if len(added) <= len(group) or bool((added - sum_of(outputs)).norm() <= allowed):
+    if bool((added - sum_of(outputs)).norm() <= allowed):
         return group
     x = torch.stack(outputs, -1)  # (B L, E, mixers)
-    products = torch.einsum("nei,nej->eij", x, x), torch.einsum("nei,ne->ei", x, added)
-    scales = (torch.linalg.pinv(products[0]) @ products[1][..., None])[..., 0]  # (E, mixers)
+    scales = _scales_of_graph(group, after, live)
+    if scales is None and len(added) <= len(group):
+        raise UnreadStreamError(
+            f"what {group[0].name} returned is multiplied before it is added to the residual "
+            f"stream, by what is not known of {len(added)} tokens without the graph of the run; "
+            "pass more tokens."
+        )
+    if scales is None:  # by least squares over all tokens
+        products = torch.einsum("nei,nej->eij", x, x), torch.einsum("nei,ne->ei", x, added)
+        scales = (torch.linalg.pinv(products[0]) @ products[1][..., None])[..., 0]
+    scales = scales.to(added)  # (E, mixers)
     if not bool((added - (x * scales).sum(-1)).norm() <= allowed):
         return group
     return [layer.times(scale) for layer, scale in zip(group, scales.unbind(1), strict=True)]
+
+
+def _scales_of_graph(
+    group: list[FrozenLayer], after: Tensor, live: Recording | None
+) -> Tensor | None:
+    # What a stream's channels have of those of each mixer's output, (E, mixers), at one token, if
+    # the stream is in the graph of the run as the input of a module that was recorded.
+    given = () if live is None else map(first_input, live.others)
+    stream = next((x for x in given if x.data_ptr() == after.data_ptr() and x.requires_grad), None)
+    if live is None or stream is None or stream.shape != after.shape:
+        return None
+    ports = dict(zip((call.order for call in live.calls), live.ports, strict=True))
+    exits = [ports[layer.source.order].exit for layer in group]
+    if any(one.shape != stream.shape for one in exits):
+        return None
+    with torch.inference_mode(False), torch.enable_grad():
+        found = torch.autograd.grad(
+            stream.sum(), [one.edge for one in exits], retain_graph=True, allow_unused=True
+        )
+    zero = torch.zeros_like(stream)
+    return torch.stack([(zero if g is None else g)[0, -1] for g in found], -1).detach()
 
 
 def _local(following: Tensor, before: Tensor, mixed: Tensor) -> Tensor:
@@ -146,7 +181,7 @@ def norms_and_head(model: nn.Module) -> Callable[[nn.Module], bool]:
         after = [] if module in inside else [*after, module]
     linear = [module for module in after if isinstance(module, nn.Linear)]
     head = None if any(map(is_norm, after)) or not linear else linear[-1]
-    return lambda module: is_norm(module) or module is head
+    return lambda module: is_norm(module) or original(module) is head
 
 
 def _read_out(frozen: FrozenModel, last_group: list[FrozenLayer]) -> tuple[Tensor, Tensor]:

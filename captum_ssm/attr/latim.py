@@ -164,7 +164,7 @@ class LaTIM(TokenAttribution):
             )
         request = self._request(inputs, additional_forward_args)
         if not to_logit:
-            frozen = self._run(request, position)
+            frozen = self._run(request, position, target=target)
             with self._computing():
                 row = _query_row(frozen, [frozen.select_one(layer)], activation, aggregation)
                 return self._formatted(frozen.wiring.from_first(row), frozen)
@@ -365,7 +365,7 @@ class LaTIM(TokenAttribution):
             logits = extract_logits(request.run(given[:count]))
             return _chosen_logits(logits, target).sum(1)
 
-        return self._run_score(replace(request, forward_func=summed), None, None, keep_graph=False)
+        return self._run_score(replace(request, forward_func=summed), None, None)
 
     def _stream(self, frozen: FrozenModel) -> ResidualStream | None:
         # None where there is no one residual stream, or it is not known how the score is read
@@ -374,7 +374,7 @@ class LaTIM(TokenAttribution):
             if frozen.is_chain or self.remote:
                 frozen.require_chain("LaTIM")
                 try:
-                    return ResidualStream.of(replace(frozen, live=None))
+                    return ResidualStream.of(frozen)
                 except UnreadStreamError:
                     if self.remote:
                         raise
@@ -393,7 +393,7 @@ class LaTIM(TokenAttribution):
             grids = Grids.of(frozen, graph)
             if stage is not None:
                 return grids.at_level(stage, self.interpolate_mode)
-            return grids if layer is None else grids.at_layer(frozen.select_one(layer))
+            return grids if layer is None else grids.at_layer(grids.frozen.select_one(layer))
 
     def _cut_graph(self, request: Request, target: Any, position: Any) -> CutGraph:
         # Of another run, in which modules whose graph has no rules are replaced.
@@ -411,9 +411,7 @@ class LaTIM(TokenAttribution):
             )
         return cut.graph(run.require_score())
 
-    def _run_score(
-        self, request: Request, target: Any, position: Any, *, keep_graph: bool = True
-    ) -> FrozenModel:
+    def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
         # The score's direction in the residual stream is read after the last mixer.
         return self._run(
             request,
@@ -422,7 +420,7 @@ class LaTIM(TokenAttribution):
             gradients=True,
             through_mixers=False,
             also=norms_and_head(request.module),
-            keep_graph=keep_graph,
+            keep_graph=True,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -55,7 +56,8 @@ class MambaLRP(TokenAttribution):
     propagated through, is compared with what the mixer returned. The other rules are attached to
     the nodes of the autograd graph, whichever module they come from, and change no value. A
     function without a rule (softplus, a log softmax, a fused kernel with a backward pass of its
-    own) keeps its plain gradient: a warning names it, and the delta says what that costs. Autograd
+    own) keeps its plain gradient: a warning names it with its share of the relevance, and the delta
+    says what that costs. So does one of coefficients that are added, not multiplied. Autograd
     keeps no argument of :func:`torch.tanh`: where its result is rounded to ±1 (\|x\| > 9 in
     float32, 3.5 in bfloat16), relevance is too large by about \|x\| over that limit.
     :class:`torch.nn.Tanh` is exact.
@@ -110,6 +112,7 @@ class MambaLRP(TokenAttribution):
             rules, frozen = self._ruled(request, position, target, wiring=True)
         score = frozen.require_score()
         found = rules.relevance(score)
+        frozen.warn_of_padding()
         warn_of_unknown(request.module, frozen.wiring.refused)
         result = format_output(
             request.packed,
@@ -124,7 +127,6 @@ class MambaLRP(TokenAttribution):
         with (
             memory_limit(self.memory_limit),
             limited_graph(request.module, self.get_name()),
-            scans_frozen(request.module),
         ):
             frozen = self._run(
                 request,
@@ -186,6 +188,13 @@ class Rules(Substitution):
         self.inputs = request.inputs
         self.table = input_embeddings(request.module)
         self.embedded: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def around(self, root: nn.Module) -> AbstractContextManager[None]:
+        return scans_frozen(root)
+
+    def begin(self) -> None:
+        super().begin()
+        self.embedded.clear()
 
     def needs_graph(self, module: nn.Module) -> bool:
         adapter = find_adapter(module)

@@ -18,7 +18,7 @@ class RawAttention(MapAttribution):
     Per layer the mean over channels :math:`\mathbb{E}_d[\alpha^d]` of Mamba's implicit attention
     (Ali et al., `The Hidden Attention of Mamba Models <https://arxiv.org/abs/2403.01590>`_,
     eq. 13); the average over layers is theirs too (section 4.2). Class-agnostic: ``target`` is
-    accepted and ignored. A row costs time linear in the sequence.
+    accepted, and only a position in it is used. A row costs time linear in the sequence.
 
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 

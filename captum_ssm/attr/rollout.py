@@ -20,8 +20,9 @@ class MambaRollout(MapAttribution):
 
     the latest layer leftmost, read at the query's row (Ali et al.,
     `The Hidden Attention of Mamba Models <https://arxiv.org/abs/2403.01590>`_, eq. 21-22).
-    Class-agnostic: ``target`` is accepted and ignored. The row is carried backward through the
-    layers, one reversed scan each, in time linear in the sequence and without a matrix.
+    Class-agnostic: ``target`` is accepted, and only a position in it is used. The row is carried
+    backward through the layers, one reversed scan each, in time linear in the sequence and without
+    a matrix.
 
     I is the residual stream, as it is found in the model's graph. Of two mixers in series in one
     branch, as the attention and the convolution of Inkling, it goes around both:

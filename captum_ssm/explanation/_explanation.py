@@ -12,6 +12,7 @@ import numpy as np
 from captum_ssm.explanation import _file, _tables
 from captum_ssm.explanation._compare import difference, joined
 from captum_ssm.explanation._parts import Example, Method, Output
+from captum_ssm.explanation._read import printable
 from captum_ssm.explanation._summary import Summary, summary
 from captum_ssm.explanation._units import spans_of, summed
 
@@ -56,7 +57,7 @@ class Explanation:
     def __repr__(self) -> str:
         names = ", ".join(method.name for method in self.methods)
         counts = f"{len(self.examples)} examples" if len(self) > 1 else self._size()
-        return f"<Explanation of {self.model} by {names}: {counts}>"
+        return printable(f"<Explanation of {self.model} by {names}: {counts}>")
 
     def _size(self) -> str:
         (example,) = self.examples

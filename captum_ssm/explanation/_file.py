@@ -11,7 +11,7 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from captum_ssm.explanation._parts import (
-    Answer,
-    Contrast,
-    Example,
-    Maps,
-    Method,
-    Output,
-    Span,
-    Token,
-)
+from captum_ssm.explanation._parts import Maps, Method
+from captum_ssm.explanation._read import Damaged, example, printable, read
 
 if TYPE_CHECKING:
     from captum_ssm.explanation._explanation import Explanation
@@ -63,31 +55,59 @@ def load(path: str | Path) -> dict[str, Any]:
     """The fields of an explanation that was saved."""
     path = Path(path)
     expected = f"expected a file that Explanation.save wrote, of format {FORMAT}/{VERSION}"
+    shown = printable(str(path))
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = json.loads(
+            path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite
+        )
+    except RecursionError:
+        raise ValueError(
+            f"{shown} is no JSON that can be read: it is nested too deep; {expected}."
+        ) from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); {expected}.") from error
+        raise ValueError(f"{shown} is no JSON ({printable(str(error))}); {expected}.") from error
     name = held.get("format") if isinstance(held, dict) else None
     if not str(name).startswith(f"{FORMAT}/"):
-        raise ValueError(f"{path} has the format {name!r}; {expected}.")
+        raise ValueError(f"{shown} has the format {name!r}; {expected}.")
     if name != f"{FORMAT}/{VERSION}":
         raise ValueError(
-            f"{path} has the format {name!r}, which this version of captum_ssm does not read; "
+            f"{shown} has the format {name!r}, which this version of captum_ssm does not read; "
             f"{expected}. Open it with the version that wrote it."
         )
     try:
-        maps = _maps_file(path, held["examples"])
-        examples = (_example(e, one, maps) for e, one in enumerate(held["examples"]))
-        return {
-            "title": held["title"],
-            "model": held["model"],
-            "methods": tuple(Method(**method) for method in held["methods"]),
-            "examples": tuple(examples),
-            "settings": held["settings"],
-            "versions": held["versions"],
-        }
-    except (KeyError, TypeError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: {error!r}; {expected}.") from error
+        return _fields(path, held)
+    except Damaged as error:
+        raise ValueError(
+            f"{shown} is damaged: {error}. It is not as Explanation.save wrote it: save the "
+            "explanation again."
+        ) from error
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"a number is {text[:20]}; expected a finite one")
+    return value
+
+
+def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
+    given = {name: held.get(name) for name in ("title", "model", "settings", "versions")}
+    methods = read(tuple[Method, ...], held.get("methods"), "methods")
+    names = [method.name for method in methods]
+    if not names or not all(map(str.isprintable, names)) or len(set(names)) < len(names):
+        raise Damaged("methods", names, "one or more, each of a name of its own")
+    examples = read(tuple[Any, ...], held.get("examples"), "examples")
+    if not examples:
+        raise Damaged("examples", examples, "one or more")
+    _put_maps(path, examples)
+    return {
+        "title": read(str, given["title"], "title"),
+        "model": read(str, given["model"], "model"),
+        "methods": methods,
+        "examples": tuple(example(one, names, f"examples[{i}]") for i, one in enumerate(examples)),
+        "settings": read(Mapping[str, Any], given["settings"], "settings"),
+        "versions": read(Mapping[str, str], given["versions"], "versions"),
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -115,60 +135,29 @@ def _numbers(values: Any) -> Any:
     return 0 if values == 0 and math.copysign(1, values) > 0 else values
 
 
-def _maps_file(path: Path, examples: list[Any]) -> dict[str, np.ndarray]:
-    if not any(one["maps"] for one in examples):
-        return {}
+def _put_maps(path: Path, examples: Sequence[Any]) -> None:
+    # In place of the names of layers, their arrays from the other file.
+    given = [
+        (f"{e}/{m}", one)
+        for e, held in enumerate(examples)
+        for m, one in enumerate((isinstance(held, dict) and held.get("maps")) or ())
+    ]
+    if not given:
+        return
     file = path.with_suffix(".safetensors")
     if not file.exists():
         raise FileNotFoundError(
-            f"{path} has maps, and there is no {file}, which holds them; put the file that was "
-            "saved with it next to it, under the same name."
+            f"{printable(str(path))} has maps, and there is no {printable(str(file))}, which holds "
+            "them; put the file that was saved with it next to it, under the same name."
         )
     try:
-        return load_file(file)
+        arrays = load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}.") from error
-
-
-def _example(index: int, held: dict[str, Any], maps: dict[str, np.ndarray]) -> Example:
-    image, grid = held["image"], held["grid"]
-    return Example(
-        name=held["name"],
-        outputs=tuple(map(_output, held["outputs"])),
-        relevance={name: _array(rows) for name, rows in held["relevance"].items()},
-        deltas={name: _array(rows) for name, rows in held["deltas"].items()},
-        tokens=tuple(Token(**token) for token in held["tokens"]),
-        prompt=held["prompt"],
-        units={
-            name: tuple(Span(**span) for span in spans) for name, spans in held["units"].items()
-        },
-        image=None if image is None else _image(image),
-        grid=None if grid is None else (grid[0], grid[1]),
-        maps=tuple(
-            Maps(
-                one["name"],
-                one["unit"],
-                {layer: maps[f"{index}/{m}/{layer}"] for layer in one["layers"]},
-            )
-            for m, one in enumerate(held["maps"])
-        ),
-    )
-
-
-def _output(held: dict[str, Any]) -> Output:
-    return Output(
-        position=held["position"],
-        answers=tuple(Answer(**answer) for answer in held["answers"]),
-        chosen=held["chosen"],
-        contrasts=tuple(Contrast(**contrast) for contrast in held["contrasts"]),
-        lens=tuple(tuple(Answer(**answer) for answer in layer) for layer in held["lens"]),
-    )
-
-
-def _array(values: Any) -> np.ndarray:
-    return np.array(values, dtype=np.float32)
-
-
-def _image(held: dict[str, Any]) -> np.ndarray:
-    data = zlib.decompress(base64.b64decode(held["zlib"]))
-    return np.frombuffer(data, np.uint8).reshape(held["shape"]).copy()
+        raise ValueError(f"{printable(str(file))} is damaged: {error}.") from error
+    for place, one in given:
+        layers = one.get("layers") if isinstance(one, dict) else None
+        layers = read(tuple[str, ...], layers, f"maps {place}.layers")
+        missing = [layer for layer in layers if f"{place}/{layer}" not in arrays]
+        if missing:
+            raise Damaged(f"maps {place}.layers", missing, "layers of the file of maps")
+        one["layers"] = {layer: arrays[f"{place}/{layer}"] for layer in layers}

@@ -8,12 +8,12 @@ bit by bit.
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, update_wrapper
+from functools import cached_property, update_wrapper
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from captum_ssm._capture import resolve_model, unwrap
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.discovery import adapter_of
 from captum_ssm._capture.substitution import without_autocast
-from captum_ssm._capture.tracing import IS_RECORDED, ONE_RUN
+from captum_ssm._capture.tracing import IS_RECORDED
+from captum_ssm._copies import bound, original, undo
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached, with_first
@@ -151,19 +152,20 @@ class _Edits:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a module runs: the model's own padding mask."""
-        if module is self.root:
+        if original(module) is self.root:
             mask = bound_arguments(module, args, kwargs).get("attention_mask")
             self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
 
     def acts_on(self, module: nn.Module) -> bool:
         """Whether a call of a module is edited."""
-        return module in self.paths and not self.busy
+        return original(module) in self.paths and not self.busy
 
     def leave(self, call: MixerCall) -> MixerCall:
         """A call with what takes the place of its result."""
         if not self.acts_on(call.module):
             return call
-        path, module, result = self.paths[call.module], call.module, call.result
+        module, result = original(call.module), call.result
+        path = self.paths[module]
         if IS_RECORDED.get():
             raise UnsupportedModelError(
                 f"{path} is edited by an intervention, and a method of frozen mixers was called "
@@ -195,39 +197,63 @@ class _Edits:
 # The interventions of this thread, by the modules that they are about; and how many there are in
 # all threads. Hooks would not do: a module that another thread is running must not lose one.
 _EDITS: ContextVar[dict[nn.Module, tuple[_Edits, ...]]] = ContextVar("edits", default={})  # noqa: B039
-_USERS: Counter[nn.Module] = Counter()
+_USERS: dict[nn.Module, set[_Edits]] = {}
+_LOCK = threading.Lock()
 
 
 @contextmanager
 def _noticed(edits: _Edits) -> Iterator[None]:
     # Calls of the modules that an intervention is about go through it, in this thread.
     modules = {edits.root, *edits.paths}
-    token = _EDITS.set(
-        _EDITS.get() | {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
-    )
-    # A model that is recorded in another thread gets its attributes back as they were.
-    with ONE_RUN:
-        for module in modules:
-            if _USERS[module] == 0:
-                own = module.forward
-                module.__dict__["forward"] = update_wrapper(partial(_forward, module, own), own)
-            _USERS[module] += 1
-    try:
+    around = {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
+    with ExitStack() as stack:
+        undo(stack, _leave, edits, modules)
+        _enter(edits, modules)
+        stack.enter_context(bound(_EDITS, _EDITS.get() | around))
         yield
-    finally:
-        _EDITS.reset(token)
-        with ONE_RUN:
-            for module in modules:
-                _USERS[module] -= 1
-                if _USERS[module] == 0:
-                    del _USERS[module]
-                    own = module.__dict__.pop("forward").args[1]
-                    if getattr(own, "__func__", None) is not type(module).forward:
-                        module.__dict__["forward"] = own
+
+
+def _enter(edits: _Edits, modules: set[nn.Module]) -> None:
+    with _LOCK:
+        for module in modules:
+            users = _USERS.setdefault(module, set())
+            users.add(edits)
+            if not isinstance(module.__dict__.get("forward"), _Forward):
+                module.__dict__["forward"] = _Forward(module)
+
+
+def _leave(edits: _Edits, modules: set[nn.Module]) -> None:
+    with _LOCK:
+        for module in modules:
+            users = _USERS.get(module, set())
+            users.discard(edits)
+            forward = module.__dict__.get("forward")
+            if not users and isinstance(forward, _Forward):
+                forward.put_back(module)
+            if not users:
+                _USERS.pop(module, None)
+
+
+class _Forward:
+    # A module's forward while an intervention is about it.
+    def __init__(self, module: nn.Module) -> None:
+        self.own, self.is_instance = module.forward, "forward" in module.__dict__
+        self.module = module
+        update_wrapper(self, self.own)
+
+    def put_back(self, module: nn.Module) -> None:
+        """Give the module its own forward."""
+        if self.is_instance:
+            module.__dict__["forward"] = self.own
+        else:
+            module.__dict__.pop("forward", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self.module, self.own, *args, **kwargs)
 
 
 def _forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    around = _EDITS.get().get(module, ())
+    around = _EDITS.get().get(original(module), ())
     for edits in around:
         edits.enter(module, args, kwargs)
     if not any(edits.acts_on(module) for edits in around):

@@ -23,7 +23,6 @@ from captum_ssm.interventions._selection import Layers
 from captum_ssm.interventions.patching import Pair, Patching, check_component, state_operator
 from captum_ssm.interventions.states import states_of
 from captum_ssm.mixers import FrozenMixer, MixerCall
-from captum_ssm.mixers.discovery import scans_frozen
 from captum_ssm.operators import DiagonalOperator, TokenOperator
 
 RULES = ("gradient", "relp")
@@ -198,17 +197,16 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
     # MambaLRP's, at activations inside of the frozen mixers.
     request = with_leaves(pair.corrupted.request)
     rules = _Kept(request)
-    with scans_frozen(request.module):
-        frozen = freeze(
-            request,
-            position=runs.position,
-            target=runs.target,
-            query=False,
-            also=has_a_rule,
-            substitution=rules,
-            check=check,
-            wiring=False,
-        )
+    frozen = freeze(
+        request,
+        position=runs.position,
+        target=runs.target,
+        query=False,
+        also=has_a_rule,
+        substitution=rules,
+        check=check,
+        wiring=False,
+    )
     names = [layer.name for layer in frozen.layers]
     if len(rules.kept) != len(names):
         raise UnsupportedModelError(

@@ -115,11 +115,8 @@ def _module(model: Any, at: str) -> torch.nn.Module:
 
 def _output(module: torch.nn.Module, at: str, runs: Runs, k: int, shape: tuple[int, int]) -> Tensor:
     seen: list[Any] = []
-    hook = module.register_forward_hook(lambda m, args, output: seen.append(output))
-    try:
+    with module.register_forward_hook(lambda m, args, output: seen.append(output)):
         runs.request(k).run()
-    finally:
-        hook.remove()
     last = seen[-1] if seen else None
     found = first_of(last)
     if not torch.is_tensor(found) or tuple(found.shape[:2]) != (shape[0] * k, shape[1]):

@@ -20,19 +20,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from captum_ssm._checkpoints import without_checkpoints
+from captum_ssm._clones import address
+from captum_ssm._copies import copied
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point
+from captum_ssm._graph import Point, dependencies, readers
 from captum_ssm._nested import tensors_in
-from captum_ssm._rules import is_norm
+from captum_ssm._rules import is_norm, ruled
 from captum_ssm.mixers._call import MixerCall, without_caches
 from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.scans import (
+    PRODUCTS,
     FunctionCall,
     Scan,
     ScanCalls,
+    as_linear,
     candidate_functions,
     first_tensor,
     intercepted,
+    is_product,
 )
 
 
@@ -95,12 +100,14 @@ class CutRun:
         output (Tensor): what the module returned.
         silent (bool): whether zeros took the place of what was cut off.
         called (bool): whether a function was called that may be a scan.
+        without (frozenset of Callable): products with a matrix that are not of tokens.
     """
 
     tokens: Tensor
     output: Tensor
     silent: bool
     called: bool = False
+    without: frozenset[Callable[..., Any]] = frozenset()
     scans: list[CutScan] = field(default_factory=list)
     convs: list[CutConv] = field(default_factory=list)
     linears: list[CutLinear] = field(default_factory=list)
@@ -108,7 +115,11 @@ class CutRun:
 
 
 def run_cut(
-    call: MixerCall, functions: Iterable[Callable[..., Any]] | None = None, *, silent: bool = False
+    call: MixerCall,
+    functions: Iterable[Callable[..., Any]] | None = None,
+    *,
+    silent: bool = False,
+    without: frozenset[Callable[..., Any]] = frozenset(),
 ) -> CutRun:
     """Run the module of ``call`` on its recorded arguments, cut; in float32 at least.
 
@@ -118,16 +129,19 @@ def run_cut(
             Default: None
         silent (bool, optional): scans and convolutions return zeros, and bias terms are zero.
             Default: False
+        without (frozenset of Callable, optional): products that are not cut. Default: none
 
     Raises:
         UnsupportedModelError: for a module that does not return one token for each given one.
     """
-    module, given = call.module, token_argument(call)
-    kwargs = without_caches(call.kwargs)
-    with torch.inference_mode(False), torch.enable_grad():
+    given, kwargs = token_argument(call), without_caches(call.kwargs)
+    with torch.inference_mode(False), torch.enable_grad(), copied(call.module) as copies:
+        module = copies.root
         working = torch.promote_types(given.dtype, torch.float32)
         if silent or working != call.output.dtype:
-            module = copy.deepcopy(module).to(working)
+            module = copy.deepcopy(module)
+            # Complex numbers stay complex.
+            module._apply(lambda x: x.to(working) if x.is_floating_point() else x)
         if silent:
             for name, parameter in module.named_parameters():
                 if name.endswith("bias"):
@@ -145,7 +159,7 @@ def run_cut(
             return value
 
         half = given.dtype if given.dtype.itemsize == 2 else None
-        run, fused = CutRun(leaf, leaf, silent), fused_functions()
+        run, fused = CutRun(leaf, leaf, silent, without=without), fused_functions()
 
         def handle(call: FunctionCall) -> Any:
             plain = fused.get(call.source)
@@ -160,21 +174,59 @@ def run_cut(
             without_checkpoints(),
             _norms_noted(module, run),
             _Layers(run),
-            intercepted(handle, [*known, *fused]),
+            intercepted(handle, [*known, *fused], without=without),
         ):
             again = replace(call, args=tree_map(put, call.args), kwargs=tree_map(put, kwargs))
             again = again.run(module)
     found = first_tensor(again.result)
     assert found is not None
     run.output = found
-    return run
+    can_tell = not silent and found.requires_grad
+    mistaken = _without_mistaken(run) if can_tell else frozenset()
+    if not mistaken:
+        return run
+    return run_cut(call, functions, without=without | mistaken)
+
+
+def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
+    # Products with a matrix, some of which only make weights of others (q k). Returned are those
+    # that are not of tokens: whose rows are not read by a token each, later ones first.
+    root, mistaken, unread = Point.of(run.output), set[CutScan](), set[CutScan]()
+    starts = [Point.of(run.tokens), *(Point.of(cut.leaf) for cut in run.scans)]
+    for cut in [cut for cut in reversed(run.scans) if is_product(cut.function)]:
+        leaf = Point.of(cut.leaf)
+        values = {one: one.values for one in run.scans if one.values is not None}
+        reading = [one for one, at in values.items() if any(dependencies([at], [leaf]))]
+        if mistaken.intersection(reading):
+            continue
+        is_right = all(_is_by_token(values[one], leaf) for one in reading)
+        is_right = is_right and any(dependencies([cut.values], starts))
+        with ruled([root.edge.node], [leaf.edge.node]) as carries:
+            is_read = carries[root.edge.node]
+            is_right = is_right and (not is_read or _is_by_token(root, leaf))
+        if not is_read and not reading:
+            unread.add(cut)
+        elif not is_right:
+            mistaken.add(cut)
+    if not mistaken:
+        run.scans = [cut for cut in run.scans if cut not in unread]
+    return frozenset(cut.function for cut in mistaken)
+
+
+def _is_by_token(root: Point, leaf: Point) -> bool:
+    # Whether the rows of each sequence of a leaf (B', L, D') are read by tokens of their own.
+    found = readers(root, leaf)
+    if found is None:
+        return False
+    ordered = found.view(leaf.shape[0], -1).sort(1).values
+    return not bool(((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)).any())
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     # Whether two arguments are one: as attention is given its tokens three times. A recorded call
     # holds each of them detached.
     same = one.shape == other.shape and one.stride() == other.stride()
-    return same and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
+    return same and one.dtype == other.dtype and address(one) == address(other)
 
 
 def token_argument(call: MixerCall) -> Tensor:
@@ -220,7 +272,7 @@ def _norms_noted(module: nn.Module, run: CutRun) -> Iterator[None]:
     with ExitStack() as stack:
         for part in module.modules():
             if part is not module and is_norm(part):
-                stack.callback(part.register_forward_hook(note).remove)
+                stack.enter_context(part.register_forward_hook(note))
         yield
 
 
@@ -238,7 +290,15 @@ class _Layers(TorchFunctionMode):
             return self._linear(func, args, kwargs)
         if is_depthwise(func, args, kwargs):
             return self._convolution(func, args, kwargs)
-        return func(*args, **kwargs)
+        y = as_linear(func, args, kwargs, self._product) if func in PRODUCTS else None
+        return func(*args, **kwargs) if y is None else y
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        # By a weight, which does not depend on the tokens.
+        tokens, is_weight = [Point.of(self.run.tokens)], weight.dtype == x.dtype
+        if weight.requires_grad and is_weight:
+            is_weight = not any(dependencies([Point.of(weight)], tokens))
+        return self._linear(F.linear, (x, weight), {}) if is_weight else None
 
     def _linear(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         y = func(*args, **kwargs)

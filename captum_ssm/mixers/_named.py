@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from captum_ssm._copies import original
+
 # The names of each part. A second direction has the same ones with a suffix.
 _NAMES: dict[str, tuple[str, ...]] = {
     "in_proj": ("in_proj",),
@@ -82,6 +84,7 @@ def form_of(module: nn.Module) -> str | None:
 
 def note_miss(module: nn.Module, why: str, error: float = float("inf")) -> None:
     """Remember why a module was not taken for a mixer."""
+    module = original(module)
     if error <= _MISSES.get(module, (float("inf"), ""))[0]:
         _MISSES[module] = error, why
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm._rules import activation_factor as activation_factor
+from captum_ssm._node_rules import activation_factor as activation_factor
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.operators import PermutedOperator, TokenOperator

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
+from captum_ssm._copies import original, undo
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 
@@ -112,6 +113,7 @@ def find_adapter(module: nn.Module) -> Freeze | None:
         >>> find_adapter(nn.Linear(2, 2)) is None
         True
     """
+    module = original(module)
     found, _ = _registered(module)
     return _MEASURED.get(module) if found is None else found
 
@@ -148,14 +150,19 @@ def as_unknown(modules: set[nn.Module]) -> Iterator[None]:
     """Look for other adapters of modules than those of their classes; they keep what is found.
 
     In a module or in parts of it. Where there is none, the adapter of its class is taken again.
+
+    Args:
+        modules (set of nn.Module): the user's.
     """
-    _NAMESAKES.update(modules)
-    try:
+    with ExitStack() as stack:
+        undo(stack, _keep_found, modules)
+        _NAMESAKES.update(modules)
         yield
-    finally:
-        for module in modules:
-            if not any(part in _MEASURED for part in module.modules()):
-                _NAMESAKES.discard(module)
+
+
+def _keep_found(modules: set[nn.Module]) -> None:
+    found = {m for m in modules if any(part in _MEASURED for part in m.modules())}
+    _NAMESAKES.difference_update(modules - found)
 
 
 def how_known(module: nn.Module) -> str:

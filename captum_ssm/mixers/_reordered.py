@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +71,9 @@ class ReorderedMixer(FrozenMixer):
         self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
     ) -> Tensor:
         return _to_model(self.inner.gated_output(multiply, mixed), self.order)
+
+    def _add_up(self, of: Callable[[FrozenMixer], Tensor]) -> Tensor:
+        return _to_model(self.inner._add_up(of), self.order)
 
     def remainder(self) -> Tensor:
         return _to_model(self.inner.remainder(), self.order)

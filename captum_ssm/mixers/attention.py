@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._copies import bound
 from captum_ssm.mixers._call import MixerCall, without_caches
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._registry import adapts
@@ -110,13 +111,9 @@ def _record(call: MixerCall) -> dict[str, Any]:
     module.__dict__["config"] = copy.copy(call.module.config)
     module.config._attn_implementation = _INTERFACE
     kwargs = without_caches(call.kwargs)
-    token = _RECORDING.set(seen)
-    try:
-        # The class's forward: the instance's own may be wrapped, to record the module.
-        with _KeepDirect():
-            type(module).forward(module, *call.args, **kwargs)
-    finally:
-        _RECORDING.reset(token)
+    # The class's forward: the instance's own may be wrapped, to record the module.
+    with bound(_RECORDING, seen), _KeepDirect():
+        type(module).forward(module, *call.args, **kwargs)
     if "query" not in seen:
         raise ValueError(
             f"{call.path} ({type(call.module).__name__}) computes attention itself, so its "

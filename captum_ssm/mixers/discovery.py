@@ -8,10 +8,11 @@ recognized by its parts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._copies import bound
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
 from captum_ssm._nested import detached, map_tensors, same_values, tensors_in
 from captum_ssm._rules import is_constant
@@ -31,7 +33,16 @@ from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
 from captum_ssm.mixers.measured._rerun import NotMeasured
 from captum_ssm.mixers.recognized import recognize_all
-from captum_ssm.scans import FunctionCall, Scan, ScanCalls, first_tensor, intercepted
+from captum_ssm.scans import (
+    FunctionCall,
+    Scan,
+    ScanCalls,
+    first_tensor,
+    intercepted,
+    is_hidden,
+    is_product,
+    token_product,
+)
 
 
 @dataclass(frozen=True)
@@ -69,11 +80,8 @@ _SHARED: ContextVar[dict[nn.Module, list[tuple[Any, FrozenMixer]]] | None] = Con
 @contextmanager
 def shared() -> Iterator[None]:
     """Measure a mixer once for all its calls that are given, and return, the very same."""
-    token = _SHARED.set({})
-    try:
+    with bound(_SHARED, {}):
         yield
-    finally:
-        _SHARED.reset(token)
 
 
 @dataclass
@@ -94,30 +102,27 @@ class _Visit:
 
 @dataclass
 class _Found:
-    # The module calls around each proven scan, outermost first, and its function.
+    # The module calls around each proven scan, outermost first, its function and its length.
     model: nn.Module
-    scans: list[tuple[list[_Visit], Callable[..., Any]]] = field(default_factory=list)
+    scans: list[tuple[list[_Visit], Callable[..., Any], int]] = field(default_factory=list)
     stack: list[_Visit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
     # The first calls of modules that have the parts of a form; calls of functions that are no scan.
     named: dict[nn.Module, MixerCall] = field(default_factory=dict)
     unproven: dict[nn.Module, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.calls = ScanCalls(self._take)
-
-    def handle(self, call: FunctionCall) -> Any:
+    def handle(self, calls: ScanCalls, call: FunctionCall) -> Any:
         if self.known:
             return call.run()
-        before, inner = self.calls.taken, self.stack[-1].module if self.stack else None
+        before, inner = calls.taken, self.stack[-1].module if self.stack else None
         with torch.no_grad():
-            result = self.calls(call)
-        if self.calls.taken == before and inner is not None:
+            result = calls(call)
+        if calls.taken == before and inner is not None and not is_product(call.source):
             self.unproven[inner] = call.function.__qualname__  # the outermost call comes last
         return result
 
-    def _take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
-        self.scans.append((list(self.stack), call.source))
+    def take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
+        self.scans.append((list(self.stack), call.source, scan.values.shape[1]))
         return result
 
     @contextmanager
@@ -184,28 +189,33 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
         torch.inference_mode(False),
         torch.no_grad(),
         found.noting_modules(),
-        intercepted(found.handle),
+        intercepted(partial(found.handle, ScanCalls(found.take))),
     ):
         run()
-    trials = _Trials(frozenset(function for _, function in found.scans))
+    trials = _Trials(frozenset(function for _, function, _ in found.scans))
     functions: dict[nn.Module, set[Callable[..., Any]]] = {}
-    chosen: dict[nn.Module, nn.Module] = {}  # by the innermost module
+    chosen: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
     channels: dict[nn.Module, int] = {}
     refused: set[nn.Module] = set()  # those that cannot be measured
-    for stack, function in found.scans:
+    # Products with a matrix, which anything may compute, after all scans.
+    for stack, function, length in sorted(found.scans, key=lambda one: is_product(one[1])):
         if not stack:
             continue
         inner = stack[-1].module
         if inner not in chosen:
-            module, found_as = trials.around(stack)
+            weak = is_product(function)
+            module, found_as = trials.around(stack, length if weak else None)
+            chosen[inner] = module
             if module is None:
-                name = function.__qualname__
-                note_miss(inner, f"calls {name}, a scan, {_no_tokens(stack[-1])}")
+                what = found_as.why or f"a scan, {_no_tokens(stack[-1])}"
+                note_miss(inner, f"calls {function.__qualname__}, {what}")
                 continue
-            chosen[inner], channels[module] = module, found_as.channels
+            channels[module] = found_as.channels
             if not found_as.is_whole:
                 refused.add(module)
-        functions.setdefault(chosen[inner], set()).add(function)
+            functions.setdefault(module, set()).update(found_as.products)
+        if (module := chosen[inner]) is not None and not is_product(function):
+            functions[module].add(function)
     outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
     adapters: dict[nn.Module, Freeze] = {
         module: MeasuredAdapter(
@@ -234,7 +244,9 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 class _Trials:
     # Which module calls can be measured; of modules that look alike, one is tried.
     def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
-        self.functions = functions
+        products = any(map(is_product, functions))
+        functions = frozenset(f for f in functions if not is_product(f))
+        self.functions = functions | {token_product} if products else functions
         self.used = set(functions)
         self.known: dict[tuple[str, bool], _Trial] = {}
 
@@ -243,21 +255,35 @@ class _Trials:
         """Functions that modules call only when they are measured."""
         return frozenset(self.used - self.functions)
 
-    def around(self, stack: list[_Visit]) -> tuple[nn.Module | None, _Trial]:
-        """The mixer: measured as a whole, else partly, else the smallest that takes tokens."""
+    def around(
+        self, stack: list[_Visit], length: int | None = None
+    ) -> tuple[nn.Module | None, _Trial]:
+        """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
+
+        Args:
+            stack (list): the calls around a scan.
+            length (int, optional): of a product with a matrix, that of the matrix: without a module
+                of as many tokens that can be measured, there is no mixer. Default: None
+        """
         best: tuple[nn.Module, _Trial] | None = None
         partly: tuple[nn.Module, _Trial] | None = None
+        missed = _Trial(why="which is in no module of as many tokens")
         convolutions = -1  # in the best one
         for visit in reversed(stack):
             if best is not None and visit.convolutions <= convolutions:
                 continue
+            if length is not None and not _may_have(visit, length):
+                continue
             found = self._measured(visit, partly=best is None and partly is None)
+            missed = found if found.why else missed
             if found.is_partly:
                 partly = visit.module, found
             if found.is_whole:
                 best, convolutions = (visit.module, found), visit.convolutions
             elif best is not None:
                 break
+        if length is not None:
+            return best or partly or (None, missed)
         takes = (visit.module for visit in reversed(stack) if _takes_tokens(visit.call()))
         return best or partly or (next(takes, None), _Trial())
 
@@ -276,27 +302,34 @@ class _Trials:
         return self.known[look]
 
     def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:
-        if not _takes_tokens(call) or (
-            call.channels == TOKENS_FIRST and token_argument(call).dim() != 3
-        ):
+        if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not _takes_tokens(call):
             return _Trial()
+        if call.channels == TOKENS_FIRST and token_argument(call).dim() != 3:
+            return _Trial()
+        used: set[Callable[..., Any]] = set()
         try:
-            found = freeze_measured(call, self.functions, partly=partly, used=self.used)
-        except NotMeasured:  # its scans are none of one mixer, however the tokens stand
-            return _Trial(is_none=True)
-        except UnsupportedModelError:
-            return _Trial()
+            found = freeze_measured(call, self.functions, partly=partly, used=used)
+        except UnsupportedModelError as error:
+            # A scan of no mixer is none however the tokens stand; products depend on that.
+            is_none = isinstance(error, NotMeasured) and token_product not in self.functions
+            return _Trial(is_none=is_none, why=f"but {getattr(error, 'why', error)}")
+        finally:
+            self.used.update(f for f in used if not is_product(f))
         is_part = isinstance(found, FrozenRecurrence)
-        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part)
+        products = frozenset(filter(is_product, used))
+        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part, products=products)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    # How a module is measured: as a whole, or partly (its scans and their orders).
+    # How a module is measured: as a whole, or partly (its scans and their orders); and which of its
+    # products with a matrix are scans.
     channels: int = -1
     is_whole: bool = False
     is_partly: bool = False
     is_none: bool = False  # and will not be
+    products: frozenset[Callable[..., Any]] = frozenset()
+    why: str = ""  # it cannot
 
 
 def _no_tokens(visit: _Visit) -> str:
@@ -308,6 +341,13 @@ def _no_tokens(visit: _Visit) -> str:
         f"takes tensors of shapes {given} and returns {returned}; expected tokens (B, L, E) and "
         "one token for each, of it or of a module around it"
     )
+
+
+def _may_have(visit: _Visit, length: int) -> bool:
+    # Whether tokens of a call can be parted into sequences of a length.
+    given = [x for x in tensors_in((visit.args, visit.kwargs)) if x.dim() >= 3]
+    sizes = [x[0].numel() // x.shape[axis] for x in given if x.numel() for axis in (-1, 1)]
+    return any(size % length == 0 for size in sizes)
 
 
 def _takes_tokens(call: MixerCall) -> bool:
@@ -333,26 +373,37 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
     # The rule of PyTorch's softmax attention is attached to the graph.
     functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
     fused = fused_functions() if measured else {}
-    inside, thread = 0, threading.get_ident()
+    frozen = _FrozenCalls(measured, functions, fused)
+    with ExitStack() as stack:
+        for module in measured:
+            stack.enter_context(unfused(module))
+            stack.callback(module.register_forward_pre_hook(frozen.enter, prepend=True).remove)
+            stack.callback(module.register_forward_hook(frozen.leave, always_call=True).remove)
+        if functions:
+            stack.enter_context(intercepted(frozen.handle, [*functions, *fused]))
+        yield
 
-    def take(call: FunctionCall, scan: Scan, result: Any) -> Any:
-        if is_constant(scan.values):
-            raise UnsupportedModelError(
-                f"{scan.name} is given the logarithms of its values; expected values, as an "
-                "exponential counts as a constant and no relevance would go through. Use "
-                "MambaRollout, or register an adapter with captum_ssm.register_mixer."
-            )
-        return scan.result(scan.mixed, result)
 
-    calls = ScanCalls(take)
+class _FrozenCalls:
+    # Calls of scans inside of measured modules, in this thread.
+    def __init__(
+        self,
+        measured: Mapping[nn.Module, frozenset[Callable[..., Any]]],
+        functions: frozenset[Callable[..., Any]],
+        fused: Mapping[Callable[..., Any], Callable[[FunctionCall], Any]],
+    ) -> None:
+        self.measured, self.functions, self.fused = measured, functions, fused
+        self.calls, self.thread = ScanCalls(self._take), threading.get_ident()
+        self.taken: list[int] = []  # before each module on the stack
 
-    def freeze(call: FunctionCall) -> Any:
-        if not inside:
+    def handle(self, call: FunctionCall) -> Any:
+        """What a function returns, its scan linear in its values."""
+        if not self.taken:
             return call.run()
-        if call.source in fused:
-            return fused[call.source](call)
-        before, result = calls.taken, calls(call)
-        if calls.taken == before:
+        if call.source in self.fused:
+            return self.fused[call.source](call)
+        before, result = self.calls.taken, self.calls(call)
+        if self.calls.taken == before:
             raise ReconstructionError(
                 f"{call.function.__qualname__} was called with the arguments of a scan and does "
                 "not return what the scan returns, as it did when the model was first run; "
@@ -362,19 +413,28 @@ def scans_frozen(model: nn.Module) -> Iterator[None]:
             )
         return result
 
-    def enter(module: nn.Module, args: Any) -> None:
-        nonlocal inside
-        inside += threading.get_ident() == thread
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before a measured module is called."""
+        if threading.get_ident() == self.thread:
+            self.taken.append(self.calls.taken)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal inside
-        inside -= threading.get_ident() == thread
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After it returned, or raised."""
+        if threading.get_ident() != self.thread:
+            return
+        none = self.taken.pop() == self.calls.taken
+        if none and output is not None and self.functions & self.measured[module]:
+            raise ReconstructionError(
+                f"{type(module).__name__} called none of its scans, which it called when the model "
+                "was first run; expected the same calls in every run. Register an adapter with "
+                "captum_ssm.register_mixer(module_type, freeze)."
+            )
 
-    with ExitStack() as stack:
-        for module in measured:
-            stack.enter_context(unfused(module))
-            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        if functions:
-            stack.enter_context(intercepted(freeze, [*functions, *fused]))
-        yield
+    def _take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
+        if is_constant(scan.values):
+            raise UnsupportedModelError(
+                f"{scan.name} is given the logarithms of its values; expected values, as an "
+                "exponential counts as a constant and no relevance would go through. Use "
+                "MambaRollout, or register an adapter with captum_ssm.register_mixer."
+            )
+        return scan.result(scan.mixed, result)

@@ -7,8 +7,8 @@ import gc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -16,16 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._bodies import exchanged, own_codes
+from captum_ssm._copies import undo
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
 from captum_ssm.scans._fourier import TRANSFORMS, Transforms, fourier_convolution
+from captum_ssm.scans._products import (
+    PRODUCTS,
+    TokenProduct,
+    is_in_autograd_function,
+    run_product,
+    token_product,
+)
+from captum_ssm.scans._states import is_associative, with_states
 
-_BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution)
+# The last one stands for the products at all places in the code.
+_BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution, token_product)
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -64,7 +73,7 @@ class FunctionCall:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The arguments by parameter name, defaults included."""
-        if not isinstance(self.source, FunctionType):
+        if not isinstance(self.function, FunctionType):
             return dict(zip(_ATTENTION, self.args, strict=False)) | self.kwargs
         bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
         bound.apply_defaults()
@@ -72,7 +81,7 @@ class FunctionCall:
 
     def with_arguments(self, changed: dict[str, Any]) -> FunctionCall:
         """The same call with some of its arguments changed, by parameter name."""
-        if not isinstance(self.source, FunctionType):
+        if not isinstance(self.function, FunctionType):
             return replace(self, args=(), kwargs=self.arguments | changed)
         bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
         bound.arguments.update(changed)
@@ -91,7 +100,10 @@ _THIS = _Thread()
 
 @contextmanager
 def intercepted(
-    handler: Handler, functions: Iterable[Callable[..., Any]] | None = None
+    handler: Handler,
+    functions: Iterable[Callable[..., Any]] | None = None,
+    *,
+    without: Collection[Callable[..., Any]] = (),
 ) -> Iterator[None]:
     """Have ``handler(call)`` compute what each call of a scan function in this thread returns.
 
@@ -99,13 +111,16 @@ def intercepted(
         handler (Callable): takes a :class:`FunctionCall` and returns the result.
         functions (iterable of Callable, optional): the functions; None for all of
             :func:`candidate_functions`. Default: None
+        without (collection of TokenProduct, optional): products that are not of tokens.
+            Default: ()
     """
     known = set(candidate_functions() if functions is None else functions)
     bodies = [f for f in known.difference(_BUILT_IN) if isinstance(f, FunctionType)]
+    built_in = {f for f in known if is_built_in(f)}
     with (
         exchanged(bodies, _handled),
         handled_by(handler),
-        nullcontext() if known.isdisjoint(_BUILT_IN) else _BuiltIn(),
+        _BuiltIn(built_in, without) if built_in else nullcontext(),
     ):
         yield
 
@@ -113,11 +128,10 @@ def intercepted(
 @contextmanager
 def handled_by(handler: Handler | None) -> Iterator[None]:
     """Have another handler compute the intercepted calls of this thread; None runs them as is."""
-    before, _THIS.handler = _THIS.handler, handler
-    try:
+    with ExitStack() as stack:
+        undo(stack, setattr, _THIS, "handler", _THIS.handler)
+        _THIS.handler = handler
         yield
-    finally:
-        _THIS.handler = before
 
 
 def not_intercepted() -> AbstractContextManager[None]:
@@ -127,7 +141,12 @@ def not_intercepted() -> AbstractContextManager[None]:
 
 def is_built_in(function: Callable[..., Any]) -> bool:
     """Whether a function is intercepted by PyTorch's own means, as it has no body to exchange."""
-    return function in _BUILT_IN
+    return function in _BUILT_IN or is_product(function)
+
+
+def is_product(function: Callable[..., Any]) -> bool:
+    """Whether a function stands for a product with a matrix at one place in the code."""
+    return isinstance(function, TokenProduct)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -185,16 +204,22 @@ def _handled(
     handler = _THIS.handler
     if handler is None or _in_autograd_function():
         return original(*args, **kwargs)
-    return handler(FunctionCall(original, args, kwargs, function))
+    call = FunctionCall(original, args, kwargs, function)
+    if not is_associative(call.arguments):
+        return handler(call)
+
+    def handled(states: Callable[..., Any], *given: Any) -> Any:
+        return handler(FunctionCall(states, given, {}, function))
+
+    with not_intercepted():
+        result = call.run()
+    return with_states(call.arguments, result, handled)
 
 
 def _in_autograd_function() -> bool:
-    # What the forward or backward of a custom function calls does not know the graph.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(
-            frame.f_locals.get("ctx"), FunctionCtx
-        ):
+        if is_in_autograd_function(frame):
             return True
         frame = frame.f_back
     return False
@@ -202,20 +227,34 @@ def _in_autograd_function() -> bool:
 
 class _BuiltIn(TorchFunctionMode):
     # Builtins have no body to exchange. PyTorch has a stack of such modes per thread.
-    def __init__(self) -> None:
+    def __init__(
+        self, known: Collection[Callable[..., Any]], without: Collection[Callable[..., Any]]
+    ) -> None:
         super().__init__()
+        self.known, self.without = known, without
         self.transforms = Transforms()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, handler = kwargs or {}, _THIS.handler
         if handler is None:
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and func in self.known:
             return handler(FunctionCall(func, args, kwargs, func))
-        if func in TRANSFORMS:
-            return self.transforms.run(func, args, kwargs, partial(_convolved, handler))
+        if func in TRANSFORMS and fourier_convolution in self.known:
+            convolve = partial(_handed, handler, fourier_convolution, fourier_convolution)
+            return self.transforms.run(func, args, kwargs, convolve)
+        if func in PRODUCTS:
+            return run_product(
+                func, args, kwargs, self._is_known, partial(_handed, handler, token_product)
+            )
         return func(*args, **kwargs)
 
+    def _is_known(self, product: TokenProduct) -> bool:
+        is_any = token_product in self.known and product not in self.without
+        return is_any or product in self.known
 
-def _convolved(handler: Handler, *args: Any) -> Any:
-    return handler(FunctionCall(fourier_convolution, args, {}, fourier_convolution))
+
+def _handed(
+    handler: Handler, function: Callable[..., Any], source: Callable[..., Any], *args: Any
+) -> Any:
+    return handler(FunctionCall(function, args, {}, source))

@@ -131,3 +131,8 @@ def telling_names() -> list[frozenset[str]]:
 def forms_of(parameters: Sequence[str]) -> Iterator[ScanForm]:
     """The forms whose roles a function with these parameters has."""
     return (form for form in _FORMS.values() if form.fits(parameters))
+
+
+def is_of_form(name: str, parameters: Iterable[str]) -> bool:
+    """Whether a function with these parameters has the roles of the form of a name."""
+    return _FORMS[name].fits(parameters)

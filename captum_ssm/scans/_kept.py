@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from captum_ssm._clones import address
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm.scans._calls import FunctionCall, intercepted, is_built_in, not_intercepted
 
@@ -51,7 +52,7 @@ class KeptScans:
             result = call.run()
         kept = detached((call, result))
         tensors = [*tensors_in((kept[0].args, kept[0].kwargs)), *tensors_in(kept[1])]
-        size = sum({x.data_ptr(): x.nbytes for x in tensors}.values())
+        size = sum({address(x): x.nbytes for x in tensors}.values())
         # Of tensors made under inference mode nothing says whether they were changed since.
         if size <= self.room and not any(x.is_inference() for x in tensors):
             self.room -= size

@@ -1,12 +1,13 @@
 """Forms of scans of which every library has its own function.
 
-S6 (Mamba), SSD (Mamba-2), the trapezoid rule (Mamba-3), a gated sum per channel (minGRU, RG-LRU),
-and softmax attention.
+S6 (Mamba), SSD (Mamba-2), the trapezoid rule (Mamba-3), Longhorn's online rule, a gated sum per
+channel (minGRU, RG-LRU), and softmax attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -51,23 +52,74 @@ def s6(
     bias: Tensor | None = None,
     softplus: bool | None = None,
 ) -> Iterator[Candidate]:
-    """Mamba: x and dt ``(B, L, D)`` or ``(B, D, L)``, A ``(D, N)``."""
+    """Mamba: x and dt ``(B, L, D)`` or ``(B, D, L)``, A ``(D, N)``, or ``(1, N)`` for all channels.
+
+    D is one per channel, or per token and channel.
+    """
     if A.dim() != 2 or A.is_complex() or x.dim() != 3 or dt.shape != x.shape:
         return
-    channels, N = A.shape
     for last in (False, True):
         v, step = (x.mT, dt.mT) if last else (x, dt)
+        channels, N = v.shape[-1] if len(A) == 1 else len(A), A.shape[1]
         groups = [_grouped(t, v.shape[1], channels, N, last) for t in (B, C)]
         if v.shape[-1] != channels or groups[0] is None or groups[1] is None:
             continue
         for working in _steps(step, bias, softplus, working_dtype(x, dt, A, B, C)):
             yield Candidate(
                 operator=DiagonalOperator(
-                    working, working, A.to(working), groups[0].to(working), groups[1].to(working)
+                    working,
+                    working,
+                    A.to(working).expand(channels, N),
+                    groups[0].to(working),
+                    groups[1].to(working),
                 ),
                 values=v,
                 layouts=("BDL", "BLD") if last else ("BLD", "BDL"),
-                skip=per_channel(D, channels),
+                skip=_skip(D.mT if last and D is not None and D.dim() == 3 else D, v),
+                gates=_gates(z.mT if last and z is not None else z),
+            )
+
+
+@register_scan(
+    names={role: _SSM[role] for role in ("x", "D", "z")}
+    | {"q": ("Q",), "k": ("K",), "dt": (*_SSM["dt"], "T"), "bias": ("t_bias", *_STEP["bias"])},
+    enlarge=("q",),
+)
+def online(
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dt: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Iterator[Candidate]:
+    """Longhorn: x and dt as for Mamba, q and k as C and B; the keys say what is forgotten.
+
+    ``h_t = (1 - s_t k_t^2) h_(t-1) + s_t k_t x_t`` per channel and state, where the step s is dt,
+    or its sigmoid, and may be divided by ``1 + s |k|^2``.
+    """
+    if x.dim() != 3 or dt.shape != x.shape:
+        return
+    for last in (False, True):
+        v, step = (x.mT, dt.mT) if last else (x, dt)
+        N = k.numel() // max(1, len(x) * v.shape[1])
+        groups = [_grouped(t, v.shape[1], v.shape[-1], N, last) for t in (q, k)]
+        if groups[0] is None or groups[1] is None:
+            continue
+        dtype = working_dtype(x, dt, q, k)
+        query, key = (_per_head(t.to(dtype), v.shape[-1]) for t in (groups[0], groups[1]))
+        given = step.to(dtype) if bias is None else step.to(dtype) + bias.to(dtype)
+        for rate, divided in product((given, torch.sigmoid(given)), (True, False)):
+            rate = rate[..., None]
+            rate = rate / (1 + rate * key.square().sum(-1, True)) if divided else rate
+            yield Candidate(
+                operator=LinearAttentionOperator(
+                    query, rate * key, torch.log1p(-rate * key.square()), width=1
+                ),
+                values=v,
+                layouts=("BDL",) if last else ("BLD",),
+                skip=_skip(D, v),
                 gates=_gates(z.mT if last and z is not None else z),
             )
 
@@ -249,6 +301,10 @@ def _steps(
         step = step + bias
     for raised in (False, True) if softplus is None else (softplus,):
         yield (F.softplus(step) if raised else step).to(dtype)
+
+
+def _skip(D: Tensor | None, v: Tensor) -> Tensor | None:
+    return D if D is not None and D.shape == v.shape else per_channel(D, v.shape[-1])
 
 
 def _in_heads(operator: TokenOperator, x: Tensor, D: Tensor | None, z: Tensor | None) -> Candidate:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from captum_ssm._nested import first_of, with_first
-from captum_ssm.operators import TokenOperator
-from captum_ssm.scans._calls import FunctionCall, handled_by, not_intercepted
+from captum_ssm.operators import TokenOperator, WeightsOperator
+from captum_ssm.scans._arguments import working_dtype
+from captum_ssm.scans._calls import FunctionCall, handled_by, is_product, not_intercepted
 from captum_ssm.scans._candidate import Candidate, in_layout
 from captum_ssm.scans._form import ScanForm, forms_of
 from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
@@ -118,6 +119,18 @@ def prove_by_impulses(call: FunctionCall, result: Any) -> Scan | None:
     return None
 
 
+def _of_product(call: FunctionCall) -> Scan | None:
+    # The matrix itself is the operator. Zeros are right too, where an activation leaves no weight.
+    weights, values = call.args
+    dtype = working_dtype(weights, values)
+    operator = WeightsOperator(weights.detach().to(dtype)[:, None], width=values.shape[-1])
+    v = values.to(dtype)
+    mixed = operator.matvec(v)
+    if not bool(mixed.isfinite().all()):
+        return None
+    return Scan(operator, v, None, None, "BLD", mixed, call.function.__qualname__, 0.0)
+
+
 class ScanCalls:
     """Handles the calls of a run, for :func:`intercepted`: what is a scan is taken.
 
@@ -127,7 +140,8 @@ class ScanCalls:
     Args:
         take (Callable): takes a call, its scan and its result, and returns what takes the place of
             the result.
-        forms_only (bool, optional): nothing is measured with impulses. Default: False
+        forms_only (bool, optional): nothing is measured with impulses, and products with a matrix
+            are left alone. Default: False
         kept (KeptScans, optional): of another run. What a call returned there, it returns here.
             Default: None
     """
@@ -145,6 +159,8 @@ class ScanCalls:
         self.taken = 0
 
     def __call__(self, call: FunctionCall) -> Any:
+        if self.forms_only and is_product(call.source):  # one of many in a scan, perhaps
+            return call.run()
         result = None if self.kept is None else self.kept.find(call)
         if result is None:
             with torch.no_grad(), not_intercepted():
@@ -156,6 +172,8 @@ class ScanCalls:
         return self.take(call, scan, result)
 
     def _find(self, call: FunctionCall, result: Any) -> Scan | None:
+        if is_product(call.source):
+            return _of_product(call)
         parts = sequences(call)
         if parts is not None:
             return self._find_in_each(parts, result)

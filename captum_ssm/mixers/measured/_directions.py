@@ -33,7 +33,7 @@ class Direction:
     Args:
         cut (CutScan): the scan.
         rows (Tensor): ``(B,)``, its examples; ``(B, k)`` where it has heads or channels in its
-            batch; ``(B W,)`` for W windows of an example.
+            batch; ``(B W,)`` or ``(B W, k)`` where it runs in W windows of the tokens.
         start (int): the first of its channels.
         stop (int): the one after the last.
         order (Tensor): ``(L,)``: token t of the scan is this one of the module's.
@@ -58,12 +58,20 @@ class Direction:
     lands: Tensor | None = None
     enters: Tensor | None = None
 
+    @property
+    def length(self) -> int:
+        """The tokens of all windows of an example, W l."""
+        return len(self.order if self.lands is None else self.lands)
+
+    @property
+    def windows(self) -> int:
+        """W, the sequences in which the scan runs over the tokens of an example."""
+        return self.length // self.cut.leaf.shape[1]
+
     def in_scan(self, x: Tensor) -> Tensor:
         """The direction's part of ``x (B', l, D')``, ``(B, W l, D)`` in the scan's own order."""
-        found = examples(x, self.rows, slice(self.start, self.stop))
-        if self.lands is None:
-            return found
-        return found.reshape(-1, len(self.lands), found.shape[-1])
+        found = examples(x, self.rows, slice(self.start, self.stop))  # (B W, l, D)
+        return found.reshape(-1, self.length, found.shape[-1])
 
     def of(self, x: Tensor, fill: float = 0) -> Tensor:
         """The direction's part of ``x (B', l, D')``, by the tokens that its values are made of."""
@@ -71,6 +79,13 @@ class Direction:
         if self.enters is None:
             return found
         return placed(found, self.enters, len(self.order), fill)
+
+    @property
+    def places(self) -> Tensor:
+        """``(B, k, W l)``, where its tokens are among all of the scan."""
+        rows, length = self.rows.view(len(self.rows), -1), self.cut.leaf.shape[1]
+        places = rows[..., None] * length + torch.arange(length, device=rows.device)  # (B W, k, l)
+        return places.unflatten(0, (-1, self.windows)).transpose(1, 2).flatten(2)
 
     @property
     def values(self) -> Tensor:
@@ -91,8 +106,7 @@ class Direction:
     @property
     def _inner(self) -> TokenOperator:
         found = part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
-        windows = 1 if self.lands is None else len(self.lands) // found.length
-        return found if windows == 1 else WindowedOperator(found, windows)
+        return found if self.windows == 1 else WindowedOperator(found, self.windows)
 
     @property
     def _lands_in_place(self) -> bool:
@@ -245,23 +259,18 @@ def _orders(rerun: Rerun, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, 
             if bool((channel[rows].diff(dim=1) <= 0).any()):
                 raise rerun.refused("several scans in one order go to the same channels")
         found.append((rows, kind))
-    whole = [one for one in found if len(one[1]) == L and bool((one[1] >= 0).all())]
-    parts = [one for one in found if all(one is not other for other in whole)]
-    return sorted(whole + _joined(parts), key=lambda one: int(one[0].flatten()[0]))
+    return _joined(sorted(found, key=lambda one: int(one[0].flatten()[0])))
 
 
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    # Windows that have no token in common, as one.
-    found: list[tuple[list[Tensor], Tensor]] = []
-    for rows, lands in parts:
-        for k, (others, taken) in enumerate(found):
+def _joined(found: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    # Windows that have no token in common, as one: those of an example one after the other.
+    joined: list[tuple[list[Tensor], Tensor]] = []
+    for rows, lands in found:
+        for n, (windows, taken) in enumerate(joined):
             apart = not bool(torch.isin(lands[lands >= 0], taken).any())
-            if apart and rows.dim() == others[0].dim() == 1:
-                found[k] = [*others, rows], torch.cat([taken, lands])
+            if apart and rows.shape == windows[0].shape:
+                joined[n] = [*windows, rows], torch.cat([taken, lands])
                 break
         else:
-            found.append(([rows], lands))
-    return [
-        (rows[0] if len(rows) == 1 else torch.stack(rows, 1).flatten(), lands)
-        for rows, lands in found
-    ]
+            joined.append(([rows], lands))
+    return [(torch.stack(windows, 1).flatten(0, 1), lands) for windows, lands in joined]

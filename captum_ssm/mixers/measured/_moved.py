@@ -54,12 +54,9 @@ def entered(rerun: Rerun, direction: Direction) -> Direction:
 def _labels(direction: Direction, values: Point, batch: int) -> tuple[Tensor, Tensor]:
     # The direction's tokens among those of the scan, in a row, and by token of the scan its number
     # in the direction, (b, W l) counted through. Rows that are laid side by side count as one.
-    assert direction.lands is not None
-    length = direction.cut.leaf.shape[1]
-    rows, steps = direction.rows, torch.arange(length, device=direction.lands.device)
-    at = rows.view(batch, -1, 1) * length + steps
-    number = torch.arange(batch * len(direction.lands), device=at.device)
-    number = number.view(batch, -1, length).expand_as(at)
+    at = direction.places
+    number = torch.arange(batch * direction.length, device=at.device)
+    number = number.view(batch, 1, -1).expand_as(at)
     labels = torch.full((values.tokens,), -1, device=at.device)
     labels[at.flatten()] = number.flatten()
     return at.flatten(), labels

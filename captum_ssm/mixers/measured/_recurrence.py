@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Entries, Point, gradients, readers_by_bits
+from captum_ssm._graph import Entries, Point, gradients, readers, readers_by_bits
 from captum_ssm.mixers._cut import CutRun
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
 from captum_ssm.mixers.measured._convolution import find_convolution
 from captum_ssm.mixers.measured._directions import parted
 from captum_ssm.mixers.measured._moved import entered
-from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
+from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun, is_close
 from captum_ssm.mixers.measured._shift import share_of_neighbors
 from captum_ssm.mixers.vision import in_image_order
 from captum_ssm.operators import TokenOperator
@@ -85,7 +85,7 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
     except NotMeasured:
         return None
     first, orders = found[0], tuple(d.order for d in found)
-    eye = torch.eye(first.values.shape[-1], dtype=first.values.dtype)
+    eye = torch.eye(rerun.E, dtype=first.values.dtype)  # of what the module returned
     call = rerun.call
     return FrozenRecurrence(
         recurrence=in_image_order([d.operator for d in found], orders),
@@ -103,10 +103,22 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
 
 
 def is_silent(run: CutRun) -> bool:
-    """Whether a module without its scans and convolutions returns nothing of its tokens."""
+    """Whether a module without its scans and convolutions returns nothing of its tokens.
+
+    Or each token by one matrix of the module's own, a skip, as the D of S5 and LRU. The identity
+    would be a residual stream.
+    """
     if not run.output.requires_grad:
         return True
-    root = Point.of(run.output)
-    noise = root.noise(torch.Generator().manual_seed(0))
-    (g,) = gradients([root], [noise], [Point.of(run.tokens)])
-    return g is None or not bool((g != 0).any())
+    root, tokens = Point.of(run.output), Point.of(run.tokens)
+    noise = root.noise(torch.Generator().manual_seed(0))[:1]
+    seed = noise.expand(root.tokens, -1).contiguous()
+    (found,) = gradients([root], [seed], [tokens])
+    if found is None or not bool((found != 0).any()):
+        return True
+    first = found[:1]
+    if first.shape == noise.shape:
+        factor = (first * noise).sum() / noise.square().sum()
+        if is_close(factor * noise, first):
+            return False
+    return is_close(first.expand_as(found), found) and readers(root, tokens) is not None

@@ -38,19 +38,18 @@ def share_of_neighbors(
 def _share(rerun: Rerun, direction: Direction) -> float:
     values, B, L = direction.cut.values, rerun.B, rerun.L
     assert values is not None
-    rows = direction.rows.view(B, -1, 1)
-    steps = torch.arange(L, device=rows.device)
-    at = (rows * L + steps).flatten()
+    places = direction.places
+    at, tokens = places.flatten(), torch.arange(B * L, device=places.device)
     # Rows of one example count as one.
-    example = torch.arange(B, device=rows.device)[:, None, None]
-    labels = torch.zeros(values.tokens, dtype=torch.long, device=rows.device)
-    labels[at] = (example * L + steps).expand(-1, rows.shape[1], -1).flatten()
+    labels = torch.zeros(values.tokens, dtype=torch.long, device=places.device)
+    labels[at] = tokens.view(B, 1, L).expand_as(places).flatten()
     channels = torch.arange(direction.start, direction.stop)
     found = readers(values, rerun.tokens, channels, tokens=at, labels=labels)
     if found is None:
-        return _of_shift(rerun, direction, at.view(B, -1, L)[0])
+        return _of_shift(rerun, direction, places[0])
     lands = direction.order[found.reshape(B, L) % L]
-    if bool(((lands != steps) & (found.reshape(B, L) >= 0)).any()):
+    is_other = lands != torch.arange(L, device=lands.device)
+    if bool((is_other & (found.reshape(B, L) >= 0)).any()):
         raise rerun.refused("a scan's result lands on another token than its values come from")
     return 0.0
 

@@ -1,0 +1,246 @@
+"""Recurrences of a diagonal decay in other forms than Mamba's: complex, one for all, from keys."""
+
+import pytest
+import torch
+import wild
+from torch import nn
+from torch.nn import functional as F
+
+from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
+from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers.measured import freeze_measured
+
+LENGTHS = (1, 2, 3, 63, 65, 100)
+
+
+def recorded(module, x):
+    with torch.no_grad():
+        return MixerCall("mixer", module, (x,), {}, module(x))
+
+
+def joined(one, other):
+    return one[0] * other[0], other[0] * one[1] + other[1]
+
+
+def associative_scan(operator, elems, axis=0, reverse=False):
+    """By doubling: each element is joined with the one before it, two, four, and so on."""
+    parts = [x.movedim(axis, 0).flip(0) if reverse else x.movedim(axis, 0) for x in elems]
+    step = 1
+    while step < len(parts[0]):
+        later = operator([x[:-step] for x in parts], [x[step:] for x in parts])
+        parts = [torch.cat([x[:step], y]) for x, y in zip(parts, later, strict=True)]
+        step *= 2
+    return tuple((x.flip(0) if reverse else x).movedim(0, axis) for x in parts)
+
+
+def plain(decay, inputs):
+    return associative_scan(joined, (decay.expand_as(inputs), inputs), axis=1)[1]
+
+
+def backward(decay, inputs):
+    return associative_scan(joined, (decay.expand_as(inputs), inputs), axis=1, reverse=True)[1]
+
+
+def by_vmap(decay, inputs):
+    decay = decay.tile(inputs.shape[1], 1)
+    return torch.vmap(lambda one: associative_scan(joined, (decay, one))[1])(inputs)
+
+
+class LRU(nn.Module):
+    """A complex diagonal recurrence of all channels, with a dense skip."""
+
+    def __init__(self, scan=plain, width=6, states=5, skip=True):
+        super().__init__()
+        self.scan = scan
+        self.rate, self.angle = (
+            nn.Parameter(torch.rand(states) - 2),
+            nn.Parameter(3 * torch.rand(states)),
+        )
+        self.B, self.C = (
+            nn.Parameter(torch.randn(*shape, dtype=torch.cfloat) / 2)
+            for shape in ((states, width), (width, states))
+        )
+        self.D = nn.Parameter(torch.randn(width, width)) if skip else None
+
+    def forward(self, x):
+        decay = torch.exp(torch.complex(-self.rate.exp(), self.angle))
+        states = self.scan(decay, x.to(self.B.dtype) @ self.B.T)
+        y = (states @ self.C.T).real
+        return y if self.D is None else y + x @ self.D.T
+
+
+def as_double(module):
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float64))
+    return module
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("scan", [plain, backward, by_vmap])
+def test_a_complex_recurrence_has_four_real_maps_for_each_state(scan, length):
+    module = as_double(LRU(scan))
+    x = torch.randn(2, length, 6, dtype=torch.float64)
+    mixer = freeze_measured(recorded(module, x))
+    torch.testing.assert_close(mixer.output(), module(x))
+    power = torch.arange(length)[:, None] - torch.arange(length)
+    power = -power if scan is backward else power
+    decay = torch.exp(torch.complex(-module.rate.exp(), module.angle)).detach()
+    maps = torch.where(power >= 0, decay[:, None, None] ** power.clamp(min=0), 0)
+    found = mixer.recurrence.matrix()
+    assert found.shape == (2, 20, length, length)
+    torch.testing.assert_close(found[0, :5], maps.real)
+    torch.testing.assert_close(found[0, 5:10], maps.imag)
+    torch.testing.assert_close(found[1, 10:], torch.cat([-maps.imag, maps.real]))
+
+
+def test_the_maps_of_complex_states_are_the_jacobian_of_the_module():
+    module, x = as_double(LRU(skip=False)), torch.randn(1, 7, 6, dtype=torch.float64)
+    mixer = freeze_measured(recorded(module, x))
+    given = torch.view_as_real(module.B.detach()).movedim(-1, 0)  # parts, states, channels
+    given = given.repeat_interleave(2, 0).flatten(0, 1)
+    found = torch.einsum("ed,dij,dc->iejc", mixer.out_weight, mixer.recurrence.matrix()[0], given)
+    (jacobian,) = torch.autograd.functional.jacobian(lambda x: module(x)[0], (x,))
+    torch.testing.assert_close(found, jacobian[:, :, 0])
+
+
+class Real(LRU):
+    """A real recurrence, some of whose decays are negative."""
+
+    def forward(self, x):
+        decay = torch.cos(self.angle) * torch.exp(-self.rate.exp())
+        return plain(decay, x @ self.B.T.real) @ self.C.T.real
+
+
+@pytest.mark.parametrize("kind", [LRU, Real])
+def test_every_method_explains_a_model_of_them(kind):
+    model, x = wild.Stack(kind(skip=False), kind(skip=False)).eval(), torch.randn(2, 7, 6)
+    assert MambaRollout(model).attribute(x).shape == x.shape
+    assert len(hidden_attention(model, x, formulation="unified")) == 2
+    found = MambaLRP(model).attribute(x, target=(6, 1)).sum(-1)
+    torch.testing.assert_close(found, gradient_times_input(model, x), atol=1e-5, rtol=1e-4)
+    found, delta = LaTIM(model).attribute(x, target=(6, 1), return_convergence_delta=True)
+    torch.testing.assert_close(found.sum((1, 2)) + delta, model(x)[:, 6, 1], atol=1e-5, rtol=0)
+
+
+class Norm(nn.Module):
+    """A layer norm whose deviation is a constant."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        size = (x.var(-1, unbiased=False, keepdim=True) + self.norm.eps).sqrt().detach()
+        return (x - x.mean(-1, keepdim=True)) / size * self.norm.weight + self.norm.bias
+
+
+def gradient_times_input(model, x):
+    norms, x = model.norms, x.clone().requires_grad_()
+    model.norms = nn.ModuleList(Norm(norm) for norm in norms)
+    (gradient,) = torch.autograd.grad(model(x)[:, 6, 1].sum(), x)
+    model.norms = norms
+    return (gradient * x).detach().sum(-1)
+
+
+class OneExample(LRU):
+    """As S5 writes it: a module of one sequence, that knows no batch."""
+
+    def forward(self, x):
+        decay = torch.exp(torch.complex(-self.rate.exp(), self.angle)).tile(len(x), 1)
+        inputs = torch.vmap(lambda u: self.B @ u)(x.to(self.B.dtype))
+        _, ahead = associative_scan(joined, (decay, inputs))
+        _, back = associative_scan(joined, (decay, inputs), reverse=True)
+        read = torch.vmap(lambda state: (self.C @ state).real)(ahead + back / 2)
+        return read + torch.vmap(lambda u: self.D @ u)(x)
+
+
+class Mapped(nn.Module):
+    """Such a module, over a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = OneExample()
+
+    def forward(self, x):
+        return torch.vmap(self.inner)(x)
+
+
+@pytest.mark.parametrize("kind", [lambda: LRU(by_vmap), Mapped])
+def test_a_skip_by_a_matrix_is_left_out_of_the_maps_and_said(kind):
+    model, x = wild.Stack(kind(), kind()).eval(), torch.randn(2, 7, 6)
+    assert MambaRollout(model).attribute(x).shape == x.shape
+    found = MambaLRP(model).attribute(x, target=(6, 1)).sum(-1)
+    torch.testing.assert_close(found, gradient_times_input(model, x), atol=1e-5, rtol=1e-4)
+    with pytest.raises(UnsupportedModelError, match="only the scans could be measured"):
+        LaTIM(model).attribute(x, target=(6, 1))
+
+
+def test_a_scan_of_another_operator_is_not_one():
+    def largest(one, other):
+        return one[0] * other[0], torch.maximum(other[0] * one[1], other[1])
+
+    class Largest(nn.Module):
+        def forward(self, x):
+            return associative_scan(largest, (torch.sigmoid(x), x), axis=1)[1]
+
+    with pytest.raises(UnsupportedModelError, match="Largest"):
+        MambaRollout(wild.Stack(Largest()).eval()).attribute(torch.randn(1, 7, 6))
+
+
+class OneRate(wild.Mixer):
+    """CMamba's: one channel of rates for all, and a skip for each token."""
+
+    def scanned(self, v):
+        step, B, C = self.x_proj(v).split([8, 3, 3], -1)
+        return wild.scan(v, F.softplus(step), -self.rates[:1].exp(), B, C, torch.tanh(step))
+
+
+def online_scan(u, Q, K, T, D=None, t_bias=None):
+    step = torch.sigmoid(T + t_bias)
+    step = step / (1 + step * K.square().sum(-1, keepdim=True))
+    state, found = 0, []
+    for t in range(u.shape[1]):
+        write = step[:, t, :, None] * K[:, t, None]
+        state = state * (1 - write * K[:, t, None]) + write * u[:, t, :, None]
+        found.append((state * Q[:, t, None]).sum(-1))
+    return torch.stack(found, 1) + D * u
+
+
+class Online(wild.Mixer):
+    """Longhorn's: what is forgotten is said by the keys, for each channel and state."""
+
+    def scanned(self, v):
+        step, k, q = self.x_proj(v).split([8, 3, 3], -1)
+        return online_scan(v, q, k, step, D=self.D, t_bias=self.D)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", [OneRate, Online])
+def test_maps_are_what_the_function_returns_of_impulses(kind, length, monkeypatch):
+    module, x = kind().double().eval(), torch.randn(1, length, 6, dtype=torch.float64)
+    calls = []
+    name, owner = ("scan", wild) if kind is OneRate else ("online_scan", globals())
+    scan = owner[name] if kind is Online else wild.scan
+
+    mixer = freeze_measured(recorded(module, x))
+    torch.testing.assert_close(mixer.output(), module(x))
+
+    def noted(*args, **kwargs):
+        calls.append((args, kwargs))
+        return scan(*args, **kwargs)
+
+    if kind is OneRate:
+        monkeypatch.setattr(wild, "scan", noted)
+    else:
+        monkeypatch.setitem(owner, name, noted)
+    with torch.no_grad():
+        module(x)
+    (((v, *others), named),) = calls
+    maps = mixer.recurrence.matrix()[0]
+    for j in {0, length // 2, length - 1}:
+        impulse = torch.zeros_like(v)
+        impulse[:, j] = 1
+        column = scan(impulse, *others, **named)[0]
+        skip = mixer.skip if mixer.skip.dim() == 1 else mixer.skip[0, j]
+        column[j] -= skip
+        torch.testing.assert_close(maps[:, :, j].mT, column)

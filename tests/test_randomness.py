@@ -1,0 +1,77 @@
+"""A model whose output changes from run to run is noticed; random draws alone are not."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from models import ids, tiny
+from torch import Tensor, nn
+
+from captum_ssm import LaTIM, MambaLRP, RawAttention
+
+
+class Noisy(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = tiny("mamba"), kind
+        self.torch = torch.Generator().manual_seed(0)
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.model(tokens).logits
+        draws = {
+            "gumbel": lambda: -torch.rand_like(y).log().neg().log(),
+            "own": lambda: torch.rand(y.shape, generator=self.torch),
+            "numpy": lambda: np.random.rand(),  # noqa: NPY002
+            "own numpy": self.numpy.random,
+            "python": random.random,
+            "own python": self.python.random,
+            "unused": lambda: 0 * torch.rand_like(y),
+            "nothing": lambda: 0,
+        }
+        return y + draws[self.kind]()
+
+
+@pytest.mark.parametrize("kind", ["gumbel", "own", "numpy", "own numpy", "python", "own python"])
+def test_a_random_model_is_noticed(kind):
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+    for method in (RawAttention, MambaLRP, LaTIM):
+        with pytest.warns(UserWarning, match="changes by .* from run to run"):
+            method(Noisy(kind).eval()).attribute(ids(1, 7), target=(5, 3))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[2]  # noqa: NPY002
+
+
+def test_what_is_in_train_mode_is_named():
+    model = nn.Sequential(tiny("mamba").backbone, Read(), nn.Dropout(0.2), nn.Linear(16, 3))
+    model.eval()[2].train()
+    with pytest.warns(UserWarning, match=r"as 2 is in train mode: call model.eval\(\)"):
+        RawAttention(model).attribute(ids(1, 7))
+
+
+class Read(nn.Module):
+    def forward(self, output) -> Tensor:
+        return output.last_hidden_state[:, -1]
+
+
+@pytest.mark.parametrize("kind", ["unused", "nothing"])
+def test_draws_that_change_nothing_are_not_warned_of(kind, monkeypatch):
+    from captum_ssm._capture import frozen
+
+    compared = []
+    own = frozen.warn_of_randomness
+    monkeypatch.setattr(
+        frozen, "warn_of_randomness", lambda *args: compared.append(args) or own(*args)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RawAttention(Noisy(kind).eval()).attribute(ids(1, 7))
+    assert bool(compared) == (kind == "unused")  # without a draw the model runs no more often
