@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
 from captum_ssm._capture.exchanges import exchange
+from captum_ssm._capture.ledger import gathered, weights
 from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
@@ -106,6 +107,10 @@ class _Measurement:
         if not in_grid:
             self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
         self.direct = self._direct()
+        self.pool: Point | None = None
+        self.pool = self._pool()
+        if self.pool is not None:
+            self.entries[len(cuts.ports)] = self.pool
         self.groups = side_by_side(self.direct)
         self.orders = Orders(batch)
         self.unmixed: list[set[int]] = []
@@ -214,11 +219,10 @@ class _Measurement:
         ]
         if not simple:
             self._check_orders(per_token)
-        if per_token and self.score is None:
+        if per_token and self.score is None and self.pool is None:
             readout: list[Tensor | None] = [None] * len(output)
         else:
-            read = [s if s < 0 else stages[s].calls[0] for s, _ in output]
-            readout = self._readouts(read)
+            readout = self._readouts(output, stages)
         orders = [self._windows(i) for i in range(end)]
         return Wiring(
             stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
@@ -245,9 +249,22 @@ class _Measurement:
         links = [link for (k, _), link in self.links.items() if k == i]
         return any(link.source is not None for link in links)
 
+    def _pool(self) -> Point | None:
+        # The tokens that all that a pooled output, or the score, reads comes together in.
+        root = self.output if self.score is None else self.score
+        if root is None or self._is_per_token():
+            return None
+        last = self.exits[max(self.direct[len(self.ports)])]
+        found = [one for one in gathered(root, last, self.batch)[1:] if one.holds_all_of(last)]
+        for one in sorted(reversed(found), key=lambda one: not one.is_permuted):
+            past = self._weights([*self.exits.values()], [one.point.edge])
+            if not any(read is not None and bool(read.any()) for read in past):
+                return one.point
+        return None
+
     def _is_per_token(self) -> bool:
         point = self.output
-        if point is None:
+        if point is None or self.pool is not None:
             return True
         last = [self.exits[i].tokens for i in self.direct[len(self.ports)]]
         shape = point.shape
@@ -256,7 +273,7 @@ class _Measurement:
     def _counts_agree(self) -> bool:
         points = [*self.exits.values(), *(e for e in self.entries.values() if e is not None)]
         if not self._is_per_token() and self.output is not None:
-            points.remove(self.output)
+            points.remove(self.entries[len(self.ports)])
         alike = {point.tokens for point in points}
         return len(alike) == 1 and all(p.shape[0] == self.batch for p in points)
 
@@ -486,8 +503,10 @@ class _Measurement:
         # Whether not everything between acts on each token by itself, in its order.
         end = len(self.ports)
         roots = {i: self.entries[i] for i in leaves if i >= 0}
-        if per_token and self.direct[end] <= set(leaves):
-            roots[end] = self.output
+        output = self.entries[end]
+        if per_token and output is not None and self.direct[end] <= set(leaves):
+            if output.tokens == self.exits[leaves[0]].tokens:
+                roots[end] = output
         known = {i: root for i, root in roots.items() if root is not None}
         return is_mixed(known, {i: self.exits[i] for i in leaves}, self.orders, all_read=all_read)
 
@@ -528,54 +547,62 @@ class _Measurement:
                 spaces.setdefault(space, []).append(i)
         return [space for space in spaces.values() if len(space) > 1]
 
-    def _readouts(self, mixers: Sequence[int]) -> list[Tensor | None]:
-        """The tokens after each mixer that the output, or the score, is read from: ``(B, T)``.
+    def _readouts(self, output: Sequence[Read], stages: Sequence[Stage]) -> list[Tensor | None]:
+        """The shares in which the output, or the score, reads tokens after its stages: ``(B, T)``.
 
-        A pooled output reads them in equal shares, an entry of a dense one as by a transport. Where
-        it is read from mixers of several stages past one another, they share it as by a transport.
+        Where it is read from several of them past one another, they share it.
         """
+        if self.pool is not None:
+            read = self._read_at(self.pool)
+            if read is None or not bool((read.sum(1) > 0).all()):
+                return [None] * len(output)
+            return [link.rmatvec(_normalized(read)) for _, link in output]
         past = self.past.get(len(self.ports), {})
-        found = [self._energy(i, past.get(i)) for i in mixers]
-        energies = [energy for energy in found if energy is not None]
-        sums = [energy.sum(1, keepdim=True) for energy in energies]
-        if len(energies) < len(found) or not bool((reduce(torch.add, sums) > 0).all()):
+        mixers = [s if s < 0 else stages[s].calls[0] for s, _ in output]
+        found = [self._read_of(i, past.get(i)) for i in mixers]
+        read_of = [one for one in found if one is not None]
+        whole = torch.stack([one.sum(1) for one in read_of]).sum(0) if read_of else torch.zeros(1)
+        if len(read_of) < len(found) or not bool((whole > 0).all()):
             return [None] * len(found)
-        weights = energies
-        if self.score is None:
-            weights = [(e > 1e-12 * e.amax(1, keepdim=True)).to(e.dtype) for e in energies]
-        counts = [one.sum(1, keepdim=True) for one in weights]
-        weights = [one / n.clamp(min=1e-300) for one, n in zip(weights, counts, strict=True)]
+        weights = [_normalized(one) for one in read_of]
         if past:
-            # Of tokens that go past a mixer each is like those of the mixer.
-            are_alike = all(way.kept is not None for way in past.values())
-            parts = portions(counts if are_alike else sums)
+            sizes = [self._read_of(i, past.get(i), power=2) for i in mixers]
+            parts = portions([one.sum(1, keepdim=True) for one in sizes if one is not None])
             weights = [one * part for one, part in zip(weights, parts, strict=True)]
         return list(weights)
 
-    def _energy(self, i: int, past: Transport | None) -> Tensor | None:
-        # The squared gradients at the tokens after mixer i, (B, T), in the model's order.
-        point = self.output if self.score is None else self.score
-        if point is None:
+    def _weights(
+        self, leaves: Sequence[Point], closed: Sequence[GradientEdge] = (), *, power: int = 1
+    ) -> list[Tensor | None]:
+        root = self.output if self.score is None else self.score
+        if root is None:
+            return [None] * len(leaves)
+        return weights(root, leaves, self.batch, self.exits.values(), closed, power=power)
+
+    def _read_at(self, leaf: Point) -> Tensor | None:
+        # How strongly tokens are read, (B, T), where they are last apart.
+        root = self.output if self.score is None else self.score
+        if root is None:
             return None
-        seed = torch.ones(point.shape)
-        if self.score is None:  # the same for each example, where the output holds them apart
-            apart = point.shape[0] == self.batch
-            seed = torch.randn(point.shape[apart:], generator=torch.Generator().manual_seed(0))
-            seed = seed.expand(point.shape)
-        seed = seed.to(point.device, point.dtype)
-        way = Transport(point, self.exits[i], self.batch)
-        if past is not None:
-            way = replace(past, root=point)
-        energy = way.energy(seed)
-        if energy is None:
-            return None
-        energy = energy.view(self.batch, -1)
-        order = self.orders.get(i)
-        if order is not None:
-            flat = torch.empty_like(energy.flatten())
-            flat[order.to(flat.device)] = energy.flatten()
-            energy = flat.view(self.batch, -1)
-        return energy
+        last = gathered(root, leaf, self.batch)[-1]
+        (read,) = self._weights([last.point])
+        return None if read is None else last.weights(read, self.batch, leaf.tokens)
+
+    def _read_of(self, i: int, past: Transport | None, *, power: int = 1) -> Tensor | None:
+        # The same of those after mixer i, in the model's order.
+        leaf, order = self.exits[i], self.orders.get(i)
+        if past is None and power == 1:
+            found = self._read_at(leaf)
+        else:
+            (found,) = self._weights([leaf], () if past is None else past.around, power=power)
+            if found is not None and past is not None and past.kept is not None:
+                found = found * past.kept.to(found)
+            found = None if found is None else found.view(self.batch, -1)
+        if order is None or found is None:
+            return found
+        flat = torch.empty_like(found.flatten())
+        flat[order.to(flat.device)] = found.flatten()
+        return flat.view(self.batch, -1)
 
     def _windows(self, i: int) -> Tensor | None:
         try:
@@ -597,6 +624,10 @@ class _Measurement:
         return UnsupportedModelError(
             f"between {self.name(j)} and {self.name(i)} tokens are mixed {how}. {_ADVICE}"
         )
+
+
+def _normalized(read: Tensor) -> Tensor:
+    return read / read.sum(1, keepdim=True).clamp(min=1e-300)
 
 
 _UNKNOWN = Link(source=torch.empty(0))
