@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
 from captum_ssm._capture.exchanges import exchange
-from captum_ssm._capture.ledger import gathered, weights
+from captum_ssm._capture.ledger import Gathered, gathered, weights
 from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
@@ -108,7 +108,9 @@ class _Measurement:
             self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
         self.direct = self._direct()
         self.pool: Point | None = None
-        self.pool = self._pool()
+        # How strongly a pooled output reads what goes past these tokens, by mixer: (T,).
+        self.left: dict[int, Tensor] = {}
+        self._find_pool()
         if self.pool is not None:
             self.entries[len(cuts.ports)] = self.pool
         self.groups = side_by_side(self.direct)
@@ -223,6 +225,11 @@ class _Measurement:
             readout: list[Tensor | None] = [None] * len(output)
         else:
             readout = self._readouts(output, stages)
+        past = self._past_pool(streams, stages, readout)
+        for k, read in past.items():
+            # The tokens of the output do not read them: only the output as a whole does.
+            output += ((stage_of[k], Link().of(torch.zeros_like(read))),)
+            readout.append(read)
         orders = [self._windows(i) for i in range(end)]
         return Wiring(
             stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
@@ -249,18 +256,34 @@ class _Measurement:
         links = [link for (k, _), link in self.links.items() if k == i]
         return any(link.source is not None for link in links)
 
-    def _pool(self) -> Point | None:
-        # The tokens that all that a pooled output, or the score, reads comes together in.
-        root = self.output if self.score is None else self.score
+    def _find_pool(self) -> None:
+        # The tokens in which all that a pooled output, or the score, reads comes together, and what
+        # it reads past them.
+        root, read = self._read_root, self.direct[len(self.ports)]
         if root is None or self._is_per_token():
-            return None
-        last = self.exits[max(self.direct[len(self.ports)])]
-        found = [one for one in gathered(root, last, self.batch)[1:] if one.holds_all_of(last)]
-        for one in sorted(reversed(found), key=lambda one: not one.is_permuted):
-            past = self._weights([*self.exits.values()], [one.point.edge])
-            if not any(read is not None and bool(read.any()) for read in past):
-                return one.point
-        return None
+            return
+        held = {i: gathered(root, self.exits[i], self.batch) for i in read}
+        last = max(read)
+        some = [one for one in held[last][1:] if one.holds_all_of(self.exits[last])]
+        for one in sorted(reversed(some), key=lambda one: not one.is_permuted):
+            if not self._left_over([one]):
+                self.pool = one.point
+                return
+        pool = some[-1] if len(read) == 1 and some and some[-1].is_permuted else None
+        left = self._left_over([one[-1] for one in held.values()] if pool is None else [pool])
+        if all(self.exits[k].tokens == self.exits[last].tokens for k in left):
+            self.left, self.pool = left, None if pool is None else pool.point
+        # Else they are of other grids: see Skips.
+
+    def _left_over(self, held: Sequence[Gathered]) -> dict[int, Tensor]:
+        keys, direct = list(self.exits), self.direct[len(self.ports)]
+        found = self._weights([*self.exits.values()], [one.point.edge for one in held])
+        left = {k: one for k, one in zip(keys, found, strict=True) if one is not None}
+        return {k: one for k, one in left.items() if k not in direct and bool(one.any())}
+
+    @property
+    def _read_root(self) -> Point | None:
+        return self.output if self.score is None else self.score
 
     def _is_per_token(self) -> bool:
         point = self.output
@@ -571,17 +594,51 @@ class _Measurement:
             weights = [one * part for one, part in zip(weights, parts, strict=True)]
         return list(weights)
 
+    def _past_pool(
+        self, streams: ResidualStreams, stages: Sequence[Stage], readout: list[Tensor | None]
+    ) -> dict[int, Tensor]:
+        """What a pooled output reads past its tokens: the shares ``(B, T)``, by mixer.
+
+        The shares that it is known to read elsewhere are changed in place.
+        """
+        end = len(self.ports)
+        main = [one for one in readout if one is not None]
+        if not self.left or not main or len(main) < len(readout):
+            return {}
+        left = {k: self._in_order(k, one.view(self.batch, -1)) for k, one in self.left.items()}
+        if self.pool is None:  # a residual stream that joins where tokens are no longer apart
+            read = reduce(torch.logical_or, [one > 0 for one in main])
+            left = {k: one for k, one in left.items() if one.shape != read.shape or one[~read].any()}
+        past: dict[int, Tensor] = {}
+        while left:
+            k = max(left)
+            past[k] = left.pop(k)
+            stage = next((one for one in stages if k in one.calls), None)
+            stream = streams.read.get(k, frozenset()) if stage and stage.around else frozenset()
+            for m in stream & left.keys():
+                left[m] = left[m] * (past[k] == 0)
+            if not stream <= self.left.keys() or (stage and len(stage.calls) > 1):
+                raise self._refused(k, end, "past all others, without the residual stream there")
+            self._refuse_mixers(end, k)
+            left = {m: one for m, one in left.items() if bool(one.any())}
+        found = self._read_at(self.exits[max(self.direct[end])])
+        sums = [one.sum(1, keepdim=True) for one in past.values()]
+        own = sums[0] if found is None else found.sum(1, keepdim=True)
+        total = reduce(torch.add, sums, own)
+        readout[:] = [None if one is None else one * (own / total) for one in readout]
+        return {k: one / total for k, one in past.items()}
+
     def _weights(
         self, leaves: Sequence[Point], closed: Sequence[GradientEdge] = (), *, power: int = 1
     ) -> list[Tensor | None]:
-        root = self.output if self.score is None else self.score
+        root = self._read_root
         if root is None:
             return [None] * len(leaves)
         return weights(root, leaves, self.batch, self.exits.values(), closed, power=power)
 
     def _read_at(self, leaf: Point) -> Tensor | None:
         # How strongly tokens are read, (B, T), where they are last apart.
-        root = self.output if self.score is None else self.score
+        root = self._read_root
         if root is None:
             return None
         last = gathered(root, leaf, self.batch)[-1]
@@ -590,7 +647,7 @@ class _Measurement:
 
     def _read_of(self, i: int, past: Transport | None, *, power: int = 1) -> Tensor | None:
         # The same of those after mixer i, in the model's order.
-        leaf, order = self.exits[i], self.orders.get(i)
+        leaf = self.exits[i]
         if past is None and power == 1:
             found = self._read_at(leaf)
         else:
@@ -598,7 +655,12 @@ class _Measurement:
             if found is not None and past is not None and past.kept is not None:
                 found = found * past.kept.to(found)
             found = None if found is None else found.view(self.batch, -1)
-        if order is None or found is None:
+        return None if found is None else self._in_order(i, found)
+
+    def _in_order(self, i: int, found: Tensor) -> Tensor:
+        # Of tokens after mixer i, (B, T), in the model's order.
+        order = self.orders.get(i)
+        if order is None:
             return found
         flat = torch.empty_like(found.flatten())
         flat[order.to(flat.device)] = found.flatten()
