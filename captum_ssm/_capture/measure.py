@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from captum_ssm._capture.cuts import Cuts, Start
 from captum_ssm._capture.exchanges import exchange
 from captum_ssm._capture.ledger import Gathered, gathered, weights
-from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
+from captum_ssm._capture.mixing import is_local, is_mixed, share_of_others, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
 from captum_ssm._capture.streams import ResidualStreams
@@ -35,7 +35,7 @@ from captum_ssm._capture.wiring import (
     side_by_side,
 )
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, dependencies, gradients, meetings, readers
+from captum_ssm._graph import Point, dependencies, gradients, joints, meetings, readers
 from captum_ssm._transport import Patches, Transport, copies, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
@@ -322,6 +322,7 @@ class _Measurement:
             self.links[i, j] = Link() if simple else self._link(i, j)
         if not simple and len(leads) == 1 and i not in self.exchanged_at:
             leads += self._skipped(i, leads[0])
+            leads += self._moved(i, leads)
         if len(inputs) > 1 and root is not None:
             sizes = [
                 self.ways[INPUT - j].added(root).clamp(min=_TINY) * self.links[i, j].is_read(root)
@@ -349,6 +350,66 @@ class _Measurement:
         for (k, way), share in zip(ways.items(), shares([*ways.values()]), strict=True):
             self.links[i, k] = replace(self._link_past(i, k, way), share=share)
         return list(past)
+
+    def _moved(self, i: int, known: Sequence[int]) -> list[int]:
+        """What i reads past its residual stream, of the same tokens in other places.
+
+        As an input that is added once more, turned around, after later mixers. The links are added,
+        and all of them get the share of the tokens that they make up.
+        """
+        j, root, B = known[0], self.entries[i], self.batch
+        entry = self.entries.get(j)
+        if root is None or entry is None or len(known) > 1:
+            return []
+        keys, leaves = list(self.exits), list(self.exits.values())
+        found = joints(root, entry, leaves)
+        seen, ways = found.leaves, dict[int, Transport]()
+        points = [replace(root, edge=edge) for edge in found.past]
+        near = frozenset().union(*dependencies(points, leaves, past_leaves=False))
+        for k in (keys[m] for m in near | (seen if found.stream else frozenset())):
+            is_same = self.exits[k].tokens == root.tokens and self.skips.is_in_place(j, k)
+            if k != j and is_same:
+                ways[k] = Transport(root, self.exits[k], B, tuple(found.stream))
+        moved = {k: way for k, way in ways.items() if self._is_moved(i, k, way)}
+        if not moved:
+            return []
+        k = max(moved)
+        if set(moved) != {k, *self._stream_read_by(k)}:
+            raise self._refused(k, i, "in other places, without the residual stream there")
+        own = Transport(root, self.exits[j], B)
+        for (m, way), share in zip(
+            ((j, own), (k, moved[k])), shares([own, moved[k]]), strict=True
+        ):
+            link = self.links[i, j] if m == j else self._link_past(i, m, way)
+            self.links[i, m] = replace(link, share=share)
+        return [k]
+
+    def _is_moved(self, i: int, k: int, way: Transport) -> bool:
+        # Whether i reads tokens of k in other places by a way, each of them by one token; where
+        # they are mixed, that is refused or said.
+        with pulling(way):
+            place = readers(way.root, way.leaf)
+        if place is not None:
+            here = self.skips.order(k).to(place.device)
+            there = self.skips.order(i).to(place.device)[place.clamp(min=0)]
+            return not bool(((there == here) | (place < 0)).all())
+        if copies(way) is not None:
+            return True
+        self._refuse_mixers(i, k)
+        share = share_of_others(way, self.orders)
+        self.is_far |= share > 0
+        if share > _EXCHANGED:
+            raise self._refused(i, k, f"by something that is no mixer ({share:.0%})")
+        self.exchanged = max(self.exchanged, share)
+        return False
+
+    def _stream_read_by(self, k: int) -> frozenset[int]:
+        # The mixers and inputs whose sum is the residual stream around k.
+        entry = self.entries.get(k)
+        if k < 0 or entry is None:
+            return frozenset()
+        (read,) = dependencies([entry], list(self.exits.values()), past_leaves=False)
+        return frozenset(list(self.exits)[m] for m in read)
 
     def _link(self, i: int, j: int) -> Link:
         """How the tokens given to i read those of j; decodes the order of i on the way."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from captum_ssm._capture.orders import Orders
 from captum_ssm._graph import Point, RankOneProducts, gradients, visit_gradients
+from captum_ssm._transport import Transport
 
 # So many tokens, in the whole batch, are looked at two by two.
 _FEW = 64
@@ -99,6 +101,19 @@ def shares_of_others(
                 away[j] += float(energy[~orders.chosen(j, own)].sum())
     # Half of what goes to other tokens goes to tokens that were not chosen.
     return {j: min(1.0, 2 * away[j] / whole[j]) for j in leaves if away[j] > 0}
+
+
+def share_of_others(way: Transport, orders: Orders) -> float:
+    """The share of tokens in other places in what is read of a leaf by one way: of all ways."""
+    generator = torch.Generator().manual_seed(0)
+    away = whole = 0.0
+    every = replace(way, around=())
+    for own in _halves(way.root.tokens, generator):
+        seed = way.root.unflat(way.root.noise(generator) * own.to(way.root.device)[:, None])
+        here, there = (one.energy(seed) for one in (every, way))
+        whole += 0.0 if here is None else float(here.sum())
+        away += 0.0 if there is None else float(there.cpu()[~own].sum())
+    return min(1.0, 2 * away / max(whole, 1e-300))
 
 
 def is_local(mixer: int, root: Point, earlier: int, leaf: Point, orders: Orders) -> bool:
