@@ -331,6 +331,8 @@ class _Measurement:
             for j, share in zip(inputs, portions(sizes), strict=True):
                 self.links[i, j] = replace(self.links[i, j], share=share)
         reads = [(stage_of[j], self.links[i, j]) for j in leads]
+        if not simple:
+            self._check_unread(i, [link for _, link in reads])
         self.orders.setdefault(i, None)
         self.read_by[i] = (*reads, *self.read_past.get(i, ()))
         return self.read_by[i]
@@ -402,6 +404,20 @@ class _Measurement:
             raise self._refused(i, k, f"by something that is no mixer ({share:.0%})")
         self.exchanged = max(self.exchanged, share)
         return False
+
+    def _check_unread(self, i: int, links: Sequence[Link]) -> None:
+        # Tokens that are made of none that are known are made of nothing else.
+        root, sources = self.entries[i], [one.source for one in links if one.source is not None]
+        if root is None or not sources or len(sources) < len(links):
+            return
+        read = torch.stack([source >= 0 for source in sources]).any(0)
+        if len(read) * self.batch != root.tokens:
+            return
+        seed = root.noise(torch.Generator().manual_seed(0))
+        seed = seed * ~read.repeat(self.batch)[:, None].to(seed.device)
+        for k, found in zip(self.exits, gradients([root], [seed], [*self.exits.values()]), strict=True):
+            if found is not None and bool(found.any()):
+                raise self._refused(i, k, "past a mixer that is given some of their copies")
 
     def _stream_read_by(self, k: int) -> frozenset[int]:
         # The mixers and inputs whose sum is the residual stream around k.
