@@ -21,6 +21,7 @@ from captum_ssm._capture.checking import (
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.grids import StageGrids
+from captum_ssm._capture.honesty import check_honesty
 from captum_ssm._capture.recording import Recording, record
 from captum_ssm._capture.remote import record_remotely
 from captum_ssm._capture.request import Request
@@ -444,6 +445,8 @@ def freeze(
             keep_graph=keep_graph,
         )
 
+    if wiring and not own_graph and not request.remote and found.refused is None:
+        check_honesty(request, found.structure)
     live = recording if keep_graph and recording.ports else None
     weights: list[Tensor] | None = None
     score = recording.score

@@ -32,6 +32,8 @@ from captum_ssm._transport import Transport, closing, copies
 
 # Seeds of an output of many entries, whose gradients stand for those of all of them.
 _SEEDS = 4
+# Nodes that stand for what they are given.
+_TRANSPARENT = ("_ExitBackward", "CloneBackward")
 
 
 @dataclass(frozen=True)
@@ -176,3 +178,53 @@ def _seeds(root: Point, batch: int) -> Iterator[Tensor]:
     for _ in range(1 if not entries or set(entries) == {1} else _SEEDS):
         seed = torch.randn(entries, generator=generator) if entries else torch.ones(())
         yield seed.expand(root.shape).to(root.device, root.dtype)
+
+
+def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
+    """What the graph before some nodes is made of: the names of each node and of one before it.
+
+    What was once measured of a graph holds for one that is made of nothing else.
+    """
+    seen, stack = set[Node](), [node for node in ends if node is not None]
+    found = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            while before is not None and before.name().startswith(_TRANSPARENT):
+                before = before.next_functions[0][0]
+            if before is not None:
+                found.add((node.name(), before.name()))
+                stack.append(before)
+    return frozenset(found)
+
+
+def token_tensors(
+    root: Point, leaves: Iterable[Point], tokens: int, batch: int
+) -> list[Point]:
+    """The last tensors before ``root`` that hold ``tokens`` for each example, channels apart.
+
+    Args:
+        root (Point): a score, or an output.
+        leaves (iterable of Point): where the graph is cut.
+        tokens (int): T, of one example.
+        batch (int): B.
+    """
+    seen, stack, found = {leaf.edge.node for leaf in leaves}, [root.edge.node], []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for before, output in node.next_functions:
+            if before is None or before in seen:
+                continue
+            here = points(GradientEdge(before, output), batch)
+            held = [one for one in here if one.tokens == tokens * batch]
+            if held and len(held[0].shape) == 3:
+                found.append(held[0])
+            else:
+                stack.append(before)
+    return found

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
 from captum_ssm._capture.exchanges import exchange
-from captum_ssm._capture.ledger import Gathered, gathered, weights
+from captum_ssm._capture.ledger import Gathered, gathered, structure, token_tensors, weights
 from captum_ssm._capture.mixing import is_local, is_mixed, share_of_others, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
@@ -231,9 +231,32 @@ class _Measurement:
             output += ((stage_of[k], Link().of(torch.zeros_like(read))),)
             readout.append(read)
         orders = [self._windows(i) for i in range(end)]
+        roots = [point.edge.node for point in (*self.entries.values(), self.output) if point]
         return Wiring(
-            stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
+            stages,
+            output,
+            orders,
+            readout,
+            self.exchanged,
+            self.is_far,
+            inputs=self.ways,
+            unknown=self._unknown_after() if simple else None,
+            structure=structure(roots),
         )
+
+    def _unknown_after(self) -> str | None:
+        # What mixes tokens between the last mixers and a score that holds none.
+        root, T = self._read_root, self.exits[max(self.exits)].tokens // self.batch
+        if root is None or self.pool is None or T < 2:
+            return None
+        leaves = {i: leaf for i, leaf in self.exits.items() if leaf.tokens == T * self.batch}
+        found = token_tensors(root, [self.pool, *self.exits.values()], T, self.batch)
+        ends = {len(self.ports) + k: point for k, point in enumerate(found)}
+        if not ends or not is_mixed(ends, leaves, Orders(self.batch)):
+            return None
+        kinds = sorted({k for p in found for k in _kinds_between(p, self.pool, [self.pool])})
+        how = ", ".join(kind for kind in kinds if kind.startswith(_MIXERS)) or "a product"
+        return f"after {self.name(len(self.ports) - 1)} tokens are mixed by no known mixer ({how})"
 
     def _streams(self) -> ResidualStreams:
         leaves = self.exits | {INPUT - k: way.leaf for k, way in enumerate(self.ways)}

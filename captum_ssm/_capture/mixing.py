@@ -67,7 +67,7 @@ def _finds_mixing(
         rows = rows * orders.chosen(i, chosen).to(root.device)[:, None]
         return lambda: rows * columns
 
-    for chosen in _separating(count, generator):
+    for chosen in separating(count, generator):
 
         def visit(k: int, gradient: Tensor, chosen: Tensor = chosen) -> None:
             nonlocal found
@@ -143,9 +143,12 @@ def is_local(mixer: int, root: Point, earlier: int, leaf: Point, orders: Orders)
     return float(energy[orders.chosen(earlier, near)].sum()) >= 0.99 * float(energy.sum())
 
 
-def _separating(count: int, generator: torch.Generator) -> list[Tensor]:
-    # Sets of tokens, (count,) bool: a half and the rest; of few tokens such that for any two of
-    # them, both ways, a set holds one and not the other (Sperner: codes of equal weight).
+def separating(count: int, generator: torch.Generator) -> list[Tensor]:
+    """Sets of tokens, ``(count,)`` bool: a half and the rest.
+
+    For few tokens they are such that for any two of them, both ways, a set holds one and not the
+    other (Sperner: codes of equal weight).
+    """
     if count > _FEW:
         return list(_halves(count, generator))[:2]
     size = next(k for k in range(2, count + 2) if math.comb(k, k // 2) >= count)

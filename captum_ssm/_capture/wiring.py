@@ -151,6 +151,9 @@ class Wiring:
         refused (str, optional): why no map through the layers can be made. Default: None
         inputs (tuple of Way, optional): by input of the model, how its entries make up tokens.
             Default: (), where that was not measured
+        unknown (str, optional): what mixes tokens after the mixers and is none. Default: None
+        structure (frozenset, optional): what the graph between the mixers is made of.
+            Default: frozenset(), for nothing known
     """
 
     stages: list[Stage]
@@ -161,6 +164,8 @@ class Wiring:
     is_far: bool = False
     refused: str | None = None
     inputs: tuple[Way, ...] = ()
+    unknown: str | None = None
+    structure: frozenset[Any] = frozenset()
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
@@ -186,7 +191,7 @@ class Wiring:
     @property
     def is_mixed(self) -> bool:
         """Whether a mixer that is not known may lie between the others."""
-        return self.refused is not None or self.is_far
+        return self.refused is not None or self.is_far or self.unknown is not None
 
     @property
     def is_simple(self) -> bool:
