@@ -28,6 +28,7 @@ from captum_ssm._capture.request import Request
 from captum_ssm._capture.substitution import Made, Substitution, without_autocast
 from captum_ssm._capture.target import (
     at_stages,
+    check_rows,
     counted_tokens,
     one_query,
     query_weights,
@@ -445,8 +446,8 @@ def freeze(
             keep_graph=keep_graph,
         )
 
-    if wiring and not own_graph and not request.remote and found.refused is None:
-        check_honesty(request, found.structure)
+    if found.rows is not None:
+        check_rows(recording, found.rows)
     live = recording if keep_graph and recording.ports else None
     weights: list[Tensor] | None = None
     score = recording.score
@@ -460,6 +461,8 @@ def freeze(
             found = recording.wiring or found
             score = score.detach()
         recording = detached(recording)
+    if wiring and not own_graph and not request.remote and found.refused is None:
+        check_honesty(request, found.structure)
     if query:
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)

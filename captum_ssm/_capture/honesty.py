@@ -47,7 +47,7 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
         UnsupportedModelError: naming what is made so.
     """
     known = _HONEST.get(request.module, frozenset())
-    if structure <= known:
+    if structure <= known or any(p.is_inference() for p in request.module.parameters()):
         return
     short = request.shortened(_FEW) or request
     with (
@@ -145,7 +145,8 @@ def _hidden(request: Request) -> str | None:
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
     # Small ones, of some of the tokens each.
     axes = [1 if x.dim() < 4 else -1 for x in starts]
-    chosen = {n: separating(n, generator) for n in {x.shape[a] for x, a in zip(starts, axes)}}
+    sizes = {x.shape[axis] for x, axis in zip(starts, axes, strict=True)}
+    chosen = {n: separating(n, generator) for n in sizes}
     found = []
     for k in range(max(map(len, chosen.values()))):
         steps = []

@@ -18,15 +18,15 @@ whatever the score reads it reads at the tokens of some cut. Three entries are k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from captum_ssm._graph import Point, meetings, readers, shape_of
+from captum_ssm._graph import Point, dependencies, meetings, readers, shape_of
 from captum_ssm._rules import ruled
 from captum_ssm._transport import Transport, closing, copies
 
@@ -84,7 +84,22 @@ def gathered(root: Point, leaf: Point, batch: int) -> list[Gathered]:
             break
         if here is not None:
             found.append(here)
+    while len(found) > 1 and _is_weighed(found[-1].point, leaf):
+        found.pop()
     return found
+
+
+def _is_weighed(point: Point, leaf: Point) -> bool:
+    # Whether tokens were just multiplied by numbers that are not made of their own size: those of a
+    # weighted sum, or a gate; not the denominator of a norm.
+    node = point.edge.node
+    if not node.name().startswith("Mul"):
+        return False
+    factors = [before for before, _ in node.next_functions if before is not None]
+    edges = [replace(point, edge=GradientEdge(before, 0)) for before in factors]
+    read = dependencies(edges, [leaf])
+    made = [before for before, one in zip(factors, read, strict=True) if one]
+    return len(made) == 1 or any(before.name().startswith("Sigmoid") for before in made)
 
 
 def _held(edge: GradientEdge, leaf: Point, batch: int) -> Iterator[Gathered]:
@@ -99,7 +114,7 @@ def points(edge: GradientEdge, batch: int) -> list[Point]:
     """A tensor as tokens, its channels last or second; none where it has no such axes."""
     shape = shape_of(edge)
     given = edge.node._input_metadata[edge.output_nr]
-    if len(shape) < 3 or shape[0] != batch:
+    if len(shape) < 3 or shape[0] != batch or 0 in shape:
         return []
     return [Point(edge, shape, given.dtype, given.device, axis) for axis in (-1, 1)]
 
@@ -201,9 +216,7 @@ def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
-def token_tensors(
-    root: Point, leaves: Iterable[Point], tokens: int, batch: int
-) -> list[Point]:
+def token_tensors(root: Point, leaves: Iterable[Point], tokens: int, batch: int) -> list[Point]:
     """The last tensors before ``root`` that hold ``tokens`` for each example, channels apart.
 
     Args:

@@ -18,7 +18,14 @@ from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
 from captum_ssm._capture.exchanges import exchange
-from captum_ssm._capture.ledger import Gathered, gathered, structure, token_tensors, weights
+from captum_ssm._capture.ledger import (
+    Gathered,
+    gathered,
+    source_of,
+    structure,
+    token_tensors,
+    weights,
+)
 from captum_ssm._capture.mixing import is_local, is_mixed, share_of_others, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
@@ -36,6 +43,7 @@ from captum_ssm._capture.wiring import (
 )
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, dependencies, gradients, joints, meetings, readers
+from captum_ssm._rules import goes_through_activation
 from captum_ssm._transport import Patches, Transport, copies, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
@@ -241,22 +249,57 @@ class _Measurement:
             self.is_far,
             inputs=self.ways,
             unknown=self._unknown_after() if simple else None,
+            past=self._said_past(past, readout),
+            rows=self._rows(),
             structure=structure(roots),
         )
+
+    def _said_past(self, past: dict[int, Tensor], readout: Sequence[Tensor | None]) -> str | None:
+        # The balance of what a pooled output reads.
+        parts = []
+        for k, read in past.items():
+            at = (read > 0.01 * read.amax(1, keepdim=True)).any(0).nonzero()[:, 0].tolist()
+            where = f"token {at[0]}" if len(at) == 1 else f"{len(at)} tokens"
+            parts.append(
+                f"{float(read.sum(1).mean()):.0%} goes past, from {self.name(k)} at {where}"
+            )
+        if not parts:
+            return None
+        held = sum(float(read.sum(1).mean()) for read in readout if read is not None)
+        held -= sum(float(read.sum(1).mean()) for read in past.values())
+        return f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
+
+    def _rows(self) -> Tensor | None:
+        # Of an output of some rows, how far they are from those of the last tokens.
+        root, leaf = self.output, self.exits[len(self.ports) - 1]
+        T = leaf.tokens // self.batch
+        if root is None or len(root.shape) != 3 or root.shape[1] >= T:
+            return None
+        source = source_of(root, leaf, self.batch)
+        if source is None:
+            return None
+        n = root.shape[1]
+        return source[:n].cpu() - torch.arange(T - n, T)
 
     def _unknown_after(self) -> str | None:
         # What mixes tokens between the last mixers and a score that holds none.
         root, T = self._read_root, self.exits[max(self.exits)].tokens // self.batch
         if root is None or self.pool is None or T < 2:
             return None
-        leaves = {i: leaf for i, leaf in self.exits.items() if leaf.tokens == T * self.batch}
+        leaves = {
+            i: one for i, one in self.exits.items() if i >= 0 and one.tokens == T * self.batch
+        }
         found = token_tensors(root, [self.pool, *self.exits.values()], T, self.batch)
         ends = {len(self.ports) + k: point for k, point in enumerate(found)}
         if not ends or not is_mixed(ends, leaves, Orders(self.batch)):
             return None
         kinds = sorted({k for p in found for k in _kinds_between(p, self.pool, [self.pool])})
-        how = ", ".join(kind for kind in kinds if kind.startswith(_MIXERS)) or "a product"
-        return f"after {self.name(len(self.ports) - 1)} tokens are mixed by no known mixer ({how})"
+        how = ", ".join(kind for kind in kinds if kind.startswith(_MIXERS))
+        pool = self.pool.edge.node
+        if not how and not any(goes_through_activation(p.edge.node, pool) for p in found):
+            return ""  # linear
+        how = f" ({how})" if how else ""
+        return f"after {self.name(len(self.ports) - 1)} tokens are mixed by no known mixer{how}"
 
     def _streams(self) -> ResidualStreams:
         leaves = self.exits | {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
@@ -319,7 +362,7 @@ class _Measurement:
     def _counts_agree(self) -> bool:
         points = [*self.exits.values(), *(e for e in self.entries.values() if e is not None)]
         if not self._is_per_token() and self.output is not None:
-            points.remove(self.entries[len(self.ports)])
+            points.remove(self.output)
         alike = {point.tokens for point in points}
         return len(alike) == 1 and all(p.shape[0] == self.batch for p in points)
 
@@ -402,9 +445,7 @@ class _Measurement:
         if set(moved) != {k, *self._stream_read_by(k)}:
             raise self._refused(k, i, "in other places, without the residual stream there")
         own = Transport(root, self.exits[j], B)
-        for (m, way), share in zip(
-            ((j, own), (k, moved[k])), shares([own, moved[k]]), strict=True
-        ):
+        for (m, way), share in zip(((j, own), (k, moved[k])), shares([own, moved[k]]), strict=True):
             link = self.links[i, j] if m == j else self._link_past(i, m, way)
             self.links[i, m] = replace(link, share=share)
         return [k]
@@ -438,7 +479,9 @@ class _Measurement:
             return
         seed = root.noise(torch.Generator().manual_seed(0))
         seed = seed * ~read.repeat(self.batch)[:, None].to(seed.device)
-        for k, found in zip(self.exits, gradients([root], [seed], [*self.exits.values()]), strict=True):
+        for k, found in zip(
+            self.exits, gradients([root], [seed], [*self.exits.values()]), strict=True
+        ):
             if found is not None and bool(found.any()):
                 raise self._refused(i, k, "past a mixer that is given some of their copies")
 
@@ -627,9 +670,9 @@ class _Measurement:
         end = len(self.ports)
         roots = {i: self.entries[i] for i in leaves if i >= 0}
         output = self.entries[end]
-        if per_token and output is not None and self.direct[end] <= set(leaves):
-            if output.tokens == self.exits[leaves[0]].tokens:
-                roots[end] = output
+        is_read = per_token and self.direct[end] <= set(leaves)
+        if is_read and output is not None and output.tokens == self.exits[leaves[0]].tokens:
+            roots[end] = output
         known = {i: root for i, root in roots.items() if root is not None}
         return is_mixed(known, {i: self.exits[i] for i in leaves}, self.orders, all_read=all_read)
 
@@ -708,7 +751,9 @@ class _Measurement:
         left = {k: self._in_order(k, one.view(self.batch, -1)) for k, one in self.left.items()}
         if self.pool is None:  # a residual stream that joins where tokens are no longer apart
             read = reduce(torch.logical_or, [one > 0 for one in main])
-            left = {k: one for k, one in left.items() if one.shape != read.shape or one[~read].any()}
+            left = {
+                k: one for k, one in left.items() if one.shape != read.shape or one[~read].any()
+            }
         past: dict[int, Tensor] = {}
         while left:
             k = max(left)

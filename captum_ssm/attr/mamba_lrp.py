@@ -116,7 +116,7 @@ class MambaLRP(TokenAttribution):
         score = frozen.require_score()
         settle(model, made_of | structure([score.grad_fn]))
         found = rules.relevance(score)
-        warn_of_unknown(model, frozen.wiring.refused or frozen.wiring.unknown)
+        warn_of_unknown(model, frozen.wiring.refused or frozen.wiring.unknown or None)
         result = format_output(
             request.packed,
             tuple(map(partial(_of_input, frozen), request.inputs, found)),
