@@ -265,4 +265,6 @@ def test_plain_models_balance(name):
         warnings.simplefilter("error")
         wiring = freeze(Request.of(model, None, x)).wiring
         MambaLRP(model).attribute(x, target=1)
-    assert wiring.is_simple and wiring.past is None and not wiring.exchanged
+    assert wiring.is_simple
+    assert wiring.past is None
+    assert not wiring.exchanged

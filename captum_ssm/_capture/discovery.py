@@ -41,7 +41,7 @@ def is_settled(model: nn.Module, structure: frozenset[Any] = frozenset()) -> boo
 
 
 def settle(model: nn.Module, structure: frozenset[Any]) -> None:
-    """Let :func:`is_settled` know that a graph was measured, and searched where tokens are mixed."""
+    """Let :func:`is_settled` know that a graph was measured, and searched if tokens are mixed."""
     _SETTLED[model] = _SETTLED.get(model, frozenset()) | structure
 
 
