@@ -260,6 +260,8 @@ def between(frozen: FrozenModel) -> str:
                 notes.append(f"{T} tokens made of {S}, by a measured transport")
             elif link.source is not None:
                 notes.append(f"{stage.tokens} tokens chosen of {link.count}")
+    if wiring.past:
+        notes.append(wiring.past)
     if wiring.exchanged:
         notes.append(
             f"tokens read up to {wiring.exchanged:.1%} from one another, which no map shows"
