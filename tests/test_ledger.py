@@ -10,7 +10,14 @@ from methods import assert_close
 from models import randomize
 from torch import nn
 
-from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, UnsupportedModelError, supported
+from captum_ssm import (
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    UnsupportedModelError,
+    supported,
+)
 from captum_ssm._capture import freeze
 from captum_ssm._capture.request import Request
 from captum_ssm.mixers import MixerCall, find_adapter
@@ -118,6 +125,8 @@ def test_what_the_score_reads_past_its_tokens_is_followed(place):
     expected = (states[2][1][0, -1] + 5 * states[place][1][0, 0]) / 6
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
     assert "83% goes past, from" in supported(model, x).between
+    with pytest.warns(UserWarning, match="83% goes past"):
+        RawAttention(model).attribute(x)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -254,8 +263,10 @@ def test_a_recurrence_that_cannot_be_frozen_is_said():
         tokens(),
     )
     for _ in range(2):
-        with pytest.warns(UserWarning, match="are mixed by no known mixer"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             MambaLRP(model).attribute(x, target=1)
+        assert any("are mixed by no known mixer" in str(one.message) for one in said)
 
 
 @pytest.mark.parametrize("name", POOLS)
