@@ -14,6 +14,7 @@ from captum_ssm._capture.checking import Deviation, Rebuilt, tolerance_of
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._clones import repeated
+from captum_ssm._quiet import quiet
 from captum_ssm.attr import methods
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers._registry import how_known
@@ -161,11 +162,12 @@ def supported(
         target = likeliest(short)
     for name, method in methods().items():
         try:
-            method(forward_func, owner).attribute(
-                short.given,
-                target=target if method.needs_target() else None,
-                additional_forward_args=short.named or short.positional or None,
-            )
+            with quiet():  # what they would warn of is in the report
+                method(forward_func, owner).attribute(
+                    short.given,
+                    target=target if method.needs_target() else None,
+                    additional_forward_args=short.named or short.positional or None,
+                )
             tried[name] = None
         except ERRORS as error:
             tried[name] = first_line(error)
@@ -262,6 +264,8 @@ def between(frozen: FrozenModel) -> str:
                 notes.append(f"{T} tokens made of {S}, by a measured transport")
             elif link.source is not None:
                 notes.append(f"{stage.tokens} tokens chosen of {link.count}")
+    if wiring.past:
+        notes.append(wiring.past)
     if wiring.exchanged:
         notes.append(
             f"tokens read up to {wiring.exchanged:.1%} from one another, which no map shows"

@@ -286,12 +286,12 @@ def pulling(way: Transport) -> Iterator[Callable[..., Tensor | None]]:
         if factors is not None:
             stack.enter_context(ruled([way.root.edge.node], [way.leaf.edge.node]))
         for edge in way.around:
-            closed = edge.node.register_prehook(_closing(edge.output_nr))
+            closed = edge.node.register_prehook(closing(edge.output_nr))
             stack.callback(closed.remove)
         yield pull
 
 
-def _closing(output: int) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
+def closing(output: int) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
     # A hook of a node of the graph: no gradient comes in by this output of it.
     def close(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(

@@ -30,44 +30,32 @@ from captum_ssm.mixers.discovery import discover
 
 # Models whose unknown mixers, if they have any, were found; and what is still not known of some.
 _SEARCHED: WeakSet[nn.Module] = WeakSet()
-# Models between whose known mixers no token was mixed: the modules that they had, and on how many
-# tokens that was measured.
-_UNMIXED: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
-# On so many tokens it is seen what mixes them.
-_ENOUGH = 32
+# What the graphs of models were made of in which nothing is left to be searched for.
+_SETTLED: WeakKeyDictionary[nn.Module, frozenset[Any]] = WeakKeyDictionary()
 _UNKNOWN: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 # Mixers that were compared with the adapters of their names.
 _COMPARED: WeakSet[nn.Module] = WeakSet()
 
 
-def is_searched(request: Request) -> bool:
-    """Whether all mixers of a request's model are known, as far as its tokens can tell."""
-    model = request.module
-    if model in _SEARCHED:
-        return True
-    modules, tokens = _UNMIXED.get(model, (0, 0))
-    return (
-        request.forward_func is model  # a function may mix tokens itself
-        and modules == _modules(model)
-        and tokens >= min(_tokens(request), _ENOUGH)
-    )
+def is_settled(model: nn.Module, structure: frozenset[Any] = frozenset()) -> bool:
+    """Whether all that mixes tokens in a graph of a model is known.
+
+    Args:
+        model (nn.Module): the model.
+        structure (frozenset, optional): what the graph is made of. Default: frozenset(), for any
+            graph of this model
+    """
+    return model in _SETTLED and structure <= _SETTLED[model]
 
 
-def remember_unmixed(request: Request) -> None:
-    """Let :func:`is_searched` know that no token was mixed between the known mixers."""
-    model = request.module
-    _UNMIXED[model] = _modules(model), _tokens(request)
+def settle(model: nn.Module, structure: frozenset[Any]) -> None:
+    """Let :func:`is_settled` know that a graph was measured, and searched if tokens are mixed."""
+    _SETTLED[model] = _SETTLED.get(model, frozenset()) | structure
 
 
-def _modules(model: nn.Module) -> int:
-    # Another number where a module was exchanged.
-    return hash(tuple(map(id, model.modules())))
-
-
-def _tokens(request: Request) -> int:
-    # Of ids and embeddings (B, L, ...), or the entries of images (B, C, H, W).
-    shape = request.inputs[0].shape
-    return shape[1] if len(shape) < 4 else shape[2:].numel()
+def search_anew(model: nn.Module) -> None:
+    """Let a model be searched again: its graph is made of something new."""
+    _SEARCHED.discard(model)
 
 
 def warn_of_unknown(model: nn.Module, refused: str | None) -> None:

@@ -23,6 +23,7 @@ from captum_ssm._capture.checking import (
 )
 from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.grids import StageGrids
+from captum_ssm._capture.honesty import check_honesty
 from captum_ssm._capture.randomness import noting_draws, warn_of_randomness
 from captum_ssm._capture.recording import Recording, record
 from captum_ssm._capture.remote import record_remotely
@@ -30,6 +31,7 @@ from captum_ssm._capture.request import Request
 from captum_ssm._capture.substitution import Made, Substitution, without_autocast
 from captum_ssm._capture.target import (
     at_stages,
+    check_rows,
     counted_tokens,
     one_query,
     query_weights,
@@ -467,6 +469,8 @@ def freeze(
             keep_graph=keep_graph,
         )
 
+    if found.rows is not None:
+        check_rows(recording, found.rows)
     live = recording if keep_graph and recording.ports else None
     weights: list[Tensor] | None = None
     score = recording.score
@@ -480,6 +484,8 @@ def freeze(
             found = recording.wiring or found
             score = score.detach()
         recording = detached(recording)
+    if wiring and not own_graph and not request.remote and found.refused is None:
+        check_honesty(request, found.structure)
     if query:
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)

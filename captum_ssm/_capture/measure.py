@@ -19,7 +19,15 @@ from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.cuts import Cuts, Start
 from captum_ssm._capture.exchanges import exchange
-from captum_ssm._capture.mixing import is_local, is_mixed, shares_of_others
+from captum_ssm._capture.ledger import (
+    Gathered,
+    gathered,
+    source_of,
+    structure,
+    token_tensors,
+    weights,
+)
+from captum_ssm._capture.mixing import is_local, is_mixed, share_of_others, shares_of_others
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.skips import Skips
 from captum_ssm._capture.streams import ResidualStreams
@@ -35,7 +43,8 @@ from captum_ssm._capture.wiring import (
     side_by_side,
 )
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, dependencies, gradients, meetings, readers
+from captum_ssm._graph import Point, dependencies, gradients, joints, meetings, readers
+from captum_ssm._rules import goes_through_activation
 from captum_ssm._transport import Patches, Transport, copies, pulling
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
@@ -107,6 +116,12 @@ class _Measurement:
         if not in_grid:
             self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
         self.direct = self._direct()
+        self.pool: Point | None = None
+        # How strongly a pooled output reads what goes past these tokens, by mixer: (T,).
+        self.left: dict[int, Tensor] = {}
+        self._find_pool()
+        if self.pool is not None:
+            self.entries[len(cuts.ports)] = self.pool
         self.groups = side_by_side(self.direct)
         self.orders = Orders(batch)
         self.unmixed: list[set[int]] = []
@@ -235,15 +250,77 @@ class _Measurement:
         ]
         if not simple:
             self._check_orders(per_token)
-        if per_token and self.score is None:
+        if per_token and self.score is None and self.pool is None:
             readout: list[Tensor | None] = [None] * len(output)
         else:
-            read = [s if s < 0 else stages[s].calls[0] for s, _ in output]
-            readout = self._readouts(read)
+            readout = self._readouts(output, stages)
+        past = self._past_pool(streams, stages, readout)
+        for k, read in past.items():
+            # The tokens of the output do not read them: only the output as a whole does.
+            output += ((stage_of[k], Link().of(torch.zeros_like(read))),)
+            readout.append(read)
         orders = [self._windows(i) for i in range(end)]
+        roots = [point.edge.node for point in (*self.entries.values(), self.output) if point]
         return Wiring(
-            stages, output, orders, readout, self.exchanged, self.is_far, inputs=self.ways
+            stages,
+            output,
+            orders,
+            readout,
+            self.exchanged,
+            self.is_far,
+            inputs=self.ways,
+            unknown=self._unknown_after() if simple else None,
+            past=self._said_past(past, readout),
+            rows=self._rows(),
+            structure=structure(roots),
         )
+
+    def _said_past(self, past: dict[int, Tensor], readout: Sequence[Tensor | None]) -> str | None:
+        # The balance of what a pooled output reads.
+        parts = []
+        for k, read in past.items():
+            at = (read > 0.01 * read.amax(1, keepdim=True)).any(0).nonzero()[:, 0].tolist()
+            where = f"token {at[0]}" if len(at) == 1 else f"{len(at)} tokens"
+            parts.append(
+                f"{float(read.sum(1).mean()):.0%} goes past, from {self.name(k)} at {where}"
+            )
+        if not parts:
+            return None
+        held = sum(float(read.sum(1).mean()) for read in readout if read is not None)
+        held -= sum(float(read.sum(1).mean()) for read in past.values())
+        return f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
+
+    def _rows(self) -> Tensor | None:
+        # Of an output of some rows, how far they are from those of the last tokens.
+        root, leaf = self.output, self.exits[len(self.ports) - 1]
+        T = leaf.tokens // self.batch
+        if root is None or len(root.shape) != 3 or root.shape[1] >= T:
+            return None
+        source = source_of(root, leaf, self.batch)
+        if source is None:
+            return None
+        n = root.shape[1]
+        return source[:n].cpu() - torch.arange(T - n, T)
+
+    def _unknown_after(self) -> str | None:
+        # What mixes tokens between the last mixers and a score that holds none.
+        root, T = self._read_root, self.exits[max(self.exits)].tokens // self.batch
+        if root is None or self.pool is None or T < 2:
+            return None
+        leaves = {
+            i: one for i, one in self.exits.items() if i >= 0 and one.tokens == T * self.batch
+        }
+        found = token_tensors(root, [self.pool, *self.exits.values()], T, self.batch)
+        ends = {len(self.ports) + k: point for k, point in enumerate(found)}
+        if not ends or not is_mixed(ends, leaves, Orders(self.batch)):
+            return None
+        kinds = sorted({k for p in found for k in _kinds_between(p, self.pool, [self.pool])})
+        how = ", ".join(kind for kind in kinds if kind.startswith(_MIXERS))
+        pool = self.pool.edge.node
+        if not how and not any(goes_through_activation(p.edge.node, pool) for p in found):
+            return ""  # linear
+        how = f" ({how})" if how else ""
+        return f"after {self.name(len(self.ports) - 1)} tokens are mixed by no known mixer{how}"
 
     def _streams(self) -> ResidualStreams:
         leaves = self.exits | {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
@@ -266,9 +343,38 @@ class _Measurement:
         links = [link for (k, _), link in self.links.items() if k == i]
         return any(link.source is not None for link in links)
 
+    def _find_pool(self) -> None:
+        # The tokens in which all that a pooled output, or the score, reads comes together, and what
+        # it reads past them.
+        root, read = self._read_root, self.direct[len(self.ports)]
+        if root is None or self._is_per_token():
+            return
+        held = {i: gathered(root, self.exits[i], self.batch) for i in read}
+        last = max(read)
+        some = [one for one in held[last][1:] if one.holds_all_of(self.exits[last])]
+        for one in sorted(reversed(some), key=lambda one: not one.is_permuted):
+            if not self._left_over([one]):
+                self.pool = one.point
+                return
+        pool = some[-1] if len(read) == 1 and some and some[-1].is_permuted else None
+        left = self._left_over([one[-1] for one in held.values()] if pool is None else [pool])
+        if all(self.exits[k].tokens == self.exits[last].tokens for k in left):
+            self.left, self.pool = left, None if pool is None else pool.point
+        # Else they are of other grids: see Skips.
+
+    def _left_over(self, held: Sequence[Gathered]) -> dict[int, Tensor]:
+        keys, direct = list(self.exits), self.direct[len(self.ports)]
+        found = self._weights([*self.exits.values()], [one.point.edge for one in held])
+        left = {k: one for k, one in zip(keys, found, strict=True) if one is not None}
+        return {k: one for k, one in left.items() if k not in direct and bool(one.any())}
+
+    @property
+    def _read_root(self) -> Point | None:
+        return self.output if self.score is None else self.score
+
     def _is_per_token(self) -> bool:
         point = self.output
-        if point is None:
+        if point is None or self.pool is not None:
             return True
         last = [self.exits[i].tokens for i in self.direct[len(self.ports)]]
         shape = point.shape
@@ -303,6 +409,7 @@ class _Measurement:
             self.links[i, j] = Link() if simple else self._link(i, j)
         if not simple and len(leads) == 1 and i not in self.exchanged_at:
             leads += self._skipped(i, leads[0])
+            leads += self._moved(i, leads)
         if len(inputs) > 1 and root is not None:
             sizes = [
                 self.ways[INPUT - j].added(root).clamp(min=_TINY) * self.links[i, j].is_read(root)
@@ -311,6 +418,8 @@ class _Measurement:
             for j, share in zip(inputs, portions(sizes), strict=True):
                 self.links[i, j] = replace(self.links[i, j], share=share)
         reads = [(stage_of[j], self.links[i, j]) for j in leads]
+        if not simple:
+            self._check_unread(i, [link for _, link in reads])
         self.orders.setdefault(i, None)
         self.read_by[i] = (*reads, *self.read_past.get(i, ()))
         return self.read_by[i]
@@ -330,6 +439,80 @@ class _Measurement:
         for (k, way), share in zip(ways.items(), shares([*ways.values()]), strict=True):
             self.links[i, k] = replace(self._link_past(i, k, way), share=share)
         return list(past)
+
+    def _moved(self, i: int, known: Sequence[int]) -> list[int]:
+        """What i reads past its residual stream, of the same tokens in other places.
+
+        As an input that is added once more, turned around, after later mixers. The links are added,
+        and all of them get the share of the tokens that they make up.
+        """
+        j, root, B = known[0], self.entries[i], self.batch
+        entry = self.entries.get(j)
+        if root is None or entry is None or len(known) > 1:
+            return []
+        keys, leaves = list(self.exits), list(self.exits.values())
+        found = joints(root, entry, leaves)
+        seen, ways = found.leaves, dict[int, Transport]()
+        points = [replace(root, edge=edge) for edge in found.past]
+        near = frozenset().union(*dependencies(points, leaves, past_leaves=False))
+        for k in (keys[m] for m in near | (seen if found.stream else frozenset())):
+            is_same = self.exits[k].tokens == root.tokens and self.skips.is_in_place(j, k)
+            if k != j and is_same:
+                ways[k] = Transport(root, self.exits[k], B, tuple(found.stream))
+        moved = {k: way for k, way in ways.items() if self._is_moved(i, k, way)}
+        if not moved:
+            return []
+        k = max(moved)
+        if set(moved) != {k, *self._stream_read_by(k)}:
+            raise self._refused(k, i, "in other places, without the residual stream there")
+        own = Transport(root, self.exits[j], B)
+        for (m, way), share in zip(((j, own), (k, moved[k])), shares([own, moved[k]]), strict=True):
+            link = self.links[i, j] if m == j else self._link_past(i, m, way)
+            self.links[i, m] = replace(link, share=share)
+        return [k]
+
+    def _is_moved(self, i: int, k: int, way: Transport) -> bool:
+        # Whether i reads tokens of k in other places by a way, each of them by one token; where
+        # they are mixed, that is refused or said.
+        with pulling(way):
+            place = readers(way.root, way.leaf)
+        if place is not None:
+            here = self.skips.order(k).to(place.device)
+            there = self.skips.order(i).to(place.device)[place.clamp(min=0)]
+            return not bool(((there == here) | (place < 0)).all())
+        if copies(way) is not None:
+            return True
+        self._refuse_mixers(i, k)
+        share = share_of_others(way, self.orders)
+        self.is_far |= share > 0
+        if share > _EXCHANGED:
+            raise self._refused(i, k, f"by something that is no mixer ({share:.0%})")
+        self.exchanged = max(self.exchanged, share)
+        return False
+
+    def _check_unread(self, i: int, links: Sequence[Link]) -> None:
+        # Tokens that are made of none that are known are made of nothing else.
+        root, sources = self.entries[i], [one.source for one in links if one.source is not None]
+        if root is None or not sources or len(sources) < len(links):
+            return
+        read = torch.stack([source >= 0 for source in sources]).any(0)
+        if len(read) * self.batch != root.tokens:
+            return
+        seed = root.noise(torch.Generator().manual_seed(0))
+        seed = seed * ~read.repeat(self.batch)[:, None].to(seed.device)
+        for k, found in zip(
+            self.exits, gradients([root], [seed], [*self.exits.values()]), strict=True
+        ):
+            if found is not None and bool(found.any()):
+                raise self._refused(i, k, "past a mixer that is given some of their copies")
+
+    def _stream_read_by(self, k: int) -> frozenset[int]:
+        # The mixers and inputs whose sum is the residual stream around k.
+        entry = self.entries.get(k)
+        if k < 0 or entry is None:
+            return frozenset()
+        (read,) = dependencies([entry], list(self.exits.values()), past_leaves=False)
+        return frozenset(list(self.exits)[m] for m in read)
 
     def _link(self, i: int, j: int) -> Link:
         """How the tokens given to i read those of j; decodes the order of i on the way."""
@@ -511,8 +694,10 @@ class _Measurement:
         # Whether not everything between acts on each token by itself, in its order.
         end = len(self.ports)
         roots = {i: self.entries[i] for i in leaves if i >= 0}
-        if per_token and self.direct[end] <= set(leaves):
-            roots[end] = self.output
+        output = self.entries[end]
+        is_read = per_token and self.direct[end] <= set(leaves)
+        if is_read and output is not None and output.tokens == self.exits[leaves[0]].tokens:
+            roots[end] = output
         known = {i: root for i, root in roots.items() if root is not None}
         return is_mixed(known, {i: self.exits[i] for i in leaves}, self.orders, all_read=all_read)
 
@@ -553,54 +738,103 @@ class _Measurement:
                 spaces.setdefault(space, []).append(i)
         return [space for space in spaces.values() if len(space) > 1]
 
-    def _readouts(self, mixers: Sequence[int]) -> list[Tensor | None]:
-        """The tokens after each mixer that the output, or the score, is read from: ``(B, T)``.
+    def _readouts(self, output: Sequence[Read], stages: Sequence[Stage]) -> list[Tensor | None]:
+        """The shares in which the output, or the score, reads tokens after its stages: ``(B, T)``.
 
-        A pooled output reads them in equal shares, an entry of a dense one as by a transport. Where
-        it is read from mixers of several stages past one another, they share it as by a transport.
+        Where it is read from several of them past one another, they share it.
         """
+        if self.pool is not None:
+            read = self._read_at(self.pool)
+            if read is None or not bool((read.sum(1) > 0).all()):
+                return [None] * len(output)
+            return [link.rmatvec(_normalized(read)) for _, link in output]
         past = self.past.get(len(self.ports), {})
-        found = [self._energy(i, past.get(i)) for i in mixers]
-        energies = [energy for energy in found if energy is not None]
-        sums = [energy.sum(1, keepdim=True) for energy in energies]
-        if len(energies) < len(found) or not bool((reduce(torch.add, sums) > 0).all()):
+        mixers = [s if s < 0 else stages[s].calls[0] for s, _ in output]
+        found = [self._read_of(i, past.get(i)) for i in mixers]
+        read_of = [one for one in found if one is not None]
+        whole = torch.stack([one.sum(1) for one in read_of]).sum(0) if read_of else torch.zeros(1)
+        if len(read_of) < len(found) or not bool((whole > 0).all()):
             return [None] * len(found)
-        weights = energies
-        if self.score is None:
-            weights = [(e > 1e-12 * e.amax(1, keepdim=True)).to(e.dtype) for e in energies]
-        counts = [one.sum(1, keepdim=True) for one in weights]
-        weights = [one / n.clamp(min=1e-300) for one, n in zip(weights, counts, strict=True)]
+        weights = [_normalized(one) for one in read_of]
         if past:
-            # Of tokens that go past a mixer each is like those of the mixer.
-            are_alike = all(way.kept is not None for way in past.values())
-            parts = portions(counts if are_alike else sums)
+            sizes = [self._read_of(i, past.get(i), power=2) for i in mixers]
+            parts = portions([one.sum(1, keepdim=True) for one in sizes if one is not None])
             weights = [one * part for one, part in zip(weights, parts, strict=True)]
         return list(weights)
 
-    def _energy(self, i: int, past: Transport | None) -> Tensor | None:
-        # The squared gradients at the tokens after mixer i, (B, T), in the model's order.
-        point = self.output if self.score is None else self.score
-        if point is None:
+    def _past_pool(
+        self, streams: ResidualStreams, stages: Sequence[Stage], readout: list[Tensor | None]
+    ) -> dict[int, Tensor]:
+        """What a pooled output reads past its tokens: the shares ``(B, T)``, by mixer.
+
+        The shares that it is known to read elsewhere are changed in place.
+        """
+        end = len(self.ports)
+        main = [one for one in readout if one is not None]
+        if not self.left or not main or len(main) < len(readout):
+            return {}
+        left = {k: self._in_order(k, one.view(self.batch, -1)) for k, one in self.left.items()}
+        if self.pool is None:  # a residual stream that joins where tokens are no longer apart
+            read = reduce(torch.logical_or, [one > 0 for one in main])
+            left = {
+                k: one for k, one in left.items() if one.shape != read.shape or one[~read].any()
+            }
+        past: dict[int, Tensor] = {}
+        while left:
+            k = max(left)
+            past[k] = left.pop(k)
+            stage = next((one for one in stages if k in one.calls), None)
+            stream = streams.read.get(k, frozenset()) if stage and stage.around else frozenset()
+            for m in stream & left.keys():
+                left[m] = left[m] * (past[k] == 0)
+            if not stream <= self.left.keys() or (stage and len(stage.calls) > 1):
+                raise self._refused(k, end, "past all others, without the residual stream there")
+            self._refuse_mixers(end, k)
+            left = {m: one for m, one in left.items() if bool(one.any())}
+        found = self._read_at(self.exits[max(self.direct[end])])
+        sums = [one.sum(1, keepdim=True) for one in past.values()]
+        own = sums[0] if found is None else found.sum(1, keepdim=True)
+        total = reduce(torch.add, sums, own)
+        readout[:] = [None if one is None else one * (own / total) for one in readout]
+        return {k: one / total for k, one in past.items()}
+
+    def _weights(
+        self, leaves: Sequence[Point], closed: Sequence[GradientEdge] = (), *, power: int = 1
+    ) -> list[Tensor | None]:
+        root = self._read_root
+        if root is None:
+            return [None] * len(leaves)
+        return weights(root, leaves, self.batch, self.exits.values(), closed, power=power)
+
+    def _read_at(self, leaf: Point) -> Tensor | None:
+        # How strongly tokens are read, (B, T), where they are last apart.
+        root = self._read_root
+        if root is None:
             return None
-        seed = torch.ones(point.shape)
-        if self.score is None:  # the same for each example, where the output holds them apart
-            apart = point.shape[0] == self.batch
-            seed = torch.randn(point.shape[apart:], generator=torch.Generator().manual_seed(0))
-            seed = seed.expand(point.shape)
-        seed = seed.to(point.device, point.dtype)
-        way = Transport(point, self.exits[i], self.batch)
-        if past is not None:
-            way = replace(past, root=point)
-        energy = way.energy(seed)
-        if energy is None:
-            return None
-        energy = energy.view(self.batch, -1)
+        last = gathered(root, leaf, self.batch)[-1]
+        (read,) = self._weights([last.point])
+        return None if read is None else last.weights(read, self.batch, leaf.tokens)
+
+    def _read_of(self, i: int, past: Transport | None, *, power: int = 1) -> Tensor | None:
+        # The same of those after mixer i, in the model's order.
+        leaf = self.exits[i]
+        if past is None and power == 1:
+            found = self._read_at(leaf)
+        else:
+            (found,) = self._weights([leaf], () if past is None else past.around, power=power)
+            if found is not None and past is not None and past.kept is not None:
+                found = found * past.kept.to(found)
+            found = None if found is None else found.view(self.batch, -1)
+        return None if found is None else self._in_order(i, found)
+
+    def _in_order(self, i: int, found: Tensor) -> Tensor:
+        # Of tokens after mixer i, (B, T), in the model's order.
         order = self.orders.get(i)
-        if order is not None:
-            flat = torch.empty_like(energy.flatten())
-            flat[order.to(flat.device)] = energy.flatten()
-            energy = flat.view(self.batch, -1)
-        return energy
+        if order is None:
+            return found
+        flat = torch.empty_like(found.flatten())
+        flat[order.to(flat.device)] = found.flatten()
+        return flat.view(self.batch, -1)
 
     def _windows(self, i: int) -> Tensor | None:
         try:
@@ -622,6 +856,10 @@ class _Measurement:
         return UnsupportedModelError(
             f"between {self.name(j)} and {self.name(i)} tokens are mixed {how}. {_ADVICE}"
         )
+
+
+def _normalized(read: Tensor) -> Tensor:
+    return read / read.sum(1, keepdim=True).clamp(min=1e-300)
 
 
 _UNKNOWN = Link(source=torch.empty(0))

@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from captum_ssm._capture.orders import Orders
 from captum_ssm._graph import Point, RankOneProducts, gradients, visit_gradients
+from captum_ssm._transport import Transport
 
 # So many tokens, in the whole batch, are looked at two by two.
 _FEW = 64
@@ -65,7 +67,7 @@ def _finds_mixing(
         rows = rows * orders.chosen(i, chosen).to(root.device)[:, None]
         return lambda: rows * columns
 
-    for chosen in _separating(count, generator):
+    for chosen in separating(count, generator):
 
         def visit(k: int, gradient: Tensor, chosen: Tensor = chosen) -> None:
             nonlocal found
@@ -101,6 +103,19 @@ def shares_of_others(
     return {j: min(1.0, 2 * away[j] / whole[j]) for j in leaves if away[j] > 0}
 
 
+def share_of_others(way: Transport, orders: Orders) -> float:
+    """The share of tokens in other places in what is read of a leaf by one way: of all ways."""
+    generator = torch.Generator().manual_seed(0)
+    away = whole = 0.0
+    every = replace(way, around=())
+    for own in _halves(way.root.tokens, generator):
+        seed = way.root.unflat(way.root.noise(generator) * own.to(way.root.device)[:, None])
+        here, there = (one.energy(seed) for one in (every, way))
+        whole += 0.0 if here is None else float(here.sum())
+        away += 0.0 if there is None else float(there.cpu()[~own].sum())
+    return min(1.0, 2 * away / max(whole, 1e-300))
+
+
 def is_local(mixer: int, root: Point, earlier: int, leaf: Point, orders: Orders) -> bool:
     """Whether a token reads its neighbors only, as by a token shift or a convolution.
 
@@ -128,9 +143,12 @@ def is_local(mixer: int, root: Point, earlier: int, leaf: Point, orders: Orders)
     return float(energy[orders.chosen(earlier, near)].sum()) >= 0.99 * float(energy.sum())
 
 
-def _separating(count: int, generator: torch.Generator) -> list[Tensor]:
-    # Sets of tokens, (count,) bool: a half and the rest; of few tokens such that for any two of
-    # them, both ways, a set holds one and not the other (Sperner: codes of equal weight).
+def separating(count: int, generator: torch.Generator) -> list[Tensor]:
+    """Sets of tokens, ``(count,)`` bool: a half and the rest.
+
+    For few tokens they are such that for any two of them, both ways, a set holds one and not the
+    other (Sperner: codes of equal weight).
+    """
     if count > _FEW:
         return list(_halves(count, generator))[:2]
     size = next(k for k in range(2, count + 2) if math.comb(k, k // 2) >= count)

@@ -154,13 +154,12 @@ class Recording:
     def entry(self) -> Tensor | None:
         """A value per example that is read from tokens of its own: of a dense output, or a score.
 
-        None for logits ``(B, C)``, which are pooled, and those of a language model's tokens, which
-        are asked for by a position instead.
+        None for logits of a language model's tokens, which are asked for by a position instead.
         """
         output = extract_logits(self.output)
         if output.dim() == 1:
             return output
-        return self.score if output.dim() > 2 and not self.is_language else None
+        return None if self.is_language else self.score
 
     @property
     def device(self) -> torch.device:

@@ -140,7 +140,7 @@ class Skips:
         for root in self._tokens_of(i, (j, k)):
             by_k, by_j = (readers(root, self.exits[m]) for m in (k, j))
             if made is not None and by_k is not None and by_j is not None:
-                order_of_first, order = (self._order(m).to(made.device) for m in (first, j))
+                order_of_first, order = (self.order(m).to(made.device) for m in (first, j))
                 reader = torch.full_like(by_j, -2)
                 reader[order] = by_j
                 handed = (made >= 0) & (by_k >= 0)
@@ -163,8 +163,8 @@ class Skips:
             if by_k is None or by_j is None:
                 continue
             by_k, by_j = by_k.cpu(), by_j.cpu()
-            made = torch.where(by_j >= 0, source[self._order(j)[by_j.clamp(min=0)]], -1)
-            alike = (by_k >= 0) & (made == self._order(k)[by_k.clamp(min=0)])
+            made = torch.where(by_j >= 0, source[self.order(j)[by_j.clamp(min=0)]], -1)
+            alike = (by_k >= 0) & (made == self.order(k)[by_k.clamp(min=0)])
             handed = torch.zeros(self.exits[k].tokens, dtype=torch.bool)
             handed[by_k[alike]] = True
             if bool(handed[by_k[(by_k >= 0) & ~alike]].any()):
@@ -186,9 +186,11 @@ class Skips:
             return []
         return [replace(root, edge=edge, shape=shape_of(edge), channels=axis) for axis in (-1, 1)]
 
-    def _order(self, i: int) -> Tensor:
-        order = self.orders.get(i)
-        return torch.arange(self.exits[i].tokens) if order is None else order
+    def order(self, i: int) -> Tensor:
+        """Which of the model's tokens each token of a mixer, an input or the output is."""
+        order, point = self.orders.get(i), self.exits.get(i) or self.entries[i]
+        assert point is not None
+        return torch.arange(point.tokens) if order is None else order
 
 
 def _read_all(ways: Iterable[Transport]) -> bool:

@@ -57,6 +57,21 @@ def query_weights(
     return found
 
 
+def check_rows(recording: Recording, rows: Tensor) -> None:
+    """Raise where the logits of some tokens are not those of the last ones.
+
+    Args:
+        recording (Recording): of any run.
+        rows (Tensor): ``(n,)``, how many tokens after the first of the last n each of n rows is.
+    """
+    if recording.is_language and _is_tokens(recording) and bool((rows != 0).any()):
+        raise InputError(
+            f"the model returns logits of {_returned(recording)} of its {recording.shape[1]} "
+            "tokens, which are not the last ones; expected logits of all tokens or of the last "
+            "ones. Let forward_func return the logits of all, or a score of its own."
+        )
+
+
 def at_stages(query: Tensor, wiring: Wiring) -> list[Tensor]:
     """Weights of the tokens that positions count as those of each stage that the output reads."""
     if query.shape[1] < wiring.stages[0].tokens:

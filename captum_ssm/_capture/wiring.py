@@ -151,6 +151,14 @@ class Wiring:
         refused (str, optional): why no map through the layers can be made. Default: None
         inputs (tuple of Way, optional): by input of the model, how its entries make up tokens.
             Default: (), where that was not measured
+        unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
+            linear. Default: None
+        past (str, optional): what share of a pooled output is read past the mixers, in words.
+            Default: None
+        rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
+            how far each is from the place that it has among the last n. Default: None
+        structure (frozenset, optional): what the graph between the mixers is made of.
+            Default: frozenset(), for nothing known
     """
 
     stages: list[Stage]
@@ -161,6 +169,10 @@ class Wiring:
     is_far: bool = False
     refused: str | None = None
     inputs: tuple[Way, ...] = ()
+    unknown: str | None = None
+    past: str | None = None
+    rows: Tensor | None = None
+    structure: frozenset[Any] = frozenset()
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
@@ -186,7 +198,7 @@ class Wiring:
     @property
     def is_mixed(self) -> bool:
         """Whether a mixer that is not known may lie between the others."""
-        return self.refused is not None or self.is_far
+        return self.refused is not None or self.is_far or self.unknown is not None
 
     @property
     def is_simple(self) -> bool:

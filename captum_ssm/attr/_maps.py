@@ -9,6 +9,7 @@ are built: a few by themselves, in linear time each; many in row tiles.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -267,6 +268,12 @@ def raw_row(maps: StageMaps) -> list[Tensor]:
     """The query's row, averaged over stages: ``(B, L)`` for each input."""
     query, wiring = maps.frozen.require_query(), maps.wiring
     asked: dict[int, Tensor] = {}
+    if wiring.past is not None:
+        warnings.warn(
+            f"{wiring.past}, which the maps of single layers do not show. A rollout follows it.",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def ask(stage: int, w: Tensor) -> dict[int, Tensor]:
         asked[stage] = w

@@ -16,11 +16,13 @@ from captum_ssm._capture import FrozenModel, Request, Substitution
 from captum_ssm._capture.checking import Rebuilt
 from captum_ssm._capture.discovery import (
     find_unknown_mixers,
-    is_searched,
-    remember_unmixed,
+    is_settled,
+    search_anew,
+    settle,
     warn_of_unknown,
 )
 from captum_ssm._capture.embedded import entries_of, is_view
+from captum_ssm._capture.ledger import structure
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import InputError
@@ -103,17 +105,21 @@ class MambaLRP(TokenAttribution):
         """
         request = with_leaves(self._request(inputs, additional_forward_args))
         find_unknown_mixers(request)
-        is_new = not is_searched(request) and not request.remote
+        model, is_new = request.module, not is_settled(request.module)
         rules, frozen = self._ruled(request, position, target, wiring=is_new)
-        if is_new and not frozen.wiring.is_mixed:
-            remember_unmixed(request)
+        made_of = structure([frozen.require_score().grad_fn])
+        if not is_new and not is_settled(model, made_of):
+            # Its graph is made of something that was not there before.
+            search_anew(model)
+            rules, frozen = self._ruled(request, position, target, wiring=True)
         # Scans that no mixer is known of have to be frozen too.
-        elif frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
+        if frozen.wiring.is_mixed and find_unknown_mixers(request, mixed=True):
             rules, frozen = self._ruled(request, position, target, wiring=True)
         score = frozen.require_score()
+        settle(model, made_of | structure([score.grad_fn]))
         found = rules.relevance(score)
         frozen.warn_of_padding()
-        warn_of_unknown(request.module, frozen.wiring.refused)
+        warn_of_unknown(model, frozen.wiring.refused or frozen.wiring.unknown or None)
         result = format_output(
             request.packed,
             tuple(map(partial(_of_input, frozen), request.inputs, found)),

@@ -1,0 +1,195 @@
+"""Whether autograd tells the truth about what lies between the mixers of a model.
+
+What is measured on a graph is wrong where a part of the model hides from it: a ``detach()`` or
+``torch.no_grad()`` around some tokens, a straight-through estimator, a backward pass of its own. So
+the model is run again with what its mixers returned held, and some tokens of it and of the inputs
+moved a little. A token that changes, and of which the graph says that it depends on none of these,
+is made of something that the graph does not show. What a token makes of itself is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm._capture.embedded import entries_of
+from captum_ssm._capture.mixing import separating
+from captum_ssm._capture.model import extract_logits
+from captum_ssm._capture.request import Request
+from captum_ssm._capture.tracing import on_thrown_away
+from captum_ssm._clones import repeated
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._nested import first_of, tensors_in, with_first
+from captum_ssm.mixers import MixerCall, find_mixers
+from captum_ssm.mixers._registry import channels_of
+
+# Texts are cut to so many tokens.
+_FEW = 32
+# The smallest change that counts, of the largest one.
+_LEAST = 1e-3
+# By model, what its graph was made of where it was found to tell the truth.
+_HONEST: WeakKeyDictionary[nn.Module, frozenset[Any]] = WeakKeyDictionary()
+
+
+@repeated
+def check_honesty(request: Request, structure: frozenset[Any]) -> None:
+    """Raise where tokens are made of what the graph between the mixers does not show.
+
+    Args:
+        request (Request): of a model that runs here. A text is looked at by some of its tokens.
+        structure (frozenset): what the graph is made of. A model is looked at once for each.
+
+    Raises:
+        UnsupportedModelError: naming what is made so.
+    """
+    known = _HONEST.get(request.module, frozenset())
+    if structure <= known or any(p.is_inference() for p in request.module.parameters()):
+        return
+    short = request.shortened(_FEW) or request
+    with on_thrown_away(short) as (of_copies, _), torch.inference_mode(False):
+        found = _hidden(of_copies)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"{found} depends on tokens in a way that autograd does not show (a detach() or "
+            "torch.no_grad() around some of them, a straight-through estimator, or a backward pass "
+            "of its own), so that it cannot be told which row of a map is read where. Expected "
+            "mixers that are connected by differentiable operations. The maps of single layers are "
+            "right all the same (captum_ssm.hidden_attention)."
+        )
+    _HONEST[request.module] = known | structure
+
+
+@dataclass
+class _Run:
+    # One run whose mixers return what is held: the inputs and what mixers returned (the starts),
+    # what mixers are given and the output (the ends).
+    request: Request
+    held: Sequence[Tensor] = ()
+    starts: list[Tensor] = field(default_factory=list)
+    ends: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    def __call__(self) -> _Run:
+        inputs = [self._start(x) if x.is_floating_point() else x for x in self.request.inputs]
+        model, torch_state = self.request.module, torch.random.get_rng_state()
+        with ExitStack() as stack:
+            for path, module in find_mixers(model):
+                hook = self._of_mixer(path)
+                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            for module in model.modules():
+                if isinstance(module, nn.Embedding):
+                    stack.enter_context(module.register_forward_hook(self._embedded))
+            output = extract_logits(self.request.run(tuple(inputs)))
+        torch.random.set_rng_state(torch_state)
+        self.ends.append(("the output", output))
+        return self
+
+    def _start(self, value: Tensor) -> Tensor:
+        k = len(self.starts)
+        found = self.held[k] if k < len(self.held) else value.detach().clone().requires_grad_()
+        self.starts.append(found)
+        return found.clone()  # a model may write into it
+
+    def _of_mixer(self, path: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+            call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
+            self.ends.append((path, call.given_tokens().clone()))
+            return with_first(result, self._start(first_of(result)))
+
+        return hook
+
+    def _embedded(self, module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
+        given = next(tensors_in(args))
+        ids = [one for one in self.request.inputs if not one.is_floating_point()]
+        known = any(entries_of(given, one) is not None for one in ids)
+        return self._start(result) if known else None
+
+
+def _hidden(request: Request) -> str | None:
+    # The name of what depends on more than the graph shows.
+    with torch.enable_grad():
+        run = _Run(request)()
+        ends = [(name, end) for name, end in run.ends if end.is_floating_point()]
+        promise = _promises([end for _, end in ends], run.starts)
+    if promise is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        again = _Run(request, [one.detach() for one in run.starts])()
+        if len(again.ends) != len(run.ends) or any(
+            not torch.equal(a, b) for (_, a), (_, b) in zip(again.ends, run.ends, strict=True)
+        ):
+            return None  # it is another one at each run
+        before = [end for _, end in again.ends if end.is_floating_point()]
+        for steps in _steps(run.starts, generator):
+            held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
+            after = [end for _, end in _Run(request, held)().ends if end.is_floating_point()]
+            promised = promise(steps)
+            moved = [
+                (a.double() - b.double()).abs().amax(-1) for a, b in zip(after, before, strict=True)
+            ]
+            most = max(float(one.amax()) for one in moved)
+            for (name, _), change, expected in zip(ends, moved, promised, strict=True):
+                if bool(((expected == 0) & (change > _LEAST * most)).any()):
+                    return "the output" if name == "the output" else f"what {name} is given"
+    return None
+
+
+def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
+    # Small ones, of some of the tokens each.
+    axes = [1 if x.dim() < 4 else -1 for x in starts]
+    sizes = {x.shape[axis] for x, axis in zip(starts, axes, strict=True)}
+    chosen = {n: separating(n, generator) for n in sizes}
+    found = []
+    for k in range(max(map(len, chosen.values()))):
+        steps = []
+        for x, axis in zip(starts, axes, strict=True):
+            sets = chosen[x.shape[axis]]
+            coarse = torch.finfo(x.dtype).bits < 32
+            size = (0.1 if coarse else 0.01) * x.detach().double().square().mean().sqrt()
+            step = torch.randn(x.shape, generator=generator).to(x.device) * size.clamp(min=1e-6)
+            shape = [1] * x.dim()
+            shape[axis] = -1
+            steps.append((step * sets[k % len(sets)].to(x.device).view(shape)).to(x.dtype))
+        found.append(steps)
+    return found
+
+
+def _promises(
+    ends: Sequence[Tensor], starts: Sequence[Tensor]
+) -> Callable[[list[Tensor]], list[Tensor]] | None:
+    # A function of steps: how much the graph says that each token of the ends changes. None where
+    # a part of the graph cannot be differentiated twice.
+    live = [end for end in ends if end.requires_grad]
+    duals = [torch.zeros_like(end, requires_grad=True) for end in live]
+    try:
+        back = torch.autograd.grad(live, starts, duals, create_graph=True, allow_unused=True)
+    except RuntimeError:
+        return None
+
+    def promise(steps: list[Tensor]) -> list[Tensor]:
+        pairs = [(one, step) for one, step in zip(back, steps, strict=True) if one is not None]
+        pairs = [(one, step) for one, step in pairs if one.requires_grad]
+        found: list[Tensor | None] = [None] * len(duals)
+        if pairs:
+            given = torch.autograd.grad(
+                [one for one, _ in pairs],
+                duals,
+                [step for _, step in pairs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            found = list(given)
+        of_live = iter(found)
+        known = [next(of_live) if end.requires_grad else None for end in ends]
+        return [
+            (torch.zeros_like(end) if one is None else one).abs().amax(-1)
+            for end, one in zip(ends, known, strict=True)
+        ]
+
+    return promise

@@ -1,0 +1,281 @@
+"""What a score reads, by token: uneven readouts, ways past the mixers, hidden and unknown ways."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from methods import assert_close
+from models import randomize
+from torch import nn
+
+from captum_ssm import (
+    MambaAttribution,
+    MambaLRP,
+    MambaRollout,
+    RawAttention,
+    UnsupportedModelError,
+    supported,
+)
+from captum_ssm._capture import freeze
+from captum_ssm._capture.request import Request
+from captum_ssm.mixers import MixerCall, find_adapter
+from captum_ssm.models import BidirectionalMamba
+
+L, E = 9, 16
+
+
+class Base(nn.Module):
+    """Three mixers and what else people put between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (
+            BidirectionalMamba(E, state=4, bimamba_type="none") for _ in range(3)
+        )
+        self.linear, self.head, self.gate = nn.Linear(E, E), nn.Linear(E, 3), nn.Linear(E, 1)
+        self.flat, self.time = nn.Linear(L * E, 3), nn.Linear(L, L)
+        self.gru = nn.GRU(E, E, batch_first=True)
+        randomize(self)
+
+    def towards(self, x):
+        x = x + self.a(x)
+        return x + self.b(x)
+
+
+def made(forward):
+    return type("Model", (Base,), {"forward": forward})().double().eval()
+
+
+def tokens():
+    return torch.randn(1, L, E, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def after(mixer, x, rows):
+    """The state after a mixer with a residual stream, and the rows of its rollout."""
+    call = MixerCall("mixer", mixer, (x,), {}, mixer(x))
+    return x + call.result, rows + find_adapter(mixer)(call).recurrence.matrix("mean") @ rows
+
+
+@torch.no_grad()
+def rollout(model, x, *mixers):
+    """The states and the rows, ``(1, L, L)``, before and after each mixer."""
+    found = [(x, torch.eye(L, dtype=x.dtype)[None])]
+    for mixer in mixers:
+        found.append(after(mixer, *found[-1]))
+    return found
+
+
+def attention(m, h):
+    return (8 * m.gate(h)).softmax(1)
+
+
+POOLS = {
+    "the last token": (lambda m, h: m.head(h[:, -1]), lambda m, h: torch.eye(L)[-1]),
+    "the first": (lambda m, h: m.head(h[:, 0]), lambda m, h: torch.eye(L)[0]),
+    "the mean": (lambda m, h: m.head(h.mean(1)), lambda m, h: torch.ones(L)),
+    "the mean of normed tokens": (
+        lambda m, h: m.head(nn.functional.layer_norm(h, (E,)).mean(1)),
+        lambda m, h: torch.ones(L),
+    ),
+    "attention": (lambda m, h: m.head((h * attention(m, h)).sum(1)), attention),
+    "a weighted sum": (
+        lambda m, h: m.head((h * torch.arange(L)[:, None]).sum(1)),
+        lambda m, h: torch.arange(L),
+    ),
+    "two tokens": (
+        lambda m, h: m.head(h[:, 2] + 3 * h[:, 5]),
+        lambda m, h: torch.eye(L)[2] + 3 * torch.eye(L)[5],
+    ),
+    "the first ones only": (lambda m, h: m.head(h[:, :4].sum(1)), lambda m, h: torch.arange(L) < 4),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("method", [MambaRollout, MambaAttribution])
+def test_rows_are_weighed_as_the_score_reads_them(name, method):
+    head, read = POOLS[name]
+    model, x = made(lambda m, x: head(m, m.towards(x))), tokens()
+    (_, _), _, (h, rows) = rollout(model, x, model.a, model.b)
+    w = read(model, h).double().detach().flatten()
+    request = Request.of(model, None, x)
+    gradients = {"gradients": True, "target": 1} if method is MambaAttribution else {}
+    (found,) = freeze(request, **gradients).require_query()
+    assert_close(found[0], w / w.sum(), 1e-9)
+    if method is MambaRollout:
+        assert_close(method(model).attribute(x).sum(-1)[0], (w / w.sum()) @ rows[0], 1e-9)
+
+
+def test_a_flat_head_is_read_with_its_weights():
+    model, x = made(lambda m, x: m.flat(m.towards(x).flatten(1))), tokens()
+    w = model.flat.weight[1].detach().view(L, E).abs().sum(1)
+    frozen = freeze(Request.of(model, None, x), target=1, gradients=True)
+    assert_close(frozen.require_query()[0][0], w / w.sum(), 1e-9)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_the_score_reads_past_its_tokens_is_followed(place):
+    def forward(m, x):
+        h = x + m.a(x)
+        return m.head((h + m.b(h))[:, -1] + 5 * [x, h][place][:, 0])
+
+    model, x = made(forward), tokens()
+    states = rollout(model, x, model.a, model.b)
+    expected = (states[2][1][0, -1] + 5 * states[place][1][0, 0]) / 6
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
+    assert "83% goes past, from" in supported(model, x).between
+    with pytest.warns(UserWarning, match="83% goes past"):
+        RawAttention(model).attribute(x)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("order", ["flipped", "rolled"])
+def test_tokens_in_other_places_are_followed_past_mixers(place, order):
+    move = {"flipped": lambda x: x.flip(1), "rolled": lambda x: x.roll(2, 1)}[order]
+
+    def forward(m, x):
+        states = [x, x + m.a(x)]
+        h = states[1] + m.b(states[1])
+        if place == 0:
+            h = h + 2 * move(x)
+            return m.head((h + m.c(h))[:, -1])
+        h = h + m.c(h)
+        return m.head((h + 2 * move(states[1]))[:, -1])
+
+    model, x = made(forward), tokens()
+    mixers = (model.a, model.b) if place == 0 else (model.a, model.b, model.c)
+    states = rollout(model, x, *mixers)
+    h, rows = states[-1]
+    h, rows = h + 2 * move(states[place][0]), (rows + 4 * move(states[place][1])) / 5
+    if place == 0:
+        with torch.no_grad():
+            h, rows = after(model.c, h, rows)
+    # The shares of both are estimated by the squared norms of what they are multiplied by.
+    assert_close(MambaRollout(model).attribute(x).sum(-1)[0], rows[0, -1], 1e-6)
+
+
+def ema(x):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for token in x.unbind(1):
+        h = 0.7 * h + 0.3 * token
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def hidden(x, how):
+    with torch.no_grad() if how == "no_grad" else torch.enable_grad():
+        first = x[:, :4].flip(1)
+    return torch.cat([first.detach(), x[:, 4:]], 1)
+
+
+def straight(x, moved):
+    return x + (moved - x).detach()
+
+
+def two(m, x, between):
+    h = between(x + m.a(x))
+    return m.head((h + m.b(h))[:, -1])
+
+
+REFUSED = {
+    "a GRU past the mixers": lambda m, x: m.head((m.towards(x) + 9 * m.gru(x)[0])[:, -1]),
+    "layers over time past them": lambda m, x: m.head((m.towards(x) + 9 * m.time(x.mT).mT)[:, -1]),
+    "a moving average before the mean": lambda m, x: m.head((m.towards(x) + 9 * ema(x)).mean(1)),
+    "a cumulative sum per token": lambda m, x: m.head(m.towards(x) + 3 * x.cumsum(1))[:, -1],
+    "some moved under detach": lambda m, x: two(m, x, lambda h: hidden(h, "detach")),
+    "some moved under no_grad": lambda m, x: two(m, x, lambda h: hidden(h, "no_grad")),
+    "straight through, turned around": lambda m, x: two(m, x, lambda h: straight(h, h.flip(1))),
+    "straight through, one token": lambda m, x: two(
+        m, x, lambda h: straight(h, torch.cat([h[:, :3], h[:, 8:], h[:, 4:]], 1))
+    ),
+    "a hidden mean": lambda m, x: two(m, x, lambda h: h + h.mean(1, keepdim=True).detach()),
+    "a hidden gate": lambda m, x: two(m, x, lambda h: h * torch.sigmoid(m.gate(h[:, :1]).detach())),
+    "hidden after the last mixer": lambda m, x: m.head(
+        (lambda h: straight(h, h.roll(1, 1)))(m.towards(x))[:, -1]
+    ),
+    "a hidden skip from the input": lambda m, x: m.head(
+        m.towards(x)[:, -1] + m.linear(x[:, 0]).detach()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_unknown_or_hidden_is_refused(name):
+    model, x = made(REFUSED[name]), tokens()
+    for method in (MambaRollout, MambaAttribution):
+        with pytest.raises(UnsupportedModelError):
+            method(model).attribute(x, target=1)
+
+
+class Own(nn.Module):
+    """A linear attention that nobody knows."""
+
+    def __init__(self, is_frozen):
+        super().__init__()
+        self.project, self.out = nn.Linear(E, 4 * E, bias=False), nn.Linear(E, E, bias=False)
+        self.is_frozen = is_frozen
+
+    def forward(self, x):
+        q, k, v, g = self.project(x).chunk(4, -1)
+        decay = torch.sigmoid(g)
+        if self.is_frozen:
+            q, k, decay = q.detach(), k.detach(), decay.detach()
+        return self.out(linear_attention(q, k, v, decay))
+
+
+def linear_attention(q, k, v, decay):
+    h, found = q.new_zeros(len(q), E, E), []
+    for t in range(q.shape[1]):
+        h = decay[:, t, :, None] * h + k[:, t, :, None] * v[:, t, None, :]
+        found.append(torch.einsum("bk,bkv->bv", q[:, t], h))
+    return torch.stack(found, 1)
+
+
+PLACES = {
+    "beside": lambda m, x: m.head((x + m.a(x) + m.own(x))[:, -1]),
+    "after": lambda m, x: (lambda h: m.head((h + m.own(h))[:, -1]))(x + m.a(x)),
+    "after, pooled": lambda m, x: (lambda h: m.head((h + m.own(h)).mean(1)))(x + m.a(x)),
+    "a second tower": lambda m, x: m.head((m.towards(x) + 4 * m.own(x))[:, -1]),
+    "behind a flag": lambda m, x: m.head((m.towards(x) + (m.own(x) if m.flag else 0))[:, -1]),
+    "in longer inputs": lambda m, x: m.head(
+        (m.towards(x) + (m.own(x) if x.shape[1] > 6 else 0))[:, -1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_scans_are_found_wherever_they_stand(name):
+    relevance = []
+    for is_frozen in (False, True):
+        model, x = made(PLACES[name]), tokens()
+        model.own, model.flag = randomize(Own(is_frozen)).double(), name != "behind a flag"
+        if name in ("behind a flag", "in longer inputs"):
+            MambaLRP(model).attribute(x[:, :5], target=1)
+            model.flag = True
+        relevance.append(MambaLRP(model).attribute(x, target=1))
+    assert_close(*relevance, 1e-9)
+
+
+def test_a_recurrence_that_cannot_be_frozen_is_said():
+    model, x = (
+        made(lambda m, x: m.head((lambda h: h + m.gru(h)[0])(m.towards(x)).mean(1))),
+        tokens(),
+    )
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            MambaLRP(model).attribute(x, target=1)
+        assert any("are mixed by no known mixer" in str(one.message) for one in said)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_plain_models_balance(name):
+    model, x = made(lambda m, x: POOLS[name][0](m, m.towards(x))), tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wiring = freeze(Request.of(model, None, x)).wiring
+        MambaLRP(model).attribute(x, target=1)
+    assert wiring.is_simple
+    assert wiring.past is None
+    assert not wiring.exchanged
