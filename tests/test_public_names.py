@@ -119,6 +119,9 @@ ORDER = (
     *(
         "_vocabulary",
         "_graph",
+        "_in_place",
+        "_kinds",
+        "_node_rules",
         "_rules",
         "_transport",
         "kernels",
@@ -133,6 +136,7 @@ ORDER = (
         f"_capture.{name}"
         for name in (
             "model",
+            "randomness",
             "request",
             "ways",
             "wiring",
@@ -144,16 +148,18 @@ ORDER = (
             "skips",
         )
     ),
-    *("_capture.mixing", "_capture.measure", "_capture.kept"),
+    *("_capture.mixing", "_capture.ledger", "_capture.measure", "_capture.kept"),
     *(
         "_capture.tracing",
         "_capture.embedded",
         "_capture.recording",
         "_capture.remote",
         "_capture.target",
+        "_capture.wider",
         "_capture.checking",
         "_capture.discovery",
         "_capture.substitution",
+        "_capture.honesty",
         "_capture.frozen",
         "_capture",
     ),

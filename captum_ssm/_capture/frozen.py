@@ -447,7 +447,7 @@ def freeze(
         recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
     if any(draws):
         with on_thrown_away(request) as (copies, _), torch.no_grad():
-            warn_of_randomness(request, (copies.run(), copies.run()))
+            warn_of_randomness(request.module, (copies.run(), copies.run()))
     mask = recording.mask
     recording.check_finite()
     found = recording.wiring

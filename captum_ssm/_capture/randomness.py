@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from torch import nn
 
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._copies import bound
-
-if TYPE_CHECKING:
-    from captum_ssm._capture.request import Request
 
 # In this thread, what notes that a run drew random numbers.
 _NOTED: ContextVar[list[bool] | None] = ContextVar("captum_ssm_random", default=None)
@@ -43,7 +40,7 @@ def one_run(model: nn.Module) -> Iterator[None]:
     noted.append(any(a != b for a, b in zip(before, _states(model), strict=True)))
 
 
-def warn_of_randomness(request: Request, outputs: tuple[Any, Any]) -> None:
+def warn_of_randomness(module: nn.Module, outputs: tuple[Any, Any]) -> None:
     """Warn where a model that drew random numbers returned something else when it ran again."""
     first, second = map(extract_logits, outputs)
     if first.shape != second.shape or not first.is_floating_point():
@@ -52,10 +49,10 @@ def warn_of_randomness(request: Request, outputs: tuple[Any, Any]) -> None:
     change = float(torch.linalg.vector_norm(second - first)) / max(size, 1e-30)
     if change <= 16 * torch.finfo(first.dtype).eps:
         return
-    training = [name or "the model" for name, m in request.module.named_modules() if m.training]
+    training = [name or "the model" for name, m in module.named_modules() if m.training]
     what = f", as {training[0]} is in train mode: call model.eval()" if training else ""
     warnings.warn(
-        f"{type(request.module).__name__} draws random numbers while it runs, and its output "
+        f"{type(module).__name__} draws random numbers while it runs, and its output "
         f"changes by {change:.1%} from run to run, so the relevance is of one run{what}. "
         "Fix the seed (torch.manual_seed) for the same one again, or average over runs.",
         UserWarning,
