@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from captum_ssm._graph import Point, WithoutZeroKernels, decoded
+from captum_ssm._lazy import cached_property
 from captum_ssm._rules import ruled
 
 # Channels of tokens whose squared norms few passes tell.

@@ -102,6 +102,7 @@ def test_one_import_brings_every_module_and_nothing_heavy():
 ORDER = (
     *(
         "_colors",
+        "_lazy",
         "_errors",
         "_clones",
         "_copies",

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._grid import TokenGrid
 from captum_ssm._in_place import seen_in_views
 from captum_ssm._integers import as_index, as_integers
+from captum_ssm._lazy import cached_property
 from captum_ssm._nested import detached, map_tensors
 from captum_ssm._workspace import workspace
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter

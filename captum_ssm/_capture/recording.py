@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -38,6 +38,7 @@ from captum_ssm._copies import original
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past, past_writes
 from captum_ssm._grid import TokenGrid, find_token_grid
+from captum_ssm._lazy import cached_property
 from captum_ssm._nested import detached, first_of, map_tensors, tensors_in, with_first
 from captum_ssm._progress import Bar
 from captum_ssm._rules import goes_through_activation, ruled, without_rule

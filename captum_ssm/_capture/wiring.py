@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from captum_ssm._capture.ways import Way
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point
+from captum_ssm._lazy import cached_property
 from captum_ssm._progress import progress
 from captum_ssm._transport import Transport
 

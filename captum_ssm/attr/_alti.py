@@ -53,11 +53,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from captum_ssm._lazy import cached_property
 from captum_ssm.attr._contributions import BLOCK, Contributions
 
 ROWS_SHARE = 0.25  # of the tolerance, for rows that are not made; the rest is for sources

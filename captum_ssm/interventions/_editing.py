@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property, update_wrapper
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from captum_ssm._capture.tracing import IS_RECORDED
 from captum_ssm._copies import bound, original, undo
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._lazy import cached_property
 from captum_ssm._nested import detached, with_first
 from captum_ssm._workspace import workspace
 from captum_ssm.interventions._selection import Layers, chosen_layers

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from captum_ssm._clones import address
 from captum_ssm._copies import original
 from captum_ssm._devices import weights_loaded
+from captum_ssm._lazy import cached_property
 from captum_ssm._nested import first_of, map_tensors, tensors_in
 from captum_ssm.mixers._weights import is_plain
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._lazy import cached_property
 from captum_ssm._nested import detached
 from captum_ssm.mixers._parts import ImageConv, ShortConv
 from captum_ssm.operators import TokenOperator

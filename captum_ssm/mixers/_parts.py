@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from captum_ssm._lazy import cached_property
 from captum_ssm._node_rules import activation_factor as activation_factor
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers._call import MixerCall

@@ -7,11 +7,11 @@ recurrence over its own order of the tokens; the operator here gives it in the i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from captum_ssm._lazy import cached_property
 from captum_ssm.operators._base import AroundOperator, TokenOperator
 
 

@@ -7,11 +7,11 @@ response :math:`k_l = C \bar A^l \bar B` (Gu et al., 2022, eq. 5), computed by F
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from captum_ssm._lazy import cached_property
 from captum_ssm.operators._base import TokenOperator, check_rmatvec
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
+from captum_ssm._lazy import cached_property
 from captum_ssm.operators.heads import HeadOperator
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm._bodies import exchanged, own_codes
 from captum_ssm._copies import undo
+from captum_ssm._lazy import cached_property
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
 from captum_ssm.scans._fourier import TRANSFORMS, Transforms, fourier_convolution

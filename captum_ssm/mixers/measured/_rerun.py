@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point
+from captum_ssm._lazy import cached_property
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import CutRun
 
