@@ -126,6 +126,7 @@ DRAWS = {
 KINDS = (*WRITES, *DRAWS, "max_norm", "observer")
 
 
+@pytest.mark.filterwarnings("ignore:Remembering draws random numbers")
 @pytest.mark.parametrize("kind", KINDS)
 @each_method
 def test_whatever_a_run_writes_is_not_the_users(kind, method):

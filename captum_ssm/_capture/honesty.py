@@ -51,9 +51,7 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
     known = _HONEST.get(request.module, frozenset())
     if structure <= known or any(p.is_inference() for p in request.module.parameters()):
         return
-    short = request.shortened(_FEW) or request
-    with on_thrown_away(short) as (of_copies, _), torch.inference_mode(False):
-        found = _hidden(of_copies)
+    found = _found(request)
     if found is not None:
         raise UnsupportedModelError(
             f"{found} depends on tokens in a way that autograd does not show (a detach() or "
@@ -63,6 +61,18 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
             "right all the same (captum_ssm.hidden_attention)."
         )
     _HONEST[request.module] = known | structure
+
+
+def _found(request: Request) -> str | None:
+    short = request.shortened(_FEW)
+    for one in (request,) if short is None else (short, request):
+        try:
+            with on_thrown_away(one) as (of_copies, _), torch.inference_mode(False):
+                return _hidden(of_copies)
+        except Exception:  # a model, or an argument, that cannot be shortened
+            if one is request:
+                raise
+    return None
 
 
 @dataclass
