@@ -194,8 +194,10 @@ def test_raw_attention_of_chosen_layers(chosen, indices):
 def test_class_agnostic_methods_ignore_the_target(method):
     model, tokens = tiny(), ids(2, 9)
     plain = method(model).attribute(tokens)
-    for target in (3, (1, 4), torch.tensor([5, 6]), 10**6, "anything"):
+    for target in (3, torch.tensor([5, 6]), 10**6, "anything"):
         assert torch.equal(method(model).attribute(tokens, target=target), plain)
+    there = method(model).attribute(tokens, target=(1, 4))  # but for its position
+    assert torch.equal(there, method(model).attribute(tokens, position=1))
 
 
 @pytest.mark.parametrize("family", S6_FAMILIES)

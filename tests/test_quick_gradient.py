@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +103,7 @@ def test_what_nothing_needs_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
     model = build("mamba")
     ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
     graphs: list[bool] = []
+    MambaAttribution(model).attribute(ids, target=5)  # the first look at a model runs it more often
     mixer = type(model.backbone.layers[0].mixer)
     own = mixer.forward
 
@@ -128,6 +128,8 @@ def test_a_direction_is_read_without_a_graph_of_the_mixers(family: str, tokens: 
     ids = torch.randint(1, 30, (1, tokens), generator=torch.Generator().manual_seed(0))
     request, also = Request.of(model, None, ids), norms_and_head(model)
     modes: list[bool] = []
+    options = {"target": 5, "gradients": True, "through_mixers": False, "also": also}
+    freeze(request, **options)  # the first look at a model runs it more often
     for _, mixer in find_mixers(model):
         for layer in mixer.children():
             layer.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
@@ -200,15 +202,13 @@ def test_relevance_measures_the_wiring_of_a_model_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(recording, "measure", counted)
     model = build("mamba")
-    for length in (3, 3, 40, 50, 9):  # few tokens do not tell what mixes many
+    for length in (3, 3, 40, 50, 9):
         MambaLRP(model).attribute(torch.ones(1, length, dtype=torch.long), target=3)
-    assert measured == [3, 40]
-    # Not where another function runs the model, or a module of it is another one.
+    assert measured == [3]
+    # Not where the graph is made of something else, as a function that runs the model may have it.
     ids = torch.ones(1, 40, dtype=torch.long)
-    MambaLRP(lambda ids: model(ids).logits, model=model).attribute(ids, target=3)
-    model.backbone.layers[0].norm = copy.deepcopy(model.backbone.layers[0].norm)
-    MambaLRP(model).attribute(ids, target=3)
-    assert measured == [3, 40, 40, 40]
+    MambaLRP(lambda ids: model(ids).logits.tanh(), model=model).attribute(ids, target=3)
+    assert measured == [3, 40]
 
 
 @pytest.mark.parametrize("function", [causal_conv, causal_conv_transpose])

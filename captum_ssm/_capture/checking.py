@@ -316,7 +316,8 @@ def _again(
     tokens, given = call.given_tokens(), (call.args, without_caches(call.kwargs))
     adapter = find_adapter(call.module)
     assert adapter is not None
-    with torch.no_grad(), copied(call.module), mode, weights_loaded(call.module):
+    uncast = torch.autocast(tokens.device.type, enabled=False)
+    with torch.no_grad(), uncast, copied(call.module), mode, weights_loaded(call.module):
         args, kwargs = map_tensors(
             lambda x: x.detach() * scale if x is tokens else x.detach(), given
         )

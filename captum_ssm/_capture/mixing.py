@@ -91,7 +91,7 @@ def shares_of_others(
     """The share of tokens in other places in what a mixer's read, by leaf, where there is any."""
     generator = torch.Generator().manual_seed(0)
     away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
-    for own in _halves(root.tokens, generator):
+    for own in halves(root.tokens, generator):
         seed = root.noise(generator) * orders.chosen(mixer, own).to(root.device)[:, None]
         found = gradients([root], [seed], list(leaves.values()))
         for j, gradient in zip(leaves, found, strict=True):
@@ -108,7 +108,7 @@ def share_of_others(way: Transport, orders: Orders) -> float:
     generator = torch.Generator().manual_seed(0)
     away = whole = 0.0
     every = replace(way, around=())
-    for own in _halves(way.root.tokens, generator):
+    for own in halves(way.root.tokens, generator):
         seed = way.root.unflat(way.root.noise(generator) * own.to(way.root.device)[:, None])
         here, there = (one.energy(seed) for one in (every, way))
         whole += 0.0 if here is None else float(here.sum())
@@ -150,7 +150,7 @@ def separating(count: int, generator: torch.Generator) -> list[Tensor]:
     other (Sperner: codes of equal weight).
     """
     if count > _FEW:
-        return list(_halves(count, generator))[:2]
+        return list(halves(count, generator))[:2]
     size = next(k for k in range(2, count + 2) if math.comb(k, k // 2) >= count)
     codes = itertools.islice(itertools.combinations(range(size), size // 2), count)
     holds = torch.zeros(count, size, dtype=torch.bool)
@@ -159,7 +159,7 @@ def separating(count: int, generator: torch.Generator) -> list[Tensor]:
     return list(holds.T)
 
 
-def _halves(count: int, generator: torch.Generator) -> Iterator[Tensor]:
+def halves(count: int, generator: torch.Generator) -> Iterator[Tensor]:
     # Halves of the tokens and their rests, (count,) bool: where the tokens are few, such that any
     # two of them are told apart.
     place = torch.randperm(count, generator=generator)

@@ -160,6 +160,8 @@ def _split_target(
 ) -> tuple[Any, Any]:
     # For a language model's logits (B, L, V) a tuple (position, token) sets both; per example, in
     # a list.
+    # An entry of a dense output may be named together with the token that it is read at.
+    is_only_place = is_only_place and position is None
     if not ((recording.is_language or is_only_place) and _is_tokens(recording)):
         return target, position
     logits = extract_logits(recording.output)

@@ -274,8 +274,13 @@ def _is_linear(layer: Any, given: Tensor, result: Tensor) -> bool:
     if isinstance(layer, Tensor):  # the weight itself
         return True
     weight = layer.weight.detach()
-    if given.dtype != weight.dtype:  # autocast
+    if not given.dtype == weight.dtype == result.dtype:  # autocast
         return False
+    with torch.autocast(weight.device.type, enabled=False):
+        return _is_product(layer, given, weight, result)
+
+
+def _is_product(layer: Any, given: Tensor, weight: Tensor, result: Tensor) -> bool:
     given, result = (x.detach().flatten(0, -2) for x in (given, result))
     signs = random_signs(weight)
     row = signs @ weight
