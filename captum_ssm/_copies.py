@@ -177,7 +177,8 @@ class Copies:
         own = made.__dict__
         own[_MARK] = _Mark(original(module), self)
         for name, value in [*module.__dict__.items()]:
-            if name == _MARK:
+            # A compiled forward is that of the user's module, and copies run without a compiler.
+            if name in (_MARK, "_compiled_call_impl"):
                 continue
             if name.endswith("_hooks") and isinstance(value, dict):
                 own[name] = self._mapping(value, self._hook) if value else type(value)()
