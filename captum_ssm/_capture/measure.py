@@ -291,7 +291,7 @@ class _Measurement:
         return f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
 
     def _rows(self) -> Tensor | None:
-        # Of an output of some rows, how far they are from those of the last tokens.
+        # How far an output's rows are from those of the last tokens, where it has fewer rows.
         root, leaf = self.output, self.exits[len(self.ports) - 1]
         T = leaf.tokens // self.batch
         if root is None or len(root.shape) != 3 or root.shape[1] >= T:
@@ -816,7 +816,7 @@ class _Measurement:
         return None if read is None else last.weights(read, self.batch, leaf.tokens)
 
     def _read_of(self, i: int, past: Transport | None, *, power: int = 1) -> Tensor | None:
-        # The same of those after mixer i, in the model's order.
+        # How strongly tokens after mixer i are read, in the model's order.
         leaf = self.exits[i]
         if past is None and power == 1:
             found = self._read_at(leaf)
@@ -828,7 +828,7 @@ class _Measurement:
         return None if found is None else self._in_order(i, found)
 
     def _in_order(self, i: int, found: Tensor) -> Tensor:
-        # Of tokens after mixer i, (B, T), in the model's order.
+        # Numbers of tokens after mixer i, (B, T), in the model's order.
         order = self.orders.get(i)
         if order is None:
             return found
