@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
-from captum_ssm._copies import undo
+from captum_ssm._blocks import undo
 
 # Takes the function, one with its own body, and the arguments of a call.
 Body = Callable[[FunctionType, FunctionType, tuple[Any, ...], dict[str, Any]], Any]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import random
 import threading
 import types
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from captum_ssm._blocks import WhileOpen, bound, undo
 from captum_ssm._clones import Clones
 from captum_ssm._errors import UnsupportedModelError
 
@@ -242,9 +242,6 @@ def _are_atomic(values: Any) -> bool:
 
 # The copies that calls of the user's modules go to, innermost run first.
 _RUNNING: ContextVar[tuple[Copies, ...]] = ContextVar("captum_ssm_running", default=())
-# The blocks of all threads in which calls are looked at, and what looked at them before.
-_OPEN: set[object] = set()
-_LOCK = threading.Lock()
 _BEFORE: Any = nn.Module._call_impl
 
 
@@ -276,49 +273,24 @@ def copied(model: nn.Module, *also: nn.Module) -> Iterator[Copies]:
         for put_back in (_random_states(), _class_attributes([model, *also])):
             undo(stack, put_back)
         copies.make(model, *also)
-        stack.enter_context(_calls_go_to(copies))
+        stack.enter_context(_LOOKED_AT.block())
+        stack.enter_context(bound(_RUNNING, (copies, *_RUNNING.get())))
         yield copies
 
 
-def undo(stack: ExitStack, function: Callable[..., Any], *args: Any) -> None:
-    """Have a stack call ``function`` at its end, again where a signal interrupts the first call."""
-    stack.callback(function, *args)
-    stack.callback(function, *args)
-
-
-@contextmanager
-def bound(variable: ContextVar[V], value: V) -> Iterator[None]:
-    """A context variable with another value inside the block."""
-    with ExitStack() as stack:
-        undo(stack, variable.set, variable.get())
-        variable.set(value)
-        yield
-
-
-@contextmanager
-def _calls_go_to(copies: Copies) -> Iterator[None]:
-    with ExitStack() as stack:
-        block = object()
-        undo(stack, _look_away, block)
-        _look_at_calls(block)
-        stack.enter_context(bound(_RUNNING, (copies, *_RUNNING.get())))
-        yield
-
-
-def _look_at_calls(block: object) -> None:
+def _look_at_calls() -> None:
     global _BEFORE
-    with _LOCK:
-        _OPEN.add(block)
-        if nn.Module._call_impl is not _call:
-            _BEFORE = nn.Module._call_impl
-            nn.Module._call_impl = _call  # type: ignore[method-assign]
+    if nn.Module._call_impl is not _call:
+        _BEFORE = nn.Module._call_impl
+        nn.Module._call_impl = _call  # type: ignore[method-assign]
 
 
-def _look_away(block: object) -> None:
-    with _LOCK:
-        _OPEN.discard(block)
-        if not _OPEN and nn.Module._call_impl is _call:
-            nn.Module._call_impl = _BEFORE  # type: ignore[method-assign]
+def _look_away() -> None:
+    if nn.Module._call_impl is _call:
+        nn.Module._call_impl = _BEFORE  # type: ignore[method-assign]
+
+
+_LOOKED_AT = WhileOpen(_look_at_calls, _look_away)
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -332,19 +304,6 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             "modules one after the other, without a thread pool, while it is explained."
         )
     return _BEFORE(self, *args, **kwargs)
-
-
-def _after_fork() -> None:
-    # Another thread of the parent may have held the lock, and none of its runs goes on here.
-    global _LOCK
-    _LOCK = threading.Lock()
-    _OPEN.clear()
-    if nn.Module._call_impl is _call and not _RUNNING.get():
-        nn.Module._call_impl = _BEFORE  # type: ignore[method-assign]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _random_states() -> Callable[[], None]:

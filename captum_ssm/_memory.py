@@ -10,8 +10,8 @@ from contextvars import ContextVar
 
 import torch
 
+from captum_ssm._blocks import bound
 from captum_ssm._clones import memory
-from captum_ssm._copies import bound
 from captum_ssm._saved import Save, saving
 
 _LIMIT: ContextVar[int | None] = ContextVar("captum_ssm_memory_limit", default=None)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from captum_ssm._copies import bound
+from captum_ssm._blocks import bound
 
 T = TypeVar("T")
 

@@ -6,18 +6,15 @@ leave it in another order than they entered it leave the wrong ones.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from captum_ssm._copies import bound, undo
+from captum_ssm._blocks import WhileOpen, bound
 
 _IS_QUIET: ContextVar[bool] = ContextVar("captum_ssm_quiet", default=False)
-_LOCK = threading.Lock()
-_USERS: set[object] = set()
 
 
 class _InThisThread:
@@ -29,26 +26,21 @@ class _InThisThread:
 _FILTER: Any = ("ignore", _InThisThread(), Warning, None, 0)
 
 
+def _put() -> None:
+    if _FILTER not in warnings.filters:
+        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
+
+
+def _put_back() -> None:
+    if _FILTER in warnings.filters:
+        warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]
+
+
+_FILTERED = WhileOpen(_put, _put_back)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without warnings in this thread."""
-    with ExitStack() as stack:
-        user = object()
-        undo(stack, _leave, user)
-        _enter(user)
-        stack.enter_context(bound(_IS_QUIET, True))
+    with _FILTERED.block(), bound(_IS_QUIET, True):
         yield
-
-
-def _enter(user: object) -> None:
-    with _LOCK:
-        _USERS.add(user)
-        if _FILTER not in warnings.filters:
-            warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
-
-
-def _leave(user: object) -> None:
-    with _LOCK:
-        _USERS.discard(user)
-        if not _USERS and _FILTER in warnings.filters:
-            warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]

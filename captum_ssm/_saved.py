@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from captum_ssm._copies import bound
+from captum_ssm._blocks import bound
 
 # Takes what a graph is to save, and returns how the graph gets it back.
 Save: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]

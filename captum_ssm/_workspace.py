@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from captum_ssm._copies import undo
+from captum_ssm._blocks import undo
 from captum_ssm.kernels import extension_loaded
 
 

@@ -24,6 +24,7 @@ from torch import nn
 
 import captum_ssm
 from captum_ssm import InputError, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError
+from captum_ssm._capture.tracing import without_compiler
 from captum_ssm._copies import Copies, copied, original, running
 from captum_ssm.models import BidirectionalMamba
 
@@ -302,6 +303,33 @@ def test_threads_leave_the_filters_of_warnings():
     assert warnings.filters == before
 
 
+def test_threads_leave_the_compilers_stance():
+    import torch._dynamo
+
+    both, order = threading.Barrier(2), []
+
+    def block(leaves_first):
+        with without_compiler():
+            both.wait(60)
+            if not leaves_first:
+                both.wait(60)
+            order.append(leaves_first)
+        if leaves_first:
+            both.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(block, (True, False)))
+    assert order == [True, False]
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    assert graphs
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
 def test_children_that_are_forked_while_a_thread_explains_go_on():
     model, tokens, done = tiny(), ids(1, 7), threading.Event()
@@ -334,12 +362,13 @@ class Stopped(KeyboardInterrupt):
 
 def process() -> dict[str, object]:
     """What of the process a call could leave changed."""
-    from captum_ssm import _bodies, _copies
+    from captum_ssm import _blocks, _bodies, _copies
 
     return {
         "backward": torch.Tensor.backward,
         "calls": nn.Module._call_impl,
-        "open": len(_copies._OPEN),
+        "open": sum(len(change._threads) for change in _blocks._ALL),
+        "stance": torch._dynamo.eval_frame._stance,
         "running": _copies._RUNNING.get(),
         "functions": len(_bodies._EXCHANGED),
         "bodies": dict(_bodies._THIS.bodies),

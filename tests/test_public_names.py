@@ -104,6 +104,7 @@ ORDER = (
         "_colors",
         "_lazy",
         "_errors",
+        "_blocks",
         "_clones",
         "_copies",
         "_quiet",

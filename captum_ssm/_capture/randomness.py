@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from captum_ssm._blocks import bound
 from captum_ssm._capture.model import extract_logits
-from captum_ssm._copies import bound
 
 # In this thread, what notes that a run drew random numbers.
 _NOTED: ContextVar[list[bool] | None] = ContextVar("captum_ssm_random", default=None)

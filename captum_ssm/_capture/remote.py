@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from captum_ssm._blocks import undo
 from captum_ssm._capture.model import unwrap
 from captum_ssm._capture.recording import Recording, gradients_at, split_calls
 from captum_ssm._capture.request import Remote, Request
 from captum_ssm._capture.tracing import find_points
 from captum_ssm._capture.wiring import Wiring, of_reads, sequence
-from captum_ssm._copies import undo
 from captum_ssm.mixers import MixerCall
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from captum_ssm._blocks import WhileOpen, bound, undo
 from captum_ssm._capture.model import is_model, is_wrapped, refuse_scripted, unwrap
 from captum_ssm._capture.request import Request
-from captum_ssm._copies import Copies, bound, copied, original, running, undo
+from captum_ssm._copies import Copies, copied, original, running
 from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
@@ -102,8 +103,35 @@ def without_compiler() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    with _EAGER.block():
         yield
+
+
+class _Stance:
+    # The stance of the compiler, which holds for all threads.
+    def __init__(self) -> None:
+        self.before: Any = None
+
+    def put(self) -> None:
+        """Have compiled models run as they are written."""
+        if self.before is None:
+            self.before = sys.modules["torch._dynamo"].eval_frame._stance
+        torch.compiler.set_stance("force_eager")
+
+    def put_back(self) -> None:
+        """Have compiled models run as before."""
+        if self.before is not None:
+            before = self.before
+            torch.compiler.set_stance(
+                before.stance,
+                skip_guard_eval_unsafe=before.skip_guard_eval_unsafe,
+                force_backend=before.backend,
+            )
+            self.before = None
+
+
+_STANCE = _Stance()
+_EAGER = WhileOpen(_STANCE.put, _STANCE.put_back)
 
 
 def find_points(

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from captum_ssm._blocks import bound, undo
 from captum_ssm._capture import resolve_model, unwrap
 from captum_ssm._capture.checking import Rebuilt, check_reconstruction
 from captum_ssm._capture.discovery import adapter_of
 from captum_ssm._capture.substitution import without_autocast
 from captum_ssm._capture.tracing import IS_RECORDED
-from captum_ssm._copies import bound, original, undo
+from captum_ssm._copies import original
 from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._lazy import cached_property

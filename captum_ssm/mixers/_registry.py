@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from captum_ssm._copies import original, undo
+from captum_ssm._blocks import undo
+from captum_ssm._copies import original
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm._copies import bound
+from captum_ssm._blocks import bound
 from captum_ssm.mixers._call import MixerCall, without_caches
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._registry import adapts

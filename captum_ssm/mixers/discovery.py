@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm._copies import bound
+from captum_ssm._blocks import bound
 from captum_ssm._errors import ReconstructionError, UnsupportedModelError
 from captum_ssm._nested import detached, map_tensors, same_values, tensors_in
 from captum_ssm._rules import is_constant

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._blocks import undo
 from captum_ssm._bodies import exchanged, own_codes
-from captum_ssm._copies import undo
 from captum_ssm._lazy import cached_property
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names

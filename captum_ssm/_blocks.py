@@ -1,0 +1,85 @@
+"""Changes of the whole process that last while a block of any thread is open.
+
+Each thread opens and closes its blocks when it likes. The first block that is opened changes the
+process, and the last one that is closed puts it back, whatever the order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+V = TypeVar("V")
+
+
+def undo(stack: ExitStack, function: Callable[..., Any], *args: Any) -> None:
+    """Have a stack call ``function`` at its end, again where a signal interrupts the first call."""
+    stack.callback(function, *args)
+    stack.callback(function, *args)
+
+
+@contextmanager
+def bound(variable: ContextVar[V], value: V) -> Iterator[None]:
+    """A context variable with another value inside the block."""
+    with ExitStack() as stack:
+        undo(stack, variable.set, variable.get())
+        variable.set(value)
+        yield
+
+
+class WhileOpen:
+    """A change that is in place while at least one block is open.
+
+    Args:
+        put (Callable): makes the change, if it is not made yet.
+        put_back (Callable): takes it back, if it is made. A process that is forked while only
+            other threads have blocks open takes it back too.
+    """
+
+    def __init__(self, put: Callable[[], None], put_back: Callable[[], None]) -> None:
+        self._put, self._put_back = put, put_back
+        self._lock = threading.Lock()
+        self._threads: dict[object, int] = {}
+        _ALL.add(self)
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """A block in this thread."""
+        with ExitStack() as stack:
+            key = object()
+            undo(stack, self._close, key)
+            with self._lock:
+                self._threads[key] = threading.get_ident()
+                self._put()
+            yield
+
+    def _close(self, key: object) -> None:
+        with self._lock:
+            self._threads.pop(key, None)
+            if not self._threads:
+                self._put_back()
+
+    def _after_fork(self) -> None:
+        # Another thread of the parent may have held the lock, and none of its blocks goes on here.
+        self._lock = threading.Lock()
+        here = threading.get_ident()
+        self._threads = {key: thread for key, thread in self._threads.items() if thread == here}
+        if not self._threads:
+            self._put_back()
+
+
+_ALL: weakref.WeakSet[WhileOpen] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for change in list(_ALL):
+        change._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
