@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from methods import METHODS, each_method
 from models import ids, tiny
 from test_leaves_no_trace import fingerprint
