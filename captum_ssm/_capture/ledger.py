@@ -179,7 +179,7 @@ def weights(
                 )
                 for k, (leaf, one) in enumerate(zip(leaves, found, strict=True)):
                     if one is not None:
-                        size = leaf.flat(one).double().abs().pow(power).sum(-1)
+                        size = leaf.flat(one).abs().double().pow(power).sum(-1)
                         known = total[k]
                         total[k] = size if known is None else known + size
     return total
