@@ -79,6 +79,10 @@ POOLS = {
         lambda m, h: m.head(nn.functional.layer_norm(h, (E,)).mean(1)),
         lambda m, h: torch.ones(L),
     ),
+    "the mean of what two layers make of them": (
+        lambda m, h: m.head(m.linear(nn.functional.gelu(m.linear(h))).relu().mean(1)),
+        lambda m, h: torch.ones(L),
+    ),
     "attention": (lambda m, h: m.head((h * attention(m, h)).sum(1)), attention),
     "a weighted sum": (
         lambda m, h: m.head((h * torch.arange(L)[:, None]).sum(1)),
