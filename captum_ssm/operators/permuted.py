@@ -78,7 +78,7 @@ class _OverTokens(AroundOperator):
             None if x is None else self._split(x.expand(*self.sizes[:3]), at)
             for x, at in ((left, self.lands), (right, self.enters))
         )
-        return replace(self, inner=self.inner.scaled(left, right))
+        return replace(self, inner=self.inner.scaled(left, right))  # type: ignore[type-var]
 
     @cached_property
     def _read(self) -> Tensor:
