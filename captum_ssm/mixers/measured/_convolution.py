@@ -92,26 +92,38 @@ def image_conv(
     return ImageConv(inputs, taps, grid, bias, order)
 
 
-def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
-    """The convolution that a direction's values come from, if any.
+def link_before(rerun: Rerun, direction: Direction) -> tuple[CutConv, Entries | None] | None:
+    """The convolution before a direction's values, and which of its entries they read.
 
-    Raises:
-        NotMeasured: they come from it by something else than an activation.
+    None if there is none; no entries where channels are mixed.
     """
-    name, values = direction.cut.scan.name, direction.cut.values
+    values = direction.cut.values
     if values is None:
-        raise rerun.refused(f"the values of {name} have no graph")
+        raise rerun.refused(f"the values of {direction.cut.scan.name} have no graph")
     for conv in reversed(rerun.run.convs):
         psi = Point.of(conv.leaf, 1)
         with ruled([values.edge.node], [psi.edge.node]) as carries:
             if not carries[values.edge.node]:
                 continue
             link = entries(values, psi, where=direction.where())
-        if link is None:
-            raise rerun.refused(f"what it does before {name} mixes channels")
-        if bool((link.token >= 0).any()):
-            return _through(rerun, direction, conv, link)
+        if link is None or bool((link.token >= 0).any()):
+            return conv, link
     return None
+
+
+def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
+    """The convolution that a direction's values come from, if any.
+
+    Raises:
+        NotMeasured: they come from it by something else than an activation.
+    """
+    found = link_before(rerun, direction)
+    if found is None:
+        return None
+    conv, link = found
+    if link is None:
+        raise rerun.refused(f"what it does before {direction.cut.scan.name} mixes channels")
+    return _through(rerun, direction, conv, link)
 
 
 def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -> Convolution:

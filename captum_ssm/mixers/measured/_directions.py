@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Entries, Point
+from captum_ssm._graph import Entries, Point, readers
 from captum_ssm._rules import mean_size, ruled
 from captum_ssm.mixers._cut import CutScan
 from captum_ssm.mixers.measured._projection import Projection
@@ -86,6 +86,29 @@ class Direction:
         rows, length = self.rows.view(len(self.rows), -1), self.cut.leaf.shape[1]
         places = rows[..., None] * length + torch.arange(length, device=rows.device)  # (B W, k, l)
         return places.unflatten(0, (-1, self.windows)).transpose(1, 2).flatten(2)
+
+    @property
+    def numbers(self) -> Tensor:
+        """``(B' l,)``, by token of the scan its number in the direction, counted through; or -1.
+
+        Tokens that are laid side by side have one number.
+        """
+        found = torch.full((self.cut.leaf.shape[:2].numel(),), -1, device=self.order.device)
+        places = self.places
+        count = torch.arange(places[:, 0].numel(), device=places.device)
+        found[places.flatten()] = count.view(len(places), 1, -1).expand_as(places).flatten()
+        return found
+
+    def readers(self, rerun: Rerun) -> Tensor | None:
+        """By the module's tokens, ``(B, L)``, the number of the token that each is read by.
+
+        None where a token of the direction reads several, by its values; -1 for what none reads.
+        """
+        assert self.cut.values is not None
+        channels = torch.arange(self.start, self.stop, device=self.order.device)
+        at, labels = self.places.flatten(), self.numbers.clamp(min=0)
+        found = readers(self.cut.values, rerun.tokens, channels, tokens=at, labels=labels)
+        return None if found is None else found.view(rerun.B, rerun.L)
 
     @property
     def values(self) -> Tensor:

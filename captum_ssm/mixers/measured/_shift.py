@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import gradients, readers
+from captum_ssm._graph import gradients
 from captum_ssm.mixers.measured._convolution import Convolution
 from captum_ssm.mixers.measured._directions import Direction
 from captum_ssm.mixers.measured._rerun import Rerun
@@ -36,20 +36,12 @@ def share_of_neighbors(
 
 
 def _share(rerun: Rerun, direction: Direction) -> float:
-    values, B, L = direction.cut.values, rerun.B, rerun.L
-    assert values is not None
-    places = direction.places
-    at, tokens = places.flatten(), torch.arange(B * L, device=places.device)
-    # Rows of one example count as one.
-    labels = torch.zeros(values.tokens, dtype=torch.long, device=places.device)
-    labels[at] = tokens.view(B, 1, L).expand_as(places).flatten()
-    channels = torch.arange(direction.start, direction.stop)
-    found = readers(values, rerun.tokens, channels, tokens=at, labels=labels)
+    found = direction.readers(rerun)
     if found is None:
-        return _of_shift(rerun, direction, places[0])
-    lands = direction.order[found.reshape(B, L) % L]
-    is_other = lands != torch.arange(L, device=lands.device)
-    if bool((is_other & (found.reshape(B, L) >= 0)).any()):
+        return _of_shift(rerun, direction, direction.places[0])
+    lands = direction.order[found % rerun.L]
+    is_other = lands != torch.arange(rerun.L, device=lands.device)
+    if bool((is_other & (found >= 0)).any()):
         raise rerun.refused("a scan's result lands on another token than its values come from")
     return 0.0
 
