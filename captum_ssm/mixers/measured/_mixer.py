@@ -206,12 +206,12 @@ def _assembled(
         gate = direction.factor if norm is None else after[:, direction.order]
         scan = FrozenMixer(
             recurrence=direction.operator,
-            inputs=direction.values if conv is None else conv.psi,
+            inputs=direction.values if conv is None else conv.psi[:, direction.order],
             out_proj=projection.apply,
             out_weight=projection.weight,
             out_gate=projection.gate,
             skip=direction.skip,
-            activation=None if conv is None else conv.factor,
+            activation=None if conv is None else conv.factor[:, direction.order],
             gate=None if bool((gate == 1).all()) else gate,
             norm=None if norm is None else norm[:, direction.order],
             centered=groups,
@@ -219,7 +219,7 @@ def _assembled(
         if conv is not None and own and shared is None:
             inputs, taps, bias = conv.inputs[:, direction.order], conv.causal_taps, conv.bias
             if direction.enters is not None:  # with what it reads of padding
-                bias = conv.psi - ShortConv(inputs, taps).output
+                bias = scan.inputs - ShortConv(inputs, taps).output
             scan = replace(scan, inputs=inputs, conv=taps, conv_bias=bias)
         elif conv is not None:
             scan = replace(scan, image_conv=(shared or conv).over_the_tokens)

@@ -173,7 +173,7 @@ def _of_convolution(
     if link is None:
         return None
     at = times * link.factor.to(one.factor)[one.position][..., one.channels]
-    return _over(at, one.factor * direction.factor)
+    return _over(at[:, direction.order], one.factor[:, direction.order] * direction.factor)
 
 
 @contextmanager
