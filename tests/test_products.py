@@ -193,7 +193,8 @@ def test_windows_in_a_module_are_blocks_of_its_map(length):
     mixer = freeze_measured(call)
     torch.testing.assert_close(mixer.output(), call.output)
     windowed = mixer.scans[0].recurrence
-    assert isinstance(windowed, PermutedOperator) and windowed.windows == length // 4
+    assert isinstance(windowed, PermutedOperator)
+    assert windowed.windows == length // 4
     here = (torch.arange(length) - 1) % length // 4
     maps = mixer.recurrence.matrix("mean")
     assert torch.equal(maps[0] != 0, (here[:, None] == here) & (maps[0] != 0))

@@ -89,17 +89,8 @@ def mlstm(given: Heads, i: Tensor, f: Tensor, eps: float = 1e-6) -> Iterator[Can
 
 
 def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[TokenOperator]:
-    """Linear attention whose scale and decay per head no argument says, fitted to its result.
-
-    Args:
-        query, key (Tensor): ``(B, L, H, N)``.
-        v (Tensor): values, ``(B, L, H, P)``.
-        y (Tensor): the result, ``(B, L, H, P)``.
-
-    Returns:
-        iterator of TokenOperator: one that looks back, if a decay fits; one that looks at all
-        tokens.
-    """
+    # Linear attention whose scale and decay per head no argument says, fitted to its result y: one
+    # that looks back, if a decay fits, and one that looks at all tokens.
     width, flat = v.shape[-1], v.flatten(2)
 
     def attention(scale: Tensor, log_decay: Tensor) -> LinearAttentionOperator:

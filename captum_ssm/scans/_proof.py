@@ -60,12 +60,7 @@ class Scan:
     error: float
 
     def result(self, mixed: Tensor, of_call: Any) -> Any:
-        """What the function returns for other ``mixed (B, L, D)``, at the values of ``of_call``.
-
-        Args:
-            mixed (Tensor): takes the place of :attr:`mixed`.
-            of_call (Any): what the function returned.
-        """
+        """What the function returns for other ``mixed (B, L, D)``, at the values of ``of_call``."""
         want = first_tensor(of_call)
         assert want is not None
         y = in_layout(mixed if self.gate is None else mixed * self.gate, self.layout, want)
@@ -81,12 +76,7 @@ def first_tensor(result: Any) -> Tensor | None:
 
 
 def prove(call: FunctionCall, result: Any) -> Scan | None:
-    """The call as a scan, if an operator of some form returns what it returned.
-
-    Args:
-        call (FunctionCall): what was called. Values and gates keep their graph.
-        result (Any): what it returned.
-    """
+    """The call as a scan, if an operator of some form returns what it returned."""
     want = first_tensor(result)
     if want is None or not want.is_floating_point():
         return None

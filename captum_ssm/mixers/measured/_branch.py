@@ -25,14 +25,7 @@ def with_branches(
     mixer: FrozenMixer,
     found: Sequence[Convolution | None],
 ) -> FrozenMixer:
-    """``mixer`` with the convolutions that are added to its scans and are not those of its values.
-
-    Args:
-        rerun (Rerun): the module's.
-        projection (Projection): of the channels that its scans go to.
-        mixer (FrozenMixer): the scans, with their own skips.
-        found (sequence of Convolution): those of the scans' values.
-    """
+    """``mixer`` with the convolutions that are added to its scans, except those of their values."""
     known = [one.conv for one in found if one is not None]
     others = [conv for conv in rerun.run.convs if not any(conv is one for one in known)]
     ordered = [one for conv in others if (one := _branch(rerun, projection, conv)) is not None]

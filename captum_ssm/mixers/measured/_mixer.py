@@ -13,7 +13,7 @@ from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, dependencies
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MISFITS, MixerCall
-from captum_ssm.mixers._cut import CutRun, CutScan, run_cut
+from captum_ssm.mixers._cut import CutScan, run_cut
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import ShortConv
 from captum_ssm.mixers.measured._convolution import Convolution, find_convolution
@@ -73,7 +73,9 @@ def freeze_measured(
             if not rerun.run.scans or _is_chain(rerun.run.scans):
                 raise
             found = find_recurrence(rerun, error.why) if partly else None
-            if found is None or not is_silent(_silent(rerun, functions)):
+            if found is None or not is_silent(
+                run_cut(call, functions, silent=True, without=rerun.run.without)
+            ):
                 raise UnsupportedModelError(str(error)) from None
             return found
 
@@ -93,10 +95,6 @@ def _of_examples(
         )
     except MISFITS:  # it may take no example alone
         return None
-
-
-def _silent(rerun: Rerun, functions: Iterable[Callable[..., Any]] | None) -> CutRun:
-    return run_cut(rerun.call, functions, silent=True, without=rerun.run.without)
 
 
 def _is_chain(scans: Sequence[CutScan]) -> bool:

@@ -21,10 +21,7 @@ def share_of_neighbors(
 ) -> float:
     """The largest share of other tokens in what scans' values are made of, if these are near.
 
-    Args:
-        rerun (Rerun): the module's.
-        directions (sequence of Direction): of its scans.
-        found (sequence of Convolution): those before them, which tell of the tokens by themselves.
+    Convolutions before the scans tell of the tokens by themselves.
 
     Raises:
         NotMeasured: values are made of other tokens than their own and a few neighbors.
@@ -73,15 +70,8 @@ def _of_shift(rerun: Rerun, direction: Direction, rows: Tensor) -> float:
 
 
 def _reads_neighbors(strength_of: Callable[[int], Tensor], length: int) -> bool:
-    """Whether two tokens read the same few offsets, and hardly anything else.
-
-    The neighbors of a token may be those of an image's patch, above and below it.
-
-    Args:
-        strength_of (Callable): takes a token of the first example, and returns how strongly it
-            reads each token of the batch, ``(T,)``.
-        length (int): L, the tokens of each example.
-    """
+    # Whether two tokens read the same few offsets, and hardly anything else. The neighbors of a
+    # token may be those of an image's patch, above and below it.
     # Late enough that a causal recurrence would show.
     t = length - 1 - length // 4
     tokens = (t, max(0, t - 2))
