@@ -139,32 +139,20 @@ class LaTIM(TokenAttribution):
                 \\text{returned}|`, before it is carried from the first layer's tokens to the
                 inputs. Default: False
         """
-        to_logit = _to_logit(layer, aggregation)
-        whole, is_bounded = to_logit and layer is None, bool(tolerance or return_error_bound)
-        if stage is not None and not whole:
-            raise ValueError(
-                f"stage is {stage!r}, for aggregation {aggregation!r} and layer {layer!r}; "
-                "expected stage only for aggregation='alti_logit' with layer=None. A layer's own "
-                "map is returned by interactions()."
-            )
-        if not 0 <= tolerance < 1 or (is_bounded and not whole):
-            raise ValueError(
-                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, for "
-                f"aggregation {aggregation!r} and layer {layer!r}; expected a share of at least 0 "
-                "and less than 1, and either of them only for aggregation='alti_logit' with "
-                "layer=None."
-            )
-        if return_convergence_delta and not to_logit:
+        order = _order(aggregation, layer)
+        is_bounded = bool(tolerance or return_error_bound)
+        self._check_score_options(aggregation, layer, stage, tolerance, return_error_bound)
+        if return_convergence_delta and order is not None:
             raise ValueError(
                 f"aggregation is {aggregation!r}, which is not a decomposition of the score, so it "
                 "has no convergence delta; layer_errors() says how much of each layer's output "
                 "its vectors miss."
             )
         request = self._request(inputs, additional_forward_args)
-        if not to_logit:
+        if order is not None:
             frozen = self._run(request, position, target=target)
             with self._computing():
-                row = _query_row(frozen, [frozen.select_one(layer)], activation, aggregation)
+                row = _query_row(frozen, frozen.select_one(layer), activation, order)
                 return self._formatted(frozen.wiring.from_first(row), frozen)
         of_score = self._decomposition(request, target, position, layer, stage)
         frozen = of_score.frozen
@@ -205,7 +193,7 @@ class LaTIM(TokenAttribution):
         activation: str = "gate",
         tolerance: float = 0.0,
     ) -> Tensor:
-        if not _to_logit(layer, aggregation):
+        if _order(aggregation, layer) is not None:
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
         of_score = self._decomposition(request, target, position, layer, stage)
         with self._computing():
@@ -238,20 +226,21 @@ class LaTIM(TokenAttribution):
             >>> LaTIM(model).interactions(input_ids, layer=0).shape
             torch.Size([1, 7, 7])
         """
-        to_logit = _to_logit(layer, aggregation)
+        order = _order(aggregation, layer)
         request = self._request(inputs, additional_forward_args)
-        frozen = self._run_sum(request, target) if to_logit else self._run(request, query=False)
-        with self._computing():
-            if to_logit:
+        if order is None:
+            frozen = self._run_sum(request, target)
+            with self._computing():
                 frozen.require_chain("LaTIM")
                 of_score = stream_of(frozen)
-                if layer is not None:
-                    of_score = of_score.at_layer(layer)
+                of_score = of_score if layer is None else of_score.at_layer(layer)
                 return frozen.mask_matrix(of_score.matrix(activation))
-            chosen = [frozen.select_one(layer)]
-            parts = Contributions.of(frozen, chosen, activation)
+        frozen = self._run(request, query=False)
+        with self._computing():
+            chosen = frozen.select_one(layer)
+            parts = Contributions.of(frozen, [chosen], activation)
             rows = torch.arange(parts.length, device=parts.weight.device)
-            tiles = _score_tiles(parts, aggregation, output_of(chosen), rows)
+            tiles = _score_tiles(parts, order, output_of([chosen]), rows)
             return frozen.mask_matrix(of_tiles(tiles, parts.length))
 
     def contributions(
@@ -315,6 +304,28 @@ class LaTIM(TokenAttribution):
         frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
             return [_layer_error(frozen, layer, activation) for layer in frozen.layers]
+
+    def _check_score_options(
+        self,
+        aggregation: str | float,
+        layer: int | str | None,
+        stage: int | None,
+        tolerance: float,
+        return_error_bound: bool,
+    ) -> None:
+        whole = aggregation == LOGIT and layer is None
+        given = f"for aggregation {aggregation!r} and layer {layer!r}; expected"
+        if stage is not None and not whole:
+            raise ValueError(
+                f"stage is {stage!r}, {given} stage only for aggregation='alti_logit' with "
+                "layer=None. A layer's own map is returned by interactions()."
+            )
+        if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
+            raise ValueError(
+                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, "
+                f"{given} a share of at least 0 and less than 1, and either of them only for "
+                "aggregation='alti_logit' with layer=None."
+            )
 
     def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
         # Frozen for every token at once: the score is the sum of one logit per position.
@@ -394,16 +405,6 @@ class LaTIM(TokenAttribution):
         )
 
 
-def _to_logit(layer: int | str | None, aggregation: str | float) -> bool:
-    to_logit = _check_aggregation(aggregation) is None
-    if layer is None and not to_logit:
-        raise ValueError(
-            f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
-            "None; pass layer=, an index or a module path."
-        )
-    return to_logit
-
-
 def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
     if logits.dim() != 3:
         raise ValueError(
@@ -420,30 +421,35 @@ def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
     return logits.gather(-1, token_ids(token, logits.shape[-1])[..., None])[..., 0]
 
 
-def _check_aggregation(aggregation: str | float) -> str | float | None:
+def _order(aggregation: str | float, layer: int | str | None) -> str | float | None:
     # The order of a norm, "alti", or None for "alti_logit".
-    named: dict[str, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti", LOGIT: None}
-    if isinstance(aggregation, str) and aggregation in named:
-        return named[aggregation]
+    named: dict[Any, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti", LOGIT: None}
     is_number = isinstance(aggregation, (int, float)) and not isinstance(aggregation, bool)
-    if is_number and float(aggregation) > 0:
-        return float(aggregation)
-    raise ValueError(
-        f"aggregation is {aggregation!r}; expected one of {tuple(named)}, or a number p > 0."
-    )
+    if not (isinstance(aggregation, str) and aggregation in named):
+        if not (is_number and float(aggregation) > 0):
+            raise ValueError(
+                f"aggregation is {aggregation!r}; expected one of {tuple(named)}, or a number p > "
+                "0."
+            )
+        named[aggregation] = float(aggregation)
+    if layer is None and named[aggregation] is not None:
+        raise ValueError(
+            f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
+            "None; pass layer=, an index or a module path."
+        )
+    return named[aggregation]
 
 
 def _score_tiles(
-    parts: Contributions, aggregation: str | float, output: Tensor, rows: Tensor
+    parts: Contributions, order: str | float, output: Tensor, rows: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Ascending rows ``(R,)`` of a layer's map: tiles of them, each with ``(B, r, C)``."""
-    kind = _check_aggregation(aggregation)
-    if kind == "alti":
+    if order == "alti":
         yield from Alti(parts, output).tiles(rows)
         return
 
     def norm(vectors: Tensor, rows: slice, columns: slice) -> Tensor:
-        return torch.linalg.vector_norm(vectors, ord=kind, dim=1)
+        return torch.linalg.vector_norm(vectors, ord=order, dim=1)
 
     for chosen in parts.tiles(rows):
         index = chosen.expand(parts.batch, -1)
@@ -451,17 +457,14 @@ def _score_tiles(
 
 
 def _query_row(
-    frozen: FrozenModel,
-    layers: Sequence[FrozenLayer],
-    activation: str,
-    aggregation: str | float,
+    frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float
 ) -> Tensor:
-    parts = Contributions.of(frozen, layers, activation)
+    parts = Contributions.of(frozen, [layer], activation)
     frozen.require_chain("LaTIM")
     (query,) = frozen.require_query()
     row = torch.zeros_like(query)
     rows = (query != 0).any(0).nonzero()[:, 0]
-    for chosen, tile in _score_tiles(parts, aggregation, output_of(layers), rows):
+    for chosen, tile in _score_tiles(parts, order, output_of([layer]), rows):
         row[:, : tile.shape[2]] += torch.einsum("bi,bij->bj", query[:, chosen], tile)
     return row
 
