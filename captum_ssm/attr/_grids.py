@@ -233,8 +233,7 @@ class CutMixers(Rules):
 
     def graph(self, frozen: FrozenModel, score: Tensor) -> CutGraph:
         """The graph of the run that computed ``score (B,)``, of the same request as ``frozen``."""
-        starts = [leaf for _, _, leaf in self.embedded]
-        starts += [one for one in self.inputs if one.requires_grad]
+        starts = self.starts()
 
         def of_inputs(relevance: list[Tensor]) -> list[Tensor]:
             of_start = dict(zip(map(id, starts), relevance, strict=True))
