@@ -178,16 +178,18 @@ class CutGraph:
 
 
 class _Norms(TorchFunctionMode):
-    # Tells what norms are given and return.
-    def __init__(self, note: Callable[[Tensor, Tensor], None]) -> None:
+    # Notes the calls of norms that are functions.
+    def __init__(self, norms: list[MixerCall]) -> None:
         super().__init__()
-        self.note = note
+        self.norms = norms
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         y = func(*args, **kwargs)
         if func in (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm):
-            self.note(args[0] if args else kwargs["input"], y)
+            x = args[0] if args else kwargs["input"]
+            if x.requires_grad and x.shape == y.shape:
+                self.norms.append(MixerCall("", nn.Identity(), (x,), {}, y))
         return y
 
 
@@ -199,6 +201,18 @@ class CutMixers(Rules):
         self._visits: list[_Visit] = []
         self._norms: list[MixerCall] = []
         self._is_after_norm = False
+
+    def begin(self) -> None:
+        super().begin()
+        self._visits.clear()
+        self._norms.clear()
+
+    @contextmanager
+    def around(self, root: nn.Module) -> Iterator[None]:
+        fused = fused_norms()
+        unfused = intercepted(lambda call: fused[call.source](call), fused)
+        with super().around(root), _Norms(self._norms), unfused:
+            yield
 
     def needs_graph(self, module: nn.Module) -> bool:
         return find_adapter(module) is None
@@ -218,18 +232,6 @@ class CutMixers(Rules):
         self._visits.append(_Visit(call, entry, Point.of(output), norm, self._is_after_norm))
         self._is_after_norm = False
         return with_first(call.result, output)
-
-    @contextmanager
-    def noting_norms(self) -> Iterator[None]:
-        """Know norms that are functions, and what they are given."""
-
-        def note(x: Tensor, y: Tensor) -> None:
-            if x.requires_grad and x.shape == y.shape:
-                self._norms.append(MixerCall("", nn.Identity(), (x,), {}, y))
-
-        fused = fused_norms()
-        with _Norms(note), intercepted(lambda call: fused[call.source](call), fused):
-            yield
 
     def graph(self, frozen: FrozenModel, score: Tensor) -> CutGraph:
         """The graph of the run that computed ``score (B,)``, of the same request as ``frozen``."""

@@ -380,16 +380,15 @@ class LaTIM(TokenAttribution):
         # The graph of another run, in which modules whose graph has no rules are replaced.
         request = with_leaves(frozen.request)
         cut = CutMixers(request)
-        with cut.noting_norms():
-            run = self._run(
-                request,
-                position,
-                target=target,
-                query=False,
-                wiring=False,
-                also=has_a_rule,
-                substitution=cut,
-            )
+        run = self._run(
+            request,
+            position,
+            target=target,
+            query=False,
+            wiring=False,
+            also=has_a_rule,
+            substitution=cut,
+        )
         return cut.graph(frozen, run.require_score())
 
     def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:

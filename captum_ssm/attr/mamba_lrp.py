@@ -24,7 +24,6 @@ from captum_ssm._capture.discovery import (
 from captum_ssm._capture.embedded import entries_of, is_view
 from captum_ssm._capture.ledger import structure
 from captum_ssm._capture.model import input_embeddings
-from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import InputError
 from captum_ssm._memory import limited_graph, memory_limit
 from captum_ssm._nested import tensors_in
@@ -199,9 +198,8 @@ class Rules(Substitution):
         if isinstance(call.module, nn.Embedding):
             return self._embedding(call)
         if is_norm(call.module):
-            with weights_loaded(call.module):
-                norm = FrozenNorm.of(call)
-                return None if norm is None else norm(first_input(call))
+            norm = FrozenNorm.of(call)
+            return None if norm is None else norm(first_input(call))
         return _activation(call)
 
     def starts(self) -> list[Tensor]:
