@@ -20,7 +20,6 @@ from captum_ssm._errors import InputError, ReconstructionError
 from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import random_signs, without_caches
-from captum_ssm.mixers._frozen_mixer import Product
 from captum_ssm.mixers._weights import is_quantized
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
@@ -112,15 +111,14 @@ class Rebuilt:
         cls,
         mixer: FrozenMixer,
         call: MixerCall | None = None,
-        multiply: Product = torch.mul,
         mixed: Sequence[Tensor] | None = None,
     ) -> Rebuilt:
-        """What ``mixer`` computes, with its rule for the product of signal and gate.
+        """What ``mixer`` computes.
 
         Of what ``call`` has kept the output projection is not computed again. ``mixed`` is what
         the mixer's scans return, where that is known.
         """
-        gated = mixer.gated_output(multiply, mixed)
+        gated = mixer.gated_output(mixed)
         with torch.no_grad():
             share = mixer.recurrence_share(gated)
         own = None if call is None else call.projected(mixer.out_weight)
