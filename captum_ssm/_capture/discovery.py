@@ -88,7 +88,7 @@ def find_namesakes(request: Request) -> None:
     """
     model = request.module
     named = [module for _, module in find_mixers(model) if _is_to_compare(module)]
-    if request.remote or not named:
+    if not named:
         return
     alike: dict[str, set[nn.Module]] = {}
     for module in named:
@@ -194,10 +194,12 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     Returns:
         bool: whether any were found.
     """
+    if request.remote:
+        return False
     find_namesakes(request)
     model = request.module
     known = any(True for _ in find_mixers(model))
-    if request.remote or (known and (not mixed or model in _SEARCHED)):
+    if known and (not mixed or model in _SEARCHED):
         return False
     refuse_scripted(model)
     with quiet(), on_thrown_away(request) as (of_copies, copies):

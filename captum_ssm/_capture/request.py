@@ -79,7 +79,6 @@ class Request:
             TypeError: for inputs or arguments of a wrong type or dtype.
         """
         model = resolve_model(forward_func, model)
-        check_remote(remote, forward_func, model)
         extra = additional_forward_args
         given = inputs if is_tuple(inputs) else (inputs,)
         if len(given) == 1:
@@ -242,31 +241,6 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # it holds what cannot be copied
         return value
-
-
-def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
-    """Raise unless this model can run where ``remote`` says."""
-    if not isinstance(remote, (bool, str)) or remote == "":
-        raise TypeError(
-            f"remote is {remote!r}; expected False, True (the server of nnsight's configuration) "
-            "or a str, the address of another server."
-        )
-    if remote == "local":
-        raise ValueError(
-            "remote is 'local', nnsight's rehearsal of a request in this process, which does not "
-            "run blocks within blocks; expected False, True or the address of a server."
-        )
-    if not remote:
-        return
-    from nnsight.modeling.mixins.remotable import Remotable
-
-    asked = forward_func if model is None else model
-    if forward_func is not asked or not isinstance(asked, Remotable):
-        raise TypeError(
-            f"remote is {remote!r}, and forward_func is a {type(forward_func).__name__}; what "
-            "runs on a server is an nnsight model that has a name there, such as "
-            "nnsight.LanguageModel: pass it as forward_func, and no other model."
-        )
 
 
 def _split_encoding(inputs: Any, extra: Any) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -352,13 +353,6 @@ class LaTIM(TokenAttribution):
 
     def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
         # Frozen for every token at once: the score is the sum of one logit per position.
-        if self.remote:
-            raise ValueError(
-                f"remote is {self.remote!r}; interactions with aggregation='alti_logit' explain a "
-                "score of this library's own, which a server does not compute. Choose another "
-                "aggregation, or leave remote at False."
-            )
-
         count = len(request.inputs)
 
         def summed(*given: Any, **_: Any) -> Tensor:
@@ -371,13 +365,10 @@ class LaTIM(TokenAttribution):
         # None where there is no one residual stream, or it is not known how the score is read
         # from it: both are read off the graph of a run here.
         with self._computing():
-            if frozen.is_chain or self.remote:
+            if frozen.is_chain:
                 frozen.require_chain("LaTIM")
-                try:
+                with suppress(UnreadStreamError):
                     return ResidualStream.of(frozen)
-                except UnreadStreamError:
-                    if self.remote:
-                        raise
             return None
 
     def _grids(

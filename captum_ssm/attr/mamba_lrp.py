@@ -68,7 +68,7 @@ class MambaLRP(TokenAttribution):
     limits the bytes that the graph of the run may keep, in addition to the model; a run that needs
     more raises :class:`~captum_ssm.MemoryLimitError`. Every entry of a floating input has relevance
     of its own, so ``interpolate_mode`` and ``feature_share`` are not used; ids have that of their
-    embedding. ``remote`` must be False.
+    embedding.
 
     Examples::
 
