@@ -32,8 +32,9 @@ from captum_ssm.cli._loading import (
     quiet,
 )
 from captum_ssm.cli._options import add_options, options_of
-from captum_ssm.cli._terminal import show, show_summary, unit_texts, visible
+from captum_ssm.cli._terminal import show, show_summary, visible
 from captum_ssm.explanation import Explanation
+from captum_ssm.explanation._units import texts_of
 
 DEFAULT_METHOD = "mamba-lrp"
 DATA = (".html", ".json")
@@ -251,7 +252,7 @@ def _figure(explanation: Explanation, units: str) -> Any:
         }
         pixels = torch.from_numpy(example.image).permute(2, 0, 1)[None]
         return image_overlay(rows, pixels, title=title)
-    texts = [visible(text) for text in unit_texts(example, units)]
+    texts = [visible(text) for text in texts_of(example, units)]
     several = len(explanation.methods) > 1
     names, values = [], []
     for method in explanation.methods:
