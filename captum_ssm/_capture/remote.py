@@ -72,7 +72,7 @@ def record_remotely(request: Request) -> Recording:
         TypeError: for positional arguments that have no name.
     """
     model, root = request.model, unwrap(request.model)
-    args, kwargs = request.arguments_by_name()
+    arguments = request.arguments_by_name()
     mixers, _ = find_points(root, None)
     by_module = {envoy._module: envoy for envoy in model.modules()}
     envoys = [by_module[module] for module in mixers]
@@ -80,7 +80,7 @@ def record_remotely(request: Request) -> Recording:
     absent = [i for i, module in enumerate(modules) if _is_absent(module)]
     with ExitStack() as stack, torch.inference_mode(False):
         undo(stack, _forget_names, root)
-        visits, weights = _ask(model, request.remote, envoys, args, kwargs, absent)
+        visits, weights = _ask(model, request.remote, envoys, arguments, absent)
     paths = list(mixers.values())
     for i in absent:
         modules[i] = _with_weights(modules[i], weights[i])
@@ -92,15 +92,14 @@ def record_remotely(request: Request) -> Recording:
     # The logits stay there.
     output = calls[-1].output
     wiring = replace(sequence(len(calls), output.shape[1]), refused=ONLY_LAYERS)
-    return Recording(request, output, calls, [], kwargs, wiring)
+    return Recording(request, output, calls, [], arguments, wiring)
 
 
 def _ask(
     root: Any,
     remote: Remote,
     envoys: list[Envoy],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    arguments: dict[str, Any],
     absent: list[int],
 ) -> Answer:
     # The visits in forward order, and the weights of absent modules. The block names nothing but
@@ -126,7 +125,7 @@ def _ask(
                         )
                 except OutOfOrderError:  # a visit that the run did not make
                     pass
-        with tracer.invoke(*args, **kwargs):
+        with tracer.invoke(**arguments):
             for number in absent:
                 part = envoys[number]._module
                 named = [*part.named_parameters(), *part.named_buffers()]
