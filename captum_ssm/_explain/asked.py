@@ -34,7 +34,6 @@ class Setup:
     layers: Any = None
     lens: bool = False
     memory_limit: int | None = None
-    show_progress: bool = True
     notes: list[str] = field(default_factory=list)
 
 
@@ -116,9 +115,8 @@ class Asked:
         """
         relevance, deltas = {}, {}
         for name, method in self.setup.methods.items():
-            what = name if self.setup.show_progress else ""
             options = self.setup.options[name]
-            found, left = rows(method, inputs, self.asks, what=what, **options)
+            found, left = rows(method, inputs, self.asks, what=name, **options)
             relevance[name] = kept(shaped(found))
             if left is not None:
                 deltas[name] = kept(left)
