@@ -69,7 +69,6 @@ class TokenAttribution(Attribution):
         summary (str): what it computes, in a few words.
         cost (str): of what follows the run of the model, in the number of tokens, with the
             default options: ``"linear"`` or ``"quadratic"``.
-        needs_run_here (bool): whether it changes the run of the model.
 
     Raises:
         TypeError: for a ``forward_func`` or ``model`` that is no model, such as a class or a
@@ -87,7 +86,6 @@ class TokenAttribution(Attribution):
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     cost: ClassVar[str] = "linear"
-    needs_run_here: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -243,7 +241,7 @@ class TokenAttribution(Attribution):
             **options,
         )
         mode = self.interpolate_mode
-        return frozen if mode is None or self.needs_run_here else frozen.from_patches(mode)
+        return frozen if mode is None or substitution is not None else frozen.from_patches(mode)
 
     def _formatted(self, relevance: list[Tensor], frozen: FrozenModel) -> Any:
         return of_inputs(relevance, frozen, self.feature_share, self.interpolate_mode)

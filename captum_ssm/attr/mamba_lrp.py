@@ -79,7 +79,6 @@ class MambaLRP(TokenAttribution):
 
     name = "mamba-lrp"
     summary = "gradient times input through the frozen network"
-    needs_run_here = True
 
     def get_name(self) -> str:
         """The method's name."""
