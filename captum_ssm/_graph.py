@@ -10,8 +10,8 @@ windows that lie in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -182,6 +182,24 @@ def visit_gradients(
         )
 
 
+@contextmanager
+def closed(edges: Iterable[GradientEdge]) -> Iterator[None]:
+    """No gradient passes these tensors meanwhile."""
+
+    def close(output: int) -> Callable[..., Any]:
+        def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            nothing = None if given[output] is None else torch.zeros_like(given[output])
+            return (*given[:output], nothing, *given[output + 1 :])
+
+        return prehook
+
+    with ExitStack() as stack:
+        for edge in edges:
+            hook = edge.node.register_prehook(close(edge.output_nr))
+            stack.callback(hook.remove)
+        yield
+
+
 def past_writes(run: Callable[[], Result]) -> Result:
     """What ``run()`` returns, also of a model that writes into what its gradient needs.
 
@@ -288,15 +306,7 @@ def _bits_of_nodes(
 
 def is_read_past(root: Point, leaf: Point, between: Point) -> bool:
     """Whether a root depends on a leaf by another way too than through a point between them."""
-    seen, stack = {between.edge.node}, [root.edge.node]
-    while stack:
-        node = stack.pop()
-        if node is leaf.edge.node:
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack.extend(n for n, _ in node.next_functions if n is not None)
-    return False
+    return leaf.edge.node in nodes_before([root.edge.node], {between.edge.node})
 
 
 def _members(bits: int) -> frozenset[int]:
@@ -336,8 +346,9 @@ class CutGraph:
         through = sum(1 << i for i in passed)
         allowed = sum(1 << i for i in before)
         found = 0
-        passing = _edges(root.edge.node, self._ends, lambda node: self._known[node] & through != 0)
-        for node, edge in passing:
+        for node, edge in edges_before(
+            root.edge.node, self._ends, lambda edge: self._known[edge.node] & through != 0
+        ):
             read = self._known[edge.node]
             if not read or read & through or read & ~allowed or node.name().startswith(_FACTORS):
                 continue
@@ -355,13 +366,13 @@ class CutGraph:
         """
         through = sum(1 << i for i in passed)
 
-        def passes(node: Node) -> bool:
-            return self._known.get(node, 0) & through != 0
+        def passes(edge: GradientEdge) -> bool:
+            return self._known.get(edge.node, 0) & through != 0
 
         added = [
             edge
-            for node, edge in _edges(root.edge.node, self._ends, passes)
-            if not passes(edge.node) and not node.name().startswith(_FACTORS)
+            for node, edge in edges_before(root.edge.node, self._ends, passes)
+            if not passes(edge) and not node.name().startswith(_FACTORS)
         ]
         while added:
             edge = added.pop()
@@ -395,16 +406,16 @@ class Joints:
 def joints(root: Point, entry: Point, leaves: Sequence[Point]) -> Joints:
     """Where the graph before ``root`` joins that before ``entry``, an earlier point."""
     ends = {leaf.edge.node: i for i, leaf in enumerate(leaves)}
-    before = _before(entry.edge.node, ends)
+    before = nodes_before([entry.edge.node], ends)
     found: dict[tuple[Node, int], GradientEdge] = {}
     direct = set()
-    for _, edge in _edges(root.edge.node, ends, lambda node: node not in before):
+    for _, edge in edges_before(root.edge.node, ends, lambda edge: edge.node not in before):
         if edge.node in ends:
             direct.add(ends[edge.node])
         elif edge.node in before and edge.node.next_functions:  # a parameter has none
             found[edge.node, edge.output_nr] = edge
     edges = list(found.values())
-    all_before = {edge.node: _before(edge.node, ends) for edge in edges}
+    all_before = {edge.node: nodes_before([edge.node], ends) for edge in edges}
     stream = [
         edge
         for edge in edges
@@ -450,10 +461,15 @@ def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[Gradie
                 yield GradientEdge(node, output)
 
 
-def _edges(
-    root: Node, ends: Collection[Node], enters: Callable[[Node], bool]
+def edges_before(
+    root: Node,
+    ends: Collection[Node] = (),
+    enters: Callable[[GradientEdge], bool] = lambda edge: True,
 ) -> Iterator[tuple[Node, GradientEdge]]:
-    # Nodes from a root to the ends, each with its inputs; past an input only where it is entered.
+    """The nodes from a root to the ends, each with each of its inputs.
+
+    What is before an input is looked at only where the input is entered.
+    """
     seen, stack = set(ends), [root]
     while stack:
         node = stack.pop()
@@ -462,9 +478,23 @@ def _edges(
         seen.add(node)
         for earlier, output in node.next_functions:
             if earlier is not None:
-                yield node, GradientEdge(earlier, output)
-                if enters(earlier):
+                edge = GradientEdge(earlier, output)
+                yield node, edge
+                if enters(edge):
                     stack.append(earlier)
+
+
+def nodes_before(roots: Iterable[Node], ends: Collection[Node] = ()) -> set[Node]:
+    """Some nodes and those that they depend on; the ends too, but not what is before these."""
+    seen: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                stack.extend(n for n, _ in node.next_functions if n is not None)
+    return seen
 
 
 def _times_finer(edge: GradientEdge, tokens: int) -> float:
@@ -477,19 +507,6 @@ def _times_finer(edge: GradientEdge, tokens: int) -> float:
 def shape_of(edge: GradientEdge) -> tuple[int, ...]:
     """The shape of a tensor in the graph."""
     return tuple(edge.node._input_metadata[edge.output_nr].shape)
-
-
-def _before(node: Node, ends: Collection[Node]) -> set[Node]:
-    # The nodes that a node depends on, those before the ends left out.
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if node not in ends:
-                stack.extend(n for n, _ in node.next_functions if n is not None)
-    return seen
 
 
 def readers(
@@ -665,7 +682,7 @@ def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[in
     ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, given)}
     stops = {node for node, _ in ends}
     start = get_gradient_edge(root).node
-    for _, edge in _edges(start, (), lambda node: node not in stops):
+    for _, edge in edges_before(start, (), lambda edge: edge.node not in stops):
         leaf = getattr(edge.node, "variable", None)
         if edge.node in stops:
             if (edge.node, edge.output_nr) not in ends:

@@ -1,0 +1,207 @@
+"""The graph of one run, cut at its mixers, and what is known of the tokens that each is given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from captum_ssm._capture.cuts import Cuts, Start
+from captum_ssm._capture.orders import Orders
+from captum_ssm._capture.ways import Way, feature_axis, stem_of
+from captum_ssm._capture.wiring import INPUT, Link, nearest, side_by_side
+from captum_ssm._errors import UnsupportedModelError
+from captum_ssm._graph import Point, dependencies, nodes_before
+
+# Operations in which tokens act on one another, and which no measured transport may hide.
+MIXERS = (
+    "Softmax",
+    "ScaledDotProduct",
+    "CumSum",
+    "Cumsum",
+    "Rnn",
+    "Lstm",
+    "Gru",
+    "Stack",
+    "Unbind",
+)
+ADVICE = (
+    "A map through the layers would be wrong. The maps of single layers are right all the same "
+    "(captum_ssm.hidden_attention), and MambaLRP goes through the model's own graph: look at its "
+    "convergence delta. Or register the module that mixes the tokens with "
+    "captum_ssm.register_mixer."
+)
+
+
+class MixerGraph:
+    """Where mixers are entered and left, what reads what, and in which orders.
+
+    Mixers are numbered from 0 in forward order. The inputs are below zero, from INPUT down, and the
+    output comes last.
+
+    Args:
+        cuts (Cuts): with at least one port.
+        output (Point, optional): what the model returned, if it depends on the mixers.
+        batch (int): B.
+        in_grid (bool): whether the way from the input does not have to be measured.
+
+    Attributes:
+        end (int): the number of the output.
+        entries (dict of int to Point): the tokens that each mixer, and the output, is given; None
+            where these depend on nothing that was recorded.
+        exits (dict of int to Point): those that each mixer returned, and those of the inputs.
+        reads (dict of int to set): all that each depends on.
+        direct (dict of int to frozenset): what each reads by way of no other mixer.
+        groups (list of list of int): the mixers of each stage.
+        ways (tuple of Way): of the inputs.
+        orders (Orders): in which order each is given the tokens, as far as it is known.
+        links (dict): how each reads others, as far as it is known.
+    """
+
+    def __init__(self, cuts: Cuts, output: Point | None, batch: int, *, in_grid: bool) -> None:
+        self.batch, self.end = batch, len(cuts.ports)
+        self.names = [port.name for port in cuts.ports]
+        self.exits = {i: port.exit for i, port in enumerate(cuts.ports)}
+        self.entries = {i: port.entry for i, port in enumerate(cuts.ports)}
+        self.entries[self.end] = output
+        self.ways = self._ways(cuts.starts)
+        if not in_grid:
+            self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
+        found = dependencies(list(self.entries.values()), list(self.exits.values()))
+        self.reads = {i: self.named(one) for i, one in zip(self.entries, found, strict=True)}
+        self.direct = nearest(self.reads)
+        self._refuse_lost()
+        self.groups = side_by_side(self.direct)
+        self.orders = Orders(batch)
+        self.links: dict[tuple[int, int], Link] = {}
+
+    def _ways(self, starts: dict[int, Start]) -> tuple[Way, ...]:
+        if not starts or sorted(starts) != list(range(len(starts))):
+            return ()
+        leaves = [starts[k].point for k in range(len(starts))]
+        roots = [entry for entry in self.entries.values() if entry is not None]
+        found = dependencies(roots, [*leaves, *self.exits.values()])
+        ways = []
+        for k, leaf in enumerate(leaves):
+            # Tokens that are made of it without another mixer between.
+            mine = [
+                root
+                for root, one in zip(roots, found, strict=True)
+                if k in one and max(one) < len(leaves)
+            ]
+            stem = None
+            if starts[k].embedded:
+                mine = []
+            elif mine and leaf.channels is not None:
+                stem = stem_of(mine, leaf, self.batch)
+                axis = feature_axis(mine[0] if stem is None else stem, leaf, self.batch)
+                leaf = replace(leaf, channels=axis)
+            ways.append(Way(leaf, starts[k].values, tuple(mine), self.batch, stem))
+        return tuple(ways)
+
+    def _refuse_lost(self) -> None:
+        lost = [i for i in range(self.end) if not self.direct[i]]
+        if lost and any(i < 0 for one in self.direct.values() for i in one):
+            given, first = ((self.batch, self.tokens(i)) for i in (lost[0], 0))
+            raise UnsupportedModelError(
+                f"{self.name(lost[0])} is given tokens that do not come from the input, "
+                f"(batch, tokens) = {given}, and {self.name(0)} is given {first}; expected a "
+                "forward_func that runs the model once (not generate()), differentiably."
+            )
+
+    def refuse_calls(self) -> None:
+        """Raise where a mixer is run for each example, or changes the number of tokens."""
+        calls = Counter(self.names)
+        for i, name in enumerate(self.names):
+            given, exit = self.entries[i], self.exits[i]
+            if given is not None and given.tokens != exit.tokens:
+                raise UnsupportedModelError(
+                    f"{name} is given {given.tokens} tokens and returns {exit.tokens}, so that its "
+                    "maps are not over the tokens of one sequence; expected a mixer that returns "
+                    "one token for each. Register an adapter with captum_ssm.register_mixer."
+                )
+            if exit.shape[0] % self.batch != 0 and calls[name] % self.batch == 0:
+                raise UnsupportedModelError(
+                    f"the model runs {name} on one example at a time, {calls[name]} times for "
+                    f"{self.batch} examples, and maps through the layers are of all at once; "
+                    "explain one example at a time."
+                )
+
+    def named(self, leaves: Iterable[int]) -> set[int]:
+        """The mixers and inputs of which these are the numbers among the exits."""
+        keys = list(self.exits)
+        return {keys[k] for k in leaves}
+
+    def name(self, i: int) -> str:
+        """What i is called in messages."""
+        if i < 0:
+            return "the input" if len(self.ways) == 1 else f"input {INPUT - i}"
+        return self.names[i] if i < self.end else "the output"
+
+    def tokens(self, i: int) -> int:
+        """T, of one example, after a mixer or of an input."""
+        return self.exits[i].tokens // self.batch
+
+    @property
+    def leaves(self) -> list[Point]:
+        """The exits."""
+        return list(self.exits.values())
+
+    def lead(self, i: int) -> int:
+        """The first mixer side by side with one."""
+        return next((group[0] for group in self.groups if i in group), i)
+
+    def near(self, points: Iterable[Point]) -> set[int]:
+        """The mixers and inputs that some points read by way of no other."""
+        found = dependencies(list(points), self.leaves, past_leaves=False)
+        return self.named(frozenset().union(*found))
+
+    def stream_read_by(self, k: int) -> set[int]:
+        """The mixers and inputs whose sum is the residual stream around k."""
+        entry = self.entries.get(k)
+        return set() if k < 0 or entry is None else self.near([entry])
+
+    def is_in_place(self, i: int, j: int) -> bool:
+        """Whether the tokens of i are those of j, from one mixer to the next."""
+        if i == j:
+            return True
+        before = [k for (one, k), link in self.links.items() if one == i and link.is_in_place]
+        return any(self.is_in_place(k, j) for k in before)
+
+    def order(self, i: int) -> Tensor:
+        """Which of the model's tokens each token of a mixer, an input or the output is."""
+        order, point = self.orders.get(i), self.exits.get(i) or self.entries[i]
+        assert point is not None
+        return torch.arange(point.tokens) if order is None else order
+
+    def windows(self, i: int) -> Tensor | None:
+        """The order of one example's tokens in a mixer's windows, ``(W, l)``."""
+        try:
+            return self.orders.windows(i, self.exits[i])
+        except ValueError:
+            raise UnsupportedModelError(
+                f"{self.name(i)} is given the tokens of each example in an order of its own; "
+                "explain one example at a time."
+            ) from None
+
+    def kinds_before(self, root: Point, others: Iterable[Point] = ()) -> list[str]:
+        """The operations from a point back to the cuts, or to some other points."""
+        ends = {leaf.edge.node for leaf in (*self.leaves, *others)}
+        nodes = nodes_before([root.edge.node], ends) - ends
+        return sorted({node.name().partition("Backward")[0] for node in nodes})
+
+    def refuse_mixers(self, i: int, j: int) -> None:
+        """Raise where tokens act on one another before i."""
+        root = self.entries[i]
+        for kind in [] if root is None else self.kinds_before(root):
+            if kind.startswith(MIXERS):
+                raise self.refused(i, j, f"by an operation that is no known mixer ({kind})")
+
+    def refused(self, i: int, j: int, how: str) -> UnsupportedModelError:
+        """What is raised where tokens are mixed between j and i."""
+        return UnsupportedModelError(
+            f"between {self.name(j)} and {self.name(i)} tokens are mixed {how}. {ADVICE}"
+        )
