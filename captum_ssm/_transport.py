@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -115,15 +115,15 @@ class Transport:
             (found,) = pushed(replace(self, values=None), values)
         return found
 
-    def energy(self, seed: Tensor) -> Tensor | None:
-        """The squared gradients at the leaf's tokens, ``(T_leaf,)``; None where there are none.
-
-        Args:
-            seed (Tensor): put in at the root, in its shape.
-        """
+    def energy(self, seeds: Iterable[Tensor]) -> Tensor:
+        """The squared gradients at the leaf's tokens, ``(T_leaf,)``, of all ``seeds (T, E)``."""
+        total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
         with pulling(self) as pull:
-            found = pull(seed)
-        return None if found is None else self.leaf.flat(found).double().square().sum(-1)
+            for seed in seeds:
+                found = pull(self.root.unflat(seed))
+                if found is not None:
+                    total += self.leaf.flat(found).double().square().sum(-1)
+        return total
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -150,14 +150,9 @@ class Transport:
         scale = torch.where(sizes > 0, weights / sizes.clamp(min=1e-300), 0).sqrt()
         scale = scale.to(self.root.dtype).view(self.batch, -1)
         probes = probes.to(scale.device)
-        total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
-        with pulling(self) as pull:
-            for k, seed in enumerate(orthogonal(self.root, self.batch, most)):
-                now = (scale * (probes > k)[:, None]).view(-1, 1)
-                found = pull(self.root.unflat(seed * now))
-                if found is not None:
-                    total += self.leaf.flat(found).double().square().sum(-1)
-        total = total.view(self.batch, -1)
+        seeds = enumerate(orthogonal(self.root, self.batch, most))
+        weighted = (seed * (scale * (probes > k)[:, None]).view(-1, 1) for k, seed in seeds)
+        total = self.energy(weighted).view(self.batch, -1)
         # The sums are known: each token hands on all of its weight.
         given = torch.where(sizes.view(self.batch, -1) > 0, w.double().to(total.device), 0).sum(1)
         return total * (given / total.sum(1).clamp(min=1e-300))[:, None]
@@ -192,12 +187,7 @@ class Patches(Transport):
     @cached_property
     def shares(self) -> Tensor:
         """The entry of T of each token of the leaf, ``(T_leaf,)``."""
-        energy = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
-        with pulling(self) as pull:
-            for seed in orthogonal(self.root, self.batch, min(64, self.root.width)):
-                found = pull(self.root.unflat(seed))
-                if found is not None:
-                    energy += self.leaf.flat(found).double().square().sum(-1)
+        energy = self.energy(orthogonal(self.root, self.batch, min(64, self.root.width)))
         return energy / self._summed(energy).clamp(min=1e-300)[self.owner.clamp(min=0)]
 
     def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:

@@ -8,7 +8,7 @@ earlier one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from captum_ssm._capture.token_map import TokenMaps
 from captum_ssm._capture.wiring import Link, Read, Stage, Wiring, sequence
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point
-from captum_ssm._transport import Transport, pairs
+from captum_ssm._transport import Pairs, Transport, pairs
 
 
 def measure(
@@ -68,8 +68,8 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     mixing = _Mixing(graph, readout.is_per_token)
     simple = _counts_agree(graph, readout) and not mixing.between(list(graph.exits))
     skips = Skips(graph, is_pooled=not readout.is_per_token)
-    maps = TokenMaps(graph, skips, [] if simple else mixing.unmixed())
-    stages, output = _stages(graph, maps, simple=simple), _output(graph, maps, readout, simple)
+    maps = TokenMaps(graph, skips, None if simple else mixing.unmixed())
+    stages, output = _stages(graph, maps), _output(graph, maps, readout)
     streams = ResidualStreams(graph)
     for s, stage in enumerate(stages):
         chosen = skips.partial & set(stage.calls) or _is_selected(graph, stage.calls[0])
@@ -84,8 +84,9 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     past = readout.past_pool(streams, stages, shares)
     balance = readout.balance(past, shares)
     # The tokens of the output do not read what goes past: only the output as a whole does.
-    stage_of = _stage_of(graph)
-    output += tuple((stage_of[k], Link().of(torch.zeros_like(read))) for k, read in past.items())
+    output += tuple(
+        (graph.stage_of[k], Link().of(torch.zeros_like(read))) for k, read in past.items()
+    )
     ends = [*graph.entries.values(), readout.output]
     return Wiring(
         stages,
@@ -102,34 +103,29 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     )
 
 
-def _stage_of(graph: MixerGraph) -> dict[int, int]:
-    inputs = {i: i for i in graph.exits if i < 0}
-    return inputs | {i: s for s, group in enumerate(graph.groups) for i in group}
-
-
-def _stages(graph: MixerGraph, maps: TokenMaps, *, simple: bool) -> list[Stage]:
-    stages, stage_of = [], _stage_of(graph)
-    for lead, *siblings in graph.groups:
-        reads = maps.reads(lead, stage_of, simple=simple)
-        for i in siblings:
-            if simple:
+def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Stage]:
+    stages = []
+    for group in graph.groups:
+        reads = maps.reads(group[0])
+        for i in group[1:]:
+            if maps.unmixed is None:
                 graph.orders[i] = None
             else:
-                _place_sibling(graph, i, lead)
-        stages.append(Stage((lead, *siblings), reads, graph.tokens(lead)))
+                _place_sibling(graph, i, group[0])
+            graph.put(i)
+        stages.append(Stage(tuple(group), reads, graph.tokens(group[0])))
     return stages
 
 
-def _output(graph: MixerGraph, maps: TokenMaps, readout: Readout, simple: bool) -> tuple[Read, ...]:
-    stage_of, end = _stage_of(graph), graph.end
+def _output(graph: MixerGraph, maps: TokenMaps, readout: Readout) -> tuple[Read, ...]:
+    end = graph.end
     if readout.is_per_token:
-        return maps.reads(end, stage_of, simple=simple)
-    direct = sorted(graph.direct[end], reverse=True)
-    sources = sorted({stage_of[i]: i for i in direct}.values())
-    if not simple and len(sources) == 1:
+        return maps.reads(end)
+    sources = graph.leads(end)
+    if maps.unmixed is not None and len(sources) == 1:
         maps.past[end] = maps.skips.of(end, sources[0])
         sources += maps.past[end]
-    return tuple((stage_of[i], Link()) for i in sources)
+    return tuple((graph.stage_of[i], Link()) for i in sources)
 
 
 def _counts_agree(graph: MixerGraph, readout: Readout) -> bool:
@@ -182,8 +178,11 @@ class _Mixing:
         # Mixers of the same tokens, in their orders, from one transport to the next. What happens
         # between two stages shows in what the later one reads of the one before both.
         graph = self.graph
-        for space in self._spaces():
-            if any(set(space) <= group for group in self._unmixed) or not self.between(space):
+        for grid in {grid: None for grid in graph.grid_of.values()}:
+            space = [i for i in graph.exits if graph.grid_of[i] == grid]
+            if len(space) < 2 or any(set(space) <= group for group in self._unmixed):
+                continue
+            if not self.between(space):
                 continue
             for i in [*space, *([graph.end] if self.per_token else [])]:
                 near = graph.direct.get(i, frozenset())
@@ -191,19 +190,6 @@ class _Mixing:
                 leaves = [j for j in space if j in near and j in graph.reads.get(i, ())]
                 if leaves:
                     maps.leak(i, leaves)
-
-    def _spaces(self) -> list[list[int]]:
-        graph = self.graph
-        space_of: dict[int, int] = {i: i for i in graph.exits if i < 0}
-        for i in range(graph.end):
-            links = {j: graph.links.get((i, j)) for j in graph.direct[i]}
-            linked = [j for j, link in links.items() if link is not None and link.is_in_place]
-            space_of[i] = space_of[linked[0]] if linked else space_of.get(graph.lead(i), i)
-        spaces: dict[int, list[int]] = {}
-        for i, space in space_of.items():
-            if i in graph.exits:
-                spaces.setdefault(space, []).append(i)
-        return [space for space in spaces.values() if len(space) > 1]
 
 
 def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
@@ -213,20 +199,13 @@ def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
         graph.orders[i] = graph.orders.get(lead)
         return
     T = graph.exits[i].tokens
-    place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
-    for k in sorted(graph.direct[i] & graph.direct[lead]):
-        mine, theirs = (_reading(graph, entry, k) for entry in (given, other))
-        if mine is not None and theirs is not None:
-            both = (mine >= 0) & (theirs >= 0)
-            place[mine[both]] = theirs[both]
     root = graph.entries[next(k for k, one in graph.direct.items() if i in one)]
-    if bool((place < 0).any()):
-        mine, theirs = (_reading(graph, root, k) for k in (i, lead))
-        if root is not None and mine is not None and theirs is not None:
-            by_root = torch.full((root.tokens,), -1)
-            by_root[theirs[theirs >= 0]] = (theirs >= 0).nonzero()[:, 0]
-            more = torch.where(mine >= 0, by_root[mine.clamp(min=0)], -1)
-            place = torch.where(place < 0, more, place)
+    place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
+    for mine, theirs in _alike(graph, i, lead, root):
+        both = (mine >= 0) & (theirs >= 0)
+        place[mine[both]] = theirs[both]
+        if bool((place >= 0).all()):
+            break
     left = torch.ones(T, dtype=torch.bool)
     left[place[place >= 0]] = False
     if int(left.sum()) == 1:
@@ -239,9 +218,23 @@ def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
         raise graph.refused(i, lead, "side by side, in orders that could not be told apart")
 
 
-def _reading(graph: MixerGraph, root: Point | None, k: int) -> Tensor | None:
-    # Which token of a root reads each of k, -1 for none; None where several do.
-    if root is None:
-        return None
-    found = pairs(Transport(root, graph.exits[k], graph.batch), repeated=False)
-    return None if found is None else found.reader
+def _alike(
+    graph: MixerGraph, i: int, lead: int, root: Point | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    # Which token of each of two mixers reads a token of a third one, or is read by one of a root.
+    def found(reading: Point | None, k: int) -> Pairs | None:
+        if reading is None:
+            return None
+        return pairs(Transport(reading, graph.exits[k], graph.batch), repeated=False)
+
+    for k in sorted(graph.direct[i] & graph.direct[lead]):
+        both = [found(graph.entries[j], k) for j in (i, lead)]
+        mine, theirs = (None if one is None else one.reader for one in both)
+        if mine is not None and theirs is not None:
+            yield mine, theirs
+    both = [found(root, j) for j in (i, lead)]
+    mine, theirs = (
+        None if one is None or root is None else one.source(root.tokens) for one in both
+    )
+    if mine is not None and theirs is not None:
+        yield mine, theirs

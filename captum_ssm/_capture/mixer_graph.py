@@ -34,6 +34,7 @@ ADVICE = (
     "convergence delta. Or register the module that mixes the tokens with "
     "captum_ssm.register_mixer."
 )
+_UNKNOWN = Link(source=torch.empty(0))
 
 
 class MixerGraph:
@@ -59,6 +60,8 @@ class MixerGraph:
         ways (tuple of Way): of the inputs.
         orders (Orders): in which order each is given the tokens, as far as it is known.
         links (dict): how each reads others, as far as it is known.
+        stage_of (dict): the stage of each mixer, and each input for itself.
+        grid_of (dict): by mixer and input, the first one whose tokens are the same.
     """
 
     def __init__(self, cuts: Cuts, output: Point | None, batch: int, *, in_grid: bool) -> None:
@@ -77,6 +80,9 @@ class MixerGraph:
         self.groups = side_by_side(self.direct)
         self.orders = Orders(batch)
         self.links: dict[tuple[int, int], Link] = {}
+        self.stage_of = {i: i for i in self.exits if i < 0}
+        self.stage_of |= {i: s for s, group in enumerate(self.groups) for i in group}
+        self.grid_of = {i: i for i in self.exits if i < 0}
 
     def _ways(self, starts: dict[int, Start]) -> tuple[Way, ...]:
         if not starts or sorted(starts) != list(range(len(starts))):
@@ -150,6 +156,11 @@ class MixerGraph:
         """The exits."""
         return list(self.exits.values())
 
+    def leads(self, i: int) -> list[int]:
+        """What i reads directly: of mixers side by side the first one."""
+        direct = sorted(self.direct[i], reverse=True)
+        return sorted({self.stage_of[j]: j for j in direct}.values())
+
     def lead(self, i: int) -> int:
         """The first mixer side by side with one."""
         return next((group[0] for group in self.groups if i in group), i)
@@ -164,12 +175,14 @@ class MixerGraph:
         entry = self.entries.get(k)
         return set() if k < 0 or entry is None else self.near([entry])
 
-    def is_in_place(self, i: int, j: int) -> bool:
+    def put(self, i: int) -> None:
+        """Note whose tokens are those of i, a mixer whose links are known."""
+        linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).is_in_place]
+        self.grid_of[i] = self.grid_of[linked[0]] if linked else self.grid_of.get(self.lead(i), i)
+
+    def is_same_grid(self, i: int, j: int) -> bool:
         """Whether the tokens of i are those of j, from one mixer to the next."""
-        if i == j:
-            return True
-        before = [k for (one, k), link in self.links.items() if one == i and link.is_in_place]
-        return any(self.is_in_place(k, j) for k in before)
+        return self.grid_of[i] == self.grid_of[j]
 
     def order(self, i: int) -> Tensor:
         """Which of the model's tokens each token of a mixer, an input or the output is."""

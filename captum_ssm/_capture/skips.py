@@ -52,7 +52,7 @@ class Skips:
         while waiting - passed:
             k = max(waiting - passed)
             passed.add(k)
-            if graph.is_in_place(j, k):
+            if graph.is_same_grid(j, k):
                 if k not in read:  # some of the tokens may go past these mixers too
                     waiting |= self._start(k)
                 continue
@@ -90,7 +90,7 @@ class Skips:
         return {
             k: Transport(root, graph.exits[k], graph.batch, tuple(found.stream))
             for k in near - {j}
-            if graph.exits[k].tokens == root.tokens and graph.is_in_place(j, k)
+            if graph.exits[k].tokens == root.tokens and graph.is_same_grid(j, k)
         }
 
     def _near(self, root: Point, found: Joints) -> list[set[int]]:
@@ -107,11 +107,10 @@ class Skips:
 
     def _first(self, i: int) -> int:
         # The first of the mixers that work on the same tokens.
-        return next((k for k in range(i + 1) if self.graph.is_in_place(i, k)), i)
+        return next((k for k in range(i + 1) if self.graph.is_same_grid(k, i)), i)
 
     def _start(self, i: int) -> set[int]:
-        first = self._first(i)
-        return {k for m, k in self.graph.links if m == first}
+        return {k for m, k in self.graph.links if m == self._first(i)}
 
     def _handed_on(self, i: int, around: Iterable[int], k: int) -> Tensor | None:
         """Which tokens of k residual streams hand on to i, ``(T,)`` bool; None for none.
@@ -183,8 +182,7 @@ class Skips:
 
 
 def _is_read(way: Transport) -> bool:
-    energy = way.energy(way.root.unflat(way.root.noise(torch.Generator().manual_seed(0))))
-    return energy is not None and bool(energy.any())
+    return bool(way.energy([way.root.noise(torch.Generator().manual_seed(0))]).any())
 
 
 def _read_all(ways: Iterable[Transport]) -> bool:

@@ -56,7 +56,7 @@ class ResidualStreams:
         for back in range(stage + 1):
             first = self.groups[stage - back][0]
             read = self.read.get(first, frozenset())
-            if read & rest and read <= added and self.graph.is_in_place(group[0], first):
+            if read & rest and read <= added and self.graph.is_same_grid(group[0], first):
                 streams.append(back)
                 rest = rest - read
         if not rest:

@@ -35,7 +35,8 @@ class TokenMaps:
     Args:
         graph (MixerGraph): the run; its orders and links are filled in.
         skips (Skips): of the run.
-        unmixed (list of set of int): mixers between which each token is read in its place only.
+        unmixed (list of set of int): mixers between which each token is read in its place only;
+            None for all of them.
 
     Attributes:
         past (dict): by what reads past others, the ways to what it reads.
@@ -43,7 +44,7 @@ class TokenMaps:
         is_far (bool): whether they read others than their neighbors so.
     """
 
-    def __init__(self, graph: MixerGraph, skips: Skips, unmixed: list[set[int]]) -> None:
+    def __init__(self, graph: MixerGraph, skips: Skips, unmixed: list[set[int]] | None) -> None:
         self.graph, self.skips, self.unmixed = graph, skips, unmixed
         self.past: dict[int, dict[int, Transport]] = {}
         self.exchanged, self.is_far = 0.0, False
@@ -51,16 +52,10 @@ class TokenMaps:
         self._read_by: dict[int, tuple[Read, ...]] = {}
         self._read_past: dict[int, tuple[Read, ...]] = {}
 
-    def reads(self, i: int, stage_of: dict[int, int], *, simple: bool) -> tuple[Read, ...]:
-        """What i reads: one read per stage, by way of its first mixer.
-
-        Args:
-            i (int): a mixer, or the output.
-            stage_of (dict): the stage of each mixer and input.
-            simple (bool): whether each token is known to be read in its place.
-        """
-        graph, links = self.graph, self.graph.links
-        leads = sorted({stage_of[j]: j for j in sorted(graph.direct[i], reverse=True)}.values())
+    def reads(self, i: int) -> tuple[Read, ...]:
+        """What i, a mixer or the output, reads: one read per stage, by way of its first mixer."""
+        graph, links, simple = self.graph, self.graph.links, self.unmixed is None
+        leads = graph.leads(i)
         inputs = [j for j in leads if j < 0]
         for j in leads:
             links[i, j] = Link() if simple else self._map(i, j)
@@ -74,10 +69,11 @@ class TokenMaps:
             ]
             for j, share in zip(inputs, portions(sizes), strict=True):
                 links[i, j] = replace(links[i, j], share=share)
-        found = [(stage_of[j], links[i, j]) for j in leads]
+        found = [(graph.stage_of[j], links[i, j]) for j in leads]
         if not simple:
             self._check_unread(i, [link for _, link in found])
         graph.orders.setdefault(i, None)
+        graph.put(i)
         self._read_by[i] = (*found, *self._read_past.get(i, ()))
         return self._read_by[i]
 
@@ -104,7 +100,7 @@ class TokenMaps:
         root, leaf, B = graph.entries[i], graph.exits[j], graph.batch
         if root is None:  # an output without a graph
             return Link()
-        if way is None and any({i, j} <= group for group in self.unmixed):
+        if way is None and any({i, j} <= group for group in self.unmixed or ()):
             graph.orders.setdefault(i, graph.orders.get(j))
             return Link()
         stem = graph.ways[INPUT - j].stem if way is None and j < 0 else None
