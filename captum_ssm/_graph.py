@@ -10,7 +10,7 @@ windows that lie in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -188,7 +188,8 @@ def closed(edges: Iterable[GradientEdge]) -> Iterator[None]:
 
     def close(output: int) -> Callable[..., Any]:
         def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-            nothing = None if given[output] is None else torch.zeros_like(given[output])
+            gradient = given[output]
+            nothing = None if gradient is None else torch.zeros_like(gradient)
             return (*given[:output], nothing, *given[output + 1 :])
 
         return prehook
@@ -267,26 +268,24 @@ class WithoutZeroKernels(TorchDispatchMode):
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten._convolution.default)
 
 
-def dependencies(
-    roots: Sequence[Point | None], leaves: Sequence[Point], *, past_leaves: bool = True
-) -> list[frozenset[int]]:
+def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:
     """The leaves that each root depends on, read off the graph without a backward pass.
 
-    Leaves before another leaf count too, unless ``past_leaves`` is False. A root that is None
-    depends on nothing.
+    Leaves before another leaf count too. A root that is None depends on nothing.
     """
-    known = _bits_of_nodes(roots, leaves, past_leaves=past_leaves)
-    return [frozenset() if root is None else _members(known[root.edge.node]) for root in roots]
-
-
-def _bits_of_nodes(
-    roots: Sequence[Point | None], leaves: Sequence[Point], *, past_leaves: bool = True
-) -> dict[Node, int]:
-    # By node before the roots, the leaves it depends on: bit i for leaf i.
     bits = {leaf.edge.node: 1 << i for i, leaf in enumerate(leaves)}
-    known: dict[Node, int] = {} if past_leaves else dict(bits)
+    known: dict[Node, int] = {}
+    _add_bits([root.edge.node for root in roots if root is not None], bits, known)
+    return [
+        frozenset() if root is None else frozenset(_members(known[root.edge.node]))
+        for root in roots
+    ]
+
+
+def _add_bits(roots: Iterable[Node], bits: Mapping[Node, int], known: dict[Node, int]) -> None:
+    # To what is known by node, for all nodes before the roots: the bits of those it depends on.
     for root in roots:
-        stack = [] if root is None else [root.edge.node]
+        stack = [root]
         before: dict[Node, list[Node]] = {}  # of the nodes on the stack: slow to ask for
         while stack:
             node = stack[-1]
@@ -301,90 +300,15 @@ def _bits_of_nodes(
                 for n in before.pop(node):
                     found |= known[n]
                 known[node] = found
-    return known
+
+
+def _members(bits: int) -> Iterator[int]:
+    return (i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
 def is_read_past(root: Point, leaf: Point, between: Point) -> bool:
     """Whether a root depends on a leaf by another way too than through a point between them."""
     return leaf.edge.node in nodes_before([root.edge.node], {between.edge.node})
-
-
-def _members(bits: int) -> frozenset[int]:
-    return frozenset(i for i in range(bits.bit_length()) if bits >> i & 1)
-
-
-class CutGraph:
-    """A graph that is cut at its leaves: which of them its tensors read by way of no other.
-
-    Args:
-        roots (sequence of Point): where the graph ends.
-        leaves (sequence of Point): where it is cut.
-    """
-
-    def __init__(self, roots: Sequence[Point], leaves: Sequence[Point]) -> None:
-        self._ends = {leaf.edge.node for leaf in leaves}
-        self._known = _bits_of_nodes(roots, leaves, past_leaves=False)
-
-    def read_by(self, root: Point) -> frozenset[int]:
-        """The leaves that a root reads by way of no other."""
-        return _members(self._known[root.edge.node])
-
-    def added(
-        self, root: Point, passed: Collection[int], before: Collection[int], tokens: int | None
-    ) -> frozenset[int]:
-        """The leaves read by what is added, on the way to ``root``, to what comes of some leaves.
-
-        Factors are not added: a gate is no residual stream. Nor are finer tokens, as those of a
-        skip connection.
-
-        Args:
-            root (Point): one of the roots.
-            passed (collection of int): the leaves on whose way it is added.
-            before (collection of int): what is added reads no others.
-            tokens (int, optional): T, those of the leaves passed, where there are finer ones.
-        """
-        through = sum(1 << i for i in passed)
-        allowed = sum(1 << i for i in before)
-        found = 0
-        for node, edge in edges_before(
-            root.edge.node, self._ends, lambda edge: self._known[edge.node] & through != 0
-        ):
-            read = self._known[edge.node]
-            if not read or read & through or read & ~allowed or node.name().startswith(_FACTORS):
-                continue
-            if tokens is None or _times_finer(edge, tokens) < 2:
-                found |= read
-        return _members(found)
-
-    def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
-        """Whether a point itself is added, on the way to ``root``, to what comes of some leaves.
-
-        Args:
-            root (Point): one of the roots.
-            passed (collection of int): the leaves on whose way it is added.
-            point (Point): before the root.
-        """
-        through = sum(1 << i for i in passed)
-
-        def passes(edge: GradientEdge) -> bool:
-            return self._known.get(edge.node, 0) & through != 0
-
-        added = [
-            edge
-            for node, edge in edges_before(root.edge.node, self._ends, passes)
-            if not passes(edge) and not node.name().startswith(_FACTORS)
-        ]
-        while added:
-            edge = added.pop()
-            if edge.node is point.edge.node and edge.output_nr == point.edge.output_nr:
-                return True
-            if edge.node in self._ends:
-                continue
-            given = [GradientEdge(n, i) for n, i in edge.node.next_functions if n in self._known]
-            is_scaled = edge.node.name().startswith(_FACTORS) and len(given) == 1
-            if is_scaled or edge.node.name().startswith(_KEEPING):
-                added += given
-        return False
 
 
 @dataclass(frozen=True)
@@ -403,26 +327,99 @@ class Joints:
     leaves: frozenset[int]
 
 
-def joints(root: Point, entry: Point, leaves: Sequence[Point]) -> Joints:
-    """Where the graph before ``root`` joins that before ``entry``, an earlier point."""
-    ends = {leaf.edge.node: i for i, leaf in enumerate(leaves)}
-    before = nodes_before([entry.edge.node], ends)
-    found: dict[tuple[Node, int], GradientEdge] = {}
-    direct = set()
-    for _, edge in edges_before(root.edge.node, ends, lambda edge: edge.node not in before):
-        if edge.node in ends:
-            direct.add(ends[edge.node])
-        elif edge.node in before and edge.node.next_functions:  # a parameter has none
-            found[edge.node, edge.output_nr] = edge
-    edges = list(found.values())
-    all_before = {edge.node: nodes_before([edge.node], ends) for edge in edges}
-    stream = [
-        edge
-        for edge in edges
-        if _times_finer(edge, entry.tokens) <= 1
-        and not any(edge.node in all_before[o.node] for o in edges if o.node is not edge.node)
-    ]
-    return Joints(stream, [edge for edge in edges if edge not in stream], frozenset(direct))
+class CutGraph:
+    """A graph that is cut at its leaves: how its tensors read these by way of no other one.
+
+    Args:
+        leaves (mapping of int to Point): by name, where it is cut.
+    """
+
+    def __init__(self, leaves: Mapping[int, Point]) -> None:
+        self._names = list(leaves)
+        self._ends = {leaf.edge.node: 1 << k for k, leaf in enumerate(leaves.values())}
+        self._known = dict(self._ends)
+
+    def read_by(self, edge: GradientEdge) -> frozenset[int]:
+        """The leaves that a tensor reads by way of no other."""
+        return self._named(self._bits(edge))
+
+    def joints(self, root: Point, entry: Point) -> Joints:
+        """Where the graph before ``root`` joins that before ``entry``, an earlier point."""
+        before = nodes_before([entry.edge.node], self._ends)
+        found, direct = dict[GradientEdge, set[Node]](), 0
+        for _, edge in edges_before(root.edge.node, self._ends, lambda one: one.node not in before):
+            if edge.node in self._ends:
+                direct |= self._ends[edge.node]
+            elif edge.node in before and edge.node.next_functions:  # a parameter has none
+                found[edge] = nodes_before([edge.node], self._ends)
+        stream = [
+            edge
+            for edge in found
+            if _times_finer(edge, entry.tokens) <= 1
+            and not any(edge.node in known for o, known in found.items() if o.node is not edge.node)
+        ]
+        past = [edge for edge in found if edge not in stream]
+        return Joints(stream, past, self._named(direct))
+
+    def added(
+        self, root: Point, passed: Collection[int], before: Collection[int], tokens: int | None
+    ) -> frozenset[int]:
+        """The leaves read by what is added, on the way to ``root``, to what comes of some leaves.
+
+        Factors are not added: a gate is no residual stream. Nor are finer tokens, as those of a
+        skip connection.
+
+        Args:
+            root (Point): after the leaves.
+            passed (collection of int): the leaves on whose way it is added.
+            before (collection of int): what is added reads no others.
+            tokens (int, optional): T, those of the leaves passed, where there are finer ones.
+        """
+        found, others = 0, ~self._bits_of(before)
+        for edge in self._sides(root, passed):
+            read = self._bits(edge)
+            if not read & others and (tokens is None or _times_finer(edge, tokens) < 2):
+                found |= read
+        return self._named(found)
+
+    def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
+        """Whether a point itself is added, on the way to ``root``, to what comes of some leaves."""
+
+        def keeps(edge: GradientEdge) -> bool:
+            name = edge.node.name()
+            is_scaled = name.startswith(_FACTORS) and len(list(_inputs(edge.node))) == 1
+            return edge.node not in self._ends and (is_scaled or name.startswith(_KEEPING))
+
+        def kept(edge: GradientEdge) -> Iterator[GradientEdge]:
+            yield edge
+            if keeps(edge):
+                yield from (one for _, one in edges_before(edge.node, self._ends, keeps))
+
+        at = point.edge.node, point.edge.output_nr
+        kept_of = map(kept, self._sides(root, passed))
+        return any((one.node, one.output_nr) == at for edges in kept_of for one in edges)
+
+    def _sides(self, root: Point, passed: Collection[int]) -> Iterator[GradientEdge]:
+        # What is added on the way from a root to some leaves, and does not come of them.
+        through = self._bits_of(passed)
+
+        def passes(edge: GradientEdge) -> bool:
+            return self._bits(edge) & through != 0
+
+        for node, edge in edges_before(root.edge.node, self._ends, passes):
+            if not passes(edge) and not node.name().startswith(_FACTORS):
+                yield edge
+
+    def _bits(self, edge: GradientEdge) -> int:
+        if edge.node not in self._known:
+            _add_bits([edge.node], self._ends, self._known)
+        return self._known[edge.node]
+
+    def _bits_of(self, names: Collection[int]) -> int:
+        return sum(1 << self._names.index(name) for name in names)
+
+    def _named(self, bits: int) -> frozenset[int]:
+        return frozenset(self._names[k] for k in _members(bits))
 
 
 def meeting(root: Point, leaves: Sequence[Point]) -> GradientEdge | None:
@@ -436,7 +433,8 @@ def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[Gradie
     The roots and the leaves themselves are left out.
     """
     ends = {leaf.edge.node for leaf in leaves}
-    known = _bits_of_nodes(roots, leaves, past_leaves=False)
+    known = dict.fromkeys(ends, 1)
+    _add_bits([root.edge.node for root in roots], {}, known)
     # Earlier ones first.
     nodes = [node for node, bits in known.items() if bits and node not in ends]
     ways: dict[Any, int] = dict.fromkeys(ends, 1)  # to the leaves
@@ -476,12 +474,14 @@ def edges_before(
         if node in seen:
             continue
         seen.add(node)
-        for earlier, output in node.next_functions:
-            if earlier is not None:
-                edge = GradientEdge(earlier, output)
-                yield node, edge
-                if enters(edge):
-                    stack.append(earlier)
+        for edge in _inputs(node):
+            yield node, edge
+            if enters(edge):
+                stack.append(edge.node)
+
+
+def _inputs(node: Node) -> Iterator[GradientEdge]:
+    return (GradientEdge(n, output) for n, output in node.next_functions if n is not None)
 
 
 def nodes_before(roots: Iterable[Node], ends: Collection[Node] = ()) -> set[Node]:

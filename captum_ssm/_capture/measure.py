@@ -81,7 +81,7 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     shares: list[Tensor | None] = [None] * len(output)
     if not readout.is_whole:
         shares = readout.shares(output, stages, maps.past.get(graph.end, {}))
-    past = readout.past_pool(streams, stages, shares)
+    past = readout.past_pool(stages, shares)
     balance = readout.balance(past, shares)
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
@@ -178,8 +178,11 @@ class _Mixing:
         # Mixers of the same tokens, in their orders, from one transport to the next. What happens
         # between two stages shows in what the later one reads of the one before both.
         graph = self.graph
-        for grid in {grid: None for grid in graph.grid_of.values()}:
-            space = [i for i in graph.exits if graph.grid_of[i] == grid]
+        spaces: dict[int, list[int]] = {}
+        for i, grid in graph.grid_of.items():
+            if i != graph.end:
+                spaces.setdefault(grid, []).append(i)
+        for space in spaces.values():
             if len(space) < 2 or any(set(space) <= group for group in self._unmixed):
                 continue
             if not self.between(space):

@@ -14,7 +14,7 @@ from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.ways import Way, feature_axis, stem_of
 from captum_ssm._capture.wiring import INPUT, Link, nearest, side_by_side
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, dependencies, nodes_before
+from captum_ssm._graph import CutGraph, Point, dependencies, nodes_before
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 MIXERS = (
@@ -58,6 +58,7 @@ class MixerGraph:
         direct (dict of int to frozenset): what each reads by way of no other mixer.
         groups (list of list of int): the mixers of each stage.
         ways (tuple of Way): of the inputs.
+        cut (CutGraph): what is read by way of no other mixer, or input.
         orders (Orders): in which order each is given the tokens, as far as it is known.
         links (dict): how each reads others, as far as it is known.
         stage_of (dict): the stage of each mixer, and each input for itself.
@@ -74,10 +75,12 @@ class MixerGraph:
         if not in_grid:
             self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
         found = dependencies(list(self.entries.values()), list(self.exits.values()))
-        self.reads = {i: self.named(one) for i, one in zip(self.entries, found, strict=True)}
+        keys = list(self.exits)
+        self.reads = {i: {keys[k] for k in one} for i, one in zip(self.entries, found, strict=True)}
         self.direct = nearest(self.reads)
         self._refuse_lost()
         self.groups = side_by_side(self.direct)
+        self.cut = CutGraph({INPUT - k: way.leaf for k, way in enumerate(self.ways)} | self.exits)
         self.orders = Orders(batch)
         self.links: dict[tuple[int, int], Link] = {}
         self.stage_of = {i: i for i in self.exits if i < 0}
@@ -136,11 +139,6 @@ class MixerGraph:
                     "explain one example at a time."
                 )
 
-    def named(self, leaves: Iterable[int]) -> set[int]:
-        """The mixers and inputs of which these are the numbers among the exits."""
-        keys = list(self.exits)
-        return {keys[k] for k in leaves}
-
     def name(self, i: int) -> str:
         """What i is called in messages."""
         if i < 0:
@@ -165,15 +163,10 @@ class MixerGraph:
         """The first mixer side by side with one."""
         return next((group[0] for group in self.groups if i in group), i)
 
-    def near(self, points: Iterable[Point]) -> set[int]:
-        """The mixers and inputs that some points read by way of no other."""
-        found = dependencies(list(points), self.leaves, past_leaves=False)
-        return self.named(frozenset().union(*found))
-
-    def stream_read_by(self, k: int) -> set[int]:
-        """The mixers and inputs whose sum is the residual stream around k."""
-        entry = self.entries.get(k)
-        return set() if k < 0 or entry is None else self.near([entry])
+    def read_by(self, i: int) -> frozenset[int]:
+        """The mixers and inputs, read by way of no other, whose sum is the stream given to i."""
+        entry = self.entries.get(i)
+        return frozenset() if entry is None else self.cut.read_by(entry.edge)
 
     def put(self, i: int) -> None:
         """Note whose tokens are those of i, a mixer whose links are known."""

@@ -13,7 +13,6 @@ from captum_ssm._capture.ledger import Gathered, gathered, source_of, token_tens
 from captum_ssm._capture.mixer_graph import MIXERS, MixerGraph
 from captum_ssm._capture.mixing import is_mixed
 from captum_ssm._capture.orders import Orders
-from captum_ssm._capture.streams import ResidualStreams
 from captum_ssm._capture.ways import portions
 from captum_ssm._capture.wiring import Read, Stage
 from captum_ssm._graph import Point
@@ -114,9 +113,7 @@ class Readout:
             found = [one * part for one, part in zip(found, parts, strict=True)]
         return list(found)
 
-    def past_pool(
-        self, streams: ResidualStreams, stages: Sequence[Stage], shares: list[Tensor | None]
-    ) -> dict[int, Tensor]:
+    def past_pool(self, stages: Sequence[Stage], shares: list[Tensor | None]) -> dict[int, Tensor]:
         """What a pooled output reads past its tokens: the shares ``(B, T)``, by mixer.
 
         The shares that it is known to read elsewhere are changed in place.
@@ -136,7 +133,7 @@ class Readout:
             k = max(left)
             past[k] = left.pop(k)
             stage = next((one for one in stages if k in one.calls), None)
-            stream = streams.read.get(k, frozenset()) if stage and stage.around else frozenset()
+            stream = graph.read_by(k) if stage and stage.around else frozenset()
             for m in stream & left.keys():
                 left[m] = left[m] * (past[k] == 0)
             if not stream <= self._left.keys() or (stage and len(stage.calls) > 1):

@@ -14,11 +14,12 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.mixer_graph import MixerGraph
 from captum_ssm._capture.wiring import nearest
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Joints, Point, dependencies, joints, meeting, shape_of
+from captum_ssm._graph import Point, meeting, shape_of
 from captum_ssm._transport import Pairs, Patches, Transport, pairs, pushed
 
 
@@ -43,9 +44,9 @@ class Skips:
         root, entry = graph.entries[i], graph.entries.get(j)
         if root is None or entry is None:
             return {}
-        found = joints(root, entry, graph.leaves)
-        read = self._leads(graph.named(found.leaves))
-        near = self._near(root, found)
+        found = graph.cut.joints(root, entry)
+        read = self._leads(found.leaves)
+        near = [self._nearest(edge) for edge in found.past]
         known = read.union(*near)
         ways: dict[int, Transport] = {}
         passed, partly, waiting = set[int](), [j], set(known)
@@ -83,27 +84,25 @@ class Skips:
         root, entry = graph.entries[i], graph.entries.get(j)
         if root is None or entry is None:
             return {}
-        found = joints(root, entry, graph.leaves)
-        near = graph.near(replace(root, edge=edge) for edge in found.past)
-        if found.stream:
-            near |= graph.named(found.leaves)
+        found = graph.cut.joints(root, entry)
+        near = set(found.leaves if found.stream else ()).union(*map(graph.cut.read_by, found.past))
         return {
             k: Transport(root, graph.exits[k], graph.batch, tuple(found.stream))
-            for k in near - {j}
-            if graph.exits[k].tokens == root.tokens and graph.is_same_grid(j, k)
+            for k in near & graph.exits.keys()
+            if graph.exits[k].tokens == root.tokens
+            and graph.is_same_grid(j, k)
+            and graph.lead(j) != graph.lead(k)
         }
 
-    def _near(self, root: Point, found: Joints) -> list[set[int]]:
-        # By joint past the stream, what is read by it.
-        graph, near = self.graph, []
-        points = [replace(root, edge=edge) for edge in found.past]
-        for one in dependencies(points, graph.leaves, past_leaves=False):
-            reads = {**graph.reads, graph.end: graph.named(one)}
-            near.append(self._leads(nearest(reads)[graph.end] if one else ()))
-        return near
+    def _nearest(self, edge: GradientEdge) -> set[int]:
+        # What a tensor reads, except by way of others that it reads.
+        graph, read = self.graph, self.graph.cut.read_by(edge)
+        reads = {**graph.reads, graph.end: set(read)}
+        return self._leads(nearest(reads)[graph.end] if read else ())
 
     def _leads(self, found: Iterable[int]) -> set[int]:
-        return {self.graph.lead(i) for i in found}
+        # An input may be left out, where it is known which token is which patch.
+        return {self.graph.lead(i) for i in found if i in self.graph.exits}
 
     def _first(self, i: int) -> int:
         # The first of the mixers that work on the same tokens.

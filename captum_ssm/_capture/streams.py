@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from captum_ssm._capture.mixer_graph import ADVICE, MixerGraph
-from captum_ssm._capture.wiring import INPUT
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import CutGraph
+from captum_ssm._graph import Point
 
 
 class ResidualStreams:
     """The residual streams of one run.
 
     Args:
-        graph (MixerGraph): the run.
+        graph (MixerGraph): the run, with the grids of its tokens.
     """
 
     def __init__(self, graph: MixerGraph) -> None:
-        self.graph, self.groups, self.direct = graph, graph.groups, graph.direct
-        self.leaves = graph.exits | {INPUT - k: way.leaf for k, way in enumerate(graph.ways)}
-        self.keys = list(self.leaves)
-        self.entries = {i: entry for i, entry in graph.entries.items() if entry is not None}
-        self.cut = CutGraph(list(self.entries.values()), list(self.leaves.values()))
-        # By entry, the mixers and inputs that it reads by way of no other mixer.
-        self.read = {i: self._named(self.cut.read_by(entry)) for i, entry in self.entries.items()}
+        self.graph = graph
 
     def around(self, stage: int, *, finer: bool) -> tuple[int, ...]:
         """How many stages before this one the residual streams leave that go around it.
@@ -40,31 +31,31 @@ class ResidualStreams:
             UnsupportedModelError: where what is added is no such stream, or not the same for all
                 that read the stage.
         """
-        group = self.groups[stage]
-        nexts = [i for i in self.entries if self.direct[i] & set(group)]
-        if any(i not in self.entries for i in group) or not nexts or min(self.leaves) >= 0:
+        graph, group, nexts = self.graph, self.graph.groups[stage], self._nexts(stage)
+        if any(graph.entries[i] is None for i in group) or not nexts or not graph.ways:
             return (0,)  # not recorded
-        found = {self._added(group, i, finer) for i in nexts}
+        before = self._before(group)
+        tokens = graph.exits[group[0]].tokens if finer else None
+        found = {graph.cut.added(root, group, before, tokens) for root in nexts}
+        name = graph.name(group[0])
         if len(found) > 1:
-            raise self._refused(
-                group,
-                "returns tokens that are read with a residual stream here and without it, or with "
-                "another one, there; expected the same for all that read them.",
+            raise UnsupportedModelError(
+                f"{name} returns tokens that are read with a residual stream here and without it, "
+                f"or with another one, there; expected the same for all that read them. {ADVICE}"
             )
         (added,) = found
         rest, streams = added, []
         for back in range(stage + 1):
-            first = self.groups[stage - back][0]
-            read = self.read.get(first, frozenset())
-            if read & rest and read <= added and self.graph.is_same_grid(group[0], first):
+            first = graph.groups[stage - back][0]
+            read = graph.read_by(first)
+            if read & rest and read <= added and graph.is_same_grid(group[0], first):
                 streams.append(back)
                 rest = rest - read
         if not rest:
             return tuple(streams)
-        raise self._refused(
-            group,
-            "returns tokens to which others are added that no mixer before it was given; expected "
-            "a residual stream around it, or around it and the mixers before it.",
+        raise UnsupportedModelError(
+            f"{name} returns tokens to which others are added that no mixer before it was given; "
+            f"expected a residual stream around it, or around it and the mixers before it. {ADVICE}"
         )
 
     def is_given(self, stage: int) -> bool | None:
@@ -72,28 +63,24 @@ class ResidualStreams:
 
         They are not where they are given what a norm makes of it.
         """
-        group = self.groups[stage]
-        given = self.entries.get(group[0])
-        passed = [self.keys.index(j) for j in group]
-        nexts = [root for i, root in self.entries.items() if self.direct[i] & set(group)]
+        group, nexts = self.graph.groups[stage], self._nexts(stage)
+        given = self.graph.entries[group[0]]
         if given is None or not nexts:
             return None
-        return any(self.cut.is_added(root, passed, given) for root in nexts)
+        return any(self.graph.cut.is_added(root, group, given) for root in nexts)
 
-    def _added(self, group: Sequence[int], i: int, finer: bool) -> frozenset[int]:
-        # What is read by that which is added between a group and an entry that reads it.
-        before: set[int] = set()  # all that the group depends on
+    def _nexts(self, stage: int) -> list[Point]:
+        # What is given to those that read a stage.
+        group, direct = set(self.graph.groups[stage]), self.graph.direct
+        entries = self.graph.entries.items()
+        return [entry for i, entry in entries if entry is not None and direct[i] & group]
+
+    def _before(self, group: list[int]) -> set[int]:
+        # All mixers and inputs that a group depends on.
+        found: set[int] = set()
         stack = list(group)
         while stack:
-            new = self.read.get(stack.pop(), frozenset()) - before
-            before |= new
+            new = self.graph.read_by(stack.pop()) - found
+            found |= new
             stack.extend(new)
-        passed, known = ([self.keys.index(j) for j in some] for some in (group, before))
-        tokens = self.leaves[group[0]].tokens if finer else None
-        return self._named(self.cut.added(self.entries[i], passed, known, tokens))
-
-    def _refused(self, group: Sequence[int], how: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.graph.name(group[0])} {how} {ADVICE}")
-
-    def _named(self, found: frozenset[int]) -> frozenset[int]:
-        return frozenset(self.keys[k] for k in found)
+        return found

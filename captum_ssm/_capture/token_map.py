@@ -20,7 +20,7 @@ from captum_ssm._capture.skips import Skips
 from captum_ssm._capture.ways import portions, shares
 from captum_ssm._capture.wiring import INPUT, Link, Read
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, gradients, joints, meetings
+from captum_ssm._graph import Point, gradients, meetings
 from captum_ssm._transport import Pairs, Patches, Transport, pairs
 
 # The largest share of what a token reads from others without a mixer.
@@ -213,7 +213,7 @@ class TokenMaps:
         if not moved:
             return {}
         k = max(moved)
-        if set(moved) != {k, *graph.stream_read_by(k)}:
+        if set(moved) != {k, *graph.read_by(k)}:
             raise graph.refused(k, i, "in other places, without the residual stream there")
         return {k: moved[k]}
 
@@ -264,7 +264,7 @@ class TokenMaps:
         unclear = graph.refused(i, j, "by something that is no mixer, past which others are read")
         held = gathered(root, graph.exits[j], graph.batch)
         stream = [one.point for one in held if one.is_in_place][-1]
-        found, way = joints(root, stream, graph.leaves), Transport(root, stream, graph.batch)
+        found, way = graph.cut.joints(root, stream), Transport(root, stream, graph.batch)
         others = {k for k in graph.direct[i] if graph.lead(k) != graph.lead(j)}
         if others or found.leaves or len(found.stream) != 1 or len(found.past) > 1:
             raise unclear
