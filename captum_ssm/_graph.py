@@ -422,11 +422,6 @@ class CutGraph:
         return frozenset(self._names[k] for k in _members(bits))
 
 
-def meeting(root: Point, leaves: Sequence[Point]) -> GradientEdge | None:
-    """The earliest tensor that all ways from ``root`` to some leaves pass; None for the root."""
-    return next(meetings([root], leaves), None)
-
-
 def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[GradientEdge]:
     """The tensors that all ways from some roots to some leaves pass, the earliest first.
 

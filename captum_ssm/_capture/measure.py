@@ -20,7 +20,7 @@ from captum_ssm._capture.mixer_graph import MixerGraph
 from captum_ssm._capture.mixing import is_mixed
 from captum_ssm._capture.readout import Readout
 from captum_ssm._capture.skips import Skips
-from captum_ssm._capture.streams import ResidualStreams
+from captum_ssm._capture.streams import is_given_stream, streams_around
 from captum_ssm._capture.token_map import TokenMaps
 from captum_ssm._capture.wiring import Link, Read, Stage, Wiring, sequence
 from captum_ssm._errors import UnsupportedModelError
@@ -70,11 +70,10 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     skips = Skips(graph, is_pooled=not readout.is_per_token)
     maps = TokenMaps(graph, skips, None if simple else mixing.unmixed())
     stages, output = _stages(graph, maps), _output(graph, maps, readout)
-    streams = ResidualStreams(graph)
     for s, stage in enumerate(stages):
         chosen = skips.partial & set(stage.calls) or _is_selected(graph, stage.calls[0])
-        around = streams.around(s, finer=not (simple or chosen))
-        is_given = streams.is_given(s) if 0 in around else None
+        around = streams_around(graph, s, finer=not (simple or chosen))
+        is_given = is_given_stream(graph, s) if 0 in around else None
         stages[s] = replace(stage, around=around, is_given_stream=is_given)
     if not simple:
         mixing.check(maps)

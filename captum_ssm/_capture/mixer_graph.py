@@ -14,7 +14,7 @@ from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.ways import Way, feature_axis, stem_of
 from captum_ssm._capture.wiring import INPUT, Link, nearest, side_by_side
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import CutGraph, Point, dependencies, nodes_before
+from captum_ssm._graph import CutGraph, Point, nodes_before
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 MIXERS = (
@@ -54,7 +54,7 @@ class MixerGraph:
         entries (dict of int to Point): the tokens that each mixer, and the output, is given; None
             where these depend on nothing that was recorded.
         exits (dict of int to Point): those that each mixer returned, and those of the inputs.
-        reads (dict of int to set): all that each depends on.
+        reads (dict of int to set): what each reads, also by way of the residual stream.
         direct (dict of int to frozenset): what each reads by way of no other mixer.
         groups (list of list of int): the mixers of each stage.
         ways (tuple of Way): of the inputs.
@@ -71,16 +71,15 @@ class MixerGraph:
         self.exits = {i: port.exit for i, port in enumerate(cuts.ports)}
         self.entries = {i: port.entry for i, port in enumerate(cuts.ports)}
         self.entries[self.end] = output
+        starts = {INPUT - k: start.point for k, start in cuts.starts.items()}
+        self.cut = CutGraph(starts | self.exits)
         self.ways = self._ways(cuts.starts)
         if not in_grid:
             self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
-        found = dependencies(list(self.entries.values()), list(self.exits.values()))
-        keys = list(self.exits)
-        self.reads = {i: {keys[k] for k in one} for i, one in zip(self.entries, found, strict=True)}
+        self.reads = {i: {*self.read_by(i) & self.exits.keys()} for i in self.entries}
         self.direct = nearest(self.reads)
         self._refuse_lost()
         self.groups = side_by_side(self.direct)
-        self.cut = CutGraph({INPUT - k: way.leaf for k, way in enumerate(self.ways)} | self.exits)
         self.orders = Orders(batch)
         self.links: dict[tuple[int, int], Link] = {}
         self.stage_of = {i: i for i in self.exits if i < 0}
@@ -90,25 +89,20 @@ class MixerGraph:
     def _ways(self, starts: dict[int, Start]) -> tuple[Way, ...]:
         if not starts or sorted(starts) != list(range(len(starts))):
             return ()
-        leaves = [starts[k].point for k in range(len(starts))]
-        roots = [entry for entry in self.entries.values() if entry is not None]
-        found = dependencies(roots, [*leaves, *self.exits.values()])
         ways = []
-        for k, leaf in enumerate(leaves):
+        for k, start in sorted(starts.items()):
             # Tokens that are made of it without another mixer between.
-            mine = [
-                root
-                for root, one in zip(roots, found, strict=True)
-                if k in one and max(one) < len(leaves)
-            ]
+            read_by = ((root, self.read_by(i)) for i, root in self.entries.items())
+            mine = [root for root, one in read_by if root and INPUT - k in one and max(one) < 0]
+            leaf = start.point
             stem = None
-            if starts[k].embedded:
+            if start.embedded:
                 mine = []
             elif mine and leaf.channels is not None:
                 stem = stem_of(mine, leaf, self.batch)
                 axis = feature_axis(mine[0] if stem is None else stem, leaf, self.batch)
                 leaf = replace(leaf, channels=axis)
-            ways.append(Way(leaf, starts[k].values, tuple(mine), self.batch, stem))
+            ways.append(Way(leaf, start.values, tuple(mine), self.batch, stem))
         return tuple(ways)
 
     def _refuse_lost(self) -> None:
@@ -173,6 +167,10 @@ class MixerGraph:
         linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).is_in_place]
         self.grid_of[i] = self.grid_of[linked[0]] if linked else self.grid_of.get(self.lead(i), i)
 
+    def first(self, i: int) -> int:
+        """The first of the mixers that work on the tokens of i."""
+        return next((k for k in range(i + 1) if self.is_same_grid(k, i)), i)
+
     def is_same_grid(self, i: int, j: int) -> bool:
         """Whether the tokens of i are those of j, from one mixer to the next."""
         return self.grid_of[i] == self.grid_of[j]
@@ -185,13 +183,17 @@ class MixerGraph:
 
     def windows(self, i: int) -> Tensor | None:
         """The order of one example's tokens in a mixer's windows, ``(W, l)``."""
-        try:
-            return self.orders.windows(i, self.exits[i])
-        except ValueError:
+        order, shape, T = self.orders.get(i), self.exits[i].shape, self.tokens(i)
+        windows = shape[0] // self.batch if len(shape) == 3 else 1
+        if order is None:
+            return None if windows == 1 else torch.arange(T).view(windows, -1)
+        local = self.orders.of_example(order, T, T)
+        if local is None:
             raise UnsupportedModelError(
                 f"{self.name(i)} is given the tokens of each example in an order of its own; "
                 "explain one example at a time."
-            ) from None
+            )
+        return local.view(windows, -1)
 
     def kinds_before(self, root: Point, others: Iterable[Point] = ()) -> list[str]:
         """The operations from a point back to the cuts, or to some other points."""

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from captum_ssm._capture.mixer_graph import MixerGraph
 from captum_ssm._capture.wiring import nearest
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, meeting, shape_of
+from captum_ssm._graph import Point, meetings, shape_of
 from captum_ssm._transport import Pairs, Patches, Transport, pairs, pushed
 
 
@@ -104,12 +104,10 @@ class Skips:
         # An input may be left out, where it is known which token is which patch.
         return {self.graph.lead(i) for i in found if i in self.graph.exits}
 
-    def _first(self, i: int) -> int:
-        # The first of the mixers that work on the same tokens.
-        return next((k for k in range(i + 1) if self.graph.is_same_grid(k, i)), i)
-
     def _start(self, i: int) -> set[int]:
-        return {k for m, k in self.graph.links if m == self._first(i)}
+        # What the first of the mixers reads that work on the same tokens.
+        first = self.graph.first(i)
+        return {k for m, k in self.graph.links if m == first}
 
     def _handed_on(self, i: int, around: Iterable[int], k: int) -> Tensor | None:
         """Which tokens of k residual streams hand on to i, ``(T,)`` bool; None for none.
@@ -126,7 +124,7 @@ class Skips:
         return reduce(torch.logical_or, found) if found else None
 
     def _handed_on_around(self, i: int, j: int, k: int) -> Tensor | None:
-        graph, made = self.graph, self._made(self._first(j), k)
+        graph, made = self.graph, self._made(self.graph.first(j), k)
         if made is None:
             return None
         made_of = defaultdict[int, set[int]](set)
@@ -174,7 +172,7 @@ class Skips:
         root = self.graph.entries[i]
         if root is None or i < self.graph.end or not self.is_pooled:
             return [] if root is None else [root]
-        edge = meeting(root, [self.graph.exits[m] for m in leaves])
+        edge = next(meetings([root], [self.graph.exits[m] for m in leaves]), None)
         if edge is None:
             return []
         return [replace(root, edge=edge, shape=shape_of(edge), channels=axis) for axis in (-1, 1)]
