@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -100,14 +101,16 @@ class Point:
         return x.reshape(moved).movedim(-1, self.channels)
 
     def noise(self, generator: torch.Generator) -> Tensor:
-        """Normal numbers ``(T, E)``, the same on every device."""
-        x = torch.randn(self.tokens, self.width, generator=generator)
+        """Normal numbers ``(T, E)``, the same on every device; complex where the tensor is."""
+        kind = torch.complex64 if self.dtype.is_complex else None
+        x = torch.randn(self.tokens, self.width, generator=generator, dtype=kind)
         return x.to(self.device, self.dtype)
 
     def rank_one(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Normal numbers ``(T, 1)`` and ``(E,)``, whose products are as good as :meth:`noise`."""
         rows = torch.randn(self.tokens, 1, generator=generator)
-        columns = torch.randn(self.width, generator=generator)
+        kind = torch.complex64 if self.dtype.is_complex else None
+        columns = torch.randn(self.width, generator=generator, dtype=kind)
         return rows.to(self.device, self.dtype), columns.to(self.device, self.dtype)
 
 
@@ -156,27 +159,20 @@ def visit_gradients(
         torch.zeros((), dtype=root.dtype, device=root.device).expand(root.shape) for root in roots
     ]
 
-    def put(root: Point, seed: Callable[[], Tensor]) -> Callable[..., Any]:
-        def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-            added, k = root.unflat(seed()), root.edge.output_nr
-            whole = given[k]
-            return (*given[:k], added if whole is None else whole + added, *given[k + 1 :])
+    def put(root: Point, seed: Callable[[], Tensor], gradient: Tensor | None) -> Tensor:
+        added = root.unflat(seed())
+        return added if gradient is None else gradient + added
 
-        return prehook
-
-    def look(i: int, leaf: Point) -> Callable[..., None]:
-        def prehook(given: tuple[Tensor | None, ...]) -> None:
-            gradient = given[leaf.edge.output_nr]
-            if gradient is not None:
-                visit(i, leaf.flat(gradient))
-
-        return prehook
+    def look(i: int, leaf: Point, gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None:
+            visit(i, leaf.flat(gradient))
+        return gradient
 
     with ExitStack() as stack:
         for root, seed in zip(roots, seeds, strict=True):
-            stack.callback(root.edge.node.register_prehook(put(root, seed)).remove)
+            stack.enter_context(_passing(root.edge, partial(put, root, seed)))
         for i, leaf in enumerate(leaves):
-            stack.callback(leaf.edge.node.register_prehook(look(i, leaf)).remove)
+            stack.enter_context(_passing(leaf.edge, partial(look, i, leaf)))
         torch.autograd.grad(
             [root.edge for root in roots], before, nothing, retain_graph=True, allow_unused=True
         )
@@ -186,19 +182,29 @@ def visit_gradients(
 def closed(edges: Iterable[GradientEdge]) -> Iterator[None]:
     """No gradient passes these tensors meanwhile."""
 
-    def close(output: int) -> Callable[..., Any]:
-        def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-            gradient = given[output]
-            nothing = None if gradient is None else torch.zeros_like(gradient)
-            return (*given[:output], nothing, *given[output + 1 :])
-
-        return prehook
+    def close(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else torch.zeros_like(gradient)
 
     with ExitStack() as stack:
         for edge in edges:
-            hook = edge.node.register_prehook(close(edge.output_nr))
-            stack.callback(hook.remove)
+            stack.enter_context(_passing(edge, close))
         yield
+
+
+@contextmanager
+def _passing(
+    edge: GradientEdge, change: Callable[[Tensor | None], Tensor | None]
+) -> Iterator[None]:
+    # What a tensor is given as its gradient goes through a function meanwhile.
+    def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        k = edge.output_nr
+        return (*given[:k], change(given[k]), *given[k + 1 :])
+
+    hook = edge.node.register_prehook(prehook)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def past_writes(run: Callable[[], Result]) -> Result:
@@ -558,6 +564,8 @@ def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, b
         tuple: the numbers, ``(T,)`` int64, -1 for a first vector of zeros; None where vectors are
         not parallel. And whether they are clear of rounding.
     """
+    if first.is_complex():
+        first, second = (torch.view_as_real(x).flatten(1) for x in (first, second))
     a, b = first.double(), second.double()
     size = a.square().sum(-1)
     ratio = (a * b).sum(-1) / size.clamp(min=1e-300)
