@@ -139,15 +139,9 @@ def visit_gradients(
 ) -> None:
     """Show the gradients of :func:`gradients` one by one, each gone before the next is made.
 
-    Of a deep model on a long input all seeds and gradients together take more memory than its
-    graph. The graph is kept.
-
-    Args:
-        roots (sequence of Point): where gradients are put in.
-        seeds (sequence of Callable): by root, makes what is put in there, ``(T, E)``.
-        leaves (sequence of Point): where gradients are read. Not where the graph starts.
-        visit (Callable): takes the number of a leaf and the gradient there, ``(T, E)``. Not called
-            for a leaf that no root depends on.
+    All seeds and gradients of a deep model on a long input take more memory than its graph. The
+    graph is kept. ``visit`` takes the number of a leaf, which is not where the graph starts, and
+    the gradient there, ``(T, E)``.
     """
     before = [
         GradientEdge(node, k)
@@ -553,16 +547,10 @@ def readers(
 
 
 def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, bool]:
-    """The number k at each token whose second vector is its first one times 1 + k / count.
+    """The number k at each token whose second vector ``(E,)`` is its first times 1 + k / count.
 
-    Args:
-        first (Tensor): ``(T, E)``.
-        second (Tensor): ``(T, E)``.
-        count (int): numbers are below it.
-
-    Returns:
-        tuple: the numbers, ``(T,)`` int64, -1 for a first vector of zeros; None where vectors are
-        not parallel. And whether they are clear of rounding.
+    They are ``(T,)`` int64, -1 for a first vector of zeros; None where vectors are not parallel.
+    And whether they are clear of rounding.
     """
     if first.is_complex():
         first, second = (torch.view_as_real(x).flatten(1) for x in (first, second))
@@ -636,11 +624,7 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
     None where an entry is read by several. Four backward passes: seeded with ones, with a number
     for each token, with a number for each channel, and with random numbers as a proof.
 
-    Args:
-        root (Point): where gradients are put in.
-        leaf (Point): where they are read.
-        where (Tensor, optional): ``(T, E)`` bool, the entries of the root to look at.
-            Default: None
+    With ``where``, ``(T, E)`` bool, only some entries of the root are looked at.
     """
     T, E = root.tokens, root.width
     ones = torch.ones(T, E, dtype=root.dtype, device=root.device)
@@ -675,13 +659,7 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
 
 
 def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[int]) -> bool:
-    """Whether a tensor depends on some tensors, and else on nothing but some parameters.
-
-    Args:
-        root (Tensor): with a graph.
-        given (collection of Tensor): with a graph.
-        parameters (collection of int): the ids of parameters.
-    """
+    """Whether a tensor depends on some tensors, and else on nothing but some parameters."""
     ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, given)}
     stops = {node for node, _ in ends}
     start = get_gradient_edge(root).node

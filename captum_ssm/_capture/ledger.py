@@ -83,12 +83,8 @@ class Gathered:
 def gathered(root: Point, leaf: Point, batch: int) -> list[Gathered]:
     """Where tokens of ``leaf`` are still apart on the way to ``root``, the last one last.
 
-    The first is the leaf itself.
-
-    Args:
-        root (Point): a score, or an output without tokens.
-        leaf (Point): the tokens that a mixer returned.
-        batch (int): B.
+    The first is the leaf itself. The root is a score, an output without tokens, or what another
+    mixer is given.
     """
     found = [Gathered(leaf, torch.arange(leaf.tokens))]
     for edge in meetings([root], [leaf]):
@@ -155,17 +151,8 @@ def weights(
     """How strongly a score, or an output, reads the tokens of each leaf: ``(T,)``.
 
     These are the sums over channels of the gradients' sizes, norms and probabilities held
-    constant. None for a leaf that is not read.
-
-    Args:
-        root (Point): the score ``(B,)``, or an output ``(B, ...)``.
-        leaves (sequence of Point): before it.
-        batch (int): B.
-        cuts (iterable of Point): where the graph is cut.
-        around (iterable of GradientEdge, optional): the ways through these do not count.
-            Default: ()
-        power (int, optional): 2 for the sums of squares of plain gradients, as transports have
-            them. Default: 1
+    constant; with a ``power`` of 2 of plain gradients' squares, as transports have them. The ways
+    through the tensors in ``around`` do not count. None for a leaf that is not read.
     """
     total: list[Tensor | None] = [None] * len(leaves)
     nodes = [point.edge.node for point in (*leaves, *cuts)]
@@ -217,14 +204,7 @@ def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
 
 
 def token_tensors(root: Point, leaves: Iterable[Point], tokens: int, batch: int) -> list[Point]:
-    """The last tensors before ``root`` that hold ``tokens`` for each example, channels apart.
-
-    Args:
-        root (Point): a score, or an output.
-        leaves (iterable of Point): where the graph is cut.
-        tokens (int): T, of one example.
-        batch (int): B.
-    """
+    """The last tensors before ``root`` that hold ``tokens`` for each example, channels apart."""
 
     def held(edge: GradientEdge) -> Point | None:
         here = [one for one in points(edge, batch) if one.tokens == tokens * batch]

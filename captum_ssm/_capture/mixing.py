@@ -30,18 +30,10 @@ def is_mixed(
     *,
     all_read: bool = False,
 ) -> bool:
-    """Whether a token of a root depends on a leaf's tokens in other places.
+    """Whether tokens that mixers are given depend on tokens of mixers and inputs in other places.
 
-    So it does where some tokens of an input are read, and others, for which there is another token
-    in their place, are not.
-
-    Args:
-        roots (mapping of int to Point): by mixer, the tokens that it is given.
-        leaves (mapping of int to Point): by mixer, the tokens that it returned; by input, below
-            zero, its own.
-        orders (Orders): of both.
-        all_read (bool, optional): ask the same of what mixers returned as of inputs: that all of
-            the tokens are read, or none. Default: False
+    So they do where some tokens of an input are read, and others, for which there is another token
+    in their place, are not. With ``all_read`` the same is asked of what mixers returned.
     """
     asked = [i for i in leaves if i < 0 or all_read]
     if max(point.width for point in leaves.values()) < _WIDE:
@@ -108,13 +100,7 @@ def leaks(
 ) -> dict[int, Leak]:
     """What leaks into the tokens that a mixer is given from others of each leaf, if anything does.
 
-    Args:
-        mixer (int): whose tokens read.
-        root (Point): the tokens that it is given.
-        leaves (mapping of int to Point): by mixer, the tokens that it returned.
-        orders (Orders): of all.
-        around (sequence of GradientEdge, optional): what comes by way of these is no leak.
-            Default: ()
+    What comes by way of the tensors in ``around`` is no leak.
     """
     generator = torch.Generator().manual_seed(0)
     away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)

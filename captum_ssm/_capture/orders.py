@@ -31,12 +31,9 @@ class Orders(dict[int, "Tensor | None"]):
         self[mixer] = None if torch.equal(found, torch.arange(len(found))) else found
 
     def of_example(self, source: Tensor, count: int, earlier: int) -> Tensor | None:
-        """Indices into the whole batch as those of one example, if all examples agree.
+        """Indices ``(B T,)`` of all examples' tokens as those of one of S, if all examples agree.
 
-        Args:
-            source (Tensor): ``(B T,)``, of earlier tokens; -1 for none.
-            count (int): T.
-            earlier (int): S, of one example.
+        Without a token the index is -1. T is the ``count``, S is ``earlier``.
         """
         if source.numel() != self.batch * count:  # of a batch of texts of their own lengths
             return None

@@ -89,12 +89,8 @@ class Readout:
     ) -> list[Tensor | None]:
         """The shares in which tokens after the output's stages are read: ``(B, T)``.
 
-        Where they are read from several stages past one another, they share it.
-
-        Args:
-            output (sequence of Read): what the output reads.
-            stages (sequence of Stage): all.
-            past (mapping of int to Transport): the ways to mixers that are read past others.
+        Where they are read from several stages past one another, they share it. ``past`` holds the
+        ways to these.
         """
         if self.pool is not None:
             read = self._read_at(self.pool)

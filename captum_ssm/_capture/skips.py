@@ -114,11 +114,6 @@ class Skips:
 
         Tokens of some mixers are made of these, and what is given to i reads them together with
         that: a skip must not count them twice.
-
-        Args:
-            i (int): what reads.
-            around (iterable of int): the mixers.
-            k (int): what is read.
         """
         found = [one for j in around if (one := self._handed_on_around(i, j, k)) is not None]
         return reduce(torch.logical_or, found) if found else None
