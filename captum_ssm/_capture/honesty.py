@@ -159,7 +159,12 @@ def _hidden(request: Request) -> str | None:
             return None  # it is another one at each run
         for steps in _steps(run.starts, generator):
             held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
-            after = _Run(request, held, run.results)().ends
+            try:
+                after = _Run(request, held, run.results)().ends
+            except Exception:  # other tokens are chosen, as by a router, than mixers returned
+                continue
+            if [end.shape for _, end in after] != [end.shape for _, end in before]:
+                continue
             moved = [
                 (name, (a.double() - b.double()).abs().amax(-1))
                 for (name, a), (_, b) in zip(after, before, strict=True)
