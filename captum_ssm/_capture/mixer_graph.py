@@ -12,7 +12,7 @@ from torch import Tensor
 from captum_ssm._capture.cuts import Cuts, Start
 from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.ways import Way, feature_axis, stem_of
-from captum_ssm._capture.wiring import INPUT, Link, nearest, side_by_side
+from captum_ssm._capture.wiring import INPUT, Link, side_by_side
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import CutGraph, Point, nodes_before
 
@@ -77,7 +77,7 @@ class MixerGraph:
         if not in_grid:
             self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
         self.reads = {i: {*self.read_by(i) & self.exits.keys()} for i in self.entries}
-        self.direct = nearest(self.reads)
+        self.direct = self._direct()
         self._refuse_lost()
         self.groups = side_by_side(self.direct)
         self.orders = Orders(batch)
@@ -85,6 +85,20 @@ class MixerGraph:
         self.stage_of = {i: i for i in self.exits if i < 0}
         self.stage_of |= {i: s for s, group in enumerate(self.groups) for i in group}
         self.grid_of = {i: i for i in self.exits if i < 0}
+
+    def _direct(self) -> dict[int, frozenset[int]]:
+        # Without a graph the output comes from the mixers that nothing else reads.
+        self._before: dict[int, set[int]] = {i: set() for i in self.exits if i < 0}
+        for i, read in self.reads.items():
+            self._before[i] = read.union(*(self._before[j] for j in read))
+        direct = {i: self.nearest(read) for i, read in self.reads.items()}
+        if not direct[self.end]:
+            direct[self.end] = frozenset(range(self.end)).difference(*direct.values())
+        return direct
+
+    def nearest(self, read: Iterable[int]) -> frozenset[int]:
+        """What is read, except what others among it are made of."""
+        return frozenset(read).difference(*(self._before.get(j, ()) for j in read))
 
     def _ways(self, starts: dict[int, Start]) -> tuple[Way, ...]:
         if not starts or sorted(starts) != list(range(len(starts))):

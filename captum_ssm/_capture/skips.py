@@ -14,10 +14,8 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.mixer_graph import MixerGraph
-from captum_ssm._capture.wiring import nearest
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, meetings, shape_of
 from captum_ssm._transport import Pairs, Patches, Transport, pairs, pushed
@@ -46,7 +44,7 @@ class Skips:
             return {}
         found = graph.cut.joints(root, entry)
         read = self._leads(found.leaves)
-        near = [self._nearest(edge) for edge in found.past]
+        near = [self._leads(graph.nearest(graph.cut.read_by(edge))) for edge in found.past]
         known = read.union(*near)
         ways: dict[int, Transport] = {}
         passed, partly, waiting = set[int](), [j], set(known)
@@ -93,12 +91,6 @@ class Skips:
             and graph.is_same_grid(j, k)
             and graph.lead(j) != graph.lead(k)
         }
-
-    def _nearest(self, edge: GradientEdge) -> set[int]:
-        # What a tensor reads, except by way of others that it reads.
-        graph, read = self.graph, self.graph.cut.read_by(edge)
-        reads = {**graph.reads, graph.end: set(read)}
-        return self._leads(nearest(reads)[graph.end] if read else ())
 
     def _leads(self, found: Iterable[int]) -> set[int]:
         # An input may be left out, where it is known which token is which patch.

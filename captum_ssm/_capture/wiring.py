@@ -315,22 +315,6 @@ def sequence(count: int, tokens: int) -> Wiring:
     return Wiring(stages, ((count - 1, Link()),), [None] * count, [None])
 
 
-def nearest(reads: dict[int, set[int]]) -> dict[int, frozenset[int]]:
-    """Of what each mixer reads, that which it does not read by way of another one.
-
-    The last key is the output; without a graph it comes from the mixers that nothing else reads.
-    """
-    before: dict[int, set[int]] = {j: set() for one in reads.values() for j in one if j < 0}
-    for i, one in reads.items():
-        before[i] = one.union(*(before[j] for j in one))
-    direct = {i: frozenset(one.difference(*(before[j] for j in one))) for i, one in reads.items()}
-    end = max(reads)
-    if not direct[end]:
-        read = frozenset().union(*direct.values())
-        direct[end] = frozenset(i for i in range(end) if i not in read)
-    return direct
-
-
 def side_by_side(direct: dict[int, frozenset[int]]) -> list[list[int]]:
     """The stages: mixers that read the same, and are read by the same."""
     groups: dict[Any, list[int]] = {}
