@@ -147,28 +147,30 @@ def _hidden(request: Request) -> str | None:
         promise = _promises([end for _, end in ends], run.starts)
     if promise is None:
         return None
-    generator = torch.Generator().manual_seed(0)
+    before = [end.detach() for _, end in ends]
     with torch.no_grad():
-        again = _Run(request, [one.detach() for one in run.starts], run.results)()
-        if len(again.ends) != len(run.ends) or any(
-            not torch.equal(a, b) for (_, a), (_, b) in zip(again.ends, run.ends, strict=True)
-        ):
-            return None  # it is another one at each run
-        before = [end for _, end in again.ends if end.is_floating_point()]
-        for steps in _steps(run.starts, generator):
+        for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
             held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
-            after = [
-                end for _, end in _Run(request, held, run.results)().ends if end.is_floating_point()
-            ]
-            promised = promise(steps)
+            after = _held_ends(request, run, held)
+            if len(after) != len(before):
+                return None  # it runs other mixers
             moved = [
                 (a.double() - b.double()).abs().amax(-1) for a, b in zip(after, before, strict=True)
             ]
             most = max(float(one.amax()) for one in moved)
-            for (name, _), change, expected in zip(ends, moved, promised, strict=True):
+            for (name, _), change, expected in zip(ends, moved, promise(steps), strict=True):
                 if bool(((expected == 0) & (change > _LEAST * most)).any()):
+                    again = _held_ends(request, run, [one.detach() for one in run.starts])
+                    if not all(map(torch.equal, again, before)):
+                        return None  # it is another one at each run
                     return "the output" if name == "the output" else f"what {name} is given"
     return None
+
+
+def _held_ends(request: Request, run: _Run, held: Sequence[Tensor]) -> list[Tensor]:
+    # What a run whose starts are these ends in.
+    ends = _Run(request, held, run.results)().ends
+    return [end for _, end in ends if end.is_floating_point()]
 
 
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:

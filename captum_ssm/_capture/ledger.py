@@ -33,7 +33,8 @@ from captum_ssm._transport import Transport, closing, copies
 # Seeds of an output of many entries, whose gradients stand for those of all of them.
 _SEEDS = 4
 # Nodes that stand for what they are given.
-_TRANSPARENT = ("_ExitBackward", "CloneBackward")
+_CUT = "_ExitBackward"
+_TRANSPARENT = (_CUT, "CloneBackward")
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,15 @@ def _seeds(root: Point, batch: int) -> Iterator[Tensor]:
         yield seed.expand(root.shape).to(root.device, root.dtype)
 
 
-def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
+def structure(ends: Iterable[Node | None], *, is_cut: bool = False) -> frozenset[tuple[str, str]]:
     """What the graph before some nodes is made of: the names of each node and of one before it.
 
     What was once measured of a graph holds for one that is made of nothing else.
+
+    Args:
+        ends (iterable of Node): where it ends.
+        is_cut (bool, optional): whether it begins where the run was cut, also in a graph that was
+            kept whole. Default: False
     """
     seen, stack = set[Node](), [node for node in ends if node is not None]
     found = set()
@@ -211,7 +217,8 @@ def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
         seen.add(node)
         for before, _ in node.next_functions:
             while before is not None and before.name().startswith(_TRANSPARENT):
-                before = before.next_functions[0][0]
+                is_begun = is_cut and before.name().startswith(_CUT)
+                before = None if is_begun else before.next_functions[0][0]
             if before is not None:
                 found.add((node.name(), before.name()))
                 stack.append(before)

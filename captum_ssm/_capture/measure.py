@@ -272,7 +272,7 @@ class _Measurement:
             unknown=self._unknown_after() if simple else None,
             past=self._said_past(past, readout),
             rows=self._rows(),
-            structure=structure(roots),
+            structure=structure(roots, is_cut=True),
         )
 
     def _said_past(self, past: dict[int, Tensor], readout: Sequence[Tensor | None]) -> str | None:
