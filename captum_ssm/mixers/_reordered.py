@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers._call import MixerCall
-from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.operators import PermutedOperator, TokenOperator
 
 
@@ -67,10 +67,8 @@ class ReorderedMixer(FrozenMixer):
             for scan, inner, weight in self.inner.scans_in_order()
         ]
 
-    def gated_output(
-        self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
-    ) -> Tensor:
-        return _to_model(self.inner.gated_output(multiply, mixed), self.order)
+    def gated_output(self, mixed: Sequence[Tensor] | None = None) -> Tensor:
+        return _to_model(self.inner.gated_output(mixed), self.order)
 
     def _add_up(self, of: Callable[[FrozenMixer], Tensor]) -> Tensor:
         return _to_model(self.inner._add_up(of), self.order)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from captum_ssm._nested import first_of, with_first
 from captum_ssm.operators import TokenOperator, WeightsOperator
 from captum_ssm.scans._arguments import working_dtype
-from captum_ssm.scans._calls import FunctionCall, handled_by, is_product, not_intercepted
+from captum_ssm.scans._calls import FunctionCall, handled_by, is_loop, is_product, not_intercepted
 from captum_ssm.scans._candidate import Candidate, in_layout
 from captum_ssm.scans._form import ScanForm, forms_of
 from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
@@ -154,6 +154,8 @@ class ScanCalls:
     def _find(self, call: FunctionCall, result: Any) -> Scan | None:
         if is_product(call.source):
             return _of_product(call)
+        if is_loop(call.source):  # which cannot be run again alone
+            return prove(call, result)
         parts = sequences(call)
         if parts is not None:
             return self._find_in_each(parts, result)
@@ -274,7 +276,7 @@ def _error(
 
 def _holds_enlarged(call: FunctionCall, form: ScanForm, scan: Scan, share: float) -> bool:
     # The function itself, called again with the recurrence as large as the rest.
-    if not form.enlarge:
+    if not form.enlarge or is_loop(call.source):
         return False
     factor = share ** (-1 / len(form.enlarge))
     roles = form.roles(list(call.arguments)) or {}
