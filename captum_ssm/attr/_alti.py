@@ -91,9 +91,8 @@ class Alti:
 
     def _near_of_maps(self, chosen: Tensor) -> Tensor:
         # n of some rows, (B, r, C), without their vectors.
-        y, own = self.output[:, chosen], None
-        if self.residual is not None:
-            own = self.residual[:, chosen]
+        y = self.output[:, chosen]
+        own = None if self.residual is None else self.residual[:, chosen]
         size = y.abs().sum(-1, keepdim=True)
         return _positive(size - self.parts.distances(chosen, y, own), size)
 

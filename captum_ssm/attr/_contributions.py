@@ -114,26 +114,24 @@ class Contributions:
 
     def dot_row(self, direction: Tensor) -> Tensor:
         """sum_i direction_i . T_i(x_j), of ``direction (B, L, E)``: ``(B, L)``, in linear time."""
-        total = direction.new_zeros(self.batch, self.length)
-        ones = torch.ones_like(total)
-        for part in self.parts:
-            out = torch.zeros_like(total)
-            for lag, operator in part.scored(direction):
-                row = operator.rmatvec(ones, "mean") * operator.channels
-                out[:, : self.length - lag] += row[:, lag:]
-            total += part.restore(out, 1)
-        return total
+        ones = direction.new_ones(self.batch, self.length)
+        return self._dots(direction, lambda operator: operator.rmatvec(ones, "mean"))
 
     def dot_matrix(self, direction: Tensor) -> Tensor:
         """direction_i . T_i(x_j) for every pair: ``(B, L, L)``, without the vectors."""
-        total = direction.new_zeros(self.batch, self.length, self.length)
+        return self._dots(direction, lambda operator: operator.matrix("mean"))
+
+    def _dots(self, direction: Tensor, read: Callable[[TokenOperator], Tensor]) -> Tensor:
+        found = []
         for part in self.parts:
-            out = torch.zeros_like(total)
-            for lag, operator in part.scored(direction):
-                matrix = operator.matrix("mean") * operator.channels
-                out[..., : self.length - lag] += matrix[..., lag:]
-            total += part.restore(part.restore(out, 1), 2)
-        return total
+            taps = [(lag, read(one) * one.channels) for lag, one in part.scored(direction)]
+            out = torch.zeros_like(taps[0][1])
+            for lag, values in taps:
+                out[..., : self.length - lag] += values[..., lag:]
+            for dim in range(1, out.dim()):
+                out = part.restore(out, dim)
+            found.append(out)
+        return sum_of(found)
 
     def tiles(self, rows: Tensor) -> list[Tensor]:
         """Ascending rows ``(R,)``, cut into tiles whose vectors are made together."""

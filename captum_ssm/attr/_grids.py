@@ -239,9 +239,7 @@ class CutMixers(Rules):
 
         def of_inputs(relevance: list[Tensor]) -> list[Tensor]:
             of_start = dict(zip(map(id, starts), relevance, strict=True))
-            leaves = self.leaves()
-            found = [of_start[id(leaf.tensor)] for part in leaves for leaf in part]
-            return self.of_inputs(leaves, found)
+            return self.of_inputs(lambda leaves: [of_start[id(leaf)] for leaf in leaves])
 
         points = [(Point.of(one), one) for one in starts]
         return CutGraph(_cuts(frozen, self._visits), score, points, of_inputs)
