@@ -50,17 +50,13 @@ SLACK = 10.0
 _SURE: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) -> Tensor:
-    """The relative L2 error of each example, ``(B,)``, padding excluded.
-
-    Args:
-        call (MixerCall): its output is what is expected.
-        rebuilt (Tensor): ``(B, L, E)``.
-        mask (Tensor, optional): ``(B, L)``, zero for padding.
-    """
-    error, size = _norms(rebuilt, call.output)
-    keep = 1.0 if mask is None else mask.to(error.device)
-    return _ratio(*(torch.linalg.vector_norm(x * keep, dim=-1) for x in (error, size)))
+def check_finite(call: MixerCall) -> None:
+    """Raise `InputError` where a mixer returned NaN or Inf."""
+    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(call.output)):
+        raise InputError(
+            f"the output of {call.path} holds NaN or Inf: look for them in the model's weights or "
+            "in the inputs, or run the model in a wider dtype."
+        )
 
 
 def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:

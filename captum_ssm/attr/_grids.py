@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
-from captum_ssm._capture.recording import check_finite, require_graph
+from captum_ssm._capture.checking import check_finite
+from captum_ssm._capture.recording import require_graph
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, is_read_past

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -329,13 +330,6 @@ class LaTIM(TokenAttribution):
 
     def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
         # Frozen for every token at once: the score is the sum of one logit per position.
-        if self.remote:
-            raise ValueError(
-                f"remote is {self.remote!r}; interactions with aggregation='alti_logit' explain a "
-                "score of this library's own, which a server does not compute. Choose another "
-                "aggregation, or leave remote at False."
-            )
-
         count = len(request.inputs)
 
         def summed(*given: Any, **_: Any) -> Tensor:
@@ -357,13 +351,10 @@ class LaTIM(TokenAttribution):
         frozen = self._run_score(request, target, position)
         found: Decomposition | None = None
         with self._computing():
-            if frozen.is_chain or self.remote:
+            if frozen.is_chain:
                 frozen.require_chain("LaTIM")
-                try:
+                with suppress(UnreadStreamError):
                     found = stream_of(frozen)
-                except UnreadStreamError:
-                    if self.remote:
-                        raise
         if found is not None:
             warn_of_unruled(sorted(frozen.unruled))
             if stage is not None:

@@ -71,7 +71,7 @@ class MambaLRP(TokenAttribution):
     limits the bytes that the graph of the run may keep, in addition to the model; a run that needs
     more raises :class:`~captum_ssm.MemoryLimitError`. Every entry of a floating input has relevance
     of its own, so ``interpolate_mode`` and ``feature_share`` are not used; ids have that of their
-    embedding. ``remote`` must be False.
+    embedding.
 
     Examples::
 
@@ -82,7 +82,6 @@ class MambaLRP(TokenAttribution):
 
     name = "mamba-lrp"
     summary = "gradient times input through the frozen network"
-    needs_run_here = True
 
     def get_name(self) -> str:
         """The method's name."""

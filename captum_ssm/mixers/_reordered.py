@@ -12,7 +12,7 @@ from typing_extensions import Self
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.operators import PermutedOperator, TokenOperator, WindowedOperator
+from captum_ssm.operators import PermutedOperator, TokenOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +103,9 @@ def in_order(call: MixerCall, order: Tensor | None, batch: int) -> MixerCall:
 
 
 def _reordered(operator: TokenOperator, order: Tensor) -> TokenOperator:
-    windows = order.shape[0]
-    inner = operator if windows == 1 else WindowedOperator(operator, windows)
     flat = order.flatten()
-    in_place = torch.equal(flat, torch.arange(len(flat), device=flat.device))
-    return inner if in_place else PermutedOperator(inner, flat)
+    in_place = torch.equal(order, torch.arange(len(flat), device=flat.device)[None])
+    return operator if in_place else PermutedOperator(operator, flat)
 
 
 def _to_model(x: Tensor, order: Tensor) -> Tensor:

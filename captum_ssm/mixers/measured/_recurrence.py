@@ -61,12 +61,7 @@ class FrozenRecurrence(FrozenMixer):
 
 
 def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
-    """The scans alone, if their orders can be read off the module's output.
-
-    Args:
-        rerun (Rerun): the module's.
-        why (str): what could not be measured.
-    """
+    """The scans alone, if their orders can be read off the module's output."""
     root, found = Point.of(rerun.run.output), []
     try:
         for cut in rerun.run.scans:
