@@ -64,10 +64,6 @@ class MapChoices(TypedDict, total=False):
 class MapOptions:
     """:class:`MapChoices`, checked, and the operator that maps are made from.
 
-    Args:
-        formulation (str, optional): ``"hidden"`` or ``"unified"``. Default: ``"hidden"``
-        components (iterable of str, optional): for ``"unified"``. Default: None
-
     Raises:
         ValueError: for a ``reduction``, ``sign``, ``discard_ratio`` or ``tolerance`` that is not
             expected.
