@@ -100,14 +100,16 @@ class Point:
         return x.reshape(moved).movedim(-1, self.channels)
 
     def noise(self, generator: torch.Generator) -> Tensor:
-        """Normal numbers ``(T, E)``, the same on every device."""
-        x = torch.randn(self.tokens, self.width, generator=generator)
+        """Normal numbers ``(T, E)``, the same on every device; complex where the tensor is."""
+        kind = torch.complex64 if self.dtype.is_complex else None
+        x = torch.randn(self.tokens, self.width, generator=generator, dtype=kind)
         return x.to(self.device, self.dtype)
 
     def rank_one(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Normal numbers ``(T, 1)`` and ``(E,)``, whose products are as good as :meth:`noise`."""
         rows = torch.randn(self.tokens, 1, generator=generator)
-        columns = torch.randn(self.width, generator=generator)
+        kind = torch.complex64 if self.dtype.is_complex else None
+        columns = torch.randn(self.width, generator=generator, dtype=kind)
         return rows.to(self.device, self.dtype), columns.to(self.device, self.dtype)
 
 
@@ -546,6 +548,8 @@ def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, b
         tuple: the numbers, ``(T,)`` int64, -1 for a first vector of zeros; None where vectors are
         not parallel. And whether they are clear of rounding.
     """
+    if first.is_complex():
+        first, second = (torch.view_as_real(x).flatten(1) for x in (first, second))
     a, b = first.double(), second.double()
     size = a.square().sum(-1)
     ratio = (a * b).sum(-1) / size.clamp(min=1e-300)

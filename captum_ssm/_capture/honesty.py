@@ -36,6 +36,8 @@ _FEW = 32
 # In so many steps some of the tokens are moved: two halves of them and their rests, which tell
 # three of four pairs of tokens apart.
 _STEPS = 4
+# The size of a step, of that of the tokens: what is rounded between them has to move as well.
+_STEP = 0.3
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
 # By model, what its graph was made of where it was found to tell the truth.
@@ -170,7 +172,7 @@ def _hidden(request: Request) -> str | None:
 
 
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
-    # Small ones, of some of the tokens each.
+    # Steps that move some of the tokens each.
     axes = [1 if x.dim() < 4 else -1 for x in starts]
     sizes = {x.shape[axis] for x, axis in zip(starts, axes, strict=True)}
     chosen = {n: [*islice(halves(n, generator), _STEPS)] for n in sizes}
@@ -179,8 +181,7 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
         steps = []
         for x, axis in zip(starts, axes, strict=True):
             sets = chosen[x.shape[axis]]
-            coarse = torch.finfo(x.dtype).bits < 32
-            size = (0.1 if coarse else 0.01) * x.detach().double().square().mean().sqrt()
+            size = _STEP * x.detach().double().square().mean().sqrt()
             step = torch.randn(x.shape, generator=generator).to(x.device) * size.clamp(min=1e-6)
             shape = [1] * x.dim()
             shape[axis] = -1

@@ -79,8 +79,10 @@ def gathered(root: Point, leaf: Point, batch: int) -> list[Gathered]:
     """
     found = [Gathered(leaf, torch.arange(leaf.tokens, device=leaf.device))]
     for edge in meetings([root], [leaf]):
-        here = next(_held(edge, leaf, batch), None)
-        if here is None and len(found) > 1:
+        held = points(edge, batch)
+        here = next(_held(held, leaf, batch), None)
+        # A tensor without axes of tokens, as in a linear layer, may be followed by one with them.
+        if here is None and held and len(found) > 1:
             break
         if here is not None:
             found.append(here)
@@ -102,9 +104,9 @@ def _is_weighed(point: Point, leaf: Point) -> bool:
     return len(made) == 1 or any(before.name().startswith("Sigmoid") for before in made)
 
 
-def _held(edge: GradientEdge, leaf: Point, batch: int) -> Iterator[Gathered]:
-    # A tensor as tokens, each of which is made of one token of the leaf.
-    for point in points(edge, batch):
+def _held(held: Iterable[Point], leaf: Point, batch: int) -> Iterator[Gathered]:
+    # The tensor as tokens, each of which is made of one token of the leaf.
+    for point in held:
         source = source_of(point, leaf, batch)
         if source is not None:
             yield Gathered(point, source)
@@ -179,7 +181,7 @@ def weights(
                 )
                 for k, (leaf, one) in enumerate(zip(leaves, found, strict=True)):
                     if one is not None:
-                        size = leaf.flat(one).double().abs().pow(power).sum(-1)
+                        size = leaf.flat(one).abs().double().pow(power).sum(-1)
                         known = total[k]
                         total[k] = size if known is None else known + size
     return total
