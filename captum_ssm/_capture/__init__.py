@@ -1,7 +1,9 @@
 """Running the user's model: one way down, a concern per file.
 
 :mod:`model` (what counts as a model) < :mod:`request` (its input and arguments) < :mod:`wiring`
-(how its mixers hang together) < :mod:`measure` (found on the graph of a run) < :mod:`tracing` (a
+(how its mixers hang together) < :mod:`mixer_graph` (the graph of a run between them),
+:mod:`token_map`, :mod:`streams`, :mod:`skips` and :mod:`readout` (what is read off it) <
+:mod:`measure` (all of that, in order) < :mod:`tracing` (a
 model under nnsight) < :mod:`recording` (one run of it) and :mod:`remote` (the same on a server) <
 :mod:`discovery` (mixers that no adapter knows), :mod:`target` (the query and the score) and
 :mod:`checking` (does a frozen mixer compute what the mixer did) < :mod:`substitution` (frozen
