@@ -25,8 +25,7 @@ from captum_ssm._memory import readable_bytes
 from captum_ssm._supported import ERRORS, between, first_line, likeliest, support_of
 from captum_ssm.attr import LaTIM, MambaLRP, MambaRollout, methods
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
-from captum_ssm.mixers._named import nearest_misses
-from captum_ssm.mixers._registry import supported_classes
+from captum_ssm.mixers._registry import nearest_misses, supported_classes
 from captum_ssm.models import VisionMamba
 
 PROBE_LENGTH = 16

@@ -26,7 +26,7 @@ from captum_ssm._kinds import (
     is_without_rule,
     kind_of,
 )
-from captum_ssm._node_rules import BENDING, RULES, Rule, is_mean_of_channels, rule_of
+from captum_ssm._node_rules import BENDING, RULES, is_mean_of_channels, rule_of
 
 
 @contextmanager
@@ -44,11 +44,17 @@ def ruled(
     Yields:
         dict: whether relevance goes on from a node to one of the starts, for each node visited.
     """
-    rules, carries = _find_rules(ends, starts, centered)
+    visits, carries = _carrying(ends, starts)
     with ExitStack() as stack:
-        # The user's own graph may share these nodes.
-        for node, rule in rules:
-            stack.callback(node.register_hook(rule).remove)
+        for node, carrying, gates in visits:
+            if carrying and not carries[node]:
+                continue
+            if carrying and kind_of(node) == COPY_SLICES:
+                is_hidden(node)  # raises, unless nothing more can be seen
+            rule = rule_of(node, carrying, gates, centered=centered)
+            if rule is not None:
+                # The user's own graph may share these nodes.
+                stack.callback(node.register_hook(rule).remove)
         yield carries
 
 
@@ -58,18 +64,6 @@ class _Visit(NamedTuple):
     node: Node
     carrying: set[int]
     gates: set[int]
-
-
-def _find_rules(
-    ends: Sequence[Node], starts: Sequence[Node], centered: bool
-) -> tuple[list[tuple[Node, Rule]], dict[Node, bool]]:
-    visits, carries = _carrying(ends, starts)
-    visits = [visit for visit in visits if carries[visit.node] or not visit.carrying]
-    for visit in visits:
-        if visit.carrying and kind_of(visit.node) == COPY_SLICES:
-            is_hidden(visit.node)  # raises, unless nothing more can be seen
-    rules = [(v.node, rule_of(v.node, v.carrying, v.gates, centered=centered)) for v in visits]
-    return [(node, rule) for node, rule in rules if rule is not None], carries
 
 
 def _carrying(

@@ -32,7 +32,7 @@ class MixerSupport:
         name (str): the module's path.
         kind (str): the module's class.
         known (str): how it is known: ``"registered"``, ``"measured"`` (its scans were recorded
-            and proven) or ``"recognized"`` (by its parameters, and proven).
+            and proven) or ``"recognized"`` (by an adapter of another class, and proven).
         stage (int): its step through the model.
         tokens (int): L.
         grid (tuple of int, optional): the patches of the input that they are, along each axis;

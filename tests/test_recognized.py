@@ -1,6 +1,5 @@
-"""Mixers recognized by the names of their parts: the scan is written out, or runs in a kernel."""
+"""Mixers whose scan is written out in a loop, or runs in a kernel that an adapter reproduces."""
 
-import re
 import time
 
 import pytest
@@ -17,10 +16,12 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, recognized
-from captum_ssm.mixers._variants import S6Variant, SS2DVariant, SSDVariant
-from captum_ssm.mixers.recognized import recognize
-from captum_ssm.mixers.vision import FrozenScans
+from captum_ssm._capture.discovery import _reproduces
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers._registry import how_known
+from captum_ssm.mixers.discovery import MeasuredAdapter, discover
+from captum_ssm.mixers.s6 import freeze_s6
+from captum_ssm.mixers.vision import FrozenScans, freeze_published, freeze_ss2d
 from captum_ssm.models import SS2D, BidirectionalMamba
 
 
@@ -258,6 +259,7 @@ class FourWays(nn.Module):
             setattr(self, name, getattr(inner, name))
         for name in ("x_proj_weight", "dt_projs_weight", "dt_projs_bias", "A_logs", "Ds"):
             setattr(self, name, getattr(inner, name))
+        self.gated, self.grid, self.act = inner.gated, inner.grid, inner.act
 
     def forward(self, x):
         return Kernel.apply(x.flatten(1, 2), self.held[0]).unflatten(1, x.shape[1:3])
@@ -269,59 +271,67 @@ def recorded(module, x):
         return MixerCall("mixer", module, (x,), {}, module(x))
 
 
+def found(module, x):
+    """The adapter that is found for a module, and its recorded call."""
+    adapters = discover(module.eval(), lambda: module(x), _reproduces)
+    assert list(adapters) == [module]
+    return adapters[module], recorded(module, x)
+
+
 def tokens(*shape):
     return torch.randn(*(shape or (2, 15, 6)))
 
 
-ACCEPTED = {
-    Block: S6Variant(),
-    GateFirst: S6Variant(z_first=True),
-    BySigmoid: S6Variant(gate="sigmoid(z)"),
-    ByItself: S6Variant(gate="z"),
-    Ungated: S6Variant(gate=None),
-    StepBiasTwice: S6Variant(bias_twice=True),
-    Normed: S6Variant(),
-    Linear: S6Variant(act=False),
-    WithoutConvolution: S6Variant(),
-    WithoutSkip: S6Variant(),
-    LooksAhead: S6Variant(ahead=2),
-    BothWays: S6Variant(directions=2, ahead=0),
-    MeanOfBothWays: S6Variant(directions=2, ahead=2, halved=True),
-    Bidirectional: S6Variant(directions=2),
-    Fused: S6Variant(),
-    SSDBlock: SSDVariant(groups=2, norm_before_gate=False),
-    NormBeforeGate: SSDVariant(groups=2, norm_before_gate=True),
-}
+LOOPS = (
+    Block,
+    GateFirst,
+    BySigmoid,
+    ByItself,
+    Ungated,
+    StepBiasTwice,
+    Normed,
+    Linear,
+    WithoutConvolution,
+    WithoutSkip,
+    LooksAhead,
+    BothWays,
+    MeanOfBothWays,
+    Bidirectional,
+    SSDBlock,
+    NormBeforeGate,
+)
 
 
-@pytest.mark.parametrize("kind", ACCEPTED)
-def test_the_variant_that_is_written_is_found(kind):
-    call = recorded(kind(), tokens())
-    variant = recognize(call)
-    assert variant == ACCEPTED[kind]
-    torch.testing.assert_close(variant(call).output(), call.output, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ACCEPTED)
-def test_a_map_shows_every_token_that_the_output_reads_and_no_other(kind):
-    module, x = kind(), tokens(1, 9, 6).requires_grad_()
-    call = recorded(module, x.detach())
-    maps = recognize(call)(call).operator("unified").matrix("mean")[0]
+def assert_shows_what_is_read(maps, module, x):
+    """Whether each row of maps (L, L) has an entry for every token that the output reads."""
+    x = x.clone().requires_grad_()
     for i, y in enumerate(module(x)[0].sum(-1)):
         (g,) = torch.autograd.grad(y, x, retain_graph=True)
         assert torch.equal(maps[i] != 0, (g[0] != 0).any(-1))
 
 
-def test_without_a_norm_groups_are_found():
-    call = recorded(SSDBlock(norm=False), tokens())
-    assert recognize(call) == SSDVariant(groups=2, norm_before_gate=None)
+@pytest.mark.parametrize("kind", [*LOOPS, Fused])
+def test_what_is_written_is_found(kind):
+    adapter, call = found(kind(), tokens())
+    assert adapter is freeze_s6 if kind is Fused else isinstance(adapter, MeasuredAdapter)
+    torch.testing.assert_close(adapter(call).output(), call.output, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [*LOOPS, Fused])
+def test_a_map_shows_every_token_that_the_output_reads_and_no_other(kind):
+    module, x = kind(), tokens(1, 9, 6)
+    adapter, call = found(module, x)
+    assert_shows_what_is_read(adapter(call).operator("unified").matrix("mean")[0], module, x)
+
+
+def test_without_a_norm():
+    adapter, call = found(SSDBlock(norm=False), tokens())
+    torch.testing.assert_close(adapter(call).output(), call.output, rtol=1e-4, atol=1e-5)
 
 
 def test_four_directions_over_an_image():
-    call = recorded(FourWays(), tokens(2, 3, 4, 6))
-    variant = recognize(call)
-    assert variant == SS2DVariant()
-    mixer = variant(call)
+    adapter, call = found(FourWays(), tokens(2, 3, 4, 6))
+    mixer = adapter(call)
     assert isinstance(mixer, FrozenScans)
     torch.testing.assert_close(
         mixer.output().view_as(call.output), call.output, rtol=1e-4, atol=1e-5
@@ -329,8 +339,8 @@ def test_four_directions_over_an_image():
 
 
 def test_a_convolution_that_looks_ahead_is_part_of_the_hidden_map():
-    call = recorded(LooksAhead(), tokens(1, 7, 6))
-    maps = recognize(call)(call).operator().matrix("mean")[0]
+    adapter, call = found(LooksAhead(), tokens(1, 7, 6))
+    maps = adapter(call).operator().matrix("mean")[0]
     assert torch.equal(maps != 0, torch.ones(7, 7).tril(2).bool())
 
 
@@ -401,38 +411,48 @@ class LateSSD(SSDBlock):
         return super().scanned(v, step.roll(1, 1))
 
 
-LOOK_ALIKES = (
-    Residual,
-    ByTanh,
-    Reversed,
-    ReversedBeyond,
-    Shifted,
-    LateB,
-    SkipsItsInput,
-    Noisy,
-    Attends,
-    AttendsInside,
-    StepOffset,
-    StepBiasThrice,
-    LateSSD,
-)
+# Other orders, gates and steps than the adapters know.
+VARIANTS = (ByTanh, Reversed, AttendsInside, StepOffset, StepBiasThrice)
+# What is not a scan between projections, for each token.
+LOOK_ALIKES = (Residual, ReversedBeyond, Shifted, SkipsItsInput, Noisy, Attends)
 
 
-@pytest.mark.parametrize("kind", LOOK_ALIKES)
+class FusedAlike(Fused):
+    def inner(self, xz):
+        return 1.001 * super().inner(xz)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_variant_that_nobody_wrote_down_is_explained(kind):
+    module, x = kind().eval(), tokens(1, 15, 6)
+    maps = hidden_attention(Model(module).eval(), x, formulation="unified", reduction="mean")
+    assert_shows_what_is_read(maps["layers.0"][0], module, x)
+
+
+@pytest.mark.parametrize("kind", [*LOOK_ALIKES, FusedAlike])
 def test_a_module_that_looks_like_a_mixer_is_refused(kind):
-    assert recognize(recorded(kind(), tokens())) is None
+    with pytest.raises(UnsupportedModelError):
+        hidden_attention(Model(kind()).eval(), tokens(), formulation="unified")
+
+
+@pytest.mark.parametrize("kind", [LateB, LateSSD])
+def test_keys_of_other_tokens_are_coefficients_like_all(kind):
+    adapter, call = found(kind(), tokens())
+    torch.testing.assert_close(adapter(call).output(), call.output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_step_whose_recurrence_adds_next_to_nothing_is_told_apart(twice):
-    module = (StepBiasTwice if twice else Block)()
+    module = (StepBiasTwice if twice else Block)().double()
     with torch.no_grad():
         module.in_proj.weight.mul_(0.5)
         module.dt_proj.bias.sub_(4 if twice else 8)
-    call = recorded(module, tokens())
-    assert recognize(call) == S6Variant(bias_twice=twice)
-    wrong = S6Variant(bias_twice=not twice)(call).output() - call.output
-    assert float(wrong.norm() / call.output.norm()) < 1e-2
+    adapter, call = found(module, tokens().double())
+    mixer = adapter(call)
+    wrong = mixer.output() - call.output
+    adds = mixer.recurrence_share(mixer.gated_output()).amin()
+    assert float(adds) < 1e-2
+    assert float(wrong.norm() / call.output.norm()) < 1e-6 * float(adds)
 
 
 class Model(nn.Module):
@@ -473,13 +493,14 @@ def test_a_recognized_mixer_is_explained_like_a_registered_one():
             self.held = [mixer]  # not a submodule: its class is registered
             for name, value in (*mixer.named_children(), *mixer.named_parameters(recurse=False)):
                 setattr(self, name, value)
+            self.act, self.if_divide_out = mixer.act, mixer.if_divide_out
 
         def forward(self, x):
             return Kernel.apply(x, self.held[0])
 
     model.layers[0] = Unknown()
     ours = [hidden_attention(model, x)["layers.0"]]
-    assert find_adapter(model.layers[0]) == S6Variant(directions=2, halved=True)
+    assert find_adapter(model.layers[0]) is freeze_published
     ours += [m(model).attribute(x, target=(3, 1)) for m in METHODS[1:]]
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -496,38 +517,30 @@ class InPlace(Model):
 def test_tokens_that_are_changed_in_place():
     model, x = InPlace(Block(), Block()).eval(), tokens(1, 9, 6)
     assert MambaRollout(model).attribute(x).shape == x.shape
-    assert [find_adapter(m) for m in model.layers] == [S6Variant()] * 2
+    assert [how_known(m) for m in model.layers] == ["measured"] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype):
-    call = recorded(Block().to(dtype), tokens().to(dtype))
-    assert recognize(call) == S6Variant()
-    assert recognize(recorded(Noisy().to(dtype), tokens().to(dtype))) is None
+    adapter, call = found(Block().to(dtype), tokens().to(dtype))
+    rebuilt, wide = adapter(call).output(), dtype is torch.float64
+    assert float((rebuilt - call.output).norm() / rebuilt.norm()) < (1e-6 if wide else 4e-2)
+    with pytest.raises(UnsupportedModelError):
+        hidden_attention(Model(Noisy()).to(dtype).eval(), tokens().to(dtype), formulation="unified")
 
 
 def test_the_layers_of_an_image():
     model, x = Model(FourWays(), FourWays()).eval(), tokens(1, 3, 4, 6)
     maps = hidden_attention(model, x.requires_grad_())
     assert [m.shape for m in maps.values()] == [(1, 12, 12, 12)] * 2
-    assert [find_adapter(m) for m in model.layers] == [SS2DVariant()] * 2
+    assert [find_adapter(m) for m in model.layers] == [freeze_ss2d] * 2
 
 
-def test_the_next_layer_of_a_class_is_tried_with_what_the_first_one_was(monkeypatch):
-    def trials(call):
-        raise AssertionError("searched once more")
-
-    assert recognize(recorded(BothWays(), tokens())) is not None
-    monkeypatch.setattr(recognized, "trials", trials)
-    assert recognize(recorded(BothWays(), tokens())) is not None
-
-
-@pytest.mark.parametrize("kind", [Block, ByTanh])
-def test_recognizing_takes_at_most_a_second(kind):
-    call = recorded(kind(768, 1536, 16, 48), tokens(1, 200, 768))
-    recognized._ACCEPTED.clear()
+@pytest.mark.parametrize("kind", [Block, ByTanh, Fused])
+def test_finding_takes_at_most_a_second(kind):
+    module, x = kind(768, 1536, 16, 48).eval(), tokens(1, 200, 768)
     start = time.perf_counter()
-    recognize(call)
+    assert discover(module, lambda: module(x), _reproduces)
     # Twice what is asked for: other processes run too.
     assert time.perf_counter() - start < 2
 
@@ -538,28 +551,26 @@ def refusal(model, x):
     return str(error.value)
 
 
-def test_the_error_names_the_nearest_variant():
-    said = refusal(Model(Residual(), Residual()), tokens())
-    names = "A_log, D, conv1d, dt_proj, in_proj, out_proj, x_proj"
-    assert f"layers.0 (Residual) has the parts of S6 ({names})" in said
-    assert re.search(r"nearest to S6, .*: off by \d\.\de[-+]\d\d of what its recurrence adds", said)
+def test_the_error_names_what_is_missing():
+    why = r"layers.1 \(Noisy\).* a loop in Block.scanned mixes channels or tokens"
+    with pytest.raises(UnsupportedModelError, match=why):
+        LaTIM(Model(Noisy(), Noisy()).eval()).attribute(tokens(), target=(3, 1))
+
+
+class Unread(nn.Module):
+    """A loop over tokens that is no scan."""
+
+    def forward(self, x):
+        out, A, dt, B, C = [], -torch.ones(6, 3), x, x[..., :3], x[..., 3:]
+        for t in range(x.shape[1]):
+            out.append((dt * x)[:, : t + 1].sum(1).sin())
+        return torch.stack(out, 1) * (A.sum() * B * C).sum()
+
+
+def test_the_error_names_a_loop_that_is_no_scan():
+    said = refusal(Model(Unread()), tokens())
+    assert "layers.0 (Unread) calls a loop in Unread.forward, which does not return" in said
     assert "docs/add_a_family.md" in said
-
-
-class Unnamed(Block):
-    def __init__(self):
-        super().__init__()
-        self.to_step = self.dt_proj
-        del self.dt_proj
-
-    def step(self, low):
-        return F.softplus(self.to_step(low))
-
-
-def test_the_error_names_the_part_that_is_missing():
-    said = refusal(Model(Unnamed()), tokens())
-    assert "layers.0 (Unnamed) has A_log, D, conv1d" in said
-    assert "for S6 lacks dt_proj" in said
 
 
 class CallsNoScan(nn.Module):
@@ -576,7 +587,7 @@ def test_the_error_names_a_function_that_is_no_scan():
     assert "layers.0 (CallsNoScan) calls running, which does not return" in said
 
 
-def test_a_projection_of_images_by_another_name_for_linear_is_refused_in_words():
+def test_a_projection_of_images_by_another_name_for_linear():
     # A subclass of nn.Linear that is a 1 x 1 convolution, as in public models with channels first.
     class Pointwise(nn.Linear):
         def forward(self, x):
@@ -601,6 +612,13 @@ def test_a_projection_of_images_by_another_name_for_linear_is_refused_in_words()
             return self.head((x + self.mixer(x)).mean((2, 3)))
 
     model, x = randomize(Images()).eval(), torch.randn(1, 6, 3, 4)
-    for method in METHODS:
-        with pytest.raises(UnsupportedModelError, match="cannot be run again alone"):
-            method(model).attribute(x, **({} if method is MambaRollout else {"target": 1}))
+    maps = hidden_attention(model, x, formulation="unified", reduction="mean")["mixer"][0]
+    x = x.requires_grad_()
+    for i, y in enumerate(model.mixer(x).flatten(2).sum(1)[0]):
+        (g,) = torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(maps[i] != 0, (g[0] != 0).any(0).flatten())
+    for method in METHODS[:3]:
+        options = {} if method is MambaRollout else {"target": 1}
+        assert method(model).attribute(x, **options).shape == x.shape
+    with pytest.raises(UnsupportedModelError, match="does not add to a residual stream"):
+        LaTIM(model).attribute(x, target=1)

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -24,17 +23,14 @@ from captum_ssm._nested import map_tensors
 from captum_ssm._quiet import quiet
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._call import MISFITS
-from captum_ssm.mixers._named import look_of, nearest_misses
-from captum_ssm.mixers._registry import Freeze, as_unknown, may_be_namesake, remember
+from captum_ssm.mixers._registry import (
+    Freeze,
+    known_of,
+    may_be_namesake,
+    nearest_misses,
+    remember,
+)
 from captum_ssm.mixers.discovery import discover
-
-# Models whose unknown mixers, if they have any, were found; and what is still not known of some.
-_SEARCHED: WeakSet[nn.Module] = WeakSet()
-# What the graphs of models were made of in which nothing is left to be searched for.
-_SETTLED: WeakKeyDictionary[nn.Module, frozenset[Any]] = WeakKeyDictionary()
-_UNKNOWN: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-# Mixers that were compared with the adapters of their names.
-_COMPARED: WeakSet[nn.Module] = WeakSet()
 
 
 def is_settled(model: nn.Module, structure: frozenset[Any] = frozenset()) -> bool:
@@ -45,17 +41,19 @@ def is_settled(model: nn.Module, structure: frozenset[Any] = frozenset()) -> boo
         structure (frozenset, optional): what the graph is made of. Default: frozenset(), for any
             graph of this model
     """
-    return model in _SETTLED and structure <= _SETTLED[model]
+    known = known_of(model).made_of
+    return known is not None and structure <= known
 
 
 def settle(model: nn.Module, structure: frozenset[Any]) -> None:
     """Let :func:`is_settled` know that a graph was measured, and searched if tokens are mixed."""
-    _SETTLED[model] = _SETTLED.get(model, frozenset()) | structure
+    known = known_of(model)
+    known.made_of = structure if known.made_of is None else known.made_of | structure
 
 
 def search_anew(model: nn.Module) -> None:
     """Let a model be searched again: its graph is made of something new."""
-    _SEARCHED.discard(model)
+    known_of(model).is_searched = False
 
 
 def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
@@ -63,9 +61,8 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
 
     Attention is no matter: its probabilities are constants wherever they are computed.
     """
-    if refused is not None:
-        _UNKNOWN[model] = refused
-    found = _UNKNOWN.get(model)
+    known = known_of(model)
+    known.unknown = found = known.unknown if refused is None else refused
     if found is not None and "Softmax" not in found and "ScaledDotProduct" not in found:
         why = found.partition(". ")[0]
         warnings.warn(
@@ -86,9 +83,8 @@ def find_namesakes(request: Request) -> None:
     Args:
         request (Request): what to run.
     """
-    model = request.module
-    named = [module for _, module in find_mixers(model) if _is_to_compare(module)]
-    if request.remote or not named:
+    named = [module for _, module in find_mixers(request.module) if may_be_namesake(module)]
+    if not named:
         return
     alike: dict[str, set[nn.Module]] = {}
     for module in named:
@@ -96,15 +92,11 @@ def find_namesakes(request: Request) -> None:
     # The run that is explained warns by itself.
     with quiet(), on_thrown_away(request) as (of_copies, copies):
         calls = _calls_of(alike, of_copies, copies)
-        others = [alike[look] for look, call in calls.items() if not _reproduces(call)]
-        if others:
-            unlike = set().union(*others)
-            with as_unknown(unlike):
-                found = _discovered(copies, of_copies.run)
-                inside = {part for module in found for part in module.modules()}
-                rest = {m for m in unlike - inside if found.keys().isdisjoint(m.modules())}
-                remember(found | dict.fromkeys(rest, _refuse))
-    _COMPARED.update(named)  # not where it raised
+        unlike = {m for look, call in calls.items() if not _is_like(call) for m in alike[look]}
+        if unlike:
+            _find_others(unlike, copies, of_copies.run)
+    for module in named:
+        known_of(module).is_of_its_name = module not in unlike
 
 
 @repeated
@@ -115,22 +107,35 @@ def adapter_of(call: MixerCall) -> Freeze:
         call (MixerCall): of a mixer, in a run that :func:`find_namesakes` may not have seen.
     """
     module = original(call.module)
-    if _is_to_compare(module):
+    if may_be_namesake(module):
         with quiet(), copied(module) as copies:
             of_copy = replace(call, module=copies.root)
-            if not _reproduces(of_copy):
-                with as_unknown({module}):
-                    found = _discovered(copies, of_copy.run)
-                    remember({module: found.get(module, _refuse)})
-        _COMPARED.add(module)
-    adapter = find_adapter(module)
-    assert adapter is not None
-    return adapter
+            is_like = _is_like(of_copy)
+            if not is_like:
+                _find_others({module}, copies, of_copy.run)
+        known_of(module).is_of_its_name = is_like
+    return find_adapter(module) or _refuse
+
+
+def _find_others(modules: set[nn.Module], copies: Copies, run: Callable[[], Any]) -> None:
+    # Other adapters of modules than those of their classes: in them, or in parts of them.
+    for module in modules:
+        known_of(module).is_of_its_name = False
+    try:
+        found = _discovered(copies, run)
+    except BaseException:
+        for module in modules:
+            known_of(module).is_of_its_name = None
+        raise
+    inside = {part for module in found for part in module.modules()}
+    rest = {m for m in modules - inside if found.keys().isdisjoint(m.modules())}
+    remember(found | dict.fromkeys(rest, _refuse))
 
 
 def _discovered(copies: Copies, run: Callable[[], Any]) -> dict[nn.Module, Freeze]:
     # By the user's modules.
-    return {original(module): freeze for module, freeze in discover(copies.root, run).items()}
+    found = discover(copies.root, run, _reproduces)
+    return {original(module): freeze for module, freeze in found.items()}
 
 
 def _refuse(call: MixerCall) -> FrozenMixer:
@@ -142,10 +147,6 @@ def _refuse(call: MixerCall) -> FrozenMixer:
         + (f": {near}" if near else "")
         + ". Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
     )
-
-
-def _is_to_compare(module: nn.Module) -> bool:
-    return module not in _COMPARED and may_be_namesake(module)
 
 
 def _calls_of(
@@ -170,9 +171,12 @@ def _calls_of(
     return calls
 
 
-def _reproduces(call: MixerCall) -> bool:
+def _is_like(call: MixerCall) -> bool:
     adapter = find_adapter(call.module)
-    assert adapter is not None
+    return adapter is not None and _reproduces(adapter, call)
+
+
+def _reproduces(adapter: Freeze, call: MixerCall) -> bool:
     try:
         with torch.no_grad():
             rebuilt = Rebuilt.of(adapter(call), call)
@@ -180,6 +184,19 @@ def _reproduces(call: MixerCall) -> bool:
     except MISFITS:
         return False
     return True
+
+
+def look_of(module: nn.Module) -> str:
+    """What modules have in common that compute alike: their class, parts, shapes and settings."""
+    settings = {
+        f"{path}.{name}": value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float, str, tuple)) and not name.startswith("_")
+    }
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__} {id(kind)}: {module} {settings} {shapes}"
 
 
 @repeated
@@ -194,15 +211,16 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     Returns:
         bool: whether any were found.
     """
+    if request.remote:
+        return False
     find_namesakes(request)
     model = request.module
     known = any(True for _ in find_mixers(model))
-    if request.remote or (known and (not mixed or model in _SEARCHED)):
+    if known and (not mixed or known_of(model).is_searched):
         return False
     refuse_scripted(model)
     with quiet(), on_thrown_away(request) as (of_copies, copies):
         found = _discovered(copies, of_copies.run)
     remember(found)
-    _SEARCHED.add(model)
-    _UNKNOWN.pop(model, None)
+    known_of(model).is_searched, known_of(model).unknown = True, None
     return bool(found)

@@ -107,8 +107,12 @@ class _Run:
                     stack.enter_context(module.register_forward_hook(self._embedded))
             output = extract_logits(self.request.run(tuple(inputs)))
         torch.random.set_rng_state(torch_state)
-        self.ends.append(("the output", output))
+        self._end("the output", output)
         return self
+
+    def _end(self, name: str, value: Tensor) -> None:
+        if value.is_floating_point():
+            self.ends.append((name, value))
 
     def _start(self, value: Tensor) -> Tensor:
         k = len(self.starts)
@@ -119,7 +123,7 @@ class _Run:
     def _of_mixer(self, path: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
             call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
-            self.ends.append((path, call.given_tokens().clone()))
+            self._end(path, call.given_tokens().clone())
             if not self.held:
                 self.results.setdefault(module, []).append(result)
             return with_first(result, self._start(first_of(result)))
@@ -143,34 +147,35 @@ def _hidden(request: Request) -> str | None:
     # The name of what depends on more than the graph shows.
     with torch.enable_grad():
         run = _Run(request)()
-        ends = [(name, end) for name, end in run.ends if end.is_floating_point()]
-        promise = _promises([end for _, end in ends], run.starts)
+        promise = _promises([end for _, end in run.ends], run.starts)
     if promise is None:
         return None
-    before = [end.detach() for _, end in ends]
     with torch.no_grad():
         for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
-            held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
-            after = _held_ends(request, run, held)
-            if len(after) != len(before):
+            after = _Run(request, _sums(run.starts, steps), run.results)().ends
+            if len(after) != len(run.ends):
                 return None  # it runs other mixers
             moved = [
-                (a.double() - b.double()).abs().amax(-1) for a, b in zip(after, before, strict=True)
+                (name, (a.double() - b.double()).abs().amax(-1))
+                for (name, a), (_, b) in zip(after, run.ends, strict=True)
             ]
-            most = max(float(one.amax()) for one in moved)
-            for (name, _), change, expected in zip(ends, moved, promise(steps), strict=True):
-                if bool(((expected == 0) & (change > _LEAST * most)).any()):
-                    again = _held_ends(request, run, [one.detach() for one in run.starts])
-                    if not all(map(torch.equal, again, before)):
+            least = _LEAST * max(float(change.amax()) for _, change in moved)
+            for (name, change), expected in zip(moved, promise(steps), strict=True):
+                if bool(((expected == 0) & (change > least)).any()):
+                    if not _is_repeated(request, run):
                         return None  # it is another one at each run
                     return "the output" if name == "the output" else f"what {name} is given"
     return None
 
 
-def _held_ends(request: Request, run: _Run, held: Sequence[Tensor]) -> list[Tensor]:
-    # What a run whose starts are these ends in.
-    ends = _Run(request, held, run.results)().ends
-    return [end for _, end in ends if end.is_floating_point()]
+def _is_repeated(request: Request, run: _Run) -> bool:
+    # Whether a run whose starts did not move ends as before.
+    again = _Run(request, [one.detach() for one in run.starts], run.results)().ends
+    return all(torch.equal(a, b) for (_, a), (_, b) in zip(again, run.ends, strict=True))
+
+
+def _sums(starts: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
+    return [one.detach() + step for one, step in zip(starts, steps, strict=True)]
 
 
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
@@ -205,23 +210,19 @@ def _promises(
         return None
 
     def promise(steps: list[Tensor]) -> list[Tensor]:
-        pairs = [(one, step) for one, step in zip(back, steps, strict=True) if one is not None]
-        pairs = [(one, step) for one, step in pairs if one.requires_grad]
-        found: list[Tensor | None] = [None] * len(duals)
-        if pairs:
-            given = torch.autograd.grad(
-                [one for one, _ in pairs],
-                duals,
-                [step for _, step in pairs],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            found = list(given)
-        of_live = iter(found)
-        known = [next(of_live) if end.requires_grad else None for end in ends]
-        return [
-            (torch.zeros_like(end) if one is None else one).abs().amax(-1)
-            for end, one in zip(ends, known, strict=True)
+        pairs = [
+            (one, step)
+            for one, step in zip(back, steps, strict=True)
+            if one is not None and one.requires_grad
         ]
+        found: Sequence[Tensor] = duals  # zeros
+        if pairs:
+            outputs, given = zip(*pairs, strict=True)
+            found = torch.autograd.grad(
+                outputs, duals, given, retain_graph=True, materialize_grads=True
+            )
+        of_live = iter(found)
+        changes = [next(of_live) if end.requires_grad else torch.zeros_like(end) for end in ends]
+        return [change.detach().abs().amax(-1) for change in changes]
 
     return promise

@@ -24,8 +24,7 @@ from captum_ssm._copies import Copies, copied, original, running
 from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
-from captum_ssm.mixers._named import nearest_misses
-from captum_ssm.mixers._registry import supported_classes
+from captum_ssm.mixers._registry import nearest_misses, supported_classes
 
 if TYPE_CHECKING:
     from nnsight import Envoy

@@ -128,47 +128,30 @@ class Alti:
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-30)
         weight = weight.amax(1)  # (B, L): of the target that needs a row most
         rows = (weight != 0).any(0).nonzero()[:, 0]
-        if tolerance == 0:
-            carried = torch.zeros_like(relevance)
-            for chosen, shares in self.tiles(rows):
-                carried[..., : shares.shape[2]] += relevance[..., chosen] @ shares
-                advance(len(chosen) / len(rows))
-            return carried, torch.zeros_like(carried[..., 0])
-        return self._carry_some(relevance, weight, tolerance, rows, advance)
-
-    def _carry_some(
-        self,
-        relevance: Tensor,
-        weight: Tensor,
-        tolerance: float,
-        rows: Tensor,
-        advance: Callable[[float], None],
-    ) -> tuple[Tensor, Tensor]:
-        narrow = self.parts.weight.shape[0] <= NARROW
-        rows_share = 1 if narrow else ROWS_SHARE
-        budget = torch.full_like(weight[:, 0], 2 * tolerance)
+        makes_all = tolerance == 0 or self.parts.weight.shape[0] <= NARROW  # of a row's vectors
         # Rows of the least relevance stay what they are.
         order = rows[weight[:, rows].amax(0).argsort()]
         spent = 2 * weight[:, order].cumsum(1)
-        count = int((spent <= rows_share * 2 * tolerance).all(0).sum())
+        allowed = (1 if makes_all else ROWS_SHARE) * 2 * tolerance
+        count = int((spent <= allowed).all(0).sum())
         skipped, made = order[:count], order[count:].sort().values
         carried = torch.zeros_like(relevance)
         carried[..., skipped] = relevance[..., skipped]
         bound = 2 * carried.abs().sum(-1)
-        if narrow:
+        if makes_all:
             for chosen, shares in self.tiles(made):
                 carried[..., : shares.shape[2]] += relevance[..., chosen] @ shares
                 advance(len(chosen) / len(made))
             return carried, bound
+        budget = torch.full_like(weight[:, 0], 2 * tolerance)
         if count:
             budget = budget - spent[:, count - 1]
         # Tiles of little relevance spend little of the tolerance, and leave it to the others.
         tiles = self.parts.tiles(made)
         tiles.sort(key=lambda chosen: float(weight[:, chosen].sum()))
-        left = sum(len(chosen) for chosen in tiles)
+        left = len(made)
         for chosen in tiles:
-            allowed = budget * len(chosen) / left
-            near, unsure = self._near_some(chosen, weight, allowed)
+            near, unsure = self._near_some(chosen, weight, budget * len(chosen) / left)
             error = (2 * unsure / near.sum(-1).clamp(min=1e-30)).clamp(max=2)  # (B, r)
             budget = (budget - (weight[:, chosen] * error).sum(-1)).clamp(min=0)
             left -= len(chosen)

@@ -24,7 +24,6 @@ from captum_ssm._capture.discovery import (
 from captum_ssm._capture.embedded import entries_of, is_view
 from captum_ssm._capture.ledger import structure
 from captum_ssm._capture.model import input_embeddings
-from captum_ssm._devices import weights_loaded
 from captum_ssm._errors import InputError
 from captum_ssm._memory import limited_graph, memory_limit
 from captum_ssm._nested import tensors_in
@@ -68,7 +67,7 @@ class MambaLRP(TokenAttribution):
     limits the bytes that the graph of the run may keep, in addition to the model; a run that needs
     more raises :class:`~captum_ssm.MemoryLimitError`. Every entry of a floating input has relevance
     of its own, so ``interpolate_mode`` and ``feature_share`` are not used; ids have that of their
-    embedding. ``remote`` must be False.
+    embedding.
 
     Examples::
 
@@ -79,7 +78,6 @@ class MambaLRP(TokenAttribution):
 
     name = "mamba-lrp"
     summary = "gradient times input through the frozen network"
-    needs_run_here = True
 
     def get_name(self) -> str:
         """The method's name."""
@@ -146,32 +144,6 @@ class MambaLRP(TokenAttribution):
         return rules, frozen
 
 
-def frozen_output(mixer: FrozenMixer, call: MixerCall | None = None) -> Rebuilt:
-    """A mixer's output, ``(B, L, E)``, differentiable in its inputs by the rules above."""
-    return Rebuilt.of(mixer.detach_coefficients(), call, halves)
-
-
-def halves(a: Tensor, b: Tensor) -> Tensor:
-    """The product of ``a`` and ``b``, of one shape, with half of its relevance to each factor."""
-    return _Halves.apply(a, b)
-
-
-class _Halves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.set_materialize_grads(False)
-        return a * b
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        if grad is None:
-            return None, None
-        a, b = ctx.saved_tensors
-        half = 0.5 * grad
-        return half * b, half * a
-
-
 def has_a_rule(module: nn.Module) -> bool:
     """Whether a module outside the mixers is replaced, or holds leaves."""
     return isinstance(module, nn.Embedding) or is_norm(module) or _is_activation(module)
@@ -214,7 +186,7 @@ class Rules(Substitution):
         return True
 
     def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
-        return frozen_output(mixer, call)
+        return Rebuilt.of(mixer.detach_coefficients(), call)
 
     def pulled(self, output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> Any:
         starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
@@ -225,10 +197,16 @@ class Rules(Substitution):
         if isinstance(call.module, nn.Embedding):
             return self._embedding(call)
         if is_norm(call.module):
-            with weights_loaded(call.module):
-                norm = FrozenNorm.of(call)
-                return None if norm is None else norm(first_input(call))
+            norm = FrozenNorm.of(call)
+            return None if norm is None else norm(first_input(call))
         return _activation(call)
+
+    def starts(self) -> list[Tensor]:
+        """Where the graph begins: embeddings, and inputs of floats."""
+        return [
+            *(leaf for _, _, leaf in self.embedded),
+            *(x for x in self.inputs if x.requires_grad),
+        ]
 
     def relevance(self, score: Tensor) -> list[Tensor]:
         """The relevance of each input's entries, in its shape: of an id that of its embedding."""

@@ -48,15 +48,6 @@ def previous(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
-def identity(x: Tensor) -> Tensor:
-    """``x`` itself, for a gate or an activation that is none."""
-    return x
-
-
-# Gates that are their argument times a factor: half of the relevance is theirs.
-SCALING_GATES = (F.silu, identity)
-
-
 @dataclass(frozen=True)
 class ShortConv:
     """A causal depthwise convolution with its input; without taps it returns the input.

@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from captum_ssm._blocks import undo
 from captum_ssm._copies import original
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 
 Freeze = Callable[[MixerCall], FrozenMixer]
 _REGISTRY: dict[str, Freeze] = {}
-# Adapters of single modules, found by running their model. Registered classes come first.
-_MEASURED: WeakKeyDictionary[nn.Module, Freeze] = WeakKeyDictionary()
-# Modules whose class is registered by a name that it shares with one that computes something else.
-_NAMESAKES: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass
+class Known:
+    """What runs of a model told of it, or of one of its modules.
+
+    Args:
+        adapter (Callable, optional): of this module. That of its class comes first. Default: None
+        is_of_its_name (bool, optional): whether the adapter of its class computes what it computes,
+            where that was taken for the class by its name alone; None before they are compared.
+            Default: None
+        miss (str, optional): why it was not taken for a mixer. Default: ""
+        is_searched (bool, optional): whether its unknown mixers, if it has any, were found between
+            known ones. Default: False
+        made_of (frozenset, optional): what its graphs are made of in which nothing is left to be
+            searched for. Default: None
+        unknown (str, optional): what mixes tokens in it and is not a mixer. Default: None
+    """
+
+    adapter: Freeze | None = None
+    is_of_its_name: bool | None = None
+    miss: str = ""
+    is_searched: bool = False
+    made_of: frozenset[Any] | None = None
+    unknown: str | None = None
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
+_NOTHING = Known()  # of a module that nothing is known of
 # Packages that are what they are called. People keep copies of others, such as mamba_ssm, under the
 # same name, in which a class computes something else.
 _PACKAGES = ("captum_ssm", "transformers")
+
+
+def known_of(module: nn.Module) -> Known:
+    """What is known of a module, to be read and to be changed."""
+    return _KNOWN.setdefault(original(module), Known())
 
 
 def channels_of(module: nn.Module) -> int:
@@ -114,22 +143,20 @@ def find_adapter(module: nn.Module) -> Freeze | None:
         >>> find_adapter(nn.Linear(2, 2)) is None
         True
     """
-    module = original(module)
-    found, _ = _registered(module)
-    return _MEASURED.get(module) if found is None else found
+    known = _KNOWN.get(original(module), _NOTHING)
+    found = None if known.is_of_its_name is False else _registered(module)
+    return known.adapter if found is None else found
 
 
-def _registered(module: nn.Module) -> tuple[Freeze | None, type]:
-    # And the class that is registered: the module's own or a base of it.
-    if module in _NAMESAKES:
-        return None, type(module)
+def _registered(module: nn.Module) -> Freeze | None:
+    # By the module's own class, or the nearest base of it.
     for cls in type(module).__mro__:
         parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
         for start in range(len(parts)):
             freeze = _REGISTRY.get(".".join(parts[start:]))
             if freeze is not None:
-                return freeze, cls
-    return None, type(module)
+                return freeze
+    return None
 
 
 def may_be_namesake(module: nn.Module) -> bool:
@@ -137,8 +164,9 @@ def may_be_namesake(module: nn.Module) -> bool:
 
     Such an adapter has to be compared with what the module returns before it is used.
     """
-    freeze, _ = _registered(module)
-    return is_own(freeze) and type(module).__module__.partition(".")[0] not in _PACKAGES
+    is_open = _KNOWN.get(original(module), _NOTHING).is_of_its_name is None
+    is_named = type(module).__module__.partition(".")[0] in _PACKAGES
+    return is_open and not is_named and is_own(_registered(module))
 
 
 def is_own(freeze: Freeze | None) -> bool:
@@ -146,36 +174,32 @@ def is_own(freeze: Freeze | None) -> bool:
     return (getattr(freeze, "__module__", None) or "").startswith("captum_ssm.")
 
 
-@contextmanager
-def as_unknown(modules: set[nn.Module]) -> Iterator[None]:
-    """Look for other adapters of modules than those of their classes; they keep what is found.
-
-    In a module or in parts of it. Where there is none, the adapter of its class is taken again.
-
-    Args:
-        modules (set of nn.Module): the user's.
-    """
-    with ExitStack() as stack:
-        undo(stack, _keep_found, modules)
-        _NAMESAKES.update(modules)
-        yield
-
-
-def _keep_found(modules: set[nn.Module]) -> None:
-    found = {m for m in modules if any(part in _MEASURED for part in m.modules())}
-    _NAMESAKES.difference_update(modules - found)
+def own_adapters() -> list[Freeze]:
+    """The library's own adapters, each once."""
+    return [freeze for freeze in dict.fromkeys(_REGISTRY.values()) if is_own(freeze)]
 
 
 def how_known(module: nn.Module) -> str:
     """``"registered"``, ``"measured"`` or ``"recognized"``, of a module that has an adapter."""
-    adapter = _MEASURED.get(module)
+    adapter = _KNOWN.get(original(module), _NOTHING).adapter
     by_class = adapter is None or find_adapter(module) is not adapter
     return "registered" if by_class else getattr(adapter, "known", "recognized")
 
 
 def remember(found: Mapping[nn.Module, Freeze]) -> None:
     """Let :func:`find_adapter` find these adapters of single modules."""
-    _MEASURED.update(found)
+    for module, freeze in found.items():
+        known_of(module).adapter = freeze
+
+
+def nearest_misses(model: nn.Module, most: int = 3) -> str:
+    """What in ``model`` looks like a mixer and why it is none; or nothing."""
+    found: dict[tuple[str, str], str] = {}
+    for path, module in model.named_modules():
+        if why := _KNOWN.get(original(module), _NOTHING).miss:
+            found.setdefault((type(module).__name__, why), path)
+    ranked = [*found.items()][:most]
+    return "; ".join(f"{path or 'the model'} ({kind}) {why}" for (kind, why), path in ranked)
 
 
 def registered() -> list[str]:

@@ -1,8 +1,8 @@
 """Which modules of a model are mixers, found by what a run of it calls.
 
 A mixer is the smallest module around a proven scan that takes tokens and returns as many, and that
-holds the depthwise convolution of the scan too. Where no scan is called, it is a module that is
-recognized by its parts.
+holds the depthwise convolution of the scan too. Where no scan is called, as where a kernel is
+fused, it is a module that computes what one of the library's own adapters says.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from captum_ssm._rules import is_constant
 from captum_ssm.mixers._call import TOKENS_FIRST, MixerCall
 from captum_ssm.mixers._cut import is_depthwise, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._named import form_of, note_miss
-from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers
+from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers, known_of, own_adapters
 from captum_ssm.mixers._unfused import fused_functions, unfused
 from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
 from captum_ssm.mixers.measured._rerun import NotMeasured
-from captum_ssm.mixers.recognized import recognize_all
 from captum_ssm.scans import (
     FunctionCall,
     Scan,
@@ -107,8 +105,8 @@ class _Found:
     scans: list[tuple[list[_Visit], Callable[..., Any], int]] = field(default_factory=list)
     stack: list[_Visit] = field(default_factory=list)
     known: int = 0  # registered mixers on the stack
-    # The first calls of modules that have the parts of a form; calls of functions that are no scan.
-    named: dict[nn.Module, MixerCall] = field(default_factory=dict)
+    # The first call of each class of modules; calls of functions that are no scan.
+    firsts: dict[type[nn.Module], MixerCall] = field(default_factory=dict)
     unproven: dict[nn.Module, str] = field(default_factory=dict)
 
     def handle(self, calls: ScanCalls, call: FunctionCall) -> Any:
@@ -145,9 +143,10 @@ class _Found:
             if threading.get_ident() == thread:
                 visit = self.stack[-1]
                 visit.result = output
-                if not self.known and module not in self.named and form_of(module) is not None:
+                is_first = not self.known and type(module) not in self.firsts
+                if is_first and _has_parts(module) and _takes_tokens(visit.call()):
                     # Clones, as the model may go on to change them in place.
-                    self.named[module] = map_tensors(torch.clone, visit.call())
+                    self.firsts[type(module)] = map_tensors(torch.clone, visit.call())
 
         paths = {module: path for path, module in self.model.named_modules()}
         with ExitStack() as hooks:
@@ -174,12 +173,18 @@ class _Convolutions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze]:
+def discover(
+    model: nn.Module,
+    run: Callable[[], Any],
+    reproduces: Callable[[Freeze, MixerCall], bool] = lambda freeze, call: False,
+) -> dict[nn.Module, Freeze]:
     """The mixers among the modules of a model that no adapter is registered for.
 
     Args:
         model (nn.Module): the model.
         run (Callable): runs it once.
+        reproduces (Callable, optional): whether an adapter computes what a call returned. Default:
+            it does not
 
     Returns:
         dict: an adapter for each mixer; empty if none was found.
@@ -208,7 +213,7 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
             chosen[inner] = module
             if module is None:
                 what = found_as.why or f"a scan, {_no_tokens(stack[-1])}"
-                note_miss(inner, f"calls {function.__qualname__}, {what}")
+                known_of(inner).miss = f"calls {function.__qualname__}, {what}"
                 continue
             channels[module] = found_as.channels
             if not found_as.is_whole:
@@ -229,12 +234,21 @@ def discover(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, Freeze
     }
     measured = adapters.keys() - refused
     measured = measured.union(*map(_inside, measured))
-    named = [c for m, c in found.named.items() if measured.isdisjoint(m.modules())]
     for module, name in found.unproven.items():
-        note_miss(module, f"calls {name}, which does not return what a scan of its arguments does")
-    recognized = recognize_all(named)
-    inside = {part for module in recognized for part in module.modules()}
-    return {m: adapter for m, adapter in adapters.items() if m not in inside} | recognized
+        why = f"calls {name}, which does not return what a scan of its arguments does"
+        known_of(module).miss = why
+    like = {
+        kind: next((freeze for freeze in own_adapters() if reproduces(freeze, call)), None)
+        for kind, call in found.firsts.items()
+        if measured.isdisjoint(call.module.modules())
+    }
+    recognized = {m: freeze for m in model.modules() if (freeze := like.get(type(m))) is not None}
+    inside = set().union(*map(_inside, recognized))
+    return {m: freeze for m, freeze in (adapters | recognized).items() if m not in inside}
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return len([*module.parameters(recurse=False), *module.children()]) > 1
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:

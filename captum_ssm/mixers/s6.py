@@ -22,8 +22,6 @@ from torch.nn import functional as F
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import (
-    SCALING_GATES,
-    ImageConv,
     ShortConv,
     activation_factor,
     masked_tokens,
@@ -43,24 +41,18 @@ class S6Scan:
         x_proj (nn.Module): from the values to the low-rank step, B and C.
         dt_proj (nn.Module): from the low-rank step to one per channel.
         A (Tensor): ``(D, N)``, negative.
-        D (Tensor, optional): the skip, ``(D,)``; None for no skip.
+        D (Tensor): the skip, ``(D,)``.
         norms (tuple of Callable, optional): of the low-rank step, B and C; None for no norm.
             Default: (None, None, None)
-        act (Callable, optional): the activation of the values; None for no activation.
-            Default: SiLU
-        gate (Callable, optional): of z. Default: SiLU
-        bias_twice (bool, optional): whether the bias of ``dt_proj`` is added once more.
-            Default: False
+        act (Callable, optional): the activation of the values. Default: SiLU
     """
 
     x_proj: nn.Module
     dt_proj: Any  # an nn.Linear, or one that is quantized
     A: Tensor
-    D: Tensor | None
+    D: Tensor
     norms: tuple[Function | None, ...] = (None, None, None)
-    act: Function | None = F.silu
-    gate: Function = F.silu
-    bias_twice: bool = False
+    act: Function = F.silu
 
     def operator(self, call: MixerCall, values: Tensor, mask: Tensor | None) -> DiagonalOperator:
         """The recurrence, from its values ``(B, L, D)``."""
@@ -71,20 +63,17 @@ class S6Scan:
             part if norm is None else norm(part).to(call.dtype)
             for norm, part in zip(self.norms, parts, strict=True)
         )
-        step = call.linear(self.dt_proj, step)
-        if self.bias_twice:
-            step = step + call.parameter(self.dt_proj.bias)
-        return _operator(F.softplus(step), self.A, B[:, :, None], C[:, :, None], mask)
+        step = F.softplus(call.linear(self.dt_proj, step))
+        return _operator(step, self.A, B[:, :, None], C[:, :, None], mask)
 
     def freeze(
         self,
         call: MixerCall,
         conv: ShortConv,
-        z: Tensor | None,
+        z: Tensor,
         out_proj: Function,
         out_weight: Tensor,
         mask: Tensor | None = None,
-        image_conv: ImageConv | None = None,
     ) -> FrozenMixer:
         """The frozen scan of what ``conv`` returns, gated by ``z (B, L, D)``."""
         activation, values = _values(self.act, conv, mask)
@@ -93,13 +82,12 @@ class S6Scan:
             inputs=conv.inputs,
             out_proj=out_proj,
             out_weight=out_weight,
-            skip=None if self.D is None else call.parameter(self.D).reshape(-1),
+            skip=call.parameter(self.D).reshape(-1),
             conv=conv.taps,
             conv_bias=conv.bias,
-            image_conv=image_conv,
             activation=activation,
-            gate=None if z is None else self.gate(z),
-            gate_argument=z if self.gate in SCALING_GATES else None,
+            gate=F.silu(z),
+            gate_argument=z,
         ).with_values(values, convolved=conv.output)
 
 
@@ -115,7 +103,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
         A=call.decay_rate(module.A_log),
         D=module.D,
         norms=tuple(_norm(call, name) for name in ("dt_layernorm", "b_layernorm", "c_layernorm")),
-        act=module.act,
+        act=getattr(module, "act", F.silu),
     )
     conv = short_conv(call, module.conv1d, u)
     return scan.freeze(
@@ -158,17 +146,12 @@ def _operator(dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None) 
     return DiagonalOperator(dt, right, A, B, C)
 
 
-def _values(
-    act: Function | None, conv: ShortConv, mask: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
+def _values(act: Function, conv: ShortConv, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The activation factor, a constant, and the input of the recurrence."""
     psi = conv.output
-    activation = None if act is None else activation_factor(act, psi.detach())
-    values = psi if act is None else act(psi)
+    activation, values = activation_factor(act, psi.detach()), act(psi)
     if mask is not None:
-        keep = mask[..., None].expand_as(psi)
-        activation = keep if activation is None else activation * keep
-        values = values * keep
+        activation, values = (x * mask[..., None] for x in (activation, values))
     return activation, values
 
 

@@ -11,7 +11,6 @@ One decay per head, B and C shared by the heads of a group:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from torch.nn import functional as F
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import (
-    SCALING_GATES,
     activation_factor,
     masked_tokens,
     rms_factor,
@@ -42,15 +40,9 @@ def freeze_scan(
     out_weight: Tensor,
     mask: Tensor | None = None,
     act: Callable[[Tensor], Tensor] | None = None,
-    parts: Any = None,
-    gate_function: Callable[[Tensor], Tensor] = F.silu,
 ) -> FrozenMixer:
-    """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None: no norm.
-
-    ``parts`` has the attributes conv1d, act, dt_bias, A_log, D and norm of the module, if it does
-    not have them itself.
-    """
-    module = call.module if parts is None else parts
+    """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None: no norm."""
+    module = call.module
     z, mixed, step = projected
     H = step.shape[-1]
     D = H * width
@@ -70,16 +62,13 @@ def freeze_scan(
         log_decay=(A * dt)[..., None],
         width=width,
     )
-    skip = None
-    if module.D is not None:
-        skip = call.parameter(module.D)
-        skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
-
-    gate = gate_function(z)
+    skip = call.parameter(module.D)
+    skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
+    gate = F.silu(z)
     scale, readout, mixed_values = None, None, None
     if norm_before_gate is not None:
         y = recurrence.matvec(values)
-        mixed_values = y if skip is None else torch.addcmul(y, skip, values)
+        mixed_values = torch.addcmul(y, skip, values)
         norm = module.norm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         # One group if the norm has no groups (transformers 4, whatever the mixer's groups).
@@ -104,7 +93,7 @@ def freeze_scan(
         conv_bias=conv.bias,
         activation=activation,
         gate=gate,
-        gate_argument=z if gate_function in SCALING_GATES else None,
+        gate_argument=z,
         norm=scale,
         readout=readout,
     ).with_values(values, mixed_values)

@@ -20,9 +20,7 @@ from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import (
     ImageConv,
-    ShortConv,
     activation_factor,
-    centered,
     rms_factor,
     short_conv,
 )
@@ -169,7 +167,8 @@ def freeze_published(call: MixerCall) -> FrozenMixer:
     """
     module = call.module
     usual = "v2" if hasattr(module, "conv1d_b") else "none"
-    kind = getattr(module, "bimamba_type", usual) if module.use_fast_path else "none"
+    is_fast = getattr(module, "use_fast_path", True)
+    kind = getattr(module, "bimamba_type", usual) if is_fast else "none"
     if kind == "none" and getattr(module, "gamma", None) is None:
         return freeze_s6(call)
     return _freeze_kind(call, kind)
@@ -200,51 +199,32 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
 def freeze_directions(
     call: MixerCall,
     u: Tensor,
-    z: Tensor | None,
+    z: Tensor,
     scans: Sequence[S6Scan],
-    convs: Sequence[nn.Conv1d | None],
+    convs: Sequence[nn.Conv1d],
     projection: tuple[Callable[[Tensor], Tensor], Tensor],
     *,
     halved: bool = False,
-    ahead: int | None = None,
 ) -> FrozenMixer:
     """S6 over the tokens in their order, and over the reversed tokens if there are two scans.
 
     Args:
         call (MixerCall): the recorded call.
         u (Tensor): what is convolved, ``(B, L, D)``.
-        z (Tensor, optional): what the gate is a function of, ``(B, L, D)``.
+        z (Tensor): what the gate is a function of, ``(B, L, D)``.
         scans (sequence of S6Scan): one or two.
-        convs (sequence of nn.Conv1d): the convolution of each scan, causal in the scan's order;
-            None for no convolution.
+        convs (sequence of nn.Conv1d): the convolution of each scan, causal in the scan's order.
         projection (tuple): the output projection and its weight.
         halved (bool, optional): whether the mean of two scans is taken, not the sum.
             Default: False
-        ahead (int, optional): the first convolution comes before all scans, in the order of the
-            tokens, and reads so many later ones. Default: None
     """
-    L = u.shape[1]
-    positions = torch.arange(L, device=u.device)
+    positions = torch.arange(u.shape[1], device=u.device)
     orders = (positions, positions.flip(0))[: len(scans)]
-    image_conv, psi = None, u
-    if ahead is not None:
-        conv = convs[0]
-        assert conv is not None
-        bias = None if conv.bias is None else call.parameter(conv.bias)
-        taps = centered(call.parameter(conv.weight)[:, 0], ahead)
-        image_conv = ImageConv(u, taps, (1, L), bias)
-        psi = image_conv.output
     frozen = []
     for scan, conv, order in zip(scans, convs, orders, strict=True):
-        backward = order is not positions
-        own, gate = (t if t is None or not backward else t.flip(1) for t in (psi, z))
-        assert own is not None
-        if conv is None or image_conv is not None:
-            before = ShortConv(own)
-        else:
-            before = short_conv(call, conv, own)
-        frozen.append(scan.freeze(call, before, gate, *projection, image_conv=image_conv))
-    if len(frozen) == 1 and image_conv is None:
+        own, gate = (u, z) if order is positions else (u.flip(1), z.flip(1))
+        frozen.append(scan.freeze(call, short_conv(call, conv, own), gate, *projection))
+    if len(frozen) == 1:
         return frozen[0]
     return FrozenScans.of(frozen, orders, scale=0.5 if halved else 1.0)
 
@@ -265,27 +245,15 @@ def _rates(call: MixerCall, A_log: Tensor) -> Tensor:
 def freeze_ss2d(call: MixerCall) -> FrozenMixer:
     """VMamba's four-direction scan, with a layer norm of the scans' sum."""
     module = call.module
-    u = call.linear(module.in_proj, call.tokens())
+    u = call.linear(module.in_proj, call.tokens().flatten(1, -2))
     u, z = u.chunk(2, -1) if module.gated else (u, None)
-    return freeze_four_directions(call, u, z, module.grid, module.act)
-
-
-def freeze_four_directions(
-    call: MixerCall,
-    u: Tensor,
-    z: Tensor | None,
-    grid: tuple[int, int],
-    act: Callable[[Tensor], Tensor],
-) -> FrozenMixer:
-    """SS2D of ``u (B, L, D)``, tokens of an image of ``grid`` (H, W), gated by SiLU of ``z``."""
-    module = call.module
     gate = None if z is None else F.silu(z)
     bias = None if module.conv2d.bias is None else call.parameter(module.conv2d.bias)
-    image_conv = ImageConv(u, call.parameter(module.conv2d.weight)[:, 0], grid, bias)
+    image_conv = ImageConv(u, call.parameter(module.conv2d.weight)[:, 0], module.grid, bias)
     psi = image_conv.output
-    activation = activation_factor(act, psi)
+    activation = activation_factor(module.act, psi)
     values, D = activation * psi, u.shape[-1]
-    orders = tuple(scan_orders(grid, u.device))
+    orders = tuple(scan_orders(module.grid, u.device))
     recurrences = [
         _diagonal(
             call,

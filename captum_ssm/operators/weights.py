@@ -43,12 +43,8 @@ class WeightsOperator(HeadOperator):
         return self.weights
 
     @cached_property
-    def _is_causal(self) -> bool:
-        return not bool(self.weights.triu(1).any())
-
-    @property
     def is_causal(self) -> bool:
-        return self._is_causal
+        return not bool(self.weights.triu(1).any())
 
     def matvec_heads(self, v: Tensor) -> Tensor:
         return self.weights @ v

@@ -25,6 +25,7 @@ from captum_ssm._lazy import cached_property
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
 from captum_ssm.scans._fourier import TRANSFORMS, Transforms, fourier_convolution
+from captum_ssm.scans._loops import GATHERS, Gathered, TokenLoop, run_gather, token_loop
 from captum_ssm.scans._products import (
     PRODUCTS,
     TokenProduct,
@@ -34,8 +35,8 @@ from captum_ssm.scans._products import (
 )
 from captum_ssm.scans._states import is_associative, with_states
 
-# The last one stands for the products at all places in the code.
-_BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution, token_product)
+# The last two stand for the products and the loops at all places in the code.
+_BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution, token_product, token_loop)
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -142,12 +143,17 @@ def not_intercepted() -> AbstractContextManager[None]:
 
 def is_built_in(function: Callable[..., Any]) -> bool:
     """Whether a function is intercepted by PyTorch's own means, as it has no body to exchange."""
-    return function in _BUILT_IN or is_product(function)
+    return function in _BUILT_IN or is_product(function) or is_loop(function)
 
 
 def is_product(function: Callable[..., Any]) -> bool:
     """Whether a function stands for a product with a matrix at one place in the code."""
     return isinstance(function, TokenProduct)
+
+
+def is_loop(function: Callable[..., Any]) -> bool:
+    """Whether a function stands for a loop over tokens at one place in the code."""
+    return isinstance(function, TokenLoop)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -248,7 +254,12 @@ class _BuiltIn(TorchFunctionMode):
             return run_product(
                 func, args, kwargs, self._is_known, partial(_handed, handler, token_product)
             )
+        if func in GATHERS:
+            return run_gather(func, args, kwargs, self._is_known_loop, partial(_looped, handler))
         return func(*args, **kwargs)
+
+    def _is_known_loop(self, loop: TokenLoop) -> bool:
+        return token_loop in self.known or loop in self.known
 
     def _is_known(self, product: TokenProduct) -> bool:
         is_any = token_product in self.known and product not in self.without
@@ -259,3 +270,7 @@ def _handed(
     handler: Handler, function: Callable[..., Any], source: Callable[..., Any], *args: Any
 ) -> Any:
     return handler(FunctionCall(function, args, {}, source))
+
+
+def _looped(handler: Handler, gathered: Gathered, variables: dict[str, Any]) -> Any:
+    return handler(FunctionCall(gathered, (), variables, gathered.loop))

@@ -128,6 +128,12 @@ def telling_names() -> list[frozenset[str]]:
     ]
 
 
+def needed_names() -> frozenset[str]:
+    """The names of all roles that have to be there."""
+    forms = _FORMS.values()
+    return frozenset(name for form in forms for role in form.needed for name in form.names[role])
+
+
 def forms_of(parameters: Sequence[str]) -> Iterator[ScanForm]:
     """The forms whose roles a function with these parameters has."""
     return (form for form in _FORMS.values() if form.fits(parameters))

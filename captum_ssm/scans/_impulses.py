@@ -47,12 +47,7 @@ def can_be_measured(call: FunctionCall, returned: Tensor) -> bool:
 
 
 def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candidate]:
-    """What a call computes if it is linear in its values, with heads last or before the tokens.
-
-    Args:
-        call (FunctionCall): one that :func:`can_be_measured`.
-        returned (Tensor): what it returned.
-    """
+    """What a call computes if it is linear in its values, with heads last or before the tokens."""
     names = _roles(call)
     assert names is not None
     name = names[2]

@@ -28,7 +28,7 @@ from captum_ssm.scans._form import register_scan
 _SSM: dict[str, tuple[str, ...]] = {
     "x": ("u", "xs", "v", "X", "hidden_states"),
     "dt": ("delta", "dts", "DT", "deltas", "time_step", "discrete_time_step"),
-    "A": ("As", "ADT"),
+    "A": ("As", "ADT", "A_log", "A_logs"),
     "B": ("Bs", "B_proj"),
     "C": ("Cs", "C_proj"),
     "D": ("Ds",),
@@ -64,12 +64,13 @@ def s6(
         groups = [_grouped(t, v.shape[1], channels, N, last) for t in (B, C)]
         if v.shape[-1] != channels or groups[0] is None or groups[1] is None:
             continue
-        for working in _steps(step, bias, softplus, working_dtype(x, dt, A, B, C)):
+        dtype = working_dtype(x, dt, A, B, C)
+        for working, rate in _steps_and_rates(step, bias, softplus, A, dtype):
             yield Candidate(
                 operator=DiagonalOperator(
                     working,
                     working,
-                    A.to(working).expand(channels, N),
+                    rate.expand(channels, N),
                     groups[0].to(working),
                     groups[1].to(working),
                 ),
@@ -143,14 +144,15 @@ def ssd(
     H, P = x.shape[2:]
     if B.shape != C.shape or B.shape[:2] != x.shape[:2] or H % B.shape[2]:
         return
-    for working in _steps(dt, bias, softplus, working_dtype(x, dt, A, B, C)):
+    dtype = working_dtype(x, dt, A, B, C)
+    for working, rate in _steps_and_rates(dt, bias, softplus, A, dtype):
         if limit is not None:
             working = working.clamp(*limit)
         key, query = (_per_head(t.to(working), H) for t in (B, C))
         operator = LinearAttentionOperator(
             query=query,
             key=key * working[..., None],
-            log_decay=(A.to(working) * working)[..., None],
+            log_decay=(rate * working)[..., None],
             width=P,
         )
         yield _in_heads(operator, x, D, z)
@@ -301,6 +303,20 @@ def _steps(
         step = step + bias
     for raised in (False, True) if softplus is None else (softplus,):
         yield (F.softplus(step) if raised else step).to(dtype)
+
+
+def _steps_and_rates(
+    step: Tensor,
+    bias: Tensor | None,
+    softplus: bool | None,
+    A: Tensor,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    # A holds the rates of the decay, which are negative, or else the logarithms of their sizes.
+    is_rate = bool((A <= 0).all())
+    for working in _steps(step, bias, softplus, dtype):
+        for as_it_is in (is_rate, not is_rate):
+            yield working, (A if as_it_is else -A.exp()).to(dtype)
 
 
 def _skip(D: Tensor | None, v: Tensor) -> Tensor | None:

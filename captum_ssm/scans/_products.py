@@ -221,6 +221,13 @@ def is_in_autograd_function(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("ctx"), FunctionCtx)
 
 
+def is_of_the_model(frame: FrameType) -> bool:
+    """Whether a frame is that of a model's code, not of this library or of what runs the model."""
+    path, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+    is_ours = path.startswith(_OURS) and not path.startswith(_MODELS)
+    return not is_ours and package.partition(".")[0] not in _AROUND
+
+
 def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...] | None:
     found: list[tuple[CodeType, int]] = []
     is_inside = True  # the innermost module
@@ -230,8 +237,7 @@ def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...] | None:
             return None
         is_inside &= not (package == "torch" and code.co_name == "_call_impl")
         is_inside &= len(found) < _DEEPEST
-        is_ours = code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_MODELS)
-        if is_inside and not (is_ours or package in _AROUND):
+        if is_inside and is_of_the_model(frame):
             found.append((code, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)

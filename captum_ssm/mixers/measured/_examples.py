@@ -25,15 +25,10 @@ from captum_ssm.scans import first_tensor
 def freeze_examples(
     call: MixerCall, freeze: Callable[[MixerCall], FrozenMixer]
 ) -> FrozenMixer | None:
-    """The mixer of a recorded call, put together from its examples.
+    """The mixer of a recorded call, put together from those of its examples; zero at padding.
 
-    Args:
-        call (MixerCall): the recorded call.
-        freeze (Callable): the mixer of one example's call.
-
-    Returns:
-        FrozenMixer: zero at padding; None where there is one example without padding, or where the
-        module computes something else of an example alone.
+    None where there is one example without padding, or where the module computes something else of
+    an example alone.
     """
     tokens = token_argument(call)
     if tokens.dim() != 3:
