@@ -152,7 +152,8 @@ def _hidden(request: Request) -> str | None:
         return None
     with torch.no_grad():
         for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
-            after = _Run(request, _sums(run.starts, steps), run.results)().ends
+            held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
+            after = _Run(request, held, run.results)().ends
             if len(after) != len(run.ends):
                 return None  # it runs other mixers
             moved = [
@@ -161,21 +162,16 @@ def _hidden(request: Request) -> str | None:
             ]
             least = _LEAST * max(float(change.amax()) for _, change in moved)
             for (name, change), expected in zip(moved, promise(steps), strict=True):
-                if bool(((expected == 0) & (change > least)).any()):
-                    if not _is_repeated(request, run):
-                        return None  # it is another one at each run
-                    return "the output" if name == "the output" else f"what {name} is given"
+                if not bool(((expected == 0) & (change > least)).any()):
+                    continue
+                held = [one.detach() for one in run.starts]
+                again = _Run(request, held, run.results)().ends
+                if not all(
+                    torch.equal(a, b) for (_, a), (_, b) in zip(again, run.ends, strict=True)
+                ):
+                    return None  # it is another one at each run
+                return "the output" if name == "the output" else f"what {name} is given"
     return None
-
-
-def _is_repeated(request: Request, run: _Run) -> bool:
-    # Whether a run whose starts did not move ends as before.
-    again = _Run(request, [one.detach() for one in run.starts], run.results)().ends
-    return all(torch.equal(a, b) for (_, a), (_, b) in zip(again, run.ends, strict=True))
-
-
-def _sums(starts: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
-    return [one.detach() + step for one, step in zip(starts, steps, strict=True)]
 
 
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:

@@ -32,7 +32,6 @@ from captum_ssm._graph import (
     dependencies,
     edges_before,
     meetings,
-    nodes_before,
     shape_of,
 )
 from captum_ssm._rules import ruled
@@ -199,14 +198,20 @@ def structure(ends: Iterable[Node | None], *, is_cut: bool = False) -> frozenset
         is_cut (bool, optional): whether it begins where the run was cut, also in a graph that was
             kept whole. Default: False
     """
-    roots, found = [node for node in ends if node is not None], set()
-    cuts = {node for node in nodes_before(roots) if is_cut and node.name().startswith(_CUT)}
-    for node in nodes_before(roots, cuts):
+    seen, stack = set[Node](), [node for node in ends if node is not None]
+    found = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         for before, _ in node.next_functions:
             while before is not None and before.name().startswith(_TRANSPARENT):
-                before = None if before in cuts else before.next_functions[0][0]
-            if before is not None and not node.name().startswith(_TRANSPARENT):
+                is_begun = is_cut and before.name().startswith(_CUT)
+                before = None if is_begun else before.next_functions[0][0]
+            if before is not None:
                 found.add((node.name(), before.name()))
+                stack.append(before)
     return frozenset(found)
 
 
