@@ -10,9 +10,10 @@ windows that lie in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -100,14 +101,16 @@ class Point:
         return x.reshape(moved).movedim(-1, self.channels)
 
     def noise(self, generator: torch.Generator) -> Tensor:
-        """Normal numbers ``(T, E)``, the same on every device."""
-        x = torch.randn(self.tokens, self.width, generator=generator)
+        """Normal numbers ``(T, E)``, the same on every device; complex where the tensor is."""
+        kind = torch.complex64 if self.dtype.is_complex else None
+        x = torch.randn(self.tokens, self.width, generator=generator, dtype=kind)
         return x.to(self.device, self.dtype)
 
     def rank_one(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Normal numbers ``(T, 1)`` and ``(E,)``, whose products are as good as :meth:`noise`."""
         rows = torch.randn(self.tokens, 1, generator=generator)
-        columns = torch.randn(self.width, generator=generator)
+        kind = torch.complex64 if self.dtype.is_complex else None
+        columns = torch.randn(self.width, generator=generator, dtype=kind)
         return rows.to(self.device, self.dtype), columns.to(self.device, self.dtype)
 
 
@@ -136,15 +139,9 @@ def visit_gradients(
 ) -> None:
     """Show the gradients of :func:`gradients` one by one, each gone before the next is made.
 
-    Of a deep model on a long input all seeds and gradients together take more memory than its
-    graph. The graph is kept.
-
-    Args:
-        roots (sequence of Point): where gradients are put in.
-        seeds (sequence of Callable): by root, makes what is put in there, ``(T, E)``.
-        leaves (sequence of Point): where gradients are read. Not where the graph starts.
-        visit (Callable): takes the number of a leaf and the gradient there, ``(T, E)``. Not called
-            for a leaf that no root depends on.
+    All seeds and gradients of a deep model on a long input take more memory than its graph. The
+    graph is kept. ``visit`` takes the number of a leaf, which is not where the graph starts, and
+    the gradient there, ``(T, E)``.
     """
     before = [
         GradientEdge(node, k)
@@ -156,30 +153,52 @@ def visit_gradients(
         torch.zeros((), dtype=root.dtype, device=root.device).expand(root.shape) for root in roots
     ]
 
-    def put(root: Point, seed: Callable[[], Tensor]) -> Callable[..., Any]:
-        def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-            added, k = root.unflat(seed()), root.edge.output_nr
-            whole = given[k]
-            return (*given[:k], added if whole is None else whole + added, *given[k + 1 :])
+    def put(root: Point, seed: Callable[[], Tensor], gradient: Tensor | None) -> Tensor:
+        added = root.unflat(seed())
+        return added if gradient is None else gradient + added
 
-        return prehook
-
-    def look(i: int, leaf: Point) -> Callable[..., None]:
-        def prehook(given: tuple[Tensor | None, ...]) -> None:
-            gradient = given[leaf.edge.output_nr]
-            if gradient is not None:
-                visit(i, leaf.flat(gradient))
-
-        return prehook
+    def look(i: int, leaf: Point, gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None:
+            visit(i, leaf.flat(gradient))
+        return gradient
 
     with ExitStack() as stack:
         for root, seed in zip(roots, seeds, strict=True):
-            stack.callback(root.edge.node.register_prehook(put(root, seed)).remove)
+            stack.enter_context(_passing(root.edge, partial(put, root, seed)))
         for i, leaf in enumerate(leaves):
-            stack.callback(leaf.edge.node.register_prehook(look(i, leaf)).remove)
+            stack.enter_context(_passing(leaf.edge, partial(look, i, leaf)))
         torch.autograd.grad(
             [root.edge for root in roots], before, nothing, retain_graph=True, allow_unused=True
         )
+
+
+@contextmanager
+def closed(edges: Iterable[GradientEdge]) -> Iterator[None]:
+    """No gradient passes these tensors meanwhile."""
+
+    def close(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else torch.zeros_like(gradient)
+
+    with ExitStack() as stack:
+        for edge in edges:
+            stack.enter_context(_passing(edge, close))
+        yield
+
+
+@contextmanager
+def _passing(
+    edge: GradientEdge, change: Callable[[Tensor | None], Tensor | None]
+) -> Iterator[None]:
+    # What a tensor is given as its gradient goes through a function meanwhile.
+    def prehook(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        k = edge.output_nr
+        return (*given[:k], change(given[k]), *given[k + 1 :])
+
+    hook = edge.node.register_prehook(prehook)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def past_writes(run: Callable[[], Result]) -> Result:
@@ -249,26 +268,24 @@ class WithoutZeroKernels(TorchDispatchMode):
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten._convolution.default)
 
 
-def dependencies(
-    roots: Sequence[Point | None], leaves: Sequence[Point], *, past_leaves: bool = True
-) -> list[frozenset[int]]:
+def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:
     """The leaves that each root depends on, read off the graph without a backward pass.
 
-    Leaves before another leaf count too, unless ``past_leaves`` is False. A root that is None
-    depends on nothing.
+    Leaves before another leaf count too. A root that is None depends on nothing.
     """
-    known = _bits_of_nodes(roots, leaves, past_leaves=past_leaves)
-    return [frozenset() if root is None else _members(known[root.edge.node]) for root in roots]
-
-
-def _bits_of_nodes(
-    roots: Sequence[Point | None], leaves: Sequence[Point], *, past_leaves: bool = True
-) -> dict[Node, int]:
-    # By node before the roots, the leaves it depends on: bit i for leaf i.
     bits = {leaf.edge.node: 1 << i for i, leaf in enumerate(leaves)}
-    known: dict[Node, int] = {} if past_leaves else dict(bits)
+    known: dict[Node, int] = {}
+    _add_bits([root.edge.node for root in roots if root is not None], bits, known)
+    return [
+        frozenset() if root is None else frozenset(_members(known[root.edge.node]))
+        for root in roots
+    ]
+
+
+def _add_bits(roots: Iterable[Node], bits: Mapping[Node, int], known: dict[Node, int]) -> None:
+    # To what is known by node, for all nodes before the roots: the bits of those it depends on.
     for root in roots:
-        stack = [] if root is None else [root.edge.node]
+        stack = [root]
         before: dict[Node, list[Node]] = {}  # of the nodes on the stack: slow to ask for
         while stack:
             node = stack[-1]
@@ -283,97 +300,15 @@ def _bits_of_nodes(
                 for n in before.pop(node):
                     found |= known[n]
                 known[node] = found
-    return known
+
+
+def _members(bits: int) -> Iterator[int]:
+    return (i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
 def is_read_past(root: Point, leaf: Point, between: Point) -> bool:
     """Whether a root depends on a leaf by another way too than through a point between them."""
-    seen, stack = {between.edge.node}, [root.edge.node]
-    while stack:
-        node = stack.pop()
-        if node is leaf.edge.node:
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack.extend(n for n, _ in node.next_functions if n is not None)
-    return False
-
-
-def _members(bits: int) -> frozenset[int]:
-    return frozenset(i for i in range(bits.bit_length()) if bits >> i & 1)
-
-
-class CutGraph:
-    """A graph that is cut at its leaves: which of them its tensors read by way of no other.
-
-    Args:
-        roots (sequence of Point): where the graph ends.
-        leaves (sequence of Point): where it is cut.
-    """
-
-    def __init__(self, roots: Sequence[Point], leaves: Sequence[Point]) -> None:
-        self._ends = {leaf.edge.node for leaf in leaves}
-        self._known = _bits_of_nodes(roots, leaves, past_leaves=False)
-
-    def read_by(self, root: Point) -> frozenset[int]:
-        """The leaves that a root reads by way of no other."""
-        return _members(self._known[root.edge.node])
-
-    def added(
-        self, root: Point, passed: Collection[int], before: Collection[int], tokens: int | None
-    ) -> frozenset[int]:
-        """The leaves read by what is added, on the way to ``root``, to what comes of some leaves.
-
-        Factors are not added: a gate is no residual stream. Nor are finer tokens, as those of a
-        skip connection.
-
-        Args:
-            root (Point): one of the roots.
-            passed (collection of int): the leaves on whose way it is added.
-            before (collection of int): what is added reads no others.
-            tokens (int, optional): T, those of the leaves passed, where there are finer ones.
-        """
-        through = sum(1 << i for i in passed)
-        allowed = sum(1 << i for i in before)
-        found = 0
-        passing = _edges(root.edge.node, self._ends, lambda node: self._known[node] & through != 0)
-        for node, edge in passing:
-            read = self._known[edge.node]
-            if not read or read & through or read & ~allowed or node.name().startswith(_FACTORS):
-                continue
-            if tokens is None or _times_finer(edge, tokens) < 2:
-                found |= read
-        return _members(found)
-
-    def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
-        """Whether a point itself is added, on the way to ``root``, to what comes of some leaves.
-
-        Args:
-            root (Point): one of the roots.
-            passed (collection of int): the leaves on whose way it is added.
-            point (Point): before the root.
-        """
-        through = sum(1 << i for i in passed)
-
-        def passes(node: Node) -> bool:
-            return self._known.get(node, 0) & through != 0
-
-        added = [
-            edge
-            for node, edge in _edges(root.edge.node, self._ends, passes)
-            if not passes(edge.node) and not node.name().startswith(_FACTORS)
-        ]
-        while added:
-            edge = added.pop()
-            if edge.node is point.edge.node and edge.output_nr == point.edge.output_nr:
-                return True
-            if edge.node in self._ends:
-                continue
-            given = [GradientEdge(n, i) for n, i in edge.node.next_functions if n in self._known]
-            is_scaled = edge.node.name().startswith(_FACTORS) and len(given) == 1
-            if is_scaled or edge.node.name().startswith(_KEEPING):
-                added += given
-        return False
+    return leaf.edge.node in nodes_before([root.edge.node], {between.edge.node})
 
 
 @dataclass(frozen=True)
@@ -392,31 +327,99 @@ class Joints:
     leaves: frozenset[int]
 
 
-def joints(root: Point, entry: Point, leaves: Sequence[Point]) -> Joints:
-    """Where the graph before ``root`` joins that before ``entry``, an earlier point."""
-    ends = {leaf.edge.node: i for i, leaf in enumerate(leaves)}
-    before = _before(entry.edge.node, ends)
-    found: dict[tuple[Node, int], GradientEdge] = {}
-    direct = set()
-    for _, edge in _edges(root.edge.node, ends, lambda node: node not in before):
-        if edge.node in ends:
-            direct.add(ends[edge.node])
-        elif edge.node in before and edge.node.next_functions:  # a parameter has none
-            found[edge.node, edge.output_nr] = edge
-    edges = list(found.values())
-    all_before = {edge.node: _before(edge.node, ends) for edge in edges}
-    stream = [
-        edge
-        for edge in edges
-        if _times_finer(edge, entry.tokens) <= 1
-        and not any(edge.node in all_before[o.node] for o in edges if o.node is not edge.node)
-    ]
-    return Joints(stream, [edge for edge in edges if edge not in stream], frozenset(direct))
+class CutGraph:
+    """A graph that is cut at its leaves: how its tensors read these by way of no other one.
 
+    Args:
+        leaves (mapping of int to Point): by name, where it is cut.
+    """
 
-def meeting(root: Point, leaves: Sequence[Point]) -> GradientEdge | None:
-    """The earliest tensor that all ways from ``root`` to some leaves pass; None for the root."""
-    return next(meetings([root], leaves), None)
+    def __init__(self, leaves: Mapping[int, Point]) -> None:
+        self._names = list(leaves)
+        self._ends = {leaf.edge.node: 1 << k for k, leaf in enumerate(leaves.values())}
+        self._known = dict(self._ends)
+
+    def read_by(self, edge: GradientEdge) -> frozenset[int]:
+        """The leaves that a tensor reads by way of no other."""
+        return self._named(self._bits(edge))
+
+    def joints(self, root: Point, entry: Point) -> Joints:
+        """Where the graph before ``root`` joins that before ``entry``, an earlier point."""
+        before = nodes_before([entry.edge.node], self._ends)
+        found, direct = dict[GradientEdge, set[Node]](), 0
+        for _, edge in edges_before(root.edge.node, self._ends, lambda one: one.node not in before):
+            if edge.node in self._ends:
+                direct |= self._ends[edge.node]
+            elif edge.node in before and edge.node.next_functions:  # a parameter has none
+                found[edge] = nodes_before([edge.node], self._ends)
+        stream = [
+            edge
+            for edge in found
+            if _times_finer(edge, entry.tokens) <= 1
+            and not any(edge.node in known for o, known in found.items() if o.node is not edge.node)
+        ]
+        past = [edge for edge in found if edge not in stream]
+        return Joints(stream, past, self._named(direct))
+
+    def added(
+        self, root: Point, passed: Collection[int], before: Collection[int], tokens: int | None
+    ) -> frozenset[int]:
+        """The leaves read by what is added, on the way to ``root``, to what comes of some leaves.
+
+        Factors are not added: a gate is no residual stream. Nor are finer tokens, as those of a
+        skip connection.
+
+        Args:
+            root (Point): after the leaves.
+            passed (collection of int): the leaves on whose way it is added.
+            before (collection of int): what is added reads no others.
+            tokens (int, optional): T, those of the leaves passed, where there are finer ones.
+        """
+        found, others = 0, ~self._bits_of(before)
+        for edge in self._sides(root, passed):
+            read = self._bits(edge)
+            if not read & others and (tokens is None or _times_finer(edge, tokens) < 2):
+                found |= read
+        return self._named(found)
+
+    def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
+        """Whether a point itself is added, on the way to ``root``, to what comes of some leaves."""
+
+        def keeps(edge: GradientEdge) -> bool:
+            name = edge.node.name()
+            is_scaled = name.startswith(_FACTORS) and len(list(_inputs(edge.node))) == 1
+            return edge.node not in self._ends and (is_scaled or name.startswith(_KEEPING))
+
+        def kept(edge: GradientEdge) -> Iterator[GradientEdge]:
+            yield edge
+            if keeps(edge):
+                yield from (one for _, one in edges_before(edge.node, self._ends, keeps))
+
+        at = point.edge.node, point.edge.output_nr
+        kept_of = map(kept, self._sides(root, passed))
+        return any((one.node, one.output_nr) == at for edges in kept_of for one in edges)
+
+    def _sides(self, root: Point, passed: Collection[int]) -> Iterator[GradientEdge]:
+        # What is added on the way from a root to some leaves, and does not come of them.
+        through = self._bits_of(passed)
+
+        def passes(edge: GradientEdge) -> bool:
+            return self._bits(edge) & through != 0
+
+        for node, edge in edges_before(root.edge.node, self._ends, passes):
+            if not passes(edge) and not node.name().startswith(_FACTORS):
+                yield edge
+
+    def _bits(self, edge: GradientEdge) -> int:
+        if edge.node not in self._known:
+            _add_bits([edge.node], self._ends, self._known)
+        return self._known[edge.node]
+
+    def _bits_of(self, names: Collection[int]) -> int:
+        return sum(1 << self._names.index(name) for name in names)
+
+    def _named(self, bits: int) -> frozenset[int]:
+        return frozenset(self._names[k] for k in _members(bits))
 
 
 def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[GradientEdge]:
@@ -425,7 +428,8 @@ def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[Gradie
     The roots and the leaves themselves are left out.
     """
     ends = {leaf.edge.node for leaf in leaves}
-    known = _bits_of_nodes(roots, leaves, past_leaves=False)
+    known = dict.fromkeys(ends, 1)
+    _add_bits([root.edge.node for root in roots], {}, known)
     # Earlier ones first.
     nodes = [node for node, bits in known.items() if bits and node not in ends]
     ways: dict[Any, int] = dict.fromkeys(ends, 1)  # to the leaves
@@ -450,21 +454,42 @@ def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[Gradie
                 yield GradientEdge(node, output)
 
 
-def _edges(
-    root: Node, ends: Collection[Node], enters: Callable[[Node], bool]
+def edges_before(
+    root: Node,
+    ends: Collection[Node] = (),
+    enters: Callable[[GradientEdge], bool] = lambda edge: True,
 ) -> Iterator[tuple[Node, GradientEdge]]:
-    # Nodes from a root to the ends, each with its inputs; past an input only where it is entered.
+    """The nodes from a root to the ends, each with each of its inputs.
+
+    What is before an input is looked at only where the input is entered.
+    """
     seen, stack = set(ends), [root]
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        for earlier, output in node.next_functions:
-            if earlier is not None:
-                yield node, GradientEdge(earlier, output)
-                if enters(earlier):
-                    stack.append(earlier)
+        for edge in _inputs(node):
+            yield node, edge
+            if enters(edge):
+                stack.append(edge.node)
+
+
+def _inputs(node: Node) -> Iterator[GradientEdge]:
+    return (GradientEdge(n, output) for n, output in node.next_functions if n is not None)
+
+
+def nodes_before(roots: Iterable[Node], ends: Collection[Node] = ()) -> set[Node]:
+    """Some nodes and those that they depend on; the ends too, but not what is before these."""
+    seen: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                stack.extend(n for n, _ in node.next_functions if n is not None)
+    return seen
 
 
 def _times_finer(edge: GradientEdge, tokens: int) -> float:
@@ -477,19 +502,6 @@ def _times_finer(edge: GradientEdge, tokens: int) -> float:
 def shape_of(edge: GradientEdge) -> tuple[int, ...]:
     """The shape of a tensor in the graph."""
     return tuple(edge.node._input_metadata[edge.output_nr].shape)
-
-
-def _before(node: Node, ends: Collection[Node]) -> set[Node]:
-    # The nodes that a node depends on, those before the ends left out.
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if node not in ends:
-                stack.extend(n for n, _ in node.next_functions if n is not None)
-    return seen
 
 
 def readers(
@@ -535,17 +547,13 @@ def readers(
 
 
 def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, bool]:
-    """The number k at each token whose second vector is its first one times 1 + k / count.
+    """The number k at each token whose second vector ``(E,)`` is its first times 1 + k / count.
 
-    Args:
-        first (Tensor): ``(T, E)``.
-        second (Tensor): ``(T, E)``.
-        count (int): numbers are below it.
-
-    Returns:
-        tuple: the numbers, ``(T,)`` int64, -1 for a first vector of zeros; None where vectors are
-        not parallel. And whether they are clear of rounding.
+    They are ``(T,)`` int64, -1 for a first vector of zeros; None where vectors are not parallel.
+    And whether they are clear of rounding.
     """
+    if first.is_complex():
+        first, second = (torch.view_as_real(x).flatten(1) for x in (first, second))
     a, b = first.double(), second.double()
     size = a.square().sum(-1)
     ratio = (a * b).sum(-1) / size.clamp(min=1e-300)
@@ -616,11 +624,7 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
     None where an entry is read by several. Four backward passes: seeded with ones, with a number
     for each token, with a number for each channel, and with random numbers as a proof.
 
-    Args:
-        root (Point): where gradients are put in.
-        leaf (Point): where they are read.
-        where (Tensor, optional): ``(T, E)`` bool, the entries of the root to look at.
-            Default: None
+    With ``where``, ``(T, E)`` bool, only some entries of the root are looked at.
     """
     T, E = root.tokens, root.width
     ones = torch.ones(T, E, dtype=root.dtype, device=root.device)
@@ -655,17 +659,11 @@ def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries
 
 
 def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[int]) -> bool:
-    """Whether a tensor depends on some tensors, and else on nothing but some parameters.
-
-    Args:
-        root (Tensor): with a graph.
-        given (collection of Tensor): with a graph.
-        parameters (collection of int): the ids of parameters.
-    """
+    """Whether a tensor depends on some tensors, and else on nothing but some parameters."""
     ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, given)}
     stops = {node for node, _ in ends}
     start = get_gradient_edge(root).node
-    for _, edge in _edges(start, (), lambda node: node not in stops):
+    for _, edge in edges_before(start, (), lambda edge: edge.node not in stops):
         leaf = getattr(edge.node, "variable", None)
         if edge.node in stops:
             if (edge.node, edge.output_nr) not in ends:

@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from captum_ssm._capture import FrozenModel, Request, check_model, exact_arithmetic, freeze
+from captum_ssm._capture import (
+    FrozenModel,
+    Request,
+    check_model,
+    check_remote,
+    exact_arithmetic,
+    freeze,
+)
 from captum_ssm._grid import TokenGrid
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
@@ -76,7 +83,8 @@ def hidden_attention(
     folded = check_components(formulation, components)
     if reduction is not None and reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS}, or None.")
-    request = Request.of(check_model(model), None, inputs, additional_forward_args, remote)
+    check_remote(remote, check_model(model), None)
+    request = Request.of(model, None, inputs, additional_forward_args, remote)
     frozen = freeze(request, query=False, check=check)
     visited = frozen.select(layers)
     maps = {}

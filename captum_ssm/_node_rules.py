@@ -6,7 +6,7 @@ Rules keep detached tensors: a rule that referred to its own node would never be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -19,30 +19,29 @@ from captum_ssm._kinds import PRODUCTS, Node, followed_by, kind_of
 Rule = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 NodeRule = Callable[[Node, bool], Rule | None]  # of a node, and whether norms are centered
 
-# Where nodes save the limits of what they cut off.
-_LIMITS = {
-    "Clamp": ("_saved_min", "_saved_max"),
-    "ClampMax": ("", "_saved_max"),
-    "ClampMin": ("_saved_min", ""),
-    "Hardtanh": ("_saved_min_val", "_saved_max_val"),
-}
-# Functions whose nodes save their argument, by kind.
-_OF_SELF: dict[str, Callable[[Tensor], Tensor]] = {
-    "Asin": torch.asin,
-    "Asinh": torch.asinh,
-    "Atan": torch.atan,
-    "Atanh": torch.atanh,
-    "Erf": torch.erf,
-    "Erfinv": torch.erfinv,
-    "Hardswish": F.hardswish,
-    "Log1P": torch.log1p,
-    "Mish": F.mish,
-    "Silu": F.silu,
-    "Sin": torch.sin,
-    "Sinh": torch.sinh,
-    "SpecialEntr": torch.special.entr,
-    "SpecialI1": torch.special.i1,
-    "SpecialI1E": torch.special.i1e,
+# Functions whose nodes save their argument, by kind, and where they save parameters.
+_OF_SELF: dict[str, tuple[Callable[..., Tensor], dict[str, str]]] = {
+    "Asin": (torch.asin, {}),
+    "Asinh": (torch.asinh, {}),
+    "Atan": (torch.atan, {}),
+    "Atanh": (torch.atanh, {}),
+    "Clamp": (torch.clamp, {"min": "_saved_min", "max": "_saved_max"}),
+    "ClampMax": (torch.clamp, {"max": "_saved_max"}),
+    "ClampMin": (torch.clamp, {"min": "_saved_min"}),
+    "Erf": (torch.erf, {}),
+    "Erfinv": (torch.erfinv, {}),
+    "Gelu": (F.gelu, {"approximate": "_saved_approximate"}),
+    "Hardswish": (F.hardswish, {}),
+    "Hardtanh": (torch.clamp, {"min": "_saved_min_val", "max": "_saved_max_val"}),
+    "Log1P": (torch.log1p, {}),
+    "Mish": (F.mish, {}),
+    "Silu": (F.silu, {}),
+    "Sin": (torch.sin, {}),
+    "Sinh": (torch.sinh, {}),
+    "Softshrink": (F.softshrink, {"lambd": "_saved_lambd"}),
+    "SpecialEntr": (torch.special.entr, {}),
+    "SpecialI1": (torch.special.i1, {}),
+    "SpecialI1E": (torch.special.i1e, {}),
 }
 
 
@@ -73,18 +72,14 @@ def rule_of(
 ) -> Rule | None:
     """How to change the gradients of a node; None for a linear node or one without a rule.
 
-    Args:
-        node (Node): the node.
-        carrying (set of int): the inputs by which relevance goes on.
-        gates (set of int, optional): the factors that are coefficients. Default: none
-        centered (bool, optional): a norm subtracts the mean over channels on the way back too.
-            Default: True
+    Relevance goes on by the ``carrying`` inputs; of a product, ``gates`` are coefficients. If
+    ``centered``, a norm subtracts the mean over channels on the way back too.
     """
     kind, followed = kind_of(node), followed_by(node)
     if kind == "Pow" and len(node.next_functions) == 2:
         return _power(node._saved_self.detach(), node._saved_exponent.detach())
     if len(followed) < len(node.next_functions):
-        return lambda inner, outer: tuple(g if i in followed else None for i, g in enumerate(inner))
+        return _scaled({i: None for i in range(len(node.next_functions)) if i not in followed})
     if kind in PRODUCTS:
         return _product(carrying & set(PRODUCTS[kind]), gates)
     rule = RULES.get(kind)
@@ -104,24 +99,31 @@ def _mean(node: Node, centered: bool) -> Rule | None:
     return None if centered or not is_mean_of_channels(node) else lambda inner, outer: (None,)
 
 
-def _degree(degree: float) -> NodeRule:
+def _scaled(shares: Mapping[int, float | None]) -> Rule:
+    # The gradients at some inputs times a number, or dropped.
+    def one(gradient: Any, i: int) -> Any:
+        if gradient is None or i not in shares:
+            return gradient
+        return None if shares[i] is None else gradient * shares[i]
+
+    return lambda inner, outer: tuple(one(gradient, i) for i, gradient in enumerate(inner))
+
+
+def _pulled(pull: Callable[[Tensor], Tensor]) -> Rule:
+    # The gradient at the first input is made anew of that at the output.
+    return lambda inner, outer: (pull(outer[0]), *inner[1:])
+
+
+def _degree(degree_of: Callable[[Node], float]) -> NodeRule:
     # Gradient times input of such a function is its degree times the output.
-    return lambda node, centered: _times(1 / degree, (0,))
-
-
-def _determinant(node: Node, centered: bool) -> Rule:
-    return _times(1 / max(node._saved_A.shape[-1], 1), (0,))
+    return lambda node, centered: _scaled({0: 1 / degree_of(node)})
 
 
 def _product(factors: Set[int], gates: Set[int]) -> Rule | None:
-    kept = factors - gates
     if len(factors) < 2:
         return None
-    share = 1 / len(kept)
-    return lambda inner, outer: tuple(
-        g if i not in factors or g is None else g * share if i in kept else None
-        for i, g in enumerate(inner)
-    )
+    share = 1 / len(factors - gates)
+    return _scaled({i: None if i in gates else share for i in factors})
 
 
 def _refused(node: Node, centered: bool) -> Rule:
@@ -129,12 +131,6 @@ def _refused(node: Node, centered: bool) -> Rule:
         f"forward_func runs a part of the model under {node.name()}, which hides that part's "
         "graph; expected a forward_func without it, or with torch.utils.checkpoint, which is "
         "switched off during the run. Turn checkpointing off."
-    )
-
-
-def _times(share: float, inputs: Sequence[int]) -> Rule:
-    return lambda inner, outer: tuple(
-        g * share if i in inputs and g is not None else g for i, g in enumerate(inner)
     )
 
 
@@ -149,37 +145,24 @@ def _power(base: Tensor, exponent: Tensor) -> Rule:
     return rule
 
 
-def _by_factor(factor: Callable[[Node], Tensor]) -> NodeRule:
+def _by_factor(factor_of: Callable[[Node], Tensor | None]) -> NodeRule:
     # An activation is its argument times a constant.
-    def rule_of_node(node: Node, centered: bool) -> Rule:
-        constant = factor(node)
-        return lambda inner, outer: (outer[0] * constant, *inner[1:])
+    def rule_of_node(node: Node, centered: bool) -> Rule | None:
+        factor = factor_of(node)
+        return None if factor is None else _pulled(lambda gradient: gradient * factor)
 
     return rule_of_node
 
 
-def _of_self(function: Callable[[Tensor], Tensor]) -> NodeRule:
-    return _by_factor(lambda node: activation_factor(function, node._saved_self.detach()))
+def _of_self(function: Callable[..., Tensor], saved: Mapping[str, str]) -> NodeRule:
+    def factor(node: Node) -> Tensor | None:
+        given = {name: getattr(node, where) for name, where in saved.items()}
+        act, x = partial(function, **given) if given else function, node._saved_self.detach()
+        # A limit that is not zero at zero puts a constant there.
+        is_shifted = bool(given) and bool(act(x.new_zeros(x.shape)).any())
+        return None if is_shifted else activation_factor(act, x)
 
-
-def _gelu(node: Node) -> Tensor:
-    function = partial(F.gelu, approximate=node._saved_approximate)
-    return activation_factor(function, node._saved_self.detach())
-
-
-def _softshrink(node: Node) -> Tensor:
-    return activation_factor(partial(F.softshrink, lambd=node._saved_lambd), node._saved_self)
-
-
-def _limited(node: Node, centered: bool) -> Rule | None:
-    # One with a limit that is not zero at zero puts a constant there.
-    low, high = (getattr(node, name, None) for name in _LIMITS[kind_of(node)])
-    limited = partial(torch.clamp, min=low, max=high)
-    x = node._saved_self.detach()
-    if bool(limited(x.new_zeros(x.shape)).any()):
-        return None
-    factor = activation_factor(limited, x)
-    return lambda inner, outer: (outer[0] * factor, *inner[1:])
+    return _by_factor(factor)
 
 
 def _tanh(node: Node) -> Tensor:
@@ -213,8 +196,7 @@ def _elu(node: Node) -> Tensor:
 
 def _glu(node: Node, centered: bool) -> Rule:
     # The gate, a sigmoid of the second half, is a constant. A negative dim is saved unsigned.
-    dim = node._saved_dim
-    dim = dim - 2**64 if dim >= 2**63 else dim
+    dim = _signed(node._saved_dim)
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
         signal, gate = inner[0].chunk(2, dim)
@@ -241,25 +223,7 @@ def _norm(node: Node, scale: Tensor, centered: bool) -> Rule:
     scale, weight = scale.detach(), node._saved_weight
     scale = scale if weight is None else scale * weight.detach()
     dims = tuple(range(-len(node._saved_normalized_shape), 0))
-
-    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        return (_through_norm(outer[0], scale, dims, centered), *inner[1:])
-
-    return rule
-
-
-def _group_norm(node: Node, centered: bool) -> Rule:
-    scale, weight, groups = node._saved_result2.detach(), node._saved_weight, node._saved_group
-
-    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        given = outer[0].flatten(2) if outer[0].dim() > 2 else outer[0].unsqueeze(-1)  # (B, C, -1)
-        if weight is not None:
-            given = given * weight.detach()[:, None]
-        parts = given.unflatten(1, (groups, -1))
-        pulled = _through_norm(parts, scale[:, :, None, None], (2, 3), centered)
-        return (pulled.reshape(outer[0].shape), *inner[1:])
-
-    return rule
+    return _pulled(lambda gradient: _through_norm(gradient, scale, dims, centered))
 
 
 def _layer_norm(node: Node, centered: bool) -> Rule:
@@ -268,6 +232,20 @@ def _layer_norm(node: Node, centered: bool) -> Rule:
 
 def _rms_norm(node: Node, centered: bool) -> Rule:
     return _norm(node, node._saved_result1, False)
+
+
+def _group_norm(node: Node, centered: bool) -> Rule:
+    scale, weight, groups = node._saved_result2.detach(), node._saved_weight, node._saved_group
+
+    def pull(gradient: Tensor) -> Tensor:
+        given = gradient.flatten(2) if gradient.dim() > 2 else gradient.unsqueeze(-1)  # (B, C, -1)
+        if weight is not None:
+            given = given * weight.detach()[:, None]
+        parts = given.unflatten(1, (groups, -1))
+        pulled = _through_norm(parts, scale[:, :, None, None], (2, 3), centered)
+        return pulled.reshape(gradient.shape)
+
+    return _pulled(pull)
 
 
 def _batch_norm(node: Node, centered: bool) -> Rule | None:
@@ -283,13 +261,13 @@ def _batch_norm(node: Node, centered: bool) -> Rule | None:
         return None
     scale = scale if weight is None else scale * weight.detach()
 
-    def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
-        given = outer[0].transpose(1, -1)  # (B, ..., C)
+    def pull(gradient: Tensor) -> Tensor:
+        given = gradient.transpose(1, -1)  # (B, ..., C)
         dims = tuple(range(given.dim() - 1))
         pulled = _through_norm(given, scale, dims, centered and training)
-        return (pulled.transpose(1, -1).to(outer[0].dtype), *inner[1:])
+        return pulled.transpose(1, -1).to(gradient.dtype)
 
-    return rule
+    return _pulled(pull)
 
 
 def _through_norm(given: Tensor, scale: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
@@ -323,14 +301,10 @@ def _added_norm(node: Node, centered: bool) -> Rule | None:
     return rule
 
 
-def _pow(node: Node, centered: bool) -> Rule:
-    return _times(1 / node._saved_exponent, (0,))
-
-
 def _var_mean(node: Node, centered: bool) -> Rule:
     # Only the variance, the first result, is of degree two.
     x, dims, keeps = node._saved_self, node._saved_dim, node._saved_keepdim
-    axes = [d - 2**64 if d >= 2**63 else d for d in dims or range(x.dim())]
+    axes = [_signed(d) for d in dims or range(x.dim())]
     count, shape = math.prod(x.shape[d] for d in axes), x.shape
 
     def rule(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[Any, ...]:
@@ -344,36 +318,38 @@ def _var_mean(node: Node, centered: bool) -> Rule:
     return rule
 
 
+def _signed(dim: int) -> int:
+    # Nodes save negative numbers of axes as unsigned ones.
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
 # Functions that are zero at zero: their argument times a constant.
 _ACTIVATIONS: dict[str, NodeRule] = {
-    **{kind: _of_self(function) for kind, function in _OF_SELF.items()},
+    **{kind: _of_self(*how) for kind, how in _OF_SELF.items()},
     **dict.fromkeys(("Celu", "Elu"), _by_factor(_elu)),
     "Expm1": _by_factor(lambda node: _expm1(node._saved_result.detach())),
-    "Gelu": _by_factor(_gelu),
-    "Softshrink": _by_factor(_softshrink),
     "SwishFunction": _by_factor(lambda node: torch.sigmoid(node.saved_tensors[0].detach())),
     "Tanh": _by_factor(_tanh),
 }
 # The rules of the other kinds, by kind. Fused functions are those of flash-linear-attention.
 RULES: dict[str, NodeRule] = {
     **_ACTIVATIONS,
-    **dict.fromkeys(_LIMITS, _limited),
     **dict.fromkeys(("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm"), _batch_norm),
     **dict.fromkeys(("SwiGLUFunction", "SwiGLULinearFunction"), _swiglu),
-    **dict.fromkeys(("SquaredReLUFunction", "Var"), _degree(2)),
+    **dict.fromkeys(("SquaredReLUFunction", "Var"), _degree(lambda node: 2)),
     "CheckpointFunction": _refused,
     "FusedRmsNorm": _rms_norm,
     "Glu": _glu,
     "LayerNormFn": _added_norm,
-    "LinalgDet": _determinant,
+    "LinalgDet": _degree(lambda node: max(node._saved_A.shape[-1], 1)),
     "Mean": _mean,
     "NativeGroupNorm": _group_norm,
     "NativeLayerNorm": _layer_norm,
-    "Pow": _pow,
-    "Sqrt": _degree(0.5),
+    "Pow": _degree(lambda node: node._saved_exponent),
+    "Sqrt": _degree(lambda node: 0.5),
     "VarMean": _var_mean,
 }
-# Activations as in an MLP; tanh is a soft cap.
+# Activations as in an MLP; tanh is a soft cap, and limits are hard ones.
 BENDING = frozenset(
     (*_ACTIVATIONS, "Glu", "SquaredReLUFunction", "SwiGLUFunction", "SwiGLULinearFunction")
-) - {"Tanh"}
+) - {"Clamp", "ClampMax", "ClampMin", "Hardtanh", "Tanh"}

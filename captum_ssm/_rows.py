@@ -18,12 +18,9 @@ from captum_ssm.attr import TokenAttribution
 
 @dataclass(frozen=True)
 class Ask:
-    """What one row explains.
+    """What one row explains: an answer, a token's id or a class, perhaps against another one.
 
-    Args:
-        position (int, optional): the token at which the answer is read; None for an image.
-        answer (int): a token's id, or a class.
-        against (int, optional): the answer whose score is taken away. Default: None
+    The position is that of the token at which it is read; None for an image.
     """
 
     position: int | None
@@ -40,38 +37,25 @@ def rows(
     what: str = "",
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Relevance of all inputs for each ask, and what it leaves out.
+    """Relevance ``(R, ...)`` of token ids ``(1, L)``, or of one image ``(1, C, H, W)``.
 
-    Args:
-        method (TokenAttribution): a method of this library, made with the model.
-        inputs (Tensor): token ids ``(1, L)``, or one image ``(1, C, H, W)``.
-        asks (sequence of Ask): R of them.
-        step (int, optional): how many are explained at a time, by methods that need gradients.
-            Default: 8
-        what (str, optional): for the progress bar, which a name switches on. Default: ``""``
-        **options: the method's own.
-
-    Returns:
-        tuple: relevance ``(R, ...)`` in the shape of the input, zero after the token that is
-        explained, and the deltas ``(R,)`` of a method that adds up, else None.
+    It is zero after the token that is explained. And the deltas ``(R,)`` of a method that adds up,
+    else None. Methods that need gradients explain ``step`` asks at a time. A name for ``what``
+    switches on the progress bar.
     """
     if method.reads_whole_maps(**options):
-        # A row must not see later tokens.
-        groups = [[k] for k in range(len(asks))]
+        kinds: list[Any] = list(range(len(asks)))  # a row must not see later tokens
     elif not method.needs_target(**options):
         # Without a target, rows of one token are the same.
-        places: dict[int | None, list[int]] = {}
-        for k, ask in enumerate(asks):
-            places.setdefault(ask.position, []).append(k)
-        if asks[0].position is not None:
+        kinds, step = [ask.position for ask in asks], len(asks)
+        if kinds[0] is not None:
             method = method.freeze_once(inputs)
-        groups = list(places.values())
     else:
-        alone = [k for k, ask in enumerate(asks) if ask.against is None]
-        contrasts = [k for k, ask in enumerate(asks) if ask.against is not None]
-        groups = [
-            kind[i : i + step] for kind in (alone, contrasts) for i in range(0, len(kind), step)
-        ]
+        kinds = [ask.against is None for ask in asks]
+    of_kind: dict[Any, list[int]] = {}
+    for k, kind in enumerate(kinds):
+        of_kind.setdefault(kind, []).append(k)
+    groups = [ks[i : i + step] for ks in of_kind.values() for i in range(0, len(ks), step)]
     relevance: dict[int, Tensor] = {}
     deltas = inputs.new_zeros(len(asks), dtype=torch.float32)
     adds_up = has_delta(method, options)
@@ -100,32 +84,27 @@ def _attributed(
     positions = [ask.position for ask in asks]
     is_text = positions[0] is not None
     whole = method.reads_whole_maps(**options)
-    if adds_up:
-        options = options | {"return_convergence_delta": True}
     length = inputs.shape[1]
     if whole and is_text:
         inputs = inputs[:, : positions[0] + 1]  # type: ignore[operator]
-    if not method.needs_target(**options):
-        found = method.attribute(inputs, position=positions[0], **options)
-    elif asks[0].against is None:
-        target: Any = [ask.answer for ask in asks]
-        if is_text:
-            target = list(zip(positions, target, strict=True))
+    given: dict[str, Any] = {"position": positions[0]}
+    if method.needs_target(**options):
+        inputs = inputs.expand(len(asks), *inputs.shape[1:])
+        answers = [ask.answer for ask in asks]
+        if asks[0].against is not None:
+            places = torch.tensor(positions, device=inputs.device) if is_text else None
+            method, given = _of_contrasts(method, asks), {"position": places}
+        elif is_text:
+            given = {"target": list(zip(positions, answers, strict=True))}
         else:
-            target = torch.tensor(target, device=inputs.device)
-        found = method.attribute(_repeated(inputs, asks), target=target, **options)
-    else:
-        position = torch.tensor(positions, device=inputs.device) if is_text else None
-        method = _of_contrasts(method, asks)
-        found = method.attribute(_repeated(inputs, asks), position=position, **options)
+            given = {"target": torch.tensor(answers, device=inputs.device)}
+    if adds_up:
+        given["return_convergence_delta"] = True
+    found = method.attribute(inputs, **given, **options)
     relevance, delta = found if adds_up else (found, None)
     if whole and is_text:
         relevance = nn.functional.pad(relevance, (0, length - relevance.shape[1]))
     return relevance, delta
-
-
-def _repeated(inputs: Tensor, asks: Sequence[Ask]) -> Tensor:
-    return inputs.expand(len(asks), *inputs.shape[1:])
 
 
 def _of_contrasts(method: TokenAttribution, asks: Sequence[Ask]) -> TokenAttribution:

@@ -26,7 +26,7 @@ from captum_ssm._kinds import (
     is_without_rule,
     kind_of,
 )
-from captum_ssm._node_rules import BENDING, RULES, Rule, is_mean_of_channels, rule_of
+from captum_ssm._node_rules import BENDING, RULES, is_mean_of_channels, rule_of
 
 
 @contextmanager
@@ -35,20 +35,20 @@ def ruled(
 ) -> Iterator[dict[Node, bool]]:
     """Attach the rules to the nodes between ``starts`` and ``ends``; gradients then obey them.
 
-    Args:
-        ends (sequence of Node): where gradients are put in.
-        starts (sequence of Node): where they are read.
-        centered (bool, optional): a norm subtracts the mean over channels on the way back too.
-            Default: True
-
-    Yields:
-        dict: whether relevance goes on from a node to one of the starts, for each node visited.
+    Yields whether relevance goes on from a node to one of the starts, for each node visited. If
+    ``centered``, a norm subtracts the mean over channels on the way back too.
     """
-    rules, carries = _find_rules(ends, starts, centered)
+    visits, carries = _carrying(ends, starts)
     with ExitStack() as stack:
-        # The user's own graph may share these nodes.
-        for node, rule in rules:
-            stack.callback(node.register_hook(rule).remove)
+        for node, carrying, gates in visits:
+            if carrying and not carries[node]:
+                continue
+            if carrying and kind_of(node) == COPY_SLICES:
+                is_hidden(node)  # raises, unless nothing more can be seen
+            rule = rule_of(node, carrying, gates, centered=centered)
+            if rule is not None:
+                # The user's own graph may share these nodes.
+                stack.callback(node.register_hook(rule).remove)
         yield carries
 
 
@@ -58,18 +58,6 @@ class _Visit(NamedTuple):
     node: Node
     carrying: set[int]
     gates: set[int]
-
-
-def _find_rules(
-    ends: Sequence[Node], starts: Sequence[Node], centered: bool
-) -> tuple[list[tuple[Node, Rule]], dict[Node, bool]]:
-    visits, carries = _carrying(ends, starts)
-    visits = [visit for visit in visits if carries[visit.node] or not visit.carrying]
-    for visit in visits:
-        if visit.carrying and kind_of(visit.node) == COPY_SLICES:
-            is_hidden(visit.node)  # raises, unless nothing more can be seen
-    rules = [(v.node, rule_of(v.node, v.carrying, v.gates, centered=centered)) for v in visits]
-    return [(node, rule) for node, rule in rules if rule is not None], carries
 
 
 def _carrying(
@@ -129,8 +117,7 @@ def goes_through_activation(end: Node, start: Node) -> bool:
 def without_rule(carries: Mapping[Node, bool]) -> list[str]:
     """The functions that relevance goes through by their plain gradient, by name.
 
-    Args:
-        carries (dict): of :func:`ruled`, whose rules are still attached.
+    It is asked while the rules of :func:`ruled`, which told what carries, are still attached.
     """
     kinds = set(map(kind_of, _nodes_without_rule(carries)))
     return sorted("a function applied in place to a view" if x == COPY_SLICES else x for x in kinds)
@@ -138,11 +125,7 @@ def without_rule(carries: Mapping[Node, bool]) -> list[str]:
 
 @contextmanager
 def stopped(carries: Mapping[Node, bool]) -> Iterator[None]:
-    """Let no relevance through functions without a rule.
-
-    Args:
-        carries (dict): of :func:`ruled`, whose rules are still attached.
-    """
+    """Let no relevance through functions without a rule, while rules are attached."""
     with ExitStack() as stack:
         for node in _nodes_without_rule(carries):
             stack.callback(node.register_hook(lambda inner, outer: (None,) * len(inner)).remove)
@@ -158,9 +141,6 @@ def added_coefficients(carries: Mapping[Node, bool]) -> list[str]:
 
     A sigmoid or an exponential of the tokens is a coefficient of what it multiplies. As a summand
     it is part of the score that is missing from the relevance.
-
-    Args:
-        carries (dict): of :func:`ruled`.
     """
     found: set[str | None] = set()
     for node, carry in carries.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm._graph import Point, WithoutZeroKernels, decoded
+from captum_ssm._graph import Point, WithoutZeroKernels, closed, decoded, readers
 from captum_ssm._lazy import cached_property
 from captum_ssm._rules import ruled
 
@@ -115,15 +115,15 @@ class Transport:
             (found,) = pushed(replace(self, values=None), values)
         return found
 
-    def energy(self, seed: Tensor) -> Tensor | None:
-        """The squared gradients at the leaf's tokens, ``(T_leaf,)``; None where there are none.
-
-        Args:
-            seed (Tensor): put in at the root, in its shape.
-        """
+    def energy(self, seeds: Iterable[Tensor]) -> Tensor:
+        """The squared gradients at the leaf's tokens, ``(T_leaf,)``, of all ``seeds (T, E)``."""
+        total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
         with pulling(self) as pull:
-            found = pull(seed)
-        return None if found is None else self.leaf.flat(found).double().square().sum(-1)
+            for seed in seeds:
+                found = pull(self.root.unflat(seed))
+                if found is not None:
+                    total += self.leaf.flat(found).double().square().sum(-1)
+        return total
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -150,14 +150,9 @@ class Transport:
         scale = torch.where(sizes > 0, weights / sizes.clamp(min=1e-300), 0).sqrt()
         scale = scale.to(self.root.dtype).view(self.batch, -1)
         probes = probes.to(scale.device)
-        total = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
-        with pulling(self) as pull:
-            for k, seed in enumerate(orthogonal(self.root, self.batch, most)):
-                now = (scale * (probes > k)[:, None]).view(-1, 1)
-                found = pull(self.root.unflat(seed * now))
-                if found is not None:
-                    total += self.leaf.flat(found).double().square().sum(-1)
-        total = total.view(self.batch, -1)
+        seeds = enumerate(orthogonal(self.root, self.batch, most))
+        weighted = (seed * (scale * (probes > k)[:, None]).view(-1, 1) for k, seed in seeds)
+        total = self.energy(weighted).view(self.batch, -1)
         # The sums are known: each token hands on all of its weight.
         given = torch.where(sizes.view(self.batch, -1) > 0, w.double().to(total.device), 0).sum(1)
         return total * (given / total.sum(1).clamp(min=1e-300))[:, None]
@@ -192,12 +187,7 @@ class Patches(Transport):
     @cached_property
     def shares(self) -> Tensor:
         """The entry of T of each token of the leaf, ``(T_leaf,)``."""
-        energy = torch.zeros(self.leaf.tokens, dtype=torch.float64, device=self.leaf.device)
-        with pulling(self) as pull:
-            for seed in orthogonal(self.root, self.batch, min(64, self.root.width)):
-                found = pull(self.root.unflat(seed))
-                if found is not None:
-                    energy += self.leaf.flat(found).double().square().sum(-1)
+        energy = self.energy(orthogonal(self.root, self.batch, min(64, self.root.width)))
         return energy / self._summed(energy).clamp(min=1e-300)[self.owner.clamp(min=0)]
 
     def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
@@ -286,21 +276,8 @@ def pulling(way: Transport) -> Iterator[Callable[..., Tensor | None]]:
     with torch.enable_grad(), ExitStack() as stack:
         if factors is not None:
             stack.enter_context(ruled([way.root.edge.node], [way.leaf.edge.node]))
-        for edge in way.around:
-            closed = edge.node.register_prehook(closing(edge.output_nr))
-            stack.callback(closed.remove)
+        stack.enter_context(closed(way.around))
         yield pull
-
-
-def closing(output: int) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
-    # A hook of a node of the graph: no gradient comes in by this output of it.
-    def close(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(
-            torch.zeros_like(one) if k == output and one is not None else one
-            for k, one in enumerate(given)
-        )
-
-    return close
 
 
 def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
@@ -319,18 +296,61 @@ def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
             ]
 
 
-def copies(way: Transport) -> Tensor | None:
-    """The one token of the leaf that each token of the root reads, ``(T,)`` int64, -1 for none.
+@dataclass(frozen=True)
+class Pairs:
+    """Which tokens of a root read which tokens of a leaf, where these are told apart.
 
-    None where a token of the root reads several. Two passes forward, decoded as in
-    :func:`captum_ssm._graph.readers`.
+    Args:
+        root (Tensor): ``(n,)`` int64, the tokens that read.
+        leaf (Tensor): ``(n,)`` int64, the one that each of them reads.
+        reader (Tensor, optional): ``(T_leaf,)``, the one that reads each token of the leaf, -1 for
+            none; None where several do. Default: None
     """
-    leaf = way.leaf
+
+    root: Tensor
+    leaf: Tensor
+    reader: Tensor | None = None
+
+    @classmethod
+    def of_reader(cls, reader: Tensor) -> Pairs:
+        """The pairs in which each token of the leaf has one reader, -1 for none, at most."""
+        reader = reader.cpu()
+        leaf = (reader >= 0).nonzero()[:, 0]
+        return cls(reader[leaf], leaf, reader)
+
+    @classmethod
+    def of_source(cls, source: Tensor) -> Pairs:
+        """The pairs in which each token of the root reads one, -1 for none, at most."""
+        root = (source >= 0).nonzero()[:, 0]
+        return cls(root, source[root])
+
+    def source(self, tokens: int) -> Tensor | None:
+        """The one token that each of so many reads, ``(T,)``, -1 for none; None for several."""
+        if len(self.root.unique()) < len(self.root):
+            return None
+        found = torch.full((tokens,), -1)
+        found[self.root] = self.leaf
+        return found
+
+
+def pairs(way: Transport, *, repeated: bool = True) -> Pairs | None:
+    """Which tokens read which by a way; None where tokens are mixed.
+
+    Each token of the leaf is read by one at most, or, where they are ``repeated``, each of the root
+    reads one at most. Two passes back, and then two passes forward, decoded alike.
+    """
+    root, leaf = way.root, way.leaf
+    with pulling(way):
+        reader = readers(root, leaf)
+    if reader is not None:
+        return Pairs.of_reader(reader if way.kept is None else torch.where(way.kept, reader, -1))
+    if not repeated:
+        return None
     r = leaf.noise(torch.Generator().manual_seed(0))
     codes = 1 + torch.arange(leaf.tokens, device=leaf.device)[:, None] / leaf.tokens
     first, second = pushed(way, leaf.unflat(r), leaf.unflat(r * codes.to(r)))
-    found, is_clear = decoded(first, second, leaf.tokens)
-    return found if is_clear else None
+    source, is_clear = decoded(first, second, leaf.tokens)
+    return Pairs.of_source(source.cpu()) if source is not None and is_clear else None
 
 
 def orthogonal(point: Point, batch: int, count: int, *, seed: int = 0) -> Iterator[Tensor]:

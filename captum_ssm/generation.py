@@ -51,7 +51,7 @@ class SSMLLMAttribution(LLMGradientAttribution):
             Captum (Captum's own check).
         TypeError: for a tokenizer without these functions.
         ValueError: for an unknown ``attr_target``, or a method made with a plain function in
-            place of a model, or with ``remote``.
+            place of a model.
 
     Examples::
 
@@ -79,11 +79,6 @@ class SSMLLMAttribution(LLMGradientAttribution):
                 f"{type(attr_method).__name__} was made with forward_func="
                 f"{type(attr_method.forward_func).__name__}; generation needs the language model "
                 "itself there, so that it can be asked for a continuation."
-            )
-        if ours and attr_method.remote:
-            raise ValueError(
-                f"{type(attr_method).__name__} was made with remote={attr_method.remote!r}; "
-                "scoring a continuation needs a run here: make it without remote."
             )
         super().__init__(attr_method, tokenizer)
         self.attr_target = attr_target

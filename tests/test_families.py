@@ -38,9 +38,9 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm._capture.checking import (
+    Deviation,
     Rebuilt,
     check_reconstruction,
-    reconstruction_error,
     tolerance_of,
 )
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
@@ -457,8 +457,8 @@ def test_the_check_knows_a_gate_that_is_wrong_by_a_tenth(family, dtype, monkeypa
         # What a gate does to the output, up to the bias term of the output projection.
         rebuilt = mixer.output()
         wrong = rebuilt + 0.1 * (rebuilt - mixer.out_proj(torch.zeros_like(mixer.inputs)))
-        error = reconstruction_error(call, rebuilt, None)
-        assert float(error.max()) <= 0.8 * tolerance_of(call, mixer.rounding)
+        error = Deviation.of(call, Rebuilt.of(mixer)).errors(None).whole
+        assert error <= 0.8 * tolerance_of(call, mixer.rounding)
         with pytest.raises(ReconstructionError):
             check_reconstruction(layer.name, call, replace(Rebuilt.of(mixer), output=wrong))
 

@@ -79,10 +79,18 @@ POOLS = {
         lambda m, h: m.head(nn.functional.layer_norm(h, (E,)).mean(1)),
         lambda m, h: torch.ones(L),
     ),
+    "the mean of what two layers make of them": (
+        lambda m, h: m.head(m.linear(nn.functional.gelu(m.linear(h))).relu().mean(1)),
+        lambda m, h: torch.ones(L),
+    ),
     "attention": (lambda m, h: m.head((h * attention(m, h)).sum(1)), attention),
     "a weighted sum": (
         lambda m, h: m.head((h * torch.arange(L)[:, None]).sum(1)),
         lambda m, h: torch.arange(L),
+    ),
+    "a complex number of two tokens": (
+        lambda m, h: m.head(in_phase(h, h.roll(1, 1))[:, -1]),
+        lambda m, h: 4 * torch.eye(L)[-1] + 3 * torch.eye(L)[-2],
     ),
     "two tokens": (
         lambda m, h: m.head(h[:, 2] + 3 * h[:, 5]),
@@ -124,7 +132,9 @@ def test_what_the_score_reads_past_its_tokens_is_followed(place):
     states = rollout(model, x, model.a, model.b)
     expected = (states[2][1][0, -1] + 5 * states[place][1][0, 0]) / 6
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
-    assert "83% goes past, from" in supported(model, x).between
+    found = supported(model, x)
+    assert "83% goes past, from" in found.between
+    assert abs(found.held - 1 / 6) < 1e-6
     with pytest.warns(UserWarning, match="83% goes past"):
         RawAttention(model).attribute(x)
 
@@ -173,6 +183,52 @@ def straight(x, moved):
     return x + (moved - x).detach()
 
 
+def rounded(x):
+    # Straight through: what is rounded moves in steps of a quarter.
+    return straight(x, (4 * ema(x)).round() / 4)
+
+
+class Lying(torch.autograd.Function):
+    """A moving average whose backward pass is that of the identity."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return ema(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def without_gradient(x):
+    x = ema(x)
+    if x.requires_grad:
+        x.register_hook(torch.zeros_like)
+    return x
+
+
+def normed(x):
+    # By the size of all earlier tokens, which autograd does not see.
+    size = x.square().mean(-1, keepdim=True).cumsum(1) / torch.arange(1, L + 1)[:, None]
+    return x / size.sqrt().detach()
+
+
+def masked(x):
+    generator = torch.Generator().manual_seed(int(1e6 * x.detach().abs().sum()) % 2**31)
+    return x * (torch.rand(x.shape[:2], generator=generator) > 0.4)[..., None]
+
+
+def written(x):
+    y = x.clone()
+    y.data[:, 4:] = x.data[:, :-4]
+    return y
+
+
+def in_phase(x, other):
+    # The real part of a complex number that is turned by 0.8 + 0.6i.
+    return (torch.complex(x, other) * (0.8 + 0.6j)).real
+
+
 def two(m, x, between):
     h = between(x + m.a(x))
     return m.head((h + m.b(h))[:, -1])
@@ -193,6 +249,17 @@ REFUSED = {
     "a hidden gate": lambda m, x: two(m, x, lambda h: h * torch.sigmoid(m.gate(h[:, :1]).detach())),
     "hidden after the last mixer": lambda m, x: m.head(
         (lambda h: straight(h, h.roll(1, 1)))(m.towards(x))[:, -1]
+    ),
+    "a backward pass of its own": lambda m, x: two(m, x, Lying.apply),
+    "a backward pass of its own at the end": lambda m, x: m.head(Lying.apply(m.towards(x))[:, -1]),
+    "a gradient that a hook writes": lambda m, x: two(m, x, without_gradient),
+    "a hidden norm over tokens": lambda m, x: two(m, x, normed),
+    "a mask that the input seeds": lambda m, x: two(m, x, masked),
+    "tokens that are written to data": lambda m, x: two(m, x, written),
+    "rounded averages": lambda m, x: two(m, x, rounded),
+    "rounded averages at the end": lambda m, x: m.head(rounded(m.towards(x))[:, -1]),
+    "content that is sorted": lambda m, x: two(
+        m, x, lambda h: h.gather(1, m.gate(h).argsort(1).expand_as(h))
     ),
     "a hidden skip from the input": lambda m, x: m.head(
         m.towards(x)[:, -1] + m.linear(x[:, 0]).detach()

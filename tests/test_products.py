@@ -16,7 +16,7 @@ from captum_ssm import (
 )
 from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.measured import freeze_measured
-from captum_ssm.operators import WindowedOperator
+from captum_ssm.operators import PermutedOperator
 
 WRITTEN = {
     "@": lambda a, v: a @ v,
@@ -192,7 +192,9 @@ def test_windows_in_a_module_are_blocks_of_its_map(length):
     call = recorded(module, torch.randn(2, length, 12, dtype=torch.float64))
     mixer = freeze_measured(call)
     torch.testing.assert_close(mixer.output(), call.output)
-    assert isinstance(mixer.scans[0].recurrence, WindowedOperator)
+    windowed = mixer.scans[0].recurrence
+    assert isinstance(windowed, PermutedOperator)
+    assert windowed.windows == length // 4
     here = (torch.arange(length) - 1) % length // 4
     maps = mixer.recurrence.matrix("mean")
     assert torch.equal(maps[0] != 0, (here[:, None] == here) & (maps[0] != 0))

@@ -15,7 +15,7 @@ from captum_ssm._capture import Request, Substitution, freeze, recording
 from captum_ssm._capture.recording import record
 from captum_ssm._capture.substitution import KEPT
 from captum_ssm._capture.target import read_score
-from captum_ssm.attr._residual import ResidualStream, norms_and_head
+from captum_ssm.attr._residual import norms_and_head, stream_of
 from captum_ssm.attr.mamba_lrp import Rules, with_leaves
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
@@ -139,9 +139,13 @@ def test_a_direction_is_read_without_a_graph_of_the_mixers(family: str, tokens: 
     assert modes
     assert not any(modes)
     torch.testing.assert_close(quick.score, whole.score)
-    expected, found = ResidualStream.of(whole), ResidualStream.of(quick)
-    torch.testing.assert_close(found.direction, expected.direction)
-    torch.testing.assert_close(found.final, expected.final)
+    expected, found = stream_of(whole), stream_of(quick)
+    torch.testing.assert_close(found.score, expected.score)
+    assert list(found.steps) == list(expected.steps)
+    for i, step in found.steps.items():
+        torch.testing.assert_close(step.direction, expected.steps[i].direction)
+        torch.testing.assert_close(step.before, expected.steps[i].before)
+        torch.testing.assert_close(step.local, expected.steps[i].local)
 
 
 def test_the_outer_projections_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from methods import MAPS, assert_close, each
+from methods import assert_close, each_method
 from models import ids, tiny
 from nnsight_server import receive, send
 
 from captum_ssm import (
     LaTIM,
-    MambaAttribution,
-    MambaLRP,
     MambaRollout,
-    RawAttention,
     ReconstructionError,
-    SSMLLMAttribution,
+    UnsupportedModelError,
     hidden_attention,
 )
 from captum_ssm.mixers import find_mixers
@@ -84,67 +81,45 @@ def test_on_a_server(checkpoint, server):
     family, folder = checkpoint
     model, tokens = tiny(family), ids(2, 7)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
-    named = {"attention_mask": mask}
     elsewhere = wrapped(folder)
-
-    found = MambaRollout(elsewhere, remote=True).attribute(tokens, additional_forward_args=named)
-    assert len(server) == 1
-    truth = MambaRollout(model).attribute(tokens, additional_forward_args=named)
-    assert_close(found, truth)
-
-    found = MambaAttribution(elsewhere, remote=True).attribute(tokens, target=[4, 9])
-    assert len(server) == 3  # a recording, and the gradients
-    assert_close(found, MambaAttribution(model).attribute(tokens, target=[4, 9]))
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    by_position = (*[None] * (names.index("attention_mask") - 1), mask)
+    named = {"return_dict": False, "attention_mask": mask}
+    for extra in (None, {"attention_mask": mask}, by_position, named):
+        options = {"reduction": "mean", "additional_forward_args": extra}
+        maps = hidden_attention(elsewhere, tokens, remote=True, **options)
+        for path, matrix in hidden_attention(model, tokens, **options).items():
+            assert_close(maps.pop(path), matrix)
+        assert not maps
+    assert len(server) == 4
+    embeddings = tiny(family).get_input_embeddings()(tokens).detach()
+    maps = hidden_attention(elsewhere, embeddings, rows=-1, remote=True)
+    for path, matrix in hidden_attention(model, embeddings, rows=-1).items():
+        assert_close(maps[path], matrix)
 
     assert not elsewhere.dispatched  # nothing was loaded here
     assert all(p.is_meta for p in elsewhere._module.parameters())
 
 
-@each([*MAPS, LaTIM])
 @pytest.mark.parametrize("dispatch", [False, True], ids=["absent", "loaded"])
-def test_every_method(method, dispatch, checkpoint, server):
+def test_single_layers_of_latim(dispatch, checkpoint, server):
     family, folder = checkpoint
     tokens, elsewhere = ids(2, 7), wrapped(folder, dispatch=dispatch)
-    found = method(elsewhere, remote=True).attribute(tokens, target=4)
-    assert_close(found, method(tiny(family)).attribute(tokens, target=4))
-
-
-def test_forms_of_arguments_and_results(checkpoint, server):
-    family, folder = checkpoint
-    tokens, mask = ids(2, 7), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
-    elsewhere, here = wrapped(folder), tiny(family)
-    names = list(inspect.signature(type(here).forward).parameters)[1:]
-    extra = (*[None] * (names.index("attention_mask") - 1), mask)
-    for arguments in (extra, {"return_dict": False, "attention_mask": mask}):
-        found, truth = (
-            MambaAttribution(model, **where).attribute(
-                tokens, target=4, additional_forward_args=arguments
-            )
-            for model, where in ((elsewhere, {"remote": True}), (here, {}))
-        )
-        assert_close(found, truth)
+    there, here = LaTIM(elsewhere, remote=True), LaTIM(tiny(family))
+    assert_close(there.interactions(tokens, 0), here.interactions(tokens, 0))
+    assert_close(there.contributions(tokens, -1, 3), here.contributions(tokens, -1, 3))
+    for found, truth in zip(there.layer_errors(tokens), here.layer_errors(tokens), strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-6)
 
 
 def test_weights_travel_only_where_they_are_wanted(checkpoint, server):
     _, folder = checkpoint
     for dispatch in (False, True):
-        RawAttention(wrapped(folder, dispatch=dispatch), remote=True).attribute(ids(1, 3))
+        hidden_attention(wrapped(folder, dispatch=dispatch), ids(1, 3), remote=True)
     (_, with_weights), (_, without) = server
     mixers = [mixer for _, mixer in find_mixers(tiny(checkpoint[0]))]
     size = sum(p.numel() * p.element_size() for mixer in mixers for p in mixer.parameters())
     assert 0.8 * size < with_weights - without < 3 * size  # names and headers travel too
-
-
-def test_matrices_and_embeddings(checkpoint, server):
-    family, folder = checkpoint
-    tokens, elsewhere = ids(1, 6), wrapped(folder)
-    maps = hidden_attention(elsewhere, tokens, reduction="mean", remote=True)
-    for path, matrix in hidden_attention(tiny(family), tokens, reduction="mean").items():
-        assert_close(maps.pop(path), matrix)
-    assert not maps
-    embeddings = tiny(family).get_input_embeddings()(tokens).detach()
-    found = MambaAttribution(elsewhere, remote=True).attribute(embeddings, target=4)
-    assert_close(found, MambaAttribution(tiny(family)).attribute(embeddings, target=4))
 
 
 def test_it_is_checked(checkpoint, server):
@@ -154,39 +129,48 @@ def test_it_is_checked(checkpoint, server):
     with torch.no_grad():
         next(mixer.parameters()).mul_(1.5)  # other weights than the server's
     with pytest.raises(ReconstructionError, match=path.replace(".", r"\.")):
-        MambaRollout(here, remote=True).attribute(ids(1, 7))
-
-
-def test_a_row_of_one_run(checkpoint, server):
-    family, folder = checkpoint
-    tokens = ids(1, 7)
-    frozen = MambaRollout(wrapped(folder), remote=True).freeze_once(tokens)
-    here = MambaRollout(tiny(family))
-    for position in (3, 6):
-        assert_close(
-            frozen.attribute(tokens, position=position), here.attribute(tokens, position=position)
-        )
-    assert len(server) == 1
+        hidden_attention(here, ids(1, 7), remote=True)
 
 
 def test_refusals(checkpoint):
     _, folder = checkpoint
     model, elsewhere, tokens = tiny(), wrapped(folder), ids(1, 5)
-    there = MambaRollout(elsewhere, remote=True)
     for error, says, call in (
         (TypeError, "LanguageModel", lambda: MambaRollout(model, remote=True)),
         (TypeError, "LanguageModel", lambda: MambaRollout(lambda t: t, elsewhere, remote=True)),
         (TypeError, "LanguageModel", lambda: hidden_attention(model, tokens, remote=True)),
         (TypeError, "remote is 3", lambda: MambaRollout(elsewhere, remote=3)),
         (TypeError, "remote is ''", lambda: MambaRollout(elsewhere, remote="")),
-        (TypeError, "by name", lambda: there.attribute(tokens, None, (None,) * 40)),
-        (ValueError, "needs a run here", lambda: SSMLLMAttribution(there, elsewhere.tokenizer)),
+        (
+            TypeError,
+            "by name",
+            lambda: LaTIM(elsewhere, remote=True).layer_errors(
+                tokens, additional_forward_args=(None,) * 40
+            ),
+        ),
         (ValueError, "rehearsal", lambda: MambaRollout(elsewhere, remote="local")),
     ):
         with pytest.raises(error, match=says):
             call()
-    with pytest.raises(ValueError, match="MambaLRP changes what the model does"):
-        MambaLRP(elsewhere, remote=True)
-    with pytest.raises(ValueError, match="Choose another aggregation"):
-        LaTIM(elsewhere, remote=True).interactions(tokens, aggregation="alti_logit")
     assert not elsewhere.dispatched
+
+
+@each_method
+def test_what_goes_through_layers_is_refused(method, checkpoint, server):
+    _, folder = checkpoint
+    there, tokens = method(wrapped(folder), remote=True), ids(1, 5)
+    with pytest.raises(UnsupportedModelError, match=r"runs on a server.*leave remote at False"):
+        there.attribute(tokens, target=4)
+    assert not server  # nothing was sent
+
+
+def test_products_and_scores_are_refused(checkpoint, server):
+    _, folder = checkpoint
+    model, tokens = wrapped(folder), ids(1, 5)
+    latim = LaTIM(model, remote=True)
+    for call in (
+        lambda: MambaRollout(model, remote=True).rollout(tokens),
+        lambda: latim.interactions(tokens, aggregation="alti_logit"),
+    ):
+        with pytest.raises(UnsupportedModelError, match="leave remote at False"):
+            call()

@@ -15,7 +15,8 @@ from captum_ssm._capture.frozen import (
     freeze,
 )
 from captum_ssm._capture.model import check_forward, check_model, is_model, resolve_model, unwrap
-from captum_ssm._capture.request import Request, check_remote
+from captum_ssm._capture.remote import check_remote
+from captum_ssm._capture.request import Request
 from captum_ssm._capture.substitution import Substitution
 
 __all__ = [

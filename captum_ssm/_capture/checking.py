@@ -20,7 +20,6 @@ from captum_ssm._errors import InputError, ReconstructionError
 from captum_ssm._nested import map_tensors, tensors_in
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import random_signs, without_caches
-from captum_ssm.mixers._frozen_mixer import Product
 from captum_ssm.mixers._weights import is_quantized
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
@@ -51,17 +50,13 @@ SLACK = 10.0
 _SURE: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-def reconstruction_error(call: MixerCall, rebuilt: Tensor, mask: Tensor | None) -> Tensor:
-    """The relative L2 error of each example, ``(B,)``, padding excluded.
-
-    Args:
-        call (MixerCall): its output is what is expected.
-        rebuilt (Tensor): ``(B, L, E)``.
-        mask (Tensor, optional): ``(B, L)``, zero for padding.
-    """
-    error, size = _norms(rebuilt, call.output)
-    keep = 1.0 if mask is None else mask.to(error.device)
-    return _ratio(*(torch.linalg.vector_norm(x * keep, dim=-1) for x in (error, size)))
+def check_finite(call: MixerCall) -> None:
+    """Raise `InputError` where a mixer returned NaN or Inf."""
+    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(call.output)):
+        raise InputError(
+            f"the output of {call.path} holds NaN or Inf: look for them in the model's weights or "
+            "in the inputs, or run the model in a wider dtype."
+        )
 
 
 def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,15 +111,14 @@ class Rebuilt:
         cls,
         mixer: FrozenMixer,
         call: MixerCall | None = None,
-        multiply: Product = torch.mul,
         mixed: Sequence[Tensor] | None = None,
     ) -> Rebuilt:
-        """What ``mixer`` computes, with its rule for the product of signal and gate.
+        """What ``mixer`` computes.
 
         Of what ``call`` has kept the output projection is not computed again. ``mixed`` is what
         the mixer's scans return, where that is known.
         """
-        gated = mixer.gated_output(multiply, mixed)
+        gated = mixer.gated_output(mixed)
         with torch.no_grad():
             share = mixer.recurrence_share(gated)
         own = None if call is None else call.projected(mixer.out_weight)

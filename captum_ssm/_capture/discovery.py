@@ -84,7 +84,7 @@ def find_namesakes(request: Request) -> None:
         request (Request): what to run.
     """
     named = [module for _, module in find_mixers(request.module) if may_be_namesake(module)]
-    if request.remote or not named:
+    if not named:
         return
     alike: dict[str, set[nn.Module]] = {}
     for module in named:
@@ -211,10 +211,12 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     Returns:
         bool: whether any were found.
     """
+    if request.remote:
+        return False
     find_namesakes(request)
     model = request.module
     known = any(True for _ in find_mixers(model))
-    if request.remote or (known and (not mixed or known_of(model).is_searched)):
+    if known and (not mixed or known_of(model).is_searched):
         return False
     refuse_scripted(model)
     with quiet(), on_thrown_away(request) as (of_copies, copies):

@@ -26,7 +26,7 @@ from captum_ssm._capture.grids import StageGrids
 from captum_ssm._capture.honesty import check_honesty
 from captum_ssm._capture.randomness import noting_draws, warn_of_randomness
 from captum_ssm._capture.recording import Recording, record
-from captum_ssm._capture.remote import record_remotely
+from captum_ssm._capture.remote import ONLY_LAYERS, record_remotely
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.substitution import Made, Substitution, without_autocast
 from captum_ssm._capture.target import (
@@ -430,10 +430,12 @@ def freeze(
         keep_graph (bool, optional): keep the run's own graph where it was cut at the mixers.
             Default: False
     """
-    find_unknown_mixers(request)
     own_graph = substitution is not None
+    if request.remote and (query or gradients or own_graph):
+        raise UnsupportedModelError(ONLY_LAYERS)
+    find_unknown_mixers(request)
     has_variables = any(map(request.has_variables, range(len(request.inputs))))
-    through_mixers = through_mixers or bool(request.remote) or has_variables
+    through_mixers = through_mixers or has_variables
     if substitution is None and gradients and through_mixers:
         # What other modules read says what the mixers add to.
         substitution = Substitution(keeps_outputs=also is not None)
@@ -485,14 +487,14 @@ def freeze(
             found = recording.wiring or found
             score = score.detach()
         recording = detached(recording)
-    if wiring and not own_graph and not request.remote and found.refused is None:
+    if wiring and not own_graph and found.refused is None:
         check_honesty(request, found.structure)
     if query:
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)
         weights = query_weights(recording, found, position, target)
     device, dtype = recording.device, recording.calls[0].dtype
-    made = substitution.made if substitution is not None and not request.remote else []
+    made = [] if substitution is None else substitution.made
     return FrozenModel(
         request,
         _frozen_layers(recording, found, made, check),
@@ -525,7 +527,7 @@ def _recorded(
     through_mixers: bool,
 ) -> Recording:
     if request.remote:
-        return record_remotely(request, score=score, also=also)
+        return record_remotely(request)
     options: dict[str, Any] = {
         "score": score,
         "also": also,

@@ -36,6 +36,8 @@ _FEW = 32
 # In so many steps some of the tokens are moved: two halves of them and their rests, which tell
 # three of four pairs of tokens apart.
 _STEPS = 4
+# The size of a step, of that of the tokens: what is rounded between them has to move as well.
+_STEP = 0.3
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
 # By model, what its graph was made of where it was found to tell the truth.
@@ -105,8 +107,12 @@ class _Run:
                     stack.enter_context(module.register_forward_hook(self._embedded))
             output = extract_logits(self.request.run(tuple(inputs)))
         torch.random.set_rng_state(torch_state)
-        self.ends.append(("the output", output))
+        self._end("the output", output)
         return self
+
+    def _end(self, name: str, value: Tensor) -> None:
+        if value.is_floating_point():
+            self.ends.append((name, value))
 
     def _start(self, value: Tensor) -> Tensor:
         k = len(self.starts)
@@ -117,7 +123,7 @@ class _Run:
     def _of_mixer(self, path: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
             call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
-            self.ends.append((path, call.given_tokens().clone()))
+            self._end(path, call.given_tokens().clone())
             if not self.held:
                 self.results.setdefault(module, []).append(result)
             return with_first(result, self._start(first_of(result)))
@@ -141,36 +147,35 @@ def _hidden(request: Request) -> str | None:
     # The name of what depends on more than the graph shows.
     with torch.enable_grad():
         run = _Run(request)()
-        ends = [(name, end) for name, end in run.ends if end.is_floating_point()]
-        promise = _promises([end for _, end in ends], run.starts)
+        promise = _promises([end for _, end in run.ends], run.starts)
     if promise is None:
         return None
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        again = _Run(request, [one.detach() for one in run.starts], run.results)()
-        if len(again.ends) != len(run.ends) or any(
-            not torch.equal(a, b) for (_, a), (_, b) in zip(again.ends, run.ends, strict=True)
-        ):
-            return None  # it is another one at each run
-        before = [end for _, end in again.ends if end.is_floating_point()]
-        for steps in _steps(run.starts, generator):
+        for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
             held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
-            after = [
-                end for _, end in _Run(request, held, run.results)().ends if end.is_floating_point()
-            ]
-            promised = promise(steps)
+            after = _Run(request, held, run.results)().ends
+            if len(after) != len(run.ends):
+                return None  # it runs other mixers
             moved = [
-                (a.double() - b.double()).abs().amax(-1) for a, b in zip(after, before, strict=True)
+                (name, (a.double() - b.double()).abs().amax(-1))
+                for (name, a), (_, b) in zip(after, run.ends, strict=True)
             ]
-            most = max(float(one.amax()) for one in moved)
-            for (name, _), change, expected in zip(ends, moved, promised, strict=True):
-                if bool(((expected == 0) & (change > _LEAST * most)).any()):
-                    return "the output" if name == "the output" else f"what {name} is given"
+            least = _LEAST * max(float(change.amax()) for _, change in moved)
+            for (name, change), expected in zip(moved, promise(steps), strict=True):
+                if not bool(((expected == 0) & (change > least)).any()):
+                    continue
+                held = [one.detach() for one in run.starts]
+                again = _Run(request, held, run.results)().ends
+                if not all(
+                    torch.equal(a, b) for (_, a), (_, b) in zip(again, run.ends, strict=True)
+                ):
+                    return None  # it is another one at each run
+                return "the output" if name == "the output" else f"what {name} is given"
     return None
 
 
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
-    # Small ones, of some of the tokens each.
+    # Steps that move some of the tokens each.
     axes = [1 if x.dim() < 4 else -1 for x in starts]
     sizes = {x.shape[axis] for x, axis in zip(starts, axes, strict=True)}
     chosen = {n: [*islice(halves(n, generator), _STEPS)] for n in sizes}
@@ -179,8 +184,7 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
         steps = []
         for x, axis in zip(starts, axes, strict=True):
             sets = chosen[x.shape[axis]]
-            coarse = torch.finfo(x.dtype).bits < 32
-            size = (0.1 if coarse else 0.01) * x.detach().double().square().mean().sqrt()
+            size = _STEP * x.detach().double().square().mean().sqrt()
             step = torch.randn(x.shape, generator=generator).to(x.device) * size.clamp(min=1e-6)
             shape = [1] * x.dim()
             shape[axis] = -1
@@ -202,23 +206,19 @@ def _promises(
         return None
 
     def promise(steps: list[Tensor]) -> list[Tensor]:
-        pairs = [(one, step) for one, step in zip(back, steps, strict=True) if one is not None]
-        pairs = [(one, step) for one, step in pairs if one.requires_grad]
-        found: list[Tensor | None] = [None] * len(duals)
-        if pairs:
-            given = torch.autograd.grad(
-                [one for one, _ in pairs],
-                duals,
-                [step for _, step in pairs],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            found = list(given)
-        of_live = iter(found)
-        known = [next(of_live) if end.requires_grad else None for end in ends]
-        return [
-            (torch.zeros_like(end) if one is None else one).abs().amax(-1)
-            for end, one in zip(ends, known, strict=True)
+        pairs = [
+            (one, step)
+            for one, step in zip(back, steps, strict=True)
+            if one is not None and one.requires_grad
         ]
+        found: Sequence[Tensor] = duals  # zeros
+        if pairs:
+            outputs, given = zip(*pairs, strict=True)
+            found = torch.autograd.grad(
+                outputs, duals, given, retain_graph=True, materialize_grads=True
+            )
+        of_live = iter(found)
+        changes = [next(of_live) if end.requires_grad else torch.zeros_like(end) for end in ends]
+        return [change.detach().abs().amax(-1) for change in changes]
 
     return promise

@@ -26,14 +26,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from captum_ssm._graph import Point, dependencies, meetings, readers, shape_of
+from captum_ssm._graph import (
+    Point,
+    closed,
+    dependencies,
+    edges_before,
+    meetings,
+    shape_of,
+)
 from captum_ssm._rules import ruled
-from captum_ssm._transport import Transport, closing, copies
+from captum_ssm._transport import Transport, pairs
 
 # Seeds of an output of many entries, whose gradients stand for those of all of them.
 _SEEDS = 4
 # Nodes that stand for what they are given.
-_TRANSPARENT = ("_ExitBackward", "CloneBackward")
+_CUT = "_ExitBackward"
+_TRANSPARENT = (_CUT, "CloneBackward")
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,11 @@ class Gathered:
         """Whether tokens of the mixer are all that it holds."""
         return bool((self.source >= 0).all())
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its tokens are those of the mixer, in their places."""
+        return torch.equal(self.source.cpu(), torch.arange(len(self.source)))
+
     def holds_all_of(self, leaf: Point) -> bool:
         """Whether each of the mixer's tokens is there, once."""
         read = self.source[self.source >= 0]
@@ -70,17 +83,15 @@ class Gathered:
 def gathered(root: Point, leaf: Point, batch: int) -> list[Gathered]:
     """Where tokens of ``leaf`` are still apart on the way to ``root``, the last one last.
 
-    The first is the leaf itself.
-
-    Args:
-        root (Point): a score, or an output without tokens.
-        leaf (Point): the tokens that a mixer returned.
-        batch (int): B.
+    The first is the leaf itself. The root is a score, an output without tokens, or what another
+    mixer is given.
     """
-    found = [Gathered(leaf, torch.arange(leaf.tokens, device=leaf.device))]
+    found = [Gathered(leaf, torch.arange(leaf.tokens))]
     for edge in meetings([root], [leaf]):
-        here = next(_held(edge, leaf, batch), None)
-        if here is None and len(found) > 1:
+        held = points(edge, batch)
+        here = next(_held(held, leaf, batch), None)
+        # A tensor without axes of tokens, as in a linear layer, may be followed by one with them.
+        if here is None and held and len(found) > 1:
             break
         if here is not None:
             found.append(here)
@@ -102,9 +113,9 @@ def _is_weighed(point: Point, leaf: Point) -> bool:
     return len(made) == 1 or any(before.name().startswith("Sigmoid") for before in made)
 
 
-def _held(edge: GradientEdge, leaf: Point, batch: int) -> Iterator[Gathered]:
-    # A tensor as tokens, each of which is made of one token of the leaf.
-    for point in points(edge, batch):
+def _held(held: Iterable[Point], leaf: Point, batch: int) -> Iterator[Gathered]:
+    # The tensor as tokens, each of which is made of one token of the leaf.
+    for point in sorted(held, key=lambda one: one.tokens != leaf.tokens):
         source = source_of(point, leaf, batch)
         if source is not None:
             yield Gathered(point, source)
@@ -124,15 +135,8 @@ def source_of(root: Point, leaf: Point, batch: int) -> Tensor | None:
 
     None where a token is made of several, or all of none.
     """
-    place = readers(root, leaf)
-    if place is None:
-        return copies(Transport(root, leaf, batch)) if root.tokens > leaf.tokens else None
-    read = (place >= 0).nonzero()[:, 0]
-    if not len(read) or len(place[read].unique()) < len(read):
-        return None
-    source = torch.full((root.tokens,), -1, device=place.device)
-    source[place[read]] = read
-    return source
+    found = pairs(Transport(root, leaf, batch), repeated=root.tokens > leaf.tokens)
+    return None if found is None or not len(found.root) else found.source(root.tokens)
 
 
 def weights(
@@ -140,30 +144,19 @@ def weights(
     leaves: Sequence[Point],
     batch: int,
     cuts: Iterable[Point],
-    closed: Iterable[GradientEdge] = (),
+    around: Iterable[GradientEdge] = (),
     *,
     power: int = 1,
 ) -> list[Tensor | None]:
     """How strongly a score, or an output, reads the tokens of each leaf: ``(T,)``.
 
     These are the sums over channels of the gradients' sizes, norms and probabilities held
-    constant. None for a leaf that is not read.
-
-    Args:
-        root (Point): the score ``(B,)``, or an output ``(B, ...)``.
-        leaves (sequence of Point): before it.
-        batch (int): B.
-        cuts (iterable of Point): where the graph is cut.
-        closed (iterable of GradientEdge, optional): tensors through which nothing counts.
-            Default: ()
-        power (int, optional): 2 for the sums of squares of plain gradients, as transports have
-            them. Default: 1
+    constant; with a ``power`` of 2 of plain gradients' squares, as transports have them. The ways
+    through the tensors in ``around`` do not count. None for a leaf that is not read.
     """
     total: list[Tensor | None] = [None] * len(leaves)
     nodes = [point.edge.node for point in (*leaves, *cuts)]
-    with torch.enable_grad(), ExitStack() as stack:
-        for edge in closed:
-            stack.callback(edge.node.register_prehook(closing(edge.output_nr)).remove)
+    with torch.enable_grad(), closed(around):
         rules = ExitStack()
         carries = rules.enter_context(ruled([root.edge.node], nodes))
         with rules:
@@ -179,7 +172,7 @@ def weights(
                 )
                 for k, (leaf, one) in enumerate(zip(leaves, found, strict=True)):
                     if one is not None:
-                        size = leaf.flat(one).double().abs().pow(power).sum(-1)
+                        size = leaf.flat(one).abs().double().pow(power).sum(-1)
                         known = total[k]
                         total[k] = size if known is None else known + size
     return total
@@ -195,10 +188,15 @@ def _seeds(root: Point, batch: int) -> Iterator[Tensor]:
         yield seed.expand(root.shape).to(root.device, root.dtype)
 
 
-def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
+def structure(ends: Iterable[Node | None], *, is_cut: bool = False) -> frozenset[tuple[str, str]]:
     """What the graph before some nodes is made of: the names of each node and of one before it.
 
     What was once measured of a graph holds for one that is made of nothing else.
+
+    Args:
+        ends (iterable of Node): where it ends.
+        is_cut (bool, optional): whether it begins where the run was cut, also in a graph that was
+            kept whole. Default: False
     """
     seen, stack = set[Node](), [node for node in ends if node is not None]
     found = set()
@@ -209,7 +207,8 @@ def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
         seen.add(node)
         for before, _ in node.next_functions:
             while before is not None and before.name().startswith(_TRANSPARENT):
-                before = before.next_functions[0][0]
+                is_begun = is_cut and before.name().startswith(_CUT)
+                before = None if is_begun else before.next_functions[0][0]
             if before is not None:
                 found.add((node.name(), before.name()))
                 stack.append(before)
@@ -217,27 +216,13 @@ def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
 
 
 def token_tensors(root: Point, leaves: Iterable[Point], tokens: int, batch: int) -> list[Point]:
-    """The last tensors before ``root`` that hold ``tokens`` for each example, channels apart.
+    """The last tensors before ``root`` that hold ``tokens`` for each example, channels apart."""
 
-    Args:
-        root (Point): a score, or an output.
-        leaves (iterable of Point): where the graph is cut.
-        tokens (int): T, of one example.
-        batch (int): B.
-    """
-    seen, stack, found = {leaf.edge.node for leaf in leaves}, [root.edge.node], []
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for before, output in node.next_functions:
-            if before is None or before in seen:
-                continue
-            here = points(GradientEdge(before, output), batch)
-            held = [one for one in here if one.tokens == tokens * batch]
-            if held and len(held[0].shape) == 3:
-                found.append(held[0])
-            else:
-                stack.append(before)
-    return found
+    def held(edge: GradientEdge) -> Point | None:
+        here = [one for one in points(edge, batch) if one.tokens == tokens * batch]
+        return here[0] if here and len(here[0].shape) == 3 else None
+
+    ends = {leaf.edge.node for leaf in leaves}
+    walked = edges_before(root.edge.node, ends, lambda edge: held(edge) is None)
+    edges = {edge: held(edge) for _, edge in walked if edge.node not in ends}
+    return [point for point in edges.values() if point is not None]

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.orders import Orders
-from captum_ssm._graph import Point, RankOneProducts, gradients, visit_gradients
-from captum_ssm._transport import Transport
+from captum_ssm._graph import Point, RankOneProducts, closed, gradients, visit_gradients
 
 # So many tokens, in the whole batch, are looked at two by two.
 _FEW = 64
@@ -30,18 +30,10 @@ def is_mixed(
     *,
     all_read: bool = False,
 ) -> bool:
-    """Whether a token of a root depends on a leaf's tokens in other places.
+    """Whether tokens that mixers are given depend on tokens of mixers and inputs in other places.
 
-    So it does where some tokens of an input are read, and others, for which there is another token
-    in their place, are not.
-
-    Args:
-        roots (mapping of int to Point): by mixer, the tokens that it is given.
-        leaves (mapping of int to Point): by mixer, the tokens that it returned; by input, below
-            zero, its own.
-        orders (Orders): of both.
-        all_read (bool, optional): ask the same of what mixers returned as of inputs: that all of
-            the tokens are read, or none. Default: False
+    So they do where some tokens of an input are read, and others, for which there is another token
+    in their place, are not. With ``all_read`` the same is asked of what mixers returned.
     """
     asked = [i for i in leaves if i < 0 or all_read]
     if max(point.width for point in leaves.values()) < _WIDE:
@@ -85,62 +77,77 @@ def _finds_mixing(
     return any(bool(one.any()) and not bool(one.all()) for one in unread.values())
 
 
-def shares_of_others(
-    mixer: int, root: Point, leaves: Mapping[int, Point], orders: Orders
-) -> dict[int, float]:
-    """The share of tokens in other places in what a mixer's read, by leaf, where there is any."""
-    generator = torch.Generator().manual_seed(0)
-    away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
-    for own in halves(root.tokens, generator):
-        seed = root.noise(generator) * orders.chosen(mixer, own).to(root.device)[:, None]
-        found = gradients([root], [seed], list(leaves.values()))
-        for j, gradient in zip(leaves, found, strict=True):
-            if gradient is not None:
-                energy = gradient.double().square().sum(-1).cpu()
-                whole[j] += float(energy.sum())
-                away[j] += float(energy[~orders.chosen(j, own)].sum())
-    # Half of what goes to other tokens goes to tokens that were not chosen.
-    return {j: min(1.0, 2 * away[j] / whole[j]) for j in leaves if away[j] > 0}
-
-
-def share_of_others(way: Transport, orders: Orders) -> float:
-    """The share of tokens in other places in what is read of a leaf by one way: of all ways."""
-    generator = torch.Generator().manual_seed(0)
-    away = whole = 0.0
-    every = replace(way, around=())
-    for own in halves(way.root.tokens, generator):
-        seed = way.root.unflat(way.root.noise(generator) * own.to(way.root.device)[:, None])
-        here, there = (one.energy(seed) for one in (every, way))
-        whole += 0.0 if here is None else float(here.sum())
-        away += 0.0 if there is None else float(there.cpu()[~own].sum())
-    return min(1.0, 2 * away / max(whole, 1e-300))
-
-
-def is_local(mixer: int, root: Point, earlier: int, leaf: Point, orders: Orders) -> bool:
-    """Whether a token reads its neighbors only, as by a token shift or a convolution.
+@dataclass(frozen=True)
+class Leak:
+    """What of other tokens gets into each without a mixer.
 
     Args:
-        mixer (int): whose tokens read.
-        root (Point): the tokens that it is given.
-        earlier (int): the mixer that is read.
-        leaf (Point): the tokens that it returned.
-        orders (Orders): of both.
+        share (float): their share in what is read.
+        is_far (bool): whether others are read than the neighbors that a token shift or a
+            convolution reads.
     """
-    count = root.tokens
-    length = count // orders.batch
-    t = length - 1 - length // 4  # late enough that a causal recurrence would show
-    here = torch.zeros(count, dtype=torch.bool)
-    here[t] = True
-    noise = root.noise(torch.Generator().manual_seed(0))
-    seed = noise * orders.chosen(mixer, here).to(root.device)[:, None]
-    (found,) = gradients([root], [seed], [leaf])
-    near = torch.zeros(count, dtype=torch.bool)
-    reach = max(1, min(4, length // 4))
+
+    share: float
+    is_far: bool
+
+
+def leaks(
+    mixer: int,
+    root: Point,
+    leaves: Mapping[int, Point],
+    orders: Orders,
+    around: Sequence[GradientEdge] = (),
+) -> dict[int, Leak]:
+    """What leaks into the tokens that a mixer is given from others of each leaf, if anything does.
+
+    What comes by way of the tensors in ``around`` is no leak.
+    """
+    generator = torch.Generator().manual_seed(0)
+    away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
+
+    def energies(seed: Tensor) -> dict[int, Tensor]:
+        found = zip(leaves, gradients([root], [seed], list(leaves.values())), strict=True)
+        return {j: g.double().square().sum(-1).cpu() for j, g in found if g is not None}
+
+    def put(chosen: Tensor) -> Tensor:
+        noise = root.noise(generator)
+        return noise * orders.chosen(mixer, chosen).to(root.device)[:, None]
+
+    for own in halves(root.tokens, generator):
+        seed = put(own)
+        every = leaking = energies(seed)
+        if around:
+            with closed(around):
+                leaking = energies(seed)
+        for j, energy in every.items():
+            whole[j] += float(energy.sum())
+        for j, energy in leaking.items():
+            away[j] += float(energy[~orders.chosen(j, own)].sum())
+    leaves = {j: leaf for j, leaf in leaves.items() if away[j] > 0}
+    if not leaves:
+        return {}
+    one, near = _neighbors(root.tokens, orders.batch)
+    with closed(around):
+        found = energies(put(one))
+    near_of = {j: float(energy[orders.chosen(j, near)].sum()) for j, energy in found.items()}
+    # Half of what goes to other tokens goes to tokens that were not chosen.
+    return {
+        j: Leak(
+            min(1.0, 2 * away[j] / max(whole[j], 1e-300)),
+            j in found and near_of[j] < 0.99 * float(found[j].sum()),
+        )
+        for j in leaves
+    }
+
+
+def _neighbors(count: int, batch: int) -> tuple[Tensor, Tensor]:
+    # One of the tokens, late enough that a causal recurrence would show, and those close to it.
+    length = count // batch
+    t, reach = length - 1 - length // 4, max(1, min(4, length // 4))
+    one, near = torch.zeros(2, count, dtype=torch.bool)
+    one[t] = True
     near[max(0, t - reach) : t + reach + 1] = True
-    if found is None:
-        return True
-    energy = found.double().square().sum(-1).cpu()
-    return float(energy[orders.chosen(earlier, near)].sum()) >= 0.99 * float(energy.sum())
+    return one, near
 
 
 def separating(count: int, generator: torch.Generator) -> list[Tensor]:

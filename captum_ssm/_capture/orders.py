@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point
-
 
 class Orders(dict[int, "Tensor | None"]):
     """By mixer, ``(T,)``: which of the model's tokens, over the whole batch, is its token t.
@@ -32,28 +30,10 @@ class Orders(dict[int, "Tensor | None"]):
         found = same if order is None else order[same]
         self[mixer] = None if torch.equal(found, torch.arange(len(found))) else found
 
-    def windows(self, mixer: int, tokens: Point) -> Tensor | None:
-        """The order of one example, ``(W, l)``, of a mixer that returned these tokens.
-
-        Raises:
-            ValueError: if examples have different orders.
-        """
-        order, T = self.get(mixer), tokens.tokens // self.batch
-        windows = tokens.shape[0] // self.batch if len(tokens.shape) == 3 else 1
-        if order is None:
-            return None if windows == 1 else torch.arange(T).view(windows, -1)
-        local = self.of_example(order, T, T)
-        if local is None:
-            raise ValueError("examples have different orders")
-        return local.view(windows, -1)
-
     def of_example(self, source: Tensor, count: int, earlier: int) -> Tensor | None:
-        """Indices into the whole batch as those of one example, if all examples agree.
+        """Indices ``(B T,)`` of all examples' tokens as those of one of S, if all examples agree.
 
-        Args:
-            source (Tensor): ``(B T,)``, of earlier tokens; -1 for none.
-            count (int): T.
-            earlier (int): S, of one example.
+        Without a token the index is -1. T is the ``count``, S is ``earlier``.
         """
         if source.numel() != self.batch * count:  # of a batch of texts of their own lengths
             return None

@@ -8,22 +8,24 @@ recorded input.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from captum_ssm._capture.checking import check_finite
 from captum_ssm._capture.cuts import Cuts, Port
 from captum_ssm._capture.embedded import entries_of, warn_of_derived
 from captum_ssm._capture.kept import KeptLinears, KeptScansOfMixers
 from captum_ssm._capture.measure import measure
 from captum_ssm._capture.model import extract_logits, input_embeddings, unwrap
 from captum_ssm._capture.request import Request
+from captum_ssm._capture.substitution import Substitution
 from captum_ssm._capture.tracing import (
     find_points,
     instrumented,
@@ -48,32 +50,6 @@ from captum_ssm.mixers._registry import channels_of
 
 if TYPE_CHECKING:
     from nnsight import Envoy
-
-
-class Substitute(Protocol):
-    """What takes the place of recorded modules' results.
-
-    Attributes:
-        keeps_outputs (bool): whether what they returned is needed after the run.
-        keeps_mixers (bool): whether mixers are frozen after the run.
-        made (list): by mixer, what was frozen while the model ran; None where nothing was.
-    """
-
-    keeps_outputs: bool
-    keeps_mixers: ClassVar[bool]
-    made: list[Any]
-
-    def __call__(self, call: MixerCall) -> Any:
-        """What the model goes on with in place of ``call.result``."""
-
-    def begin(self) -> None:
-        """Called before each run of the model: one may have to be repeated."""
-
-    def running(self, module: nn.Module) -> AbstractContextManager[None]:
-        """What a mixer's own forward runs in."""
-
-    def around(self, root: nn.Module) -> AbstractContextManager[None]:
-        """What the whole run of the model's copies happens in, of which ``root`` is the first."""
 
 
 @dataclass(frozen=True)
@@ -273,15 +249,6 @@ class Recording:
         )
 
 
-def check_finite(call: MixerCall) -> None:
-    """Raise `InputError` where a mixer returned NaN or Inf."""
-    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(call.output)):
-        raise InputError(
-            f"the output of {call.path} holds NaN or Inf: look for them in the model's weights or "
-            "in the inputs, or run the model in a wider dtype."
-        )
-
-
 def require_graph(score: Tensor) -> None:
     """Raise unless a gradient of ``score`` can be taken."""
     if not score.requires_grad:
@@ -316,7 +283,7 @@ def record(
     *,
     score: Callable[[Recording], Tensor] | None = None,
     also: Callable[[nn.Module], bool] | None = None,
-    substitute: Substitute | None = None,
+    substitute: Substitution | None = None,
     wiring: bool = False,
     through_mixers: bool = True,
 ) -> Recording:
@@ -329,7 +296,7 @@ def record(
             Default: None
         also (Callable, optional): says which modules outside the mixers to record too, such as
             the norms at which the residual stream can be read. Default: None
-        substitute (Substitute, optional): takes each recorded call, its tensors alive in the
+        substitute (Substitution, optional): takes each recorded call, its tensors alive in the
             graph, and returns what the model goes on with in place of the call's result.
             Default: None
         wiring (bool, optional): measure what lies between the mixers. Default: False
@@ -381,7 +348,7 @@ def _record_once(
     request: Request,
     score: Callable[[Recording], Tensor] | None,
     also: Callable[[nn.Module], bool] | None,
-    substitute: Substitute | None,
+    substitute: Substitution | None,
     cuts: Cuts | None,
     whole: bool,
 ) -> Recording:
@@ -464,7 +431,7 @@ class _Visits:
         request: Request,
         root: nn.Module,
         mixers: Mapping[nn.Module, str],
-        substitute: Substitute | None,
+        substitute: Substitution | None,
         cuts: Cuts | None,
         bar: Bar,
         *,

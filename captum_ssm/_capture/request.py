@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -79,7 +78,6 @@ class Request:
             TypeError: for inputs or arguments of a wrong type or dtype.
         """
         model = resolve_model(forward_func, model)
-        check_remote(remote, forward_func, model)
         extra = additional_forward_args
         given = inputs if is_tuple(inputs) else (inputs,)
         if len(given) == 1:
@@ -165,28 +163,21 @@ class Request:
             args, kwargs = own._module_arguments(module, inputs)
             return module(*args, **kwargs)
 
-    def arguments_by_name(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model's ``forward`` is called with, all but the inputs by name.
+    def arguments_by_name(self) -> dict[str, Any]:
+        """What the model's ``forward`` is called with, all by name.
 
         Raises:
             TypeError: for positional arguments that have no name.
         """
-        module = self.module
-        taken = inspect.signature(type(module).forward).parameters
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        plain = [n for n in parameter_names(module) if taken[n].kind is kind]
-        plain = plain[len(self.inputs) :]
-        names = plain[: len(self.positional)]
-        if len(self.positional) > len(plain) or set(names) & set(self.named):
+        args, kwargs = self._module_arguments(self.module, self.inputs)
+        names = parameter_names(self.module)
+        if len(args) > len(names) or set(names[: len(args)]) & set(kwargs):
             raise TypeError(
                 f"additional_forward_args holds {len(self.positional)} arguments without a name, "
-                f"which forward of {type(module).__name__} cannot all take by position; pass a "
-                "dict, by name."
+                f"which forward of {type(self.module).__name__} cannot all take by position; pass "
+                "a dict, by name."
             )
-        args, kwargs = self._module_arguments(module, self.inputs)
-        count = len(self.inputs) if args else 0
-        positional = args[count:]
-        return args[:count], {**dict(zip(names, positional, strict=False)), **kwargs}
+        return dict(zip(names, args, strict=False)) | kwargs
 
     def shortened(self, tokens: int) -> Request | None:
         """A request for 32 tokens of the first example, for inputs of more than ``tokens`` ones.
@@ -242,31 +233,6 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # it holds what cannot be copied
         return value
-
-
-def check_remote(remote: Any, forward_func: Any, model: Any) -> None:
-    """Raise unless this model can run where ``remote`` says."""
-    if not isinstance(remote, (bool, str)) or remote == "":
-        raise TypeError(
-            f"remote is {remote!r}; expected False, True (the server of nnsight's configuration) "
-            "or a str, the address of another server."
-        )
-    if remote == "local":
-        raise ValueError(
-            "remote is 'local', nnsight's rehearsal of a request in this process, which does not "
-            "run blocks within blocks; expected False, True or the address of a server."
-        )
-    if not remote:
-        return
-    from nnsight.modeling.mixins.remotable import Remotable
-
-    asked = forward_func if model is None else model
-    if forward_func is not asked or not isinstance(asked, Remotable):
-        raise TypeError(
-            f"remote is {remote!r}, and forward_func is a {type(forward_func).__name__}; what "
-            "runs on a server is an nnsight model that has a name there, such as "
-            "nnsight.LanguageModel: pass it as forward_func, and no other model."
-        )
 
 
 def _split_encoding(inputs: Any, extra: Any) -> tuple[Any, Any]:

@@ -2,107 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
+from captum_ssm._capture.mixer_graph import ADVICE, MixerGraph
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import CutGraph, Point
+from captum_ssm._graph import Point
 
 
-class ResidualStreams:
-    """The residual streams of one run, whose graph is cut at its mixers.
+def streams_around(graph: MixerGraph, stage: int, *, finer: bool) -> tuple[int, ...]:
+    """How many stages before a stage the residual streams leave that go around it.
+
+    What is added to the tokens that the stage returns reads some mixers and inputs by way of no
+    other mixer. A stream leaves before the stage that reads the same ones.
 
     Args:
-        groups (sequence of sequence of int): the mixers of each stage.
-        entries (dict of int to Point): by mixer, and for the output (the last key), the tokens that
-            it was given.
-        leaves (dict of int to Point): by mixer and by input, the tokens that it returned.
-        direct (dict of int to frozenset): by entry, the mixers nearest before it.
+        graph (MixerGraph): the run, with the grids of its tokens.
+        stage (int): the stage.
+        finer (bool): whether there are finer tokens elsewhere, as in a U-shape.
+
+    Raises:
+        UnsupportedModelError: where what is added is no such stream, or not the same for all that
+            read the stage.
     """
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[int]],
-        entries: Mapping[int, Point],
-        leaves: Mapping[int, Point],
-        direct: Mapping[int, frozenset[int]],
-    ) -> None:
-        self.groups, self.entries, self.leaves, self.direct = groups, entries, leaves, direct
-        self.keys = list(leaves)
-        self.graph = CutGraph(list(entries.values()), list(leaves.values()))
-        # By entry, the mixers and inputs that it reads by way of no other mixer.
-        self.read = {i: self._named(self.graph.read_by(entry)) for i, entry in entries.items()}
-
-    def around(
-        self, stage: int, in_place: Callable[[int, int], bool], *, finer: bool
-    ) -> tuple[int, ...]:
-        """How many stages before this one the residual streams leave that go around it.
-
-        What is added to the tokens that the stage returns reads some mixers and inputs by way of no
-        other mixer. A stream leaves before the stage that reads the same ones.
-
-        Args:
-            stage (int): the stage.
-            in_place (Callable): whether one mixer's tokens are those of an earlier one.
-            finer (bool): whether there are finer tokens elsewhere, as in a U-shape.
-
-        Raises:
-            UnsupportedModelError: where what is added is no such stream, or not the same for all
-                that read the stage.
-        """
-        group = self.groups[stage]
-        nexts = [i for i in self.entries if self.direct[i] & set(group)]
-        if any(i not in self.entries for i in group) or not nexts or min(self.leaves) >= 0:
-            return (0,)  # not recorded
-        found = {self._added(group, i, finer) for i in nexts}
-        if len(found) > 1:
-            raise UnsupportedModelError(
-                "returns tokens that are read with a residual stream here and without it, or with "
-                "another one, there; expected the same for all that read them."
-            )
-        (added,) = found
-        rest, streams = added, []
-        for back in range(stage + 1):
-            first = self.groups[stage - back][0]
-            read = self.read.get(first, frozenset())
-            if read & rest and read <= added and in_place(group[0], first):
-                streams.append(back)
-                rest = rest - read
-        if not rest:
-            return tuple(streams)
+    group, nexts = graph.groups[stage], _nexts(graph, stage)
+    if any(graph.entries[i] is None for i in group) or not nexts or not graph.ways:
+        return (0,)  # not recorded
+    before: set[int] = set()  # all that the group depends on
+    stack = list(group)
+    while stack:
+        new = graph.read_by(stack.pop()) - before
+        before |= new
+        stack.extend(new)
+    tokens = graph.exits[group[0]].tokens if finer else None
+    found = {graph.cut.added(root, group, before, tokens) for root in nexts}
+    name = graph.name(group[0])
+    if len(found) > 1:
         raise UnsupportedModelError(
-            "returns tokens to which others are added that no mixer before it was given; expected "
-            "a residual stream around it, or around it and the mixers before it."
+            f"{name} returns tokens that are read with a residual stream here and without it, "
+            f"or with another one, there; expected the same for all that read them. {ADVICE}"
         )
+    (added,) = found
+    rest, streams = added, []
+    for back in range(stage + 1):
+        first = graph.groups[stage - back][0]
+        read = graph.read_by(first)
+        if read & rest and read <= added and graph.is_same_grid(group[0], first):
+            streams.append(back)
+            rest = rest - read
+    if not rest:
+        return tuple(streams)
+    raise UnsupportedModelError(
+        f"{name} returns tokens to which others are added that no mixer before it was given; "
+        f"expected a residual stream around it, or around it and the mixers before it. {ADVICE}"
+    )
 
-    def is_given(self, stage: int) -> bool | None:
-        """Whether a stage's mixers are given the residual stream itself; None if that is unknown.
 
-        They are not where they are given what a norm makes of it.
-        """
-        group = self.groups[stage]
-        given = self.entries.get(group[0])
-        passed = [self.keys.index(j) for j in group]
-        nexts = [root for i, root in self.entries.items() if self.direct[i] & set(group)]
-        if given is None or not nexts:
-            return None
-        return any(self.graph.is_added(root, passed, given) for root in nexts)
+def is_given_stream(graph: MixerGraph, stage: int) -> bool | None:
+    """Whether a stage's mixers are given the residual stream itself; None if that is unknown.
 
-    def _added(self, group: Sequence[int], i: int, finer: bool) -> frozenset[int]:
-        # What is read by that which is added between a group and an entry that reads it.
-        passed = [self.keys.index(j) for j in group]
-        before = [self.keys.index(j) for j in self._before(group)]
-        tokens = self.leaves[group[0]].tokens if finer else None
-        return self._named(self.graph.added(self.entries[i], passed, before, tokens))
+    They are not where they are given what a norm makes of it.
+    """
+    group, nexts = graph.groups[stage], _nexts(graph, stage)
+    given = graph.entries[group[0]]
+    if given is None or not nexts:
+        return None
+    return any(graph.cut.is_added(root, group, given) for root in nexts)
 
-    def _before(self, group: Sequence[int]) -> set[int]:
-        # All mixers and inputs that a group depends on.
-        found: set[int] = set()
-        stack = list(group)
-        while stack:
-            new = self.read.get(stack.pop(), frozenset()) - found
-            found |= new
-            stack.extend(new)
-        return found
 
-    def _named(self, found: frozenset[int]) -> frozenset[int]:
-        return frozenset(self.keys[k] for k in found)
+def _nexts(graph: MixerGraph, stage: int) -> list[Point]:
+    # What is given to those that read a stage.
+    group = set(graph.groups[stage])
+    return [root for i, root in graph.entries.items() if root and graph.direct[i] & group]

@@ -17,12 +17,7 @@ from captum_ssm._integers import as_index, as_integers
 
 
 def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
-    """The explained score ``(B,)`` of a run with its graph.
-
-    Args:
-        recording (Recording): of a run with its graph.
-        target, position (Any): as for ``attribute``.
-    """
+    """The explained score ``(B,)`` of a run with its graph."""
     logits = extract_logits(recording.output)
     target, position = _split_target(recording, target, position)
     with torch.inference_mode(False), torch.enable_grad():
@@ -58,12 +53,7 @@ def query_weights(
 
 
 def check_rows(recording: Recording, rows: Tensor) -> None:
-    """Raise where the logits of some tokens are not those of the last ones.
-
-    Args:
-        recording (Recording): of any run.
-        rows (Tensor): ``(n,)``, how many tokens after the first of the last n each of n rows is.
-    """
+    """Raise unless n rows of logits are those of the last n tokens, all ``rows (n,)`` zero."""
     if recording.is_language and _is_tokens(recording) and bool((rows != 0).any()):
         raise InputError(
             f"the model returns logits of {_returned(recording)} of its {recording.shape[1]} "

@@ -154,8 +154,9 @@ class Wiring:
             Default: (), where that was not measured
         unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
             linear. Default: None
-        past (str, optional): what share of a pooled output is read past the mixers, in words.
-            Default: None
+        held (float, optional): the share of what a pooled output reads that comes through the
+            last mixers. Default: 1.0
+        past (str, optional): what goes past them, in words. Default: None
         rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
             how far each is from the place that it has among the last n. Default: None
         structure (frozenset, optional): what the graph between the mixers is made of.
@@ -171,6 +172,7 @@ class Wiring:
     refused: str | None = None
     inputs: tuple[Way, ...] = ()
     unknown: str | None = None
+    held: float = 1.0
     past: str | None = None
     rows: Tensor | None = None
     structure: frozenset[Any] = frozenset()
@@ -313,57 +315,6 @@ def sequence(count: int, tokens: int) -> Wiring:
     """The wiring of mixers one after the other, each token in its place."""
     stages = [Stage((i,), ((i - 1, Link()),), tokens) for i in range(count)]
     return Wiring(stages, ((count - 1, Link()),), [None] * count, [None])
-
-
-def of_reads(reads: dict[int, set[int]], tokens: int) -> Wiring:
-    """The wiring of mixers between which each token is handled by itself.
-
-    Args:
-        reads (dict of int to set of int): by mixer, and for the output (the last key), the
-            mixers that it depends on without another one between.
-        tokens (int): L.
-    """
-    direct = nearest(reads)
-    groups = side_by_side(direct)
-    stage_of = {i: s for s, group in enumerate(groups) for i in group}
-    links = {
-        i: tuple((s, Link()) for s in sorted({stage_of[j] for j in one}))
-        for i, one in direct.items()
-    }
-    around = [_around(s, groups, reads, direct) for s in range(len(groups))]
-    stages = [
-        Stage(tuple(group), links[group[0]], tokens, (0,) if one is None else (one,))
-        for group, one in zip(groups, around, strict=True)
-    ]
-    output = links[max(links)]
-    count = sum(map(len, groups))
-    refused = None
-    if None in around:
-        refused = (
-            f"mixer {groups[around.index(None)][0]} of this model has no residual stream around it "
-            "alone, which is told apart only where the model runs here: leave remote at False."
-        )
-    return Wiring(stages, output, [None] * count, [None] * len(output), refused=refused)
-
-
-def _around(
-    stage: int,
-    groups: list[list[int]],
-    reads: dict[int, set[int]],
-    direct: dict[int, frozenset[int]],
-) -> int | None:
-    # How many stages before this one its residual stream leaves, by what is read past it; None
-    # where that cannot be told, because what reads the inputs is not known.
-    group = set(groups[stage])
-    before: set[int] = set()
-    for i in range(min(group) - 1, -1, -1):
-        if any(i in reads[j] for j in before | group):
-            before.add(i)
-    added = {frozenset(reads[i] & before) for i in direct if direct[i] & group}
-    for back in range(stage + 1):
-        if added <= {frozenset(reads[groups[stage - back][0]])}:
-            return back
-    return None
 
 
 def nearest(reads: dict[int, set[int]]) -> dict[int, frozenset[int]]:

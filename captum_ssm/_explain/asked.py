@@ -20,19 +20,10 @@ TOP = 5  # the likeliest answers, which are kept at each output
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for all examples.
+    """What is the same for all examples: as ``explain`` takes it.
 
-    Args:
-        model (nn.Module): what is explained.
-        methods (dict): by name, each made with the model.
-        options (dict): by name, of their ``attribute``.
-        alternatives (int): how many other answers are explained.
-        maps (tuple of str): which maps are kept.
-        layers (optional): of the maps, as ``hidden_attention`` takes them.
-        lens (bool): whether answers after each layer are kept.
-        memory_limit (int, optional): bytes.
-        show_progress (bool): with progress bars, for what takes more than two seconds.
-        notes (list of str): what could not be done.
+    ``methods`` are made with the model, ``options`` are of their ``attribute``, both by name;
+    ``notes`` say what could not be done.
     """
 
     model: Any
@@ -43,7 +34,6 @@ class Setup:
     layers: Any = None
     lens: bool = False
     memory_limit: int | None = None
-    show_progress: bool = True
     notes: list[str] = field(default_factory=list)
 
 
@@ -69,17 +59,10 @@ class Asked:
         lens: Sequence[Tensor] = (),
         typed: str | None = None,
     ) -> None:
-        """One output: its likeliest answers, and those that are explained.
+        """One output of ``logits (V,)``: its likeliest answers, and those that are explained.
 
-        Args:
-            logits (Tensor): ``(V,)``.
-            position (int, optional): the token at which it is read. Default: None
-            chosen (int, optional): what is explained first; None for the likeliest answer.
-                Default: None
-            against (int, optional): another answer, in contrast to it. Default: None
-            lens (sequence of Tensor, optional): the logits after each layer. Default: ``()``
-            typed (str, optional): the text of the chosen answer, where its token does not tell.
-                Default: None
+        ``chosen`` is explained first, or the likeliest answer; ``lens`` are the logits after each
+        layer, and ``typed`` the text of the chosen answer where its token does not tell.
         """
         count = min(len(logits), 1 + max(TOP, self.setup.alternatives + 1))
         likely = logits.topk(count).indices.tolist()
@@ -96,7 +79,9 @@ class Asked:
         if against is not None:
             contrasts = [Contrast(place[first], place[against], len(self.asks))]
             self.asks.append(Ask(position, first, against))
-        layers = (_answers(one, one.topk(TOP).indices.tolist(), self.text_of) for one in lens)
+        layers = (
+            _answers(one, one.topk(TOP).indices.tolist(), self.text_of, {}, {}) for one in lens
+        )
         self.outputs.append(
             Output(position, answers, place[first], tuple(contrasts), tuple(layers))
         )
@@ -130,9 +115,8 @@ class Asked:
         """
         relevance, deltas = {}, {}
         for name, method in self.setup.methods.items():
-            what = name if self.setup.show_progress else ""
             options = self.setup.options[name]
-            found, left = rows(method, inputs, self.asks, what=what, **options)
+            found, left = rows(method, inputs, self.asks, what=name, **options)
             relevance[name] = kept(shaped(found))
             if left is not None:
                 deltas[name] = kept(left)
@@ -148,19 +132,15 @@ def _answers(
     logits: Tensor,
     ids: list[int],
     text_of: Callable[[int], str],
-    rows: Mapping[int, int] | None = None,
-    typed: Mapping[int, str | None] | None = None,
+    rows: Mapping[int, int],
+    typed: Mapping[int, str | None],
 ) -> tuple[Answer, ...]:
     logits = logits.double()
     chosen = logits[ids]
     probabilities = (chosen - logits.logsumexp(0)).exp().tolist()
     ranks = [1 + int((logits > one).sum()) for one in chosen]
     found = [
-        Answer((typed or {}).get(one) or text_of(one), one, p, float(logits[one]), rank, None)
+        Answer(typed.get(one) or text_of(one), one, p, float(logits[one]), rank, rows.get(one))
         for one, p, rank in zip(ids, probabilities, ranks, strict=True)
     ]
-    if rows is not None:
-        found = [
-            Answer(a.text, a.id, a.probability, a.logit, a.rank, rows.get(a.id)) for a in found
-        ]
     return tuple(sorted(found, key=lambda answer: (answer.rank, answer.id)))

@@ -153,7 +153,6 @@ def explain(
         layers,
         bool(lens),
         memory_limit,
-        show_progress,
     )
     spans = _spans(units)
     texts = _texts(tokenizer, named if inputs is None else inputs)

@@ -20,15 +20,7 @@ from captum_ssm.explanation import Example
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """What is asked about one image.
-
-    Args:
-        pixels (Tensor): as the model takes it, ``(1, C, H, W)``.
-        name (str): for lists of several.
-        target, against (int or str, optional): classes.
-        labels (sequence or dict of str, optional): the names of the classes.
-        mean, std (sequence of float, optional): how pixels were normalized, per channel.
-    """
+    """What is asked about one image, ``pixels (1, C, H, W)``: as ``explain`` takes it."""
 
     pixels: Tensor
     name: str

@@ -28,15 +28,7 @@ from captum_ssm.explanation._units import named, sentences, words
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What is asked about one text.
-
-    Args:
-        tokenizer (TokenizerLike, optional): None where ids are given.
-        given (str or list of int): the text, or its ids.
-        target, against (str, list of int, optional): continuations.
-        position (int, sequence of int, or str, optional): as for ``explain``.
-        spans (dict): named parts of the text.
-    """
+    """What is asked about one text, or its ids: as ``explain`` takes it."""
 
     tokenizer: Any
     given: str | list[int]

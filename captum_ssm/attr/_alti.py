@@ -66,13 +66,9 @@ NARROW = 128  # a vector of so few numbers costs less than to tell whether it ma
 
 @dataclass(frozen=True)
 class Alti:
-    """The rows of eq. 6 of one layer.
+    """The rows of eq. 6 of one layer, whose vectors add up to the output y, ``(B, L, E)``.
 
-    Args:
-        parts (Contributions): the layer's vectors.
-        output (Tensor): y, ``(B, L, E)``, what the vectors add up to.
-        residual (Tensor, optional): ``(B, L, E)``, what each token adds to its own output in
-            addition, the residual stream. Default: None
+    The residual stream, ``(B, L, E)``, is what each token adds to its own output in addition.
     """
 
     parts: Contributions
@@ -91,9 +87,8 @@ class Alti:
 
     def _near_of_maps(self, chosen: Tensor) -> Tensor:
         # n of some rows, (B, r, C), without their vectors.
-        y, own = self.output[:, chosen], None
-        if self.residual is not None:
-            own = self.residual[:, chosen]
+        y = self.output[:, chosen]
+        own = None if self.residual is None else self.residual[:, chosen]
         size = y.abs().sum(-1, keepdim=True)
         return _positive(size - self.parts.distances(chosen, y, own), size)
 
@@ -113,62 +108,40 @@ class Alti:
     def carry(
         self, relevance: Tensor, tolerance: float, advance: Callable[[float], None]
     ) -> tuple[Tensor, Tensor]:
-        """Relevance ``(B, T, L)`` of T targets before the layer, and by how much it may be wrong.
+        """Relevance ``(B, T, L)`` of T targets before the layer, v P, of that after it.
 
-        Args:
-            relevance (Tensor): after the layer, ``(B, T, L)``.
-            tolerance (float): the share of the relevance that may end on wrong tokens, half of the
-                l1 norm of its error.
-            advance (Callable): told after each tile what part of the work was done.
-
-        Returns:
-            tuple of Tensor: v P, ``(B, T, L)``, and the bound on its error's l1 norm, ``(B, T)``.
+        And the bound on its error's l1 norm, ``(B, T)``, half of which is the share of the
+        relevance that the tolerance lets end on wrong tokens. ``advance`` is told after each tile
+        what part of the work was done.
         """
         weight = relevance.abs()
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-30)
         weight = weight.amax(1)  # (B, L): of the target that needs a row most
         rows = (weight != 0).any(0).nonzero()[:, 0]
-        if tolerance == 0:
-            carried = torch.zeros_like(relevance)
-            for chosen, shares in self.tiles(rows):
-                carried[..., : shares.shape[2]] += relevance[..., chosen] @ shares
-                advance(len(chosen) / len(rows))
-            return carried, torch.zeros_like(carried[..., 0])
-        return self._carry_some(relevance, weight, tolerance, rows, advance)
-
-    def _carry_some(
-        self,
-        relevance: Tensor,
-        weight: Tensor,
-        tolerance: float,
-        rows: Tensor,
-        advance: Callable[[float], None],
-    ) -> tuple[Tensor, Tensor]:
-        narrow = self.parts.weight.shape[0] <= NARROW
-        rows_share = 1 if narrow else ROWS_SHARE
-        budget = torch.full_like(weight[:, 0], 2 * tolerance)
+        makes_all = tolerance == 0 or self.parts.weight.shape[0] <= NARROW  # of a row's vectors
         # Rows of the least relevance stay what they are.
         order = rows[weight[:, rows].amax(0).argsort()]
         spent = 2 * weight[:, order].cumsum(1)
-        count = int((spent <= rows_share * 2 * tolerance).all(0).sum())
+        allowed = (1 if makes_all else ROWS_SHARE) * 2 * tolerance
+        count = int((spent <= allowed).all(0).sum())
         skipped, made = order[:count], order[count:].sort().values
         carried = torch.zeros_like(relevance)
         carried[..., skipped] = relevance[..., skipped]
         bound = 2 * carried.abs().sum(-1)
-        if narrow:
+        if makes_all:
             for chosen, shares in self.tiles(made):
                 carried[..., : shares.shape[2]] += relevance[..., chosen] @ shares
                 advance(len(chosen) / len(made))
             return carried, bound
+        budget = torch.full_like(weight[:, 0], 2 * tolerance)
         if count:
             budget = budget - spent[:, count - 1]
         # Tiles of little relevance spend little of the tolerance, and leave it to the others.
         tiles = self.parts.tiles(made)
         tiles.sort(key=lambda chosen: float(weight[:, chosen].sum()))
-        left = sum(len(chosen) for chosen in tiles)
+        left = len(made)
         for chosen in tiles:
-            allowed = budget * len(chosen) / left
-            near, unsure = self._near_some(chosen, weight, allowed)
+            near, unsure = self._near_some(chosen, weight, budget * len(chosen) / left)
             error = (2 * unsure / near.sum(-1).clamp(min=1e-30)).clamp(max=2)  # (B, r)
             budget = (budget - (weight[:, chosen] * error).sum(-1)).clamp(min=0)
             left -= len(chosen)

@@ -60,23 +60,21 @@ class TokenAttribution(Attribution):
         memory_limit (int, optional): bytes the method may work in, in addition to the model and
             the result; picks the size of tiles. Default: None
         remote (bool or str, optional): where an nnsight model runs, as in its ``trace``: False is
-            here, True the server of nnsight's configuration, a str another one's address. Maps are
-            computed here in any case. Experimental: no public server has run it yet.
-            Default: False
+            here, True the server of nnsight's configuration, a str another one's address. Of a run
+            there only single layers are known: what goes through layers, or explains a score, is
+            refused. Experimental: no public server has run it yet. Default: False
 
     Attributes:
         name (str): on the command line and in tables.
         summary (str): what it computes, in a few words.
         cost (str): of what follows the run of the model, in the number of tokens, with the
             default options: ``"linear"`` or ``"quadratic"``.
-        needs_run_here (bool): whether it changes the run of the model, which a server does not
-            offer.
 
     Raises:
         TypeError: for a ``forward_func`` or ``model`` that is no model, such as a class or a
             configuration, and with ``remote`` for what has no name on a server.
         ValueError: for a plain callable without ``model``, an unknown ``interpolate_mode`` or
-            ``feature_share``, or ``remote`` with a method that cannot do it.
+            ``feature_share``.
 
     Examples::
 
@@ -88,7 +86,6 @@ class TokenAttribution(Attribution):
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     cost: ClassVar[str] = "linear"
-    needs_run_here: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -109,12 +106,6 @@ class TokenAttribution(Attribution):
         check_forward(forward_func)
         resolve_model(forward_func, model)
         check_remote(remote, forward_func, model)
-        if remote and self.needs_run_here:
-            raise ValueError(
-                f"remote is {remote!r}; {self.get_name()} changes what the model does while it "
-                "runs, which a server does not offer. Leave remote at False, or choose another "
-                "method."
-            )
         super().__init__(forward_func)
         if interpolate_mode not in (None, *INTERPOLATIONS):
             raise ValueError(
@@ -250,7 +241,7 @@ class TokenAttribution(Attribution):
             **options,
         )
         mode = self.interpolate_mode
-        return frozen if mode is None or self.needs_run_here else frozen.from_patches(mode)
+        return frozen if mode is None or substitution is not None else frozen.from_patches(mode)
 
     def _formatted(self, relevance: list[Tensor], frozen: FrozenModel) -> Any:
         return of_inputs(relevance, frozen, self.feature_share, self.interpolate_mode)

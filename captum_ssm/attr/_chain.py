@@ -1,92 +1,189 @@
-"""ALTI-Logit through one residual stream (Pitorro & Treviso, 2025, eq. 7-8)."""
+r"""ALTI-Logit through the layers of a model (Pitorro & Treviso, 2025, eq. 7-8).
+
+Each mixer adds its output y to a residual stream. Let :math:`d` be the score's coefficients at y,
+along the ways that lead past all later mixers. Then the score is, except for bias terms,
+
+.. math::
+    s = \langle d_0, h \rangle + \sum_\lambda \langle d_\lambda, y_\lambda \rangle,
+
+where h is the stream before the first mixer, and each y is the sum of its vectors. Relevance is
+mixed within a layer by ALTI, and carried between layers as the wiring says.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from captum_ssm._capture import FrozenLayer, FrozenModel
+from captum_ssm._capture.wiring import INPUT
 from captum_ssm._progress import Bar
 from captum_ssm.attr._alti import Alti, of_tiles
 from captum_ssm.attr._contributions import Contributions
-from captum_ssm.attr._residual import ResidualStream
 from captum_ssm.operators.composed import sum_of
 
 
-def logit_row(
-    frozen: FrozenModel,
-    text: FrozenModel,
-    stream: ResidualStream,
-    activation: str,
-    tolerance: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Relevance ``(B, L)`` of eq. 8 at the query, and what belongs to it.
+@dataclass(frozen=True)
+class Step:
+    """Mixers side by side in a residual stream, and how the score reads what they add to it.
 
-    The bias terms' share of the score, ``(B,)``, and the bound on what the tolerance changes of
-    the relevance, ``(B,)``. Vectors are those of ``text``: of one example where all are the same
-    text, so that they are made once for all targets.
+    Groups are mixers, with the score's coefficients at what these returned; the direction is that
+    of its coefficients at the stream before them. What else is added to each token until the next
+    step is local, if it is not frozen. All are ``(B, T, E)``.
     """
-    direction = stream.direction
-    B, L = frozen.shape
-    N = text.shape[0]
-    v, bias, bound = direction.new_zeros(B, L), direction.new_zeros(B), direction.new_zeros(B)
-    layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
-    with Bar("LaTIM, layers", len(stream.stages)) as bar:
-        for stage in reversed(stream.stages):
-            parts = Contributions.of(
-                text, [layers[id(layer)] for layer in stage.layers], activation
-            )
-            v = v + (direction * stage.local).sum(-1)
-            if bool((v != 0).any()):
-                alti = Alti(parts, (stage.before + stage.mixed)[:N], stage.before[:N])
-                carried, wrong = alti.carry(v.view(N, -1, L), tolerance, bar.advance)
-                v, bound = carried.view(B, L), bound + wrong.view(B)
+
+    groups: list[tuple[list[FrozenLayer], Tensor]]
+    before: Tensor
+    direction: Tensor
+    local: Tensor | None = None
+
+    @property
+    def layers(self) -> list[FrozenLayer]:
+        """All mixers."""
+        return [layer for group, _ in self.groups for layer in group]
+
+    def added(self) -> Tensor:
+        """What the mixers add to the score, ``(B,)``."""
+        return sum_of([dot(direction, output_of(group)) for group, direction in self.groups])
+
+    def alti(self, parts: Contributions) -> Alti:
+        """The mixing of the mixers' vectors with the stream, of the first examples if these do."""
+        after = self.before + output_of(self.layers).to(self.before)
+        return Alti(parts, after[: parts.batch], self.before[: parts.batch])
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """A score ``(B,)`` as what the layers' vectors, the first stream and bias terms add up to.
+
+    Steps are by stage of the model's wiring. ``past`` is relevance, in the shape of each input, of
+    what the score reads of it past the first stream, if anything.
+    """
+
+    frozen: FrozenModel
+    steps: dict[int, Step]
+    score: Tensor
+    past: Sequence[Tensor] = ()
+    with_stream: bool = True
+
+    def at_grid(self, stage: int, mode: str | None) -> Decomposition:
+        """Only the layers of one grid, from which relevance is interpolated if ``mode`` says how.
+
+        The score is then the part that leads past all mixers of later grids.
+        """
+        stages = self.frozen.stages_of(stage)
+        frozen = self.frozen if mode is None else self.frozen.from_level(stage, mode)
+        steps = {i: step for i, step in self.steps.items() if i in stages}
+        first = steps[min(steps)]
+        added = [dot(first.direction, first.before), *(step.added() for step in steps.values())]
+        return Decomposition(frozen, steps, sum_of(added))
+
+    def at_layer(self, layer: int | str) -> Decomposition:
+        """Only what one layer adds to the score; relevance is not mixed by the layers before."""
+        chosen = self.frozen.select_one(layer)
+        step = self.steps.get(chosen.stage, self.steps[max(self.steps)])
+        # A mixer that is not given the stream is in no step: it is read as the last stream is.
+        of_layer = {id(one): d for group, d in step.groups for one in group}
+        direction = of_layer.get(id(chosen), step.direction)
+        alone = replace(step, groups=[([chosen], direction)], local=None)
+        return Decomposition(self.frozen, {chosen.stage: alone}, alone.added(), (), False)
+
+    def relevance(
+        self, activation: str, tolerance: float = 0.0, *, is_one_text: bool = False
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Relevance ``(B, S)`` of each input's tokens, by input.
+
+        And what it claims to add up to, ``(B,)``, and the bound on what the tolerance changes,
+        ``(B,)``. Where all examples are one text, its vectors are made once for all targets.
+        """
+        frozen, claimed, bound = self.frozen, self.score, torch.zeros_like(self.score)
+        text = frozen.of_first() if is_one_text else frozen
+        layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
+        B, N = frozen.shape[0], text.shape[0]
+
+        def step(i: int, w: Tensor) -> dict[int, Tensor]:
+            nonlocal claimed, bound
+            if i not in self.steps:
+                return {i: w}
+            here = self.steps[i]
+            groups = [[layers[id(layer)] for layer in group] for group, _ in here.groups]
+            parts = [Contributions.of(text, group, activation) for group in groups]
+            if here.local is not None:
+                w = w + (here.direction * here.local).sum(-1)
+            if bool((w != 0).any()):
+                whole = parts[0]
+                if len(parts) > 1:
+                    whole = Contributions.of(text, list(chain(*groups)), activation)
+                by_text = w.reshape(N, -1, w.shape[1])
+                carried, wrong = here.alti(whole).carry(by_text, tolerance, bar.advance)
+                w, bound = carried.view(B, -1), bound + wrong.view(B)
             else:
                 bar.advance()
-            v = v + torch.cat([parts.dot_row(one) for one in direction.split(N)])
-            bias = bias + bias_part(stream, parts)
-    return v + (direction * stream.stages[0].before).sum(-1), bias, bound
+            for part, (_, direction) in zip(parts, here.groups, strict=True):
+                w = w + torch.cat([part.dot_row(one) for one in direction.split(N)])
+                claimed = claimed - dot(direction, part.bias())
+            if self.with_stream and i == min(self.steps):
+                w = w + (here.direction * here.before).sum(-1)
+            return {i: w}
 
+        with Bar("LaTIM, layers", len(self.steps)) as bar:
+            if not frozen.is_chain:
+                return frozen.wiring.back(self._nothing(), step), claimed, bound
+            row = self.score.new_zeros(frozen.shape)
+            for i in sorted(self.steps, reverse=True):
+                row = step(i, row)[i]
+        return frozen.wiring.from_first(row), claimed, bound
 
-def logit_matrix(frozen: FrozenModel, stream: ResidualStream, activation: str) -> Tensor:
-    """Eq. 8 for every query token: ``(B, L, L)``."""
-    direction = stream.direction
-    first = (direction * stream.stages[0].before).sum(-1)
-    total = torch.diag_embed(first)
-    # R: how much of each token's stream is which input token's.
-    mixing = torch.eye(first.shape[1], dtype=first.dtype, device=first.device)
-    mixing = mixing.expand(first.shape[0], -1, -1)
-    with Bar("LaTIM, layers", len(stream.stages)) as bar:
-        for stage in stream.stages:
-            parts = Contributions.of(frozen, stage.layers, activation)
-            total = total + parts.dot_matrix(direction) @ mixing
-            alti = Alti(parts, stage.before + stage.mixed, stage.before)
-            mixing = of_tiles(alti.tiles(_every_row(frozen)), first.shape[1]) @ mixing
-            total = total + (direction * stage.local).sum(-1, keepdim=True) * mixing
-            bar.advance()
-    return total
+    def claimed(self) -> Tensor:
+        """What relevance claims to add up to, ``(B,)``: the score less the mixers' bias terms."""
+        # The activation changes what relevance misses, not what is decomposed.
+        bias = [
+            dot(direction, Contributions.of(self.frozen, group, "gate").bias())
+            for step in self.steps.values()
+            for group, direction in step.groups
+        ]
+        return self.score - sum_of(bias)
 
+    def matrix(self, activation: str) -> Tensor:
+        """Relevance of each token for each query token, of layers in one chain: ``(B, L, L)``."""
+        L = self.frozen.shape[1]
+        first = self.steps[min(self.steps)]
+        own = (first.direction * first.before).sum(-1)
+        total = torch.diag_embed(own if self.with_stream else torch.zeros_like(own))
+        mixing: Tensor | None = None  # how much of each token's stream is which input token's
+        with Bar("LaTIM, layers", len(self.steps)) as bar:
+            for step in self.steps.values():
+                parts = Contributions.of(self.frozen, step.layers, activation)
+                dots = parts.dot_matrix(step.direction)
+                total = total + (dots if mixing is None else dots @ mixing)
+                if step.local is not None:
+                    rows = step.alti(parts).tiles(torch.arange(L, device=dots.device))
+                    mixed = of_tiles(rows, L)
+                    mixing = mixed if mixing is None else mixed @ mixing
+                    total = total + (step.direction * step.local).sum(-1, keepdim=True) * mixing
+                bar.advance()
+        return total
 
-def decomposed(frozen: FrozenModel, stream: ResidualStream, layer: int | str | None) -> Tensor:
-    """What vectors and bias terms add up to, ``(B,)``: the score, or one layer's part of it.
-
-    They do not where the score is read by a function without a rule.
-    """
-    if frozen.unruled and layer is None:
-        return frozen.require_score().to(stream.direction)
-    vectors = stream.final if layer is None else output_of([frozen.select_one(layer)])
-    return (stream.direction * vectors).sum((1, 2))
-
-
-def bias_part(stream: ResidualStream, parts: Contributions) -> Tensor:
-    return (stream.direction * parts.bias()).sum((1, 2))
+    def _nothing(self) -> list[Tensor]:
+        # Zeros for the tokens that each read of the output is of.
+        wiring, B = self.frozen.wiring, self.frozen.shape[0]
+        found = []
+        for read, _ in wiring.output:
+            leaf = None if read >= 0 else wiring.inputs[INPUT - read].leaf
+            tokens = wiring.stages[read].tokens if leaf is None else leaf.tokens // B
+            found.append(self.score.new_zeros(B, tokens))
+        return found
 
 
 def output_of(layers: Sequence[FrozenLayer]) -> Tensor:
+    """What layers side by side returned, in all, in the working dtype."""
     return sum_of([layer.call.output.to(layer.call.dtype) for layer in layers])
 
 
-def _every_row(frozen: FrozenModel) -> Tensor:
-    return torch.arange(frozen.shape[1], device=frozen.layers[0].call.output.device)
+def dot(direction: Tensor, values: Tensor) -> Tensor:
+    """The dot product over tokens and channels, ``(B,)``."""
+    return (direction * values.to(direction)).sum((1, 2))

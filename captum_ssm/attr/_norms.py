@@ -33,11 +33,6 @@ class FrozenNorm:
     @classmethod
     def of(cls, call: MixerCall) -> FrozenNorm | None:
         """The frozen norm of a recorded call; None if it is neither an RMS nor a layer norm."""
-        with weights_loaded(call.module):
-            return cls._read(call)
-
-    @classmethod
-    def _read(cls, call: MixerCall) -> FrozenNorm | None:
         norm = call.module
         x = first_input(call).detach()
         if not x.is_floating_point() or x.shape != call.output.shape:
@@ -45,10 +40,11 @@ class FrozenNorm:
         y = call.output.detach().to(x.dtype)
         eps = next((v for k, v in vars(norm).items() if _EPS.fullmatch(k)), 1e-6)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-        rounding = _rounding(call, weight)
-        weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach().to(x)
-        bias = None if bias is None else bias.detach().to(x)
+        with weights_loaded(norm):
+            weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+            rounding = _rounding(call, weight)
+            weight = x.new_ones(x.shape[-1]) if weight is None else weight.detach().to(x)
+            bias = None if bias is None else bias.detach().to(x)
         if weight.shape != x.shape[-1:]:
             return None
         centered = x - x.mean(-1, keepdim=True)

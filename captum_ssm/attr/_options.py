@@ -44,6 +44,20 @@ _ARGUMENTS = """\
     position (int or Tensor, optional): the token whose row is explained, an int or ``(B,)``; None
         for those that the model reads the output from. Default: None
 """
+# Options that several methods have, for those whose own documentation does not tell of them.
+_OPTIONS = {
+    "start_layer": """\
+    start_layer (int, optional): the first layer. Default: 0
+""",
+    "stage": """\
+    stage (int, optional): of a model whose layers work on several grids of tokens, one after the
+        other: only the layers of this one, negative from the end, interpolated from its grid to the
+        input, as of Grad-CAM. None is all. Default: None
+""",
+    "options": """\
+    **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
+""",
+}
 _DELTA = """\
     return_convergence_delta (bool, optional): also return what the relevance leaves out, for
         methods with ``has_convergence_delta()``. Default: False
@@ -149,8 +163,9 @@ def described(function: Callable[..., Any]) -> Callable[..., Any]:
         self._check_relevance(found)
         return found
 
-    attribute.__signature__ = _with_progress(inspect.signature(function))  # type: ignore[attr-defined]
-    attribute.__doc__ = _documentation(inspect.cleandoc(function.__doc__ or ""))
+    signature = inspect.signature(function)
+    attribute.__signature__ = _with_progress(signature)  # type: ignore[attr-defined]
+    attribute.__doc__ = _documentation(inspect.cleandoc(function.__doc__ or ""), signature)
     return log_usage()(attribute)
 
 
@@ -172,11 +187,14 @@ def no_delta(name: str) -> ValueError:
     )
 
 
-def _documentation(own: str) -> str:
+def _documentation(own: str, signature: inspect.Signature) -> str:
     # The method's own summary, arguments and sections around those that all methods share.
     summary, *parts = re.split(r"^(Args|Returns|Raises|Examples)::?\n", own, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], (p.strip("\n") + "\n" for p in parts[1::2]), strict=True))
-    arguments = _ARGUMENTS + sections.pop("Args", "") + _DELTA + _PROGRESS
+    told = sections.pop("Args", "")
+    known = [name for name in _OPTIONS if name in signature.parameters]
+    shared = "".join(_OPTIONS[name] for name in known if not re.search(rf"\b{name}\b[ :]", told))
+    arguments = _ARGUMENTS + told + shared + _DELTA + _PROGRESS
     returns, raises = sections.pop("Returns", _RETURNS), sections.pop("Raises", _RAISES)
     text = f"{summary.strip()}\n\nArgs:\n{arguments}\nReturns:\n{returns}\nRaises:\n{raises}"
     return text + "".join(f"\n{name}::\n\n{part}" for name, part in sections.items())

@@ -29,18 +29,22 @@ def times(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[
     return [_product(leaf.detach(), g) for leaf, g in zip(leaves, gradients, strict=True)]
 
 
-def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | None]:
+def coefficients_at(
+    leaves: Sequence[Tensor], score: Tensor, starts: Sequence[Tensor] | None = None
+) -> list[Tensor | None]:
     """The gradients of ``score`` (summed over the batch) at leaves, by the rules of relevance.
 
-    None at a leaf that the score does not depend on. The graph can be used once.
+    None at a leaf that the score does not depend on. The graph can be used once. It begins at
+    ``starts``, or at the leaves themselves.
 
     Raises:
         ValueError: if no relevance can be propagated to any of the leaves.
     """
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
-        starts = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
-        with ruled([score.grad_fn], starts) as carries:
+        first = leaves if starts is None else starts
+        nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in first]
+        with ruled([score.grad_fn], nodes) as carries:
             connected = carries[score.grad_fn]
             unknown, share = without_rule(carries), None
             if connected:
@@ -58,12 +62,7 @@ def coefficients_at(leaves: Sequence[Tensor], score: Tensor) -> list[Tensor | No
 
 
 def warn_of_unruled(functions: Collection[str], share: float | None = None) -> None:
-    """Warn of functions that relevance goes through by their plain gradient, if there are any.
-
-    Args:
-        functions (collection of str): their names.
-        share (float, optional): how much of the relevance goes through them. Default: unknown
-    """
+    """Warn of functions that a share of the relevance goes through by their plain gradient."""
     if functions:
         part = "" if share is None else f" for {share:.0%} of the relevance"
         warnings.warn(

@@ -9,7 +9,8 @@ experts) acts on one token at a time and stays with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -18,90 +19,56 @@ from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._capture.recording import Recording
 from captum_ssm._copies import original
 from captum_ssm._rules import is_norm
+from captum_ssm.attr._chain import Decomposition, Step, dot, output_of
 from captum_ssm.attr._norms import FrozenNorm, first_input
 from captum_ssm.mixers import MixerCall, find_mixers
 from captum_ssm.operators.composed import sum_of
+
+_ELSE = "pass layer= and another aggregation for a map of one layer."
 
 
 class UnreadStreamError(ValueError):
     """It is not known in which direction the score is read from the residual stream."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One layer's step through the residual stream.
+def stream_of(frozen: FrozenModel) -> Decomposition:
+    """A score that a norm or a head reads from one residual stream, of a model frozen with those.
 
-    Args:
-        layers (list of FrozenLayer): its mixer, or those that run side by side.
-        before (Tensor): the stream before them, ``(B, L, E)``.
-        mixed (Tensor): what the mixers added, ``(B, L, E)``.
-        local (Tensor): what else was added to each token until the next layer, ``(B, L, E)``.
+    All steps are read in one direction: the gradient of the score after the last norm (the
+    unembedding row of the target token), taken through the norm with its denominator frozen. It is
+    zero for tokens the score is not read from.
+
+    Raises:
+        UnreadStreamError: where no norm or head is known that reads it.
+        ValueError: where a mixer does not add to it.
     """
-
-    layers: list[FrozenLayer]
-    before: Tensor
-    mixed: Tensor
-    local: Tensor
-
-
-@dataclass(frozen=True)
-class ResidualStream:
-    """The stages of a frozen model and the direction in which its score is read.
-
-    Args:
-        frozen (FrozenModel): the model, its layers with what multiplies them.
-        stages (list of Stage): in forward order.
-        final (Tensor): the stream before the last norm, or before the head where there is no
-            norm, ``(B, L, E)``.
-        direction (Tensor): ``(B, L, E)``: the gradient of the score after the last norm (the
-            unembedding row of the target token), taken through the norm with its denominator
-            frozen. Zero for tokens the score is not read from.
-    """
-
-    frozen: FrozenModel
-    stages: list[Stage]
-    final: Tensor
-    direction: Tensor
-
-    @classmethod
-    def of(cls, frozen: FrozenModel) -> ResidualStream:
-        """Read the stream off a model frozen with gradients and norms.
-
-        Raises:
-            UnreadStreamError: where no norm or head is known that reads it.
-            ValueError: where a mixer does not add to it.
-        """
-        groups: list[list[FrozenLayer]] = []
-        live, frozen = frozen.live, replace(frozen, live=None)
-        for layer in frozen.layers:
-            if groups and groups[-1][0].stage == layer.stage:
-                groups[-1].append(layer)
-            else:
-                groups.append([layer])
-        final, direction = _read_out(frozen, groups[-1])
-        # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
-        # embeddings) is no stage; what comes of it is local to the tokens.
-        found = [(group, _stream_before(group[0], frozen)) for group in groups]
-        found = [(group, before) for group, before in found if before.shape == final.shape]
-        groups = [group for group, _ in found]
-        streams = [before for _, before in found]
-        stages: list[Stage] = []
-        scaled: dict[int, FrozenLayer] = {}
-        for group, before, following in zip(groups, streams, [*streams[1:], final], strict=True):
-            own = list(group)
-            group = _multiplied(group, before, _stream_after(group, frozen.others, following), live)
-            scaled |= dict(zip(map(id, own), group, strict=True))
-            mixed = torch.stack([layer.call.output.to(before.dtype) for layer in group]).sum(0)
-            is_alone = frozen.wiring.stages[group[0].stage].around == ()
-            if is_alone or (following is not final and torch.equal(following, mixed)):
-                raise ValueError(
-                    f"what {group[0].name} returned is given on with no residual stream around it; "
-                    "expected each mixer to add to one. Use MambaLRP or a rollout, or pass layer= "
-                    "and another aggregation for a map of one layer."
-                )
-            stages.append(Stage(group, before, mixed, _local(following, before, mixed)))
-        layers = [scaled.get(id(layer), layer) for layer in frozen.layers]
-        return cls(replace(frozen, layers=layers), stages, final, direction)
+    live, frozen = frozen.live, replace(frozen, live=None)
+    groups = [list(group) for _, group in groupby(frozen.layers, lambda layer: layer.stage)]
+    final, direction = _read_out(frozen, groups[-1])
+    # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
+    # embeddings) is in no step; what comes of it is local to the tokens.
+    found = [(group, _stream_before(group[0], frozen)) for group in groups]
+    found = [(group, before) for group, before in found if before.shape == final.shape]
+    streams = [*(before for _, before in found[1:]), final]
+    steps: dict[int, Step] = {}
+    scaled: dict[int, FrozenLayer] = {}
+    for (own, before), following in zip(found, streams, strict=True):
+        group = _multiplied(own, before, _stream_after(own, frozen.others, following), live)
+        scaled |= dict(zip(map(id, own), group, strict=True))
+        mixed = output_of(group).to(before.dtype)
+        is_alone = frozen.wiring.stages[group[0].stage].around == ()
+        if is_alone or (following is not final and torch.equal(following, mixed)):
+            raise ValueError(
+                f"what {group[0].name} returned is given on with no residual stream around it; "
+                "expected each mixer to add to one. Use MambaLRP or a rollout, or pass layer= "
+                "and another aggregation for a map of one layer."
+            )
+        local = _local(following, before, mixed)
+        steps[group[0].stage] = Step([(group, direction)], before, direction, local)
+    layers = [scaled.get(id(layer), layer) for layer in frozen.layers]
+    # What is read by a function without a rule is not the stream times the direction.
+    score = frozen.require_score().to(direction) if frozen.unruled else dot(direction, final)
+    return Decomposition(replace(frozen, layers=layers), steps, score)
 
 
 def _stream_after(
@@ -191,62 +158,42 @@ def _read_out(frozen: FrozenModel, last_group: list[FrozenLayer]) -> tuple[Tenso
     following = [c for c in frozen.others if c.order > last.order and c.gradient is not None]
     after = [call for call in following if first_input(call).shape == (*frozen.shape, width)]
     pooled = [call for call in following if first_input(call).shape == (frozen.shape[0], width)]
-    if not after and pooled:
-        return _read_pooled(frozen, last_group, pooled[0])
     norms = [call for call in after if is_norm(call.module) and call.output.shape[-1] == width]
     heads = [call for call in after if isinstance(call.module, nn.Linear)]
-    if norms:
-        call, norm = norms[-1], FrozenNorm.of(norms[-1])
-        if norm is None:
-            raise UnreadStreamError(
-                f"the model's last norm, {call.path} ({type(call.module).__name__}), is neither "
-                "an RMS norm nor a layer norm; pass layer= and another aggregation for a map of "
-                "one layer."
-            )
-        final = first_input(call)
-        assert call.gradient is not None
-        return final, norm.pull_back(call.gradient.to(final.dtype))
-    if heads:
-        call = heads[-1]
-        final = first_input(call)
-        assert call.gradient is not None
-        return final, call.gradient.to(final.dtype) @ call.weight(call.module)
-    raise UnreadStreamError(
-        "neither a norm nor a linear head was found after the model's last mixer, so the "
-        "direction in which the score is read from the residual stream is not known; pass layer= "
-        "and another aggregation for a map of one layer."
-    )
-
-
-def _read_pooled(
-    frozen: FrozenModel, last_group: list[FrozenLayer], call: MixerCall
-) -> tuple[Tensor, Tensor]:
-    # The same where tokens are pooled first, straight after the last mixer: the mean of all tokens,
-    # or one of them.
-    mixed = torch.stack([layer.call.output for layer in last_group]).sum(0)
-    final = _stream_before(last_group[0], frozen) + mixed
+    if norms or heads:
+        call = [*heads, *norms][-1]
+        return first_input(call), _pulled_back(call)
+    if after or not pooled:
+        raise UnreadStreamError(
+            "neither a norm nor a linear head was found after the model's last mixer, so the "
+            f"direction in which the score is read from the residual stream is not known; {_ELSE}"
+        )
+    # Tokens are pooled straight after the last mixer: the mean of all, or one of them.
+    call, final = pooled[0], _stream_before(last_group[0], frozen) + output_of(last_group)
     (query,) = frozen.require_query()
     read, given = torch.einsum("bl,ble->be", query, final), first_input(call).to(final.dtype)
-    # Both in the width of the stream.
     if not bool((read - given).norm() <= 1e-3 * given.norm()):
         raise UnreadStreamError(
             f"what {call.path} is given is not the mean of the tokens after the last mixer, nor "
             "one of them, so the direction in which the score is read from the residual stream is "
-            "not known; pass layer= and another aggregation for a map of one layer."
+            f"not known; {_ELSE}"
         )
+    return final, query[..., None] * _pulled_back(call)[:, None].to(final.dtype)
+
+
+def _pulled_back(call: MixerCall) -> Tensor:
+    # The gradient before a norm, its denominator frozen, or before a linear head.
     assert call.gradient is not None
-    gradient = call.gradient.to(final.dtype)
+    gradient = call.gradient.to(call.dtype)
+    if isinstance(call.module, nn.Linear):
+        return gradient @ call.weight(call.module)
     norm = FrozenNorm.of(call) if is_norm(call.module) else None
-    if norm is not None:
-        direction = norm.pull_back(gradient)
-    elif isinstance(call.module, nn.Linear):
-        direction = gradient @ call.weight(call.module)
-    else:
+    if norm is None:
         raise UnreadStreamError(
             f"the model's last norm, {call.path} ({type(call.module).__name__}), is neither an RMS "
-            "norm nor a layer norm; pass layer= and another aggregation for a map of one layer."
+            f"norm nor a layer norm; {_ELSE}"
         )
-    return final, query[..., None] * direction[:, None]
+    return norm.pull_back(gradient)
 
 
 def _stream_before(layer: FrozenLayer, frozen: FrozenModel) -> Tensor:
@@ -257,8 +204,7 @@ def _stream_before(layer: FrozenLayer, frozen: FrozenModel) -> Tensor:
     if is_given is False:
         raise UnreadStreamError(
             f"{layer.name} is given what is made of the residual stream by a function, so the "
-            "stream before it was not recorded; pass layer= and another aggregation for a map of "
-            "one layer."
+            f"stream before it was not recorded; {_ELSE}"
         )
     return call.tokens()
 

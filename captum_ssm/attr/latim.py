@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,16 +17,14 @@ from captum_ssm._capture.target import token_ids
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
 from captum_ssm._nested import tensors_in
-from captum_ssm._progress import Bar
 from captum_ssm.attr._alti import Alti, of_tiles
 from captum_ssm.attr._base import TokenAttribution, delta
-from captum_ssm.attr._chain import bias_part, decomposed, logit_matrix, logit_row, output_of
+from captum_ssm.attr._chain import Decomposition, output_of
 from captum_ssm.attr._contributions import Contributions
-from captum_ssm.attr._grids import CutGraph, CutMixers, Grids
+from captum_ssm.attr._grids import CutGraph, CutMixers, grids_of
 from captum_ssm.attr._relevance import warn_of_unruled
-from captum_ssm.attr._residual import ResidualStream, UnreadStreamError, norms_and_head
+from captum_ssm.attr._residual import UnreadStreamError, norms_and_head, stream_of
 from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
-from captum_ssm.operators.composed import sum_of
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
 
@@ -141,74 +140,44 @@ class LaTIM(TokenAttribution):
                 \\text{returned}|`, before it is carried from the first layer's tokens to the
                 inputs. Default: False
         """
-        to_logit = _to_logit(layer, aggregation)
-        whole = to_logit and layer is None
-        if stage is not None and not whole:
-            raise ValueError(
-                f"stage is {stage!r}, for aggregation {aggregation!r} and layer {layer!r}; "
-                "expected stage only for aggregation='alti_logit' with layer=None. A layer's own "
-                "map is returned by interactions()."
-            )
-        if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
-            raise ValueError(
-                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, for "
-                f"aggregation {aggregation!r} and layer {layer!r}; expected a share of at least 0 "
-                "and less than 1, and either of them only for aggregation='alti_logit' with "
-                "layer=None."
-            )
-        if return_convergence_delta and not to_logit:
+        order = _order(aggregation, layer)
+        is_bounded = bool(tolerance or return_error_bound)
+        self._check_score_options(aggregation, layer, stage, tolerance, return_error_bound)
+        if return_convergence_delta and order is not None:
             raise ValueError(
                 f"aggregation is {aggregation!r}, which is not a decomposition of the score, so it "
                 "has no convergence delta; layer_errors() says how much of each layer's output "
                 "its vectors miss."
             )
         request = self._request(inputs, additional_forward_args)
-        if not to_logit:
+        if order is not None:
             frozen = self._run(request, position, target=target)
             with self._computing():
-                row = _query_row(frozen, [frozen.select_one(layer)], activation, aggregation)
+                row = _query_row(frozen, frozen.select_one(layer), activation, order)
                 return self._formatted(frozen.wiring.from_first(row), frozen)
-        frozen = self._run_score(request, target, position)
-        stream = self._stream(frozen)
-        if stream is None:
-            if tolerance or return_error_bound:
-                raise ValueError(
-                    f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}; "
-                    "the layers of this model work on several grids of tokens, or its score is "
-                    "read from them by no norm or head that is known. All vectors are then made: "
-                    "leave them at 0.0 and False."
-                )
-            grids = self._grids(frozen, target, position, layer, stage)
-            with self._computing(), Bar("LaTIM, layers", len(grids.steps)) as bar:
-                rows = grids.relevance(activation, with_stream=layer is None, advance=bar.advance)
-                relevance = self._formatted(rows, grids.frozen)
-                if grids.past:
-                    pairs = zip(tensors_in(relevance), grids.past, strict=True)
-                    relevance = format_output(
-                        request.packed, tuple(one + past.to(one) for one, past in pairs)
-                    )
-                if return_convergence_delta:
-                    found = _before_interpolation(rows, grids.past, relevance, grids.frozen)
-                    return relevance, delta(grids.score - grids.bias(), found)
-                return relevance
-        frozen = stream.frozen
-        warn_of_unruled(sorted(frozen.unruled))
+        of_score = self._decomposition(request, target, position, layer, stage)
+        frozen = of_score.frozen
+        if is_bounded and any(step.local is None for step in of_score.steps.values()):
+            raise ValueError(
+                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}; "
+                "the layers of this model work on several grids of tokens, or its score is "
+                "read from them by no norm or head that is known. All vectors are then made: "
+                "leave them at 0.0 and False."
+            )
+        is_one = frozen.is_chain and _is_one_text(inputs, additional_forward_args, request.batch)
         with self._computing():
-            if stage is not None:
-                frozen.stages_of(stage)  # there is one
-            if layer is None:
-                is_one = _is_one_text(inputs, additional_forward_args, request.batch)
-                text = frozen.of_first() if is_one else frozen
-                row, bias, bound = logit_row(frozen, text, stream, activation, tolerance)
-            else:
-                parts = Contributions.of(frozen, [frozen.select_one(layer)], activation)
-                row, bias = parts.dot_row(stream.direction), bias_part(stream, parts)
-            rows = frozen.wiring.from_first(row)
+            rows, claimed, bound = of_score.relevance(activation, tolerance, is_one_text=is_one)
             relevance = self._formatted(rows, frozen)
+            if of_score.past:
+                pairs = zip(tensors_in(relevance), of_score.past, strict=True)
+                relevance = format_output(
+                    request.packed, tuple(one + past.to(one) for one, past in pairs)
+                )
             found = [relevance]
             if return_convergence_delta:
-                given = _before_interpolation(rows, (), relevance, frozen)
-                found.append(delta(decomposed(frozen, stream, layer) - bias, given))
+                # A pixel that is interpolated has the relevance of a whole patch.
+                summed = relevance if frozen.grid is None else (*rows, *of_score.past)
+                found.append(delta(claimed, summed))
             if return_error_bound:
                 found.append(bound)
             return found[0] if len(found) == 1 else tuple(found)
@@ -225,22 +194,11 @@ class LaTIM(TokenAttribution):
         activation: str = "gate",
         tolerance: float = 0.0,
     ) -> Tensor:
-        if not _to_logit(layer, aggregation):
+        if _order(aggregation, layer) is not None:
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
-        frozen = self._run_score(request, target, position)
-        stream = self._stream(frozen)
-        if stream is None:
-            grids = self._grids(frozen, target, position, layer, stage)
-            with self._computing():
-                return grids.score - grids.bias()
-        frozen = stream.frozen
+        of_score = self._decomposition(request, target, position, layer, stage)
         with self._computing():
-            stages = [stage.layers for stage in stream.stages]
-            groups = stages if layer is None else [[frozen.select_one(layer)]]
-            # The activation changes what relevance misses, not what is decomposed.
-            parts = [Contributions.of(frozen, group, "gate") for group in groups]
-            bias = sum_of([bias_part(stream, part) for part in parts])
-            return decomposed(frozen, stream, layer) - bias
+            return of_score.claimed()
 
     def interactions(
         self,
@@ -269,23 +227,21 @@ class LaTIM(TokenAttribution):
             >>> LaTIM(model).interactions(input_ids, layer=0).shape
             torch.Size([1, 7, 7])
         """
-        to_logit = _to_logit(layer, aggregation)
+        order = _order(aggregation, layer)
         request = self._request(inputs, additional_forward_args)
-        frozen = self._run_sum(request, target) if to_logit else self._run(request, query=False)
-        with self._computing():
-            if to_logit:
+        if order is None:
+            frozen = self._run_sum(request, target)
+            with self._computing():
                 frozen.require_chain("LaTIM")
-            stream = ResidualStream.of(frozen) if to_logit else None
-            if stream is not None:
-                frozen = stream.frozen
-            if stream is not None and layer is None:
-                return frozen.mask_matrix(logit_matrix(frozen, stream, activation))
-            chosen = [frozen.select_one(layer)]
-            parts = Contributions.of(frozen, chosen, activation)
-            if stream is not None:
-                return frozen.mask_matrix(parts.dot_matrix(stream.direction))
+                of_score = stream_of(frozen)
+                of_score = of_score if layer is None else of_score.at_layer(layer)
+                return frozen.mask_matrix(of_score.matrix(activation))
+        frozen = self._run(request, query=False)
+        with self._computing():
+            chosen = frozen.select_one(layer)
+            parts = Contributions.of(frozen, [chosen], activation)
             rows = torch.arange(parts.length, device=parts.weight.device)
-            tiles = _score_tiles(parts, aggregation, output_of(chosen), rows)
+            tiles = _score_tiles(parts, order, output_of([chosen]), rows)
             return frozen.mask_matrix(of_tiles(tiles, parts.length))
 
     def contributions(
@@ -350,15 +306,30 @@ class LaTIM(TokenAttribution):
         with self._computing():
             return [_layer_error(frozen, layer, activation) for layer in frozen.layers]
 
-    def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
-        # Frozen for every token at once: the score is the sum of one logit per position.
-        if self.remote:
+    def _check_score_options(
+        self,
+        aggregation: str | float,
+        layer: int | str | None,
+        stage: int | None,
+        tolerance: float,
+        return_error_bound: bool,
+    ) -> None:
+        whole = aggregation == LOGIT and layer is None
+        given = f"for aggregation {aggregation!r} and layer {layer!r}; expected"
+        if stage is not None and not whole:
             raise ValueError(
-                f"remote is {self.remote!r}; interactions with aggregation='alti_logit' explain a "
-                "score of this library's own, which a server does not compute. Choose another "
-                "aggregation, or leave remote at False."
+                f"stage is {stage!r}, {given} stage only for aggregation='alti_logit' with "
+                "layer=None. A layer's own map is returned by interactions()."
+            )
+        if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
+            raise ValueError(
+                f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, "
+                f"{given} a share of at least 0 and less than 1, and either of them only for "
+                "aggregation='alti_logit' with layer=None."
             )
 
+    def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
+        # Frozen for every token at once: the score is the sum of one logit per position.
         count = len(request.inputs)
 
         def summed(*given: Any, **_: Any) -> Tensor:
@@ -367,49 +338,49 @@ class LaTIM(TokenAttribution):
 
         return self._run_score(replace(request, forward_func=summed), None, None)
 
-    def _stream(self, frozen: FrozenModel) -> ResidualStream | None:
-        # None where there is no one residual stream, or it is not known how the score is read
-        # from it: both are read off the graph of a run here.
-        with self._computing():
-            if frozen.is_chain or self.remote:
-                frozen.require_chain("LaTIM")
-                try:
-                    return ResidualStream.of(frozen)
-                except UnreadStreamError:
-                    if self.remote:
-                        raise
-            return None
-
-    def _grids(
+    def _decomposition(
         self,
-        frozen: FrozenModel,
+        request: Request,
         target: Any,
         position: Any,
         layer: int | str | None,
         stage: int | None,
-    ) -> Grids:
-        graph = CutGraph.of(frozen) or self._cut_graph(frozen.request, target, position)
+    ) -> Decomposition:
+        # Read off one residual stream, if there is one, and it is known how the score is read from
+        # it. Else both are read off the graph of a run here.
+        frozen = self._run_score(request, target, position)
+        found: Decomposition | None = None
         with self._computing():
-            grids = Grids.of(frozen, graph)
+            if frozen.is_chain:
+                frozen.require_chain("LaTIM")
+                with suppress(UnreadStreamError):
+                    found = stream_of(frozen)
+        if found is not None:
+            warn_of_unruled(sorted(frozen.unruled))
             if stage is not None:
-                return grids.at_level(stage, self.interpolate_mode)
-            return grids if layer is None else grids.at_layer(grids.frozen.select_one(layer))
+                frozen.stages_of(stage)  # there is one
+            return found if layer is None else found.at_layer(layer)
+        graph = CutGraph.of(frozen) or self._cut_graph(frozen, target, position)
+        with self._computing():
+            found = grids_of(frozen, graph)
+            if stage is not None:
+                return found.at_grid(stage, self.interpolate_mode)
+            return found if layer is None else found.at_layer(layer)
 
-    def _cut_graph(self, request: Request, target: Any, position: Any) -> CutGraph:
-        # Of another run, in which modules whose graph has no rules are replaced.
-        request = with_leaves(request)
+    def _cut_graph(self, frozen: FrozenModel, target: Any, position: Any) -> CutGraph:
+        # The graph of another run, in which modules whose graph has no rules are replaced.
+        request = with_leaves(frozen.request)
         cut = CutMixers(request)
-        with cut.noting_norms():
-            run = self._run(
-                request,
-                position,
-                target=target,
-                query=False,
-                wiring=False,
-                also=has_a_rule,
-                substitution=cut,
-            )
-        return cut.graph(run.require_score())
+        run = self._run(
+            request,
+            position,
+            target=target,
+            query=False,
+            wiring=False,
+            also=has_a_rule,
+            substitution=cut,
+        )
+        return cut.graph(frozen, run.require_score())
 
     def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
         # The score's direction in the residual stream is read after the last mixer.
@@ -422,23 +393,6 @@ class LaTIM(TokenAttribution):
             also=norms_and_head(request.module),
             keep_graph=True,
         )
-
-
-def _before_interpolation(
-    rows: Sequence[Tensor], past: Sequence[Tensor], relevance: Any, frozen: FrozenModel
-) -> Any:
-    # What adds up to the score: each pixel that is interpolated has the relevance of a whole patch.
-    return relevance if frozen.grid is None else (*rows, *past)
-
-
-def _to_logit(layer: int | str | None, aggregation: str | float) -> bool:
-    to_logit = _check_aggregation(aggregation) is None
-    if layer is None and not to_logit:
-        raise ValueError(
-            f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
-            "None; pass layer=, an index or a module path."
-        )
-    return to_logit
 
 
 def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
@@ -457,30 +411,35 @@ def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
     return logits.gather(-1, token_ids(token, logits.shape[-1])[..., None])[..., 0]
 
 
-def _check_aggregation(aggregation: str | float) -> str | float | None:
+def _order(aggregation: str | float, layer: int | str | None) -> str | float | None:
     # The order of a norm, "alti", or None for "alti_logit".
-    named: dict[str, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti", LOGIT: None}
-    if isinstance(aggregation, str) and aggregation in named:
-        return named[aggregation]
+    named: dict[Any, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti", LOGIT: None}
     is_number = isinstance(aggregation, (int, float)) and not isinstance(aggregation, bool)
-    if is_number and float(aggregation) > 0:
-        return float(aggregation)
-    raise ValueError(
-        f"aggregation is {aggregation!r}; expected one of {tuple(named)}, or a number p > 0."
-    )
+    if not (isinstance(aggregation, str) and aggregation in named):
+        if not (is_number and float(aggregation) > 0):
+            raise ValueError(
+                f"aggregation is {aggregation!r}; expected one of {tuple(named)}, or a number p > "
+                "0."
+            )
+        named[aggregation] = float(aggregation)
+    if layer is None and named[aggregation] is not None:
+        raise ValueError(
+            f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
+            "None; pass layer=, an index or a module path."
+        )
+    return named[aggregation]
 
 
 def _score_tiles(
-    parts: Contributions, aggregation: str | float, output: Tensor, rows: Tensor
+    parts: Contributions, order: str | float, output: Tensor, rows: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Ascending rows ``(R,)`` of a layer's map: tiles of them, each with ``(B, r, C)``."""
-    kind = _check_aggregation(aggregation)
-    if kind == "alti":
+    if order == "alti":
         yield from Alti(parts, output).tiles(rows)
         return
 
     def norm(vectors: Tensor, rows: slice, columns: slice) -> Tensor:
-        return torch.linalg.vector_norm(vectors, ord=kind, dim=1)
+        return torch.linalg.vector_norm(vectors, ord=order, dim=1)
 
     for chosen in parts.tiles(rows):
         index = chosen.expand(parts.batch, -1)
@@ -488,17 +447,14 @@ def _score_tiles(
 
 
 def _query_row(
-    frozen: FrozenModel,
-    layers: Sequence[FrozenLayer],
-    activation: str,
-    aggregation: str | float,
+    frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float
 ) -> Tensor:
-    parts = Contributions.of(frozen, layers, activation)
+    parts = Contributions.of(frozen, [layer], activation)
     frozen.require_chain("LaTIM")
     (query,) = frozen.require_query()
     row = torch.zeros_like(query)
     rows = (query != 0).any(0).nonzero()[:, 0]
-    for chosen, tile in _score_tiles(parts, aggregation, output_of(layers), rows):
+    for chosen, tile in _score_tiles(parts, order, output_of([layer]), rows):
         row[:, : tile.shape[2]] += torch.einsum("bi,bij->bj", query[:, chosen], tile)
     return row
 

@@ -51,10 +51,6 @@ class MambaAttribution(MapAttribution):
         """Relevance of each input token for the target.
 
         Args:
-            start_layer (int, optional): the first layer of the product. Default: 0
-            stage (int, optional): of a model whose layers work on several grids of tokens, one
-                after the other: only the layers of this one, negative from the end, interpolated
-                from its grid to the input, as of Grad-CAM. None is all. Default: None
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
                 ``sign`` defaults to ``"clamp"`` here (eq. 24); with ``sign=None`` a row costs
                 linear time.

@@ -52,10 +52,6 @@ class RawAttention(MapAttribution):
         Args:
             layers (int, str or sequence, optional): mixers by index or module path; None for
                 all. Default: None
-            stage (int, optional): of a model whose layers work on several grids of tokens, one
-                after the other: only the layers of this one, negative from the end, interpolated
-                from its grid to the input, as of Grad-CAM. None is all. Default: None
-            **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
         """
         asked = inputs, target, additional_forward_args, position
         return self._relevance(self._maps(*asked, options, layers=layers, stage=stage), raw_row)

@@ -58,15 +58,7 @@ class MambaRollout(MapAttribution):
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
-        """Relevance of each input token.
-
-        Args:
-            start_layer (int, optional): the first layer of the product. Default: 0
-            stage (int, optional): of a model whose layers work on several grids of tokens, one
-                after the other: only the layers of this one, negative from the end, interpolated
-                from its grid to the input, as of Grad-CAM. None is all. Default: None
-            **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
-        """
+        """Relevance of each input token."""
         asked = inputs, target, additional_forward_args, position
         maps = self._maps(*asked, options, start_layer=start_layer, stage=stage)
         return self._relevance(maps, rollout_row)

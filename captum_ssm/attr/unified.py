@@ -76,10 +76,6 @@ class UnifiedImplicitAttention(MapAttribution):
                 ``"activation"``, ``"gate"``, ``"norm"``, ``"skip"``; None for those of the paper's
                 equation of the family: all except the skip (and RWKV-4's token shift, its
                 ``"conv"``). Default: None
-            start_layer (int, optional): the first layer. Default: 0
-            stage (int, optional): of a model whose layers work on several grids of tokens, one
-                after the other: only the layers of this one, negative from the end, interpolated
-                from its grid to the input, as of Grad-CAM. None is all. Default: None
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
                 ``sign`` defaults to ``"clamp"`` for ``"attribution"``.
         """

@@ -32,8 +32,9 @@ from captum_ssm.cli._loading import (
     quiet,
 )
 from captum_ssm.cli._options import add_options, options_of
-from captum_ssm.cli._terminal import show, show_summary, unit_texts, visible
+from captum_ssm.cli._terminal import show, show_summary, visible
 from captum_ssm.explanation import Explanation
+from captum_ssm.explanation._units import texts_of
 
 DEFAULT_METHOD = "mamba-lrp"
 DATA = (".html", ".json")
@@ -112,7 +113,9 @@ def run(args: argparse.Namespace) -> None:
             found = _image(args, asked) if args.image is not None else _texts(args, asked)
         except ValueError as error:
             # The arguments of explain have the flags' names.
-            message = re.sub(r"^(target|against|units|maps|alternatives)\b", r"--\1", str(error))
+            message = re.sub(
+                r"^(text|target|against|position|units|maps|alternatives)\b", r"--\1", str(error)
+            )
             raise ValueError(message) from error
     if args.input is None:
         show(found, args.units)
@@ -208,27 +211,13 @@ def _texts(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
     tokenizer = None
     if args.ids is None:
         tokenizer = load_tokenizer(args.model)
-        target = _encoded(tokenizer, asked["target"], "--target")
-        _encoded(tokenizer, asked["against"], "--against")
-        if args.text is not None:
-            prompt = tokenizer.encode(args.text)
-            if not prompt:
-                raise ValueError(
-                    f"--text is {args.text!r}, which holds no token; give at least one."
-                )
-            _check_position(asked["position"], len(prompt), target)
+        for name in ("target", "against"):
+            if isinstance(asked[name], str):
+                ids = tokenizer.encode(asked[name], add_special_tokens=False)
+                advice = "--target-ids takes token ids."
+                require_known(tokenizer, asked[name], ids, f"--{name}", advice)
     model = load_model(args, images=False)
     return explain(model, tokenizer, **asked)
-
-
-def _encoded(tokenizer: Any, given: Any, name: str) -> list[int] | None:
-    if not isinstance(given, str):
-        return given
-    found = tokenizer.encode(given, add_special_tokens=False)
-    require_known(tokenizer, given, found, name, "--target-ids takes token ids.")
-    if not found:
-        raise ValueError(f"{name} is {given!r}, which holds no token; give at least one.")
-    return found
 
 
 def _image(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
@@ -251,7 +240,7 @@ def _figure(explanation: Explanation, units: str) -> Any:
         }
         pixels = torch.from_numpy(example.image).permute(2, 0, 1)[None]
         return image_overlay(rows, pixels, title=title)
-    texts = [visible(text) for text in unit_texts(example, units)]
+    texts = [visible(text) for text in texts_of(example, units)]
     several = len(explanation.methods) > 1
     names, values = [], []
     for method in explanation.methods:

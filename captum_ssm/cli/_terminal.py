@@ -8,7 +8,7 @@ from rich.text import Text
 
 from captum_ssm._colors import AGAINST, FOR, INK, PAPER
 from captum_ssm.explanation import Answer, Example, Explanation, Output
-from captum_ssm.explanation._units import spans_of
+from captum_ssm.explanation._units import bounds_of, texts_of
 
 TOP = 10
 # Of the strongest relevance: what is less has no color, and what is more is read in white.
@@ -34,7 +34,7 @@ def show(explanation: Explanation, units: str = "token") -> None:
                     if example.image is not None:
                         _print_patches(row, example.grid)
                     elif colored:
-                        console.print(_in_color(row, unit_texts(example, units)))
+                        console.print(_in_color(row, texts_of(example, units)))
                     else:
                         _print_table(row, example, units, output.position)
 
@@ -72,26 +72,11 @@ def _heading(output: Output, against: Answer | None) -> str:
     )
 
 
-def _bounds(example: Example, units: str) -> list[tuple[int, int]]:
-    spans = spans_of(example, units)
-    if spans is None:
-        return [(i, i + 1) for i in range(len(example.tokens))]
-    return [(span.first, span.end) for span in spans]
-
-
-def unit_texts(example: Example, units: str) -> list[str]:
-    """The text of each token, word or other unit."""
-    return [
-        "".join(token.text for token in example.tokens[first:end])
-        for first, end in _bounds(example, units)
-    ]
-
-
 def _print_table(row: np.ndarray, example: Example, units: str, position: int | None) -> None:
-    texts, largest = unit_texts(example, units), float(abs(row).max()) or 1.0
+    texts, largest = texts_of(example, units), float(abs(row).max()) or 1.0
     # The answer and what comes after it is not read.
     places = [
-        first for first, _ in _bounds(example, units) if position is None or first <= position
+        first for first, _ in bounds_of(example, units) if position is None or first <= position
     ]
     for i in sorted(np.argsort(-abs(row[: len(places)]), kind="stable")[:TOP].tolist()):
         bar = ("#" if row[i] >= 0 else "-") * round(24 * abs(float(row[i])) / largest)

@@ -25,14 +25,8 @@ def joined(first: Explanation, second: Explanation) -> Explanation:
             f"the explanations were made by {_told(mine)} and by {_told(theirs)}; expected the "
             "same methods with the same options, in the same order."
         )
-    same_model = first.model == second.model
-    return replace(
-        first,
-        model=first.model if same_model else f"{first.model}, {second.model}",
-        examples=first.examples + second.examples,
-        settings=_common(first.settings, second.settings),
-        versions=_common(first.versions, second.versions),
-    )
+    model = first.model if first.model == second.model else f"{first.model}, {second.model}"
+    return _of_both(first, second, model=model, examples=first.examples + second.examples)
 
 
 def difference(first: Explanation, second: Explanation) -> Explanation:
@@ -56,22 +50,21 @@ def difference(first: Explanation, second: Explanation) -> Explanation:
     pairs = zip(first.examples, second.examples, strict=True)
     title = first.title if first.title == second.title else f"{first.title} less {second.title}"
     model = first.model if first.model == second.model else f"{first.model} less {second.model}"
-    return replace(
-        first,
-        title=title,
-        model=model,
-        examples=tuple(_example(a, b) for a, b in pairs),
-        settings=_common(first.settings, second.settings),
-        versions=_common(first.versions, second.versions),
-    )
+    examples = tuple(_example(a, b) for a, b in pairs)
+    return _of_both(first, second, title=title, model=model, examples=examples)
 
 
 def _told(methods: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return ", ".join(name + (f" {options}" if options else "") for name, options in methods)
 
 
-def _common(first: Any, second: Any) -> dict[str, Any]:
-    return {key: value for key, value in first.items() if second.get(key) == value}
+def _of_both(first: Explanation, second: Explanation, **changes: Any) -> Explanation:
+    # With the settings and versions that both have.
+    for name in ("settings", "versions"):
+        theirs = getattr(second, name)
+        shared = {k: v for k, v in getattr(first, name).items() if theirs.get(k) == v}
+        changes[name] = shared
+    return replace(first, **changes)
 
 
 def _example(a: Example, b: Example) -> Example:

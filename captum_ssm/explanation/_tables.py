@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from captum_ssm.explanation._parts import Answer, Example, Output
-from captum_ssm.explanation._units import spans_of, summed
+from captum_ssm.explanation._units import bounds_of, spans_of, summed, texts_of
 
 if TYPE_CHECKING:
     import pandas
@@ -64,11 +64,8 @@ def to_pandas(explanation: Explanation, units: str) -> pandas.DataFrame:
     require_texts(explanation, "the table")
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     for example in explanation.examples:
-        spans = spans_of(example, units)
-        bounds = [(i, i + 1) for i in range(len(example.tokens))]
-        if spans is not None:
-            bounds = [(span.first, span.end) for span in spans]
-        texts = ["".join(token.text for token in example.tokens[a:b]) for a, b in bounds]
+        spans, texts = spans_of(example, units), texts_of(example, units)
+        bounds = bounds_of(example, units)
         for method in explanation.methods:
             for row in rows_of(example):
                 values = summed(example.relevance[method.name][row.index], spans)

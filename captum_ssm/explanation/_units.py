@@ -66,6 +66,20 @@ def spans_of(example: Example, units: str) -> tuple[Span, ...] | None:
     return example.units[units]
 
 
+def bounds_of(example: Example, units: str) -> list[tuple[int, int]]:
+    """The first token of each unit, and the one after its last."""
+    spans = spans_of(example, units)
+    if spans is None:
+        return [(i, i + 1) for i in range(len(example.tokens))]
+    return [(span.first, span.end) for span in spans]
+
+
+def texts_of(example: Example, units: str) -> list[str]:
+    """The text of each unit."""
+    bounds = bounds_of(example, units)
+    return ["".join(token.text for token in example.tokens[a:b]) for a, b in bounds]
+
+
 def summed(relevance: np.ndarray, spans: Sequence[Span] | None) -> np.ndarray:
     """Relevance ``(..., L)`` summed over units, ``(..., units)``."""
     if spans is None:

@@ -196,10 +196,9 @@ class _Edits:
         return mask if fits else None
 
 
-# The interventions of this thread, by the modules that they are about; and how many there are in
-# all threads. Hooks would not do: a module that another thread is running must not lose one.
+# The interventions of this thread, by the modules that they are about. Hooks would not do: a module
+# that another thread is running must not lose one.
 _EDITS: ContextVar[dict[nn.Module, tuple[_Edits, ...]]] = ContextVar("edits", default={})  # noqa: B039
-_USERS: dict[nn.Module, set[_Edits]] = {}
 _LOCK = threading.Lock()
 
 
@@ -218,29 +217,28 @@ def _noticed(edits: _Edits) -> Iterator[None]:
 def _enter(edits: _Edits, modules: set[nn.Module]) -> None:
     with _LOCK:
         for module in modules:
-            users = _USERS.setdefault(module, set())
-            users.add(edits)
-            if not isinstance(module.__dict__.get("forward"), _Forward):
-                module.__dict__["forward"] = _Forward(module)
+            forward = module.__dict__.get("forward")
+            if not isinstance(forward, _Forward):
+                forward = module.__dict__["forward"] = _Forward(module)
+            forward.users.add(edits)
 
 
 def _leave(edits: _Edits, modules: set[nn.Module]) -> None:
     with _LOCK:
         for module in modules:
-            users = _USERS.get(module, set())
-            users.discard(edits)
             forward = module.__dict__.get("forward")
-            if not users and isinstance(forward, _Forward):
-                forward.put_back(module)
-            if not users:
-                _USERS.pop(module, None)
+            if isinstance(forward, _Forward):
+                forward.users.discard(edits)
+                if not forward.users:
+                    forward.put_back(module)
 
 
 class _Forward:
-    # A module's forward while an intervention is about it.
+    # A module's forward while interventions, of any thread, are about it.
     def __init__(self, module: nn.Module) -> None:
         self.own, self.is_instance = module.forward, "forward" in module.__dict__
         self.module = module
+        self.users: set[_Edits] = set()
         update_wrapper(self, self.own)
 
     def put_back(self, module: nn.Module) -> None:

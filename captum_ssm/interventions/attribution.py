@@ -16,7 +16,7 @@ from captum_ssm._capture.recording import gradients_at
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._workspace import workspace
 from captum_ssm.attr._relevance import coefficients_at
-from captum_ssm.attr.mamba_lrp import Rules, halves, has_a_rule, with_leaves
+from captum_ssm.attr.mamba_lrp import Rules, has_a_rule, with_leaves
 from captum_ssm.interventions._editing import OpenMixer, edited
 from captum_ssm.interventions._runs import Runs
 from captum_ssm.interventions._selection import Layers
@@ -215,7 +215,8 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
             "with captum_ssm.register_mixer(module_type, freeze)."
         )
     flat = [leaf for here in rules.kept for leaf in here.leaves]
-    found = iter(_or_zero(flat, coefficients_at(flat, frozen.require_score())))
+    coefficients = coefficients_at(flat, frozen.require_score(), rules.starts())
+    found = iter(_or_zero(flat, coefficients))
     return {n: here.holding(found) for n, here in zip(names, rules.kept, strict=True)}
 
 
@@ -237,6 +238,6 @@ class _Kept(Rules):
         frozen = mixer.detach_coefficients()
         scans = [scan for scan, _, _ in frozen.scans_in_order()]
         mixed = [scan.mixed for scan in scans]
-        rebuilt = Rebuilt.of(frozen, call, halves, mixed)
+        rebuilt = Rebuilt.of(frozen, call, mixed)
         self.kept.append(_Slopes(rebuilt.output, [scan.values for scan in scans], mixed))
         return rebuilt

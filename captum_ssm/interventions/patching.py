@@ -77,13 +77,12 @@ def patched(
             recurrence is given, :math:`v_t`; the coefficients stay those of the block's run.
             ``"state"``: the recurrence's state after a token, :math:`h_t`, as that token and later
             ones read it; of one token per example. Default: ``"output"``
-        layers (int, str, slice or sequence, optional): mixers by index or module path; None for
-            all (that keep a state). Default: None
-        tokens (int, slice, sequence or Tensor, optional): the patched tokens, as for
-            :func:`~captum_ssm.interventions.knockout`. Default: None, all
+        layers, check (optional): as for :func:`~captum_ssm.interventions.knockout`; layers that
+            keep no state are left out of None.
+        tokens (int, slice, sequence or Tensor, optional): the patched tokens, as ``sources`` there.
+            Default: None, all
         additional_forward_args (Any, optional): further arguments of the model for ``inputs``.
             Default: None
-        check (bool, optional): compare each frozen mixer with its module. Default: True
 
     Raises:
         ValueError: for an unknown component, or a layer that is not there or is edited already.
@@ -131,15 +130,11 @@ def activation_patching(
         forward_func (nn.Module or Callable): what is explained.
         clean, corrupted (Tensor): inputs of the same shape, as for ``attribute``.
         target, position (optional): the score, as for ``attribute``. Default: None
-        component (str, optional): what is patched, see :func:`patched`. Default: ``"output"``
-        layers (int, str, slice or sequence, optional): mixers by index or module path; None for
-            all (that keep a state). Default: None
+        component, layers, check (optional): as for :func:`patched`.
         model (nn.Module, optional): the model that ``forward_func`` runs. Default: None
         additional_forward_args (Any, optional): further arguments, of both. Default: None
-        perturbations_per_eval (int, optional): tokens whose runs are joined to one, in a batch so
-            many times as large. Default: 1
-        show_progress (bool, optional): show a progress bar. Default: False
-        check (bool, optional): compare each frozen mixer with its module. Default: True
+        perturbations_per_eval, show_progress (optional): as for
+            :meth:`~captum_ssm.interventions.TokenKnockout.attribute`, by token.
 
     Returns:
         Patching: with effects ``(B, W, L)``.

@@ -122,9 +122,8 @@ def states(
             state. Default: None
         positions (int, slice, sequence or Tensor, optional): tokens, the same in every example;
             None for all. Default: -1
-        additional_forward_args (Any, optional): further arguments of the model, as in Captum.
-            Default: None
-        check (bool, optional): compare each frozen mixer with its module. Default: True
+        additional_forward_args, check (optional): as for
+            :func:`~captum_ssm.interventions.patched`.
 
     Returns:
         dict: a :class:`LayerState` for each layer's path.

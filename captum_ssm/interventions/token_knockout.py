@@ -103,23 +103,15 @@ class TokenKnockout(PerturbationAttribution):
         """Relevance of each token: the score, less that of the run without the edges out of it.
 
         Args:
-            inputs (Tensor, tuple of Tensor, or dict): as for the other methods' ``attribute``.
-            target (int, tuple, Tensor or list, optional): the explained output, as there.
-                Default: None
-            additional_forward_args (Any, optional): as there. Default: None
-            position (int or Tensor, optional): the token whose output is explained, as there.
-                Default: None
-            layers (int, str, slice or sequence, optional): the layers without the edges; None for
-                all. Default: None
-            heads (int, slice, sequence or Tensor, optional): maps of the mixers, heads or channels;
-                None for all. Default: None
+            inputs, target, additional_forward_args, position: as for the other methods'
+                ``attribute``.
+            layers, heads, formulation, renormalize (optional): which edges are removed, as for
+                :func:`knockout`.
             readers (str, optional): which tokens no longer read it: ``"later"``, all others; or
                 ``"query"``, those that the output is read from alone. Default: ``"later"``
             feature_mask (Tensor, optional): integers ``(B, L)`` or ``(1, L)``; tokens of the same
                 number are removed together, and each gets the relevance of all.
                 Default: None, each by itself
-            formulation (str, optional): as for :func:`knockout`. Default: ``"hidden"``
-            renormalize (bool, optional): as for :func:`knockout`. Default: False
             perturbations_per_eval (int, optional): tokens (or spans) whose runs are joined to one,
                 in a batch so many times as large. Default: 1
             show_progress (bool, optional): show a progress bar. Default: False

@@ -43,11 +43,8 @@ def value_zeroing(
             run of the model with the value at zero: the block around the mixer, or a later one.
             None compares what the mixer returns, on frozen operators, without another run.
             Default: None
-        additional_forward_args (Any, optional): further arguments of the model. Default: None
-        perturbations_per_eval (int, optional): with ``at``, tokens whose runs are joined to one.
-            Default: 1
-        show_progress (bool, optional): show a progress bar. Default: False
-        check (bool, optional): compare the frozen mixer with its module. Default: True
+        additional_forward_args, perturbations_per_eval, show_progress, check (optional): as for
+            :func:`~captum_ssm.interventions.activation_patching`.
 
     Returns:
         Tensor: ``(B, L, L)``: row i holds the change of token i without the value of each token j.

@@ -356,17 +356,11 @@ def linear_attention_mean(
     """Rows ``[start, stop)`` of the mean over heads, ``mean_h(alpha_h)``.
 
     Heads are added up without storing every head's matrix. A range of rows costs its share of the
-    whole. The coefficients and the errors are those of :func:`linear_attention_scan`.
-
-    Args:
-        start, stop (int, optional): the rows asked for, ``0 <= start < stop <= L``; None stands
-            for L. Default: all rows
+    whole. The coefficients are those of :func:`linear_attention_scan`, the range of rows and the
+    errors those of :func:`~captum_ssm.kernels.diagonal_mean`.
 
     Returns:
         Tensor: ``(B, stop - start, L)``. Differentiable.
-
-    Raises:
-        ValueError: the range of rows is empty or not in [0, L).
 
     Examples::
 
@@ -401,17 +395,11 @@ def linear_attention_mean_torch(
 def linear_attention_rows(index: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
     """Rows of every head's matrix. All rows together cost half a matrix product.
 
-    The coefficients are those of :func:`linear_attention_scan`, as are the errors.
-
-    Args:
-        index (Tensor): the rows asked for, ``(B, R)`` int64 (or ``(R,)`` for the same rows in
-            every sequence), each in ``[0, L)``; all of ``0 .. L - 1`` gives the whole matrices.
+    The coefficients are those of :func:`linear_attention_scan`, ``index`` and the errors those of
+    :func:`~captum_ssm.kernels.diagonal_rows`.
 
     Returns:
         Tensor: ``(B, H, R, L)``. Differentiable.
-
-    Raises:
-        IndexError: a row outside the sequence was asked for.
 
     Examples::
 

@@ -87,23 +87,18 @@ def knockout_agreement(
     for name, x in (("attributions", relevance), ("effects", effects)):
         if not bool(torch.isfinite(x).all()):
             raise ValueError(f"{name} holds NaN or Inf; expected finite values.")
+    from scipy.stats import rankdata
+
     ranks, overlaps = [], []
     for b in range(len(effects)):
         keep = slice(None) if mask is None else mask[b].to(effects.device) != 0
         x, y = (t[b].to(effects.device)[keep].double() for t in (relevance, effects))
         x, y = (t.abs() if absolute else t for t in (x, y))
-        ranks.append(_correlation(_ranks(x), _ranks(y)))
+        ranks.append(_correlation(*(torch.from_numpy(rankdata(t.cpu().numpy())) for t in (x, y))))
         count = min(k, len(x))
         first, second = (set(t.topk(count).indices.tolist()) for t in (x, y))
         overlaps.append(len(first & second) / count if count else float("nan"))
     return Agreement(torch.tensor(ranks), torch.tensor(overlaps))
-
-
-def _ranks(x: Tensor) -> Tensor:
-    # Ties get the mean of their ranks.
-    _, group, counts = x.unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    return (ends - (counts.double() - 1) / 2)[group]
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:

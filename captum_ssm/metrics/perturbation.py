@@ -120,8 +120,9 @@ def perturbation(
     """
     shares = list(shares)
     runs = _runs(
-        forward_func, inputs, attributions, order, removal, shares, patch, mask, batch_size, seed
-    )
+        forward_func, inputs, attributions, shares, order=order, removal=removal, patch=patch,
+        mask=mask, batch_size=batch_size, seed=seed,
+    )  # fmt: skip
     return _curve(shares, [r.argmax(-1) == classes("labels", labels, r) for r in runs])
 
 
@@ -131,14 +132,9 @@ def flipping(
     attributions: Tensor,
     target: Tensor,
     *,
-    order: str = "positive",
-    removal: Removal = "zero",
     shares: Sequence[float] = WHOLE,
-    patch: int | tuple[int, int] = 1,
-    mask: Tensor | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
     probability: bool = False,
+    **options: Any,
 ) -> Curve:
     """The target's logit, or probability, while tokens are removed (Samek et al., 2017).
 
@@ -156,9 +152,7 @@ def flipping(
         torch.Size([1, 11])
     """
     shares, scores = list(shares), []
-    for logits in _runs(
-        forward_func, inputs, attributions, order, removal, shares, patch, mask, batch_size, seed
-    ):
+    for logits in _runs(forward_func, inputs, attributions, shares, **options):
         values = logits.double().softmax(-1) if probability else logits.double()
         scores.append(values.gather(1, classes("target", target, logits)[:, None])[:, 0])
     return _curve(shares, scores)
@@ -197,10 +191,7 @@ def activation(
     *,
     removal: Removal,
     shares: Sequence[float] = WHOLE,
-    patch: int | tuple[int, int] = 1,
-    mask: Tensor | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
+    **options: Any,
 ) -> Curve:
     """The target's probability while tokens are given back (Ali et al., 2022; AUAC).
 
@@ -218,8 +209,7 @@ def activation(
     shares = list(shares)
     found = flipping(
         forward_func, inputs, attributions, target, order="negative", removal=removal,
-        shares=[1 - s for s in shares], patch=patch, mask=mask, batch_size=batch_size, seed=seed,
-        probability=True,
+        shares=[1 - s for s in shares], probability=True, **options,
     )  # fmt: skip
     return _curve(shares, found.values.unbind(1))
 
@@ -231,10 +221,7 @@ def pruning(
     *,
     removal: Removal,
     shares: Sequence[float] = WHOLE,
-    patch: int | tuple[int, int] = 1,
-    mask: Tensor | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
+    **options: Any,
 ) -> Curve:
     """How much the logits change while the least relevant tokens are removed (AU-MSE).
 
@@ -250,10 +237,10 @@ def pruning(
         True
     """
     shares = list(shares)
-    relevance = _unit_relevance(attributions, inputs, _side(patch)).abs()
+    relevance = _unit_relevance(attributions, inputs, _side(options.get("patch", 1))).abs()
     runs = _runs(
-        forward_func, inputs, relevance, "negative", removal, [0.0, *shares], patch, mask,
-        batch_size, seed,
+        forward_func, inputs, relevance, [0.0, *shares], order="negative", removal=removal,
+        **options,
     )  # fmt: skip
     whole = next(runs).double()
     return _curve(shares, [(logits.double() - whole).square().mean(-1) for logits in runs])
@@ -299,13 +286,14 @@ def _runs(
     forward_func: Callable[..., Tensor],
     inputs: Tensor,
     attributions: Tensor,
-    order: str,
-    removal: Removal,
     shares: list[float],
-    patch: int | tuple[int, int],
-    mask: Tensor | None,
-    batch_size: int | None,
-    seed: int,
+    *,
+    order: str = "positive",
+    removal: Removal = "zero",
+    patch: int | tuple[int, int] = 1,
+    mask: Tensor | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
 ) -> Iterator[Tensor]:
     # The logits (B, V) for each share removed.
     if order not in ("positive", "negative"):

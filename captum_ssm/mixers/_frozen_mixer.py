@@ -21,9 +21,6 @@ COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
 PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
 FORMULATIONS = ("hidden", "unified")
 
-# A product of two tensors that both carry relevance.
-Product = Callable[[Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenMixer:
@@ -199,22 +196,17 @@ class FrozenMixer:
         y = self.recurrence.matvec(values)
         return y if self.skip is None else torch.addcmul(y, self.skip, values)
 
-    def gated_output(
-        self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
-    ) -> Tensor:
+    def gated_output(self, mixed: Sequence[Tensor] | None = None) -> Tensor:
         """The input of the output projection, ``(B, L, D)``, computed with the operator.
 
         Args:
-            multiply (Callable, optional): computes signal times gate, if there is a
-                ``gate_argument``; relevance propagation passes its own rule.
-                Default: :func:`torch.mul`
             mixed (sequence of Tensor, optional): what each of :meth:`scans_in_order` returns,
                 ``(B, L, D)``, in its order, if that is known. Default: None
         """
         known = None if mixed is None else iter(mixed)
 
         def gated(scan: FrozenMixer) -> Tensor:
-            return scan.gated(scan.mixed if known is None else next(known), multiply)
+            return scan.gated(scan.mixed if known is None else next(known))
 
         total = self._add_up(gated)
         return total if self.offset is None else total + self.offset
@@ -246,11 +238,11 @@ class FrozenMixer:
                 "it returns for other values cannot be computed; expected a FrozenMixer with a "
                 "readout. Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
             )
-        return self.gated_output(mixed=mixed)
+        return self.gated_output(mixed)
 
-    def output(self, multiply: Product = torch.mul) -> Tensor:
+    def output(self) -> Tensor:
         """What the mixer returns, ``(B, L, E)``: the output projection of :meth:`gated_output`."""
-        return self.projected(self.gated_output(multiply))
+        return self.projected(self.gated_output())
 
     def projected(self, y: Tensor) -> Tensor:
         """The output projection of ``y (B, L, D)``, and its gate: ``(B, L, E)``."""
@@ -301,15 +293,13 @@ class FrozenMixer:
             parts.append(y if order is None else y[:, torch.argsort(order)])
         return sum_of(parts)
 
-    def gated(self, y: Tensor, multiply: Product = torch.mul) -> Tensor:
+    def gated(self, y: Tensor) -> Tensor:
         """The gated output of one scan's mixed values ``y (B, L, D)``, its norm frozen."""
         if self.centered:
             y = y - mean_of_groups(y, self.centered)
         if self.norm is not None:
             y = y * self.norm
-        if self.gate is None:
-            return y
-        return y * self.gate if self.gate_argument is None else multiply(y, self.gate)
+        return y if self.gate is None else y * self.gate
 
     def _recurrent(self) -> Tensor:
         # What the recurrence returns, (B, L, D), without the skip.

@@ -11,8 +11,8 @@ from typing_extensions import Self
 
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers._call import MixerCall
-from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
-from captum_ssm.operators import PermutedOperator, TokenOperator, WindowedOperator
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
+from captum_ssm.operators import PermutedOperator, TokenOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,8 @@ class ReorderedMixer(FrozenMixer):
             for scan, inner, weight in self.inner.scans_in_order()
         ]
 
-    def gated_output(
-        self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
-    ) -> Tensor:
-        return _to_model(self.inner.gated_output(multiply, mixed), self.order)
+    def gated_output(self, mixed: Sequence[Tensor] | None = None) -> Tensor:
+        return _to_model(self.inner.gated_output(mixed), self.order)
 
     def _add_up(self, of: Callable[[FrozenMixer], Tensor]) -> Tensor:
         return _to_model(self.inner._add_up(of), self.order)
@@ -105,11 +103,9 @@ def in_order(call: MixerCall, order: Tensor | None, batch: int) -> MixerCall:
 
 
 def _reordered(operator: TokenOperator, order: Tensor) -> TokenOperator:
-    windows = order.shape[0]
-    inner = operator if windows == 1 else WindowedOperator(operator, windows)
     flat = order.flatten()
-    in_place = torch.equal(flat, torch.arange(len(flat), device=flat.device))
-    return inner if in_place else PermutedOperator(inner, flat)
+    in_place = torch.equal(order, torch.arange(len(flat), device=flat.device)[None])
+    return operator if in_place else PermutedOperator(operator, flat)
 
 
 def _to_model(x: Tensor, order: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.substeps import SubstepOperator
 from captum_ssm.operators.toeplitz import ToeplitzOperator
 from captum_ssm.operators.weights import WeightsOperator
-from captum_ssm.operators.windowed import WindowedOperator
 from captum_ssm.operators.wkv import wkv_operator as wkv_operator
 from captum_ssm.operators.wkv import wkv_state as wkv_state
 
@@ -39,5 +38,4 @@ __all__ = [
     "ToeplitzOperator",
     "TokenOperator",
     "WeightsOperator",
-    "WindowedOperator",
 ]

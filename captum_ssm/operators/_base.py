@@ -9,19 +9,15 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
 
 from captum_ssm._memory import tile_entries
 from captum_ssm._nested import detached
-from captum_ssm.kernels.convolution import causal_conv_transpose
-from captum_ssm.operators.conv import conv_columns
 
 FEW_ROWS = 4
-
-# Rows (B, R) of some maps: (B, m, R, L).
-MapRows = Callable[[Tensor, int, int], Tensor]
 
 # How each reduction takes a tile of maps (B, m, R, L), and joins the results of two tiles.
 _OVER_MAPS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -63,14 +59,15 @@ class TokenOperator(ABC):
     """
 
     @property
-    @abstractmethod
     def sizes(self) -> tuple[int, int, int, int]:
-        """(B, L, D, M)."""
+        """(B, L, D, M); of coefficients ``(B, L, D)`` with one map per channel."""
+        B, L, D = self.reference.shape
+        return B, L, D, D
 
     @property
-    @abstractmethod
     def reference(self) -> Tensor:
-        """One of the coefficients, which all have the same dtype and device."""
+        """The first of the coefficients, which all have the same dtype and device."""
+        return getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
 
     @property
     def is_causal(self) -> bool:
@@ -168,26 +165,9 @@ class TokenOperator(ABC):
             added = added.convolved(conv)
         return _composed.SumOperator((composed, added))
 
-    # ConvolvedOperator calls these of its inner operator. An operator whose kernels include a
-    # convolution overrides them.
-
-    def convolved_rmatvec(self, w: Tensor, taps: Tensor, reduction: str | None = None) -> Tensor:
-        """As :meth:`rmatvec`, of ``alpha conv`` with causal taps ``(D, K)``."""
-        mean = check_rmatvec(reduction)
-        u = causal_conv_transpose(self.rmatvec(w), taps)
-        return u.mean(-1) if mean else u
-
-    def convolved_map_rows(self, index: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:
-        """As :meth:`map_rows`, of ``alpha conv`` with causal taps ``(D, K)``."""
-        return conv_columns(self.map_rows(index, start, stop), taps[start:stop])
-
-    def convolved_row_tile(self, start: int, stop: int, taps: Tensor) -> Tensor:
-        """As :meth:`row_tile`, of ``alpha conv`` with causal taps ``(D, K)``."""
-
-        def map_rows(index: Tensor, first: int, last: int) -> Tensor:
-            return self.convolved_map_rows(index, first, last, taps)
-
-        return self._mean_rows(start, stop, map_rows)
+    def with_taps(self, taps: Tensor) -> TokenOperator | None:
+        """``alpha conv`` as one operator, where one computes causal taps ``(D, K)`` too."""
+        return None
 
     def detach(self) -> TokenOperator:
         """The operator with its coefficients detached from any autograd graph."""
@@ -195,7 +175,8 @@ class TokenOperator(ABC):
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         """Rows ``start .. stop - 1`` of the mean over channels: ``(B, stop - start, L)``."""
-        return self._mean_rows(start, stop, self.map_rows)
+        index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
+        return self._reduced(index, "mean")
 
     def rows(self, index: Tensor, reduction: str | None = None) -> Tensor:
         """Some rows of every map, or of a reduction over the maps.
@@ -219,7 +200,7 @@ class TokenOperator(ABC):
             # A few rows of the mean: one reversed scan each, without the rows of every map.
             one_hot = nn.functional.one_hot(index, self.length).to(self.dtype)  # (B, R, L)
             return torch.stack([self.rmatvec(w, "mean") for w in one_hot.unbind(1)], 1)
-        return self._reduced(index, self.map_rows, reduction)
+        return self._reduced(index, reduction)
 
     def matrix(self, reduction: str | None = None) -> Tensor:
         """Every row: ``(B, M, L, L)``, or ``(B, L, L)`` with a reduction (see :meth:`rows`)."""
@@ -241,14 +222,10 @@ class TokenOperator(ABC):
             ones = columns.to(self.dtype)[..., None].expand(shape)
         return self.matvec(ones).mean(-1)
 
-    def _mean_rows(self, start: int, stop: int, map_rows: MapRows) -> Tensor:
-        index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
-        return self._reduced(index, map_rows, "mean")
-
-    def _reduced(self, index: Tensor, map_rows: MapRows, reduction: str) -> Tensor:
+    def _reduced(self, index: Tensor, reduction: str) -> Tensor:
         of_tile, combine = _OVER_MAPS[reduction]
         tiles = self._map_tiles(index.shape[1])
-        total = functools.reduce(combine, (of_tile(map_rows(index, *tile)) for tile in tiles))
+        total = functools.reduce(combine, (of_tile(self.map_rows(index, *tile)) for tile in tiles))
         return total / self.maps if reduction == "mean" else total
 
     def _map_tiles(self, rows: int) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.kernels.convolution import causal_conv_transpose
+from captum_ssm._lazy import cached_property
+from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
 from captum_ssm.operators._base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
@@ -26,6 +27,7 @@ class SkipOperator(TokenOperator):
 
     Args:
         diagonal (Tensor): ``(B, L, D)``.
+        taps (Tensor, optional): ``(D, K)``, of a causal convolution before it. Default: None
 
     Examples::
 
@@ -35,63 +37,49 @@ class SkipOperator(TokenOperator):
     """
 
     diagonal: Tensor
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        B, L, D = self.diagonal.shape
-        return B, L, D, D
-
-    @property
-    def reference(self) -> Tensor:
-        return self.diagonal
+    taps: Tensor | None = None
 
     def matvec(self, v: Tensor) -> Tensor:
-        return self.diagonal * v
-
-    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        return self.convolved_rmatvec(w, None, reduction)
-
-    def row_tile(self, start: int, stop: int) -> Tensor:
-        return self.convolved_row_tile(start, stop, None)
-
-    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        return self.convolved_map_rows(index, start, stop, None)
-
-    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
-        factor = product(left, right)
-        return self if factor is None else SkipOperator(self.diagonal * factor)
+        return self.diagonal * causal_conv(v, self.taps)
 
     # After a convolution it is a band matrix: a number for each row and lag.
 
-    def convolved_rmatvec(
-        self, w: Tensor, taps: Tensor | None, reduction: str | None = None
-    ) -> Tensor:
+    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
         mean = check_rmatvec(reduction)
         if mean and w.dim() == 2:
-            return _shift_add(w[..., None] * self._mean_band(taps))
+            return _shift_add(w[..., None] * self._mean_band)
         u = (w if w.dim() == 3 else w[..., None]) * self.diagonal
-        u = causal_conv_transpose(u, taps)
+        u = causal_conv_transpose(u, self.taps)
         return u.mean(-1) if mean else u
 
-    def convolved_row_tile(self, start: int, stop: int, taps: Tensor | None) -> Tensor:
+    def row_tile(self, start: int, stop: int) -> Tensor:
         index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
-        return _scatter(index, self._mean_band(taps)[:, None])[:, 0]
+        return _scatter(index, self._mean_band[:, None])[:, 0]
 
-    def convolved_map_rows(
-        self, index: Tensor, start: int, stop: int, taps: Tensor | None
-    ) -> Tensor:
+    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         at = self.diagonal[..., start:stop].transpose(1, 2)  # (B, m, L)
-        return _scatter(index, at[..., None] * self._by_lag(taps)[start:stop, None, :])
+        return _scatter(index, at[..., None] * self._by_lag[start:stop, None, :])
 
-    def _by_lag(self, taps: Tensor | None) -> Tensor:
+    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
+        factor = product(left, right)
+        if self.taps is not None:
+            return super().scaled(left, right)
+        return self if factor is None else SkipOperator(self.diagonal * factor)
+
+    def with_taps(self, taps: Tensor) -> TokenOperator | None:
+        return SkipOperator(self.diagonal, taps) if self.taps is None else None
+
+    @property
+    def _by_lag(self) -> Tensor:
         # (D, K).
-        if taps is not None:
-            return taps.flip(-1)
+        if self.taps is not None:
+            return self.taps.flip(-1)
         return torch.ones(self.channels, 1, dtype=self.dtype, device=self.device)
 
-    def _mean_band(self, taps: Tensor | None) -> Tensor:
+    @property
+    def _mean_band(self) -> Tensor:
         # The channel mean by row and lag: (B, L, K).
-        return self.diagonal @ self._by_lag(taps) / self.channels
+        return self.diagonal @ self._by_lag / self.channels
 
 
 @dataclass(frozen=True)
@@ -171,6 +159,11 @@ class ScaledOperator(AroundOperator):
     right: Tensor | None = None
 
     @property
+    def has_heads(self) -> bool:
+        """Whether channels share a matrix."""
+        return self.inner.maps < self.channels
+
+    @property
     def sizes(self) -> tuple[int, int, int, int]:
         B, L, D, _ = self.inner.sizes
         return B, L, D, D
@@ -202,14 +195,12 @@ class ScaledOperator(AroundOperator):
         return rows  # (B, m, R, L)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        if self.inner.maps == self.channels:
+        if not self.has_heads:
             return super().row_tile(start, stop)
-        taps = torch.ones(self.channels, 1, dtype=self.dtype, device=self.device)
-        return self.convolved_row_tile(start, stop, taps)
+        return self.convolved_row_tile(start, stop, self.reference.new_ones(self.channels, 1))
 
     def convolved_row_tile(self, start: int, stop: int, taps: Tensor) -> Tensor:
-        if self.inner.maps == self.channels:
-            return super().convolved_row_tile(start, stop, taps)
+        """As :meth:`row_tile`, of heads after a convolution with causal taps ``(D, K)``."""
         # The mean over a head's channels of left_i right_j conv_lag is a matrix product of inner
         # dimension P; one for each tap, all on the same rows of the head's map.
         B, L, D, _ = self.sizes
@@ -277,22 +268,29 @@ class ConvolvedOperator(AroundOperator):
     def matvec(self, v: Tensor) -> Tensor:
         return self.inner.matvec(depthwise_conv(v, self.taps, self.grid))
 
+    @cached_property
+    def _whole(self) -> TokenOperator | None:
+        return self.inner.with_taps(self.taps) if self.grid is None else None
+
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        if self.grid is None:
-            return self.inner.convolved_rmatvec(w, self.taps, reduction)
+        if self._whole is not None:
+            return self._whole.rmatvec(w, reduction)
         mean = check_rmatvec(reduction)
         u = depthwise_conv_transpose(self.inner.rmatvec(w), self.taps, self.grid)
         return u.mean(-1) if mean else u
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        if self.grid is None:
-            return self.inner.convolved_map_rows(index, start, stop, self.taps)
+        if self._whole is not None:
+            return self._whole.map_rows(index, start, stop)
         rows = self.inner.map_rows(index, start, stop)
         return conv_columns(rows, self.taps[start:stop], self.grid)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
-        if self.grid is None:
-            return self.inner.convolved_row_tile(start, stop, self.taps)
+        if self._whole is not None:
+            return self._whole.row_tile(start, stop)
+        inner = self.inner
+        if self.grid is None and isinstance(inner, ScaledOperator) and inner.has_heads:
+            return inner.convolved_row_tile(start, stop, self.taps)
         return super().row_tile(start, stop)
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:

@@ -46,15 +46,6 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
         torch.Size([1, 1, 5])
     """
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        B, L, D = self.dt.shape
-        return B, L, D, D
-
-    @property
-    def reference(self) -> Tensor:
-        return self.dt
-
     def matvec(self, v: Tensor) -> Tensor:
         return kernels.diagonal_scan(v, self)
 
@@ -71,16 +62,8 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
         right = self.right if right is None else self.right * right
         return replace(self, left=product(self.left, left), right=right)
 
-    # The kernels include a convolution.
-
-    def convolved_rmatvec(self, w: Tensor, taps: Tensor, reduction: str | None = None) -> Tensor:
-        return replace(self, conv=taps).rmatvec(w, reduction)
-
-    def convolved_row_tile(self, start: int, stop: int, taps: Tensor) -> Tensor:
-        return replace(self, conv=taps).row_tile(start, stop)
-
-    def convolved_map_rows(self, index: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:
-        return replace(self, conv=taps).map_rows(index, start, stop)
+    def with_taps(self, taps: Tensor) -> TokenOperator:
+        return replace(self, conv=taps)
 
 
 def one_state(dt: Tensor, right: Tensor, left: Tensor | None = None) -> DiagonalOperator:

@@ -1,4 +1,4 @@
-"""Operators over tokens in another order, or over some of them.
+"""Operators over other tokens than the mixer's: in another order, over some of them, in windows.
 
 A vision mixer scans an image's patches backwards, or down its columns. Each scan is an ordinary
 recurrence over its own order of the tokens; the operator here gives it in the image's order.
@@ -6,83 +6,105 @@ recurrence over its own order of the tokens; the operator here gives it in the i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm._lazy import cached_property
 from captum_ssm.operators._base import AroundOperator, TokenOperator
 
 
-@dataclass(frozen=True)
-class PermutedOperator(AroundOperator):
-    r"""An operator over the tokens in another order: :math:`P^\top \alpha P`.
-
-    Args:
-        inner (TokenOperator): :math:`\alpha`, over the tokens in the order it scans them.
-        order (Tensor): ``(L,)`` int64, a permutation; the t-th token of ``inner`` is token
-            ``order[t]``. For a backward scan it is reversed.
-
-    Examples::
-
-        >>> dt, (B, C) = torch.rand(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
-        >>> forward = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
-        >>> backward = PermutedOperator(forward, torch.arange(5).flip(0))
-        >>> torch.testing.assert_close(backward.matrix(), forward.matrix().flip(2, 3))
-    """
-
-    inner: TokenOperator
-    order: Tensor
+class _OverTokens(AroundOperator):
+    # Base of operators over tokens of their own, with what :class:`MovedOperator` takes.
+    enters: Tensor
+    lands: Tensor
+    tokens: int
 
     @property
+    def windows(self) -> int:
+        """W."""
+        return len(self.lands) // self.inner.length
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        B, _, D, M = self.inner.sizes
+        return B // self.windows, self.tokens, D, M
+
+    @cached_property
     def is_causal(self) -> bool:
-        return False
+        enters, lands = (x.view(self.windows, -1) for x in (self.enters, self.lands))
+        before = enters.cummax(1).values
+        return self.inner.is_causal and bool((before <= lands)[lands >= 0].all())
 
     @cached_property
     def position(self) -> Tensor:
-        """``(L,)``: the position of each token in the scan, the inverse of ``order``."""
-        return torch.argsort(self.order)
+        """``(L,)``: which of the outputs lands on each token, -1 for none."""
+        return place_of(self.lands, self.tokens)
 
     def matvec(self, v: Tensor) -> Tensor:
-        return self.inner.matvec(v[:, self.order])[:, self.position]
+        return self._joined(self.inner.matvec(self._split(v, self.enters)), self.position)
 
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        return self.inner.rmatvec(w[:, self.order], reduction)[:, self.position]
+        found = self.inner.rmatvec(self._split(w, self.lands), reduction)
+        return self._joined(found, self._read)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         rows = self.position[start:stop]
         first, last = int(rows.min()), int(rows.max()) + 1
+        if self.windows > 1 or first < 0:
+            index = torch.arange(start, stop, device=self.device).expand(self.batch, -1)
+            return self.rows(index, "mean")
         if last - first <= 2 * (stop - start):
             # The scan's rows are close together, as in a backward scan.
             tile = self.inner.row_tile(first, last)[:, rows - first]
         else:
             tile = self.inner.rows(rows.expand(self.batch, -1), "mean")
-        return tile[..., self.position]
+        return picked(tile, self._read, axis=-1)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        return self.inner.map_rows(self.position[index], start, stop)[..., self.position]
+        W, length = self.windows, self.inner.length
+        at = self.position[index]  # (B, R)
+        rows = self.inner.map_rows((at % length).repeat_interleave(W, 0), start, stop)
+        rows = rows.unflatten(0, (-1, W))  # (B, W, m, R, l)
+        window = torch.arange(W, device=at.device)[:, None]
+        is_own = at[:, None].div(length, rounding_mode="floor") == window  # (B, W, R)
+        if not bool(is_own.all()):
+            rows = rows * is_own[:, :, None, :, None]
+        return picked(rows.permute(0, 2, 3, 1, 4).flatten(3), self._read, axis=-1)
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
-        inner = self.inner.scaled(self._in_scan(left), self._in_scan(right))
-        return PermutedOperator(inner, self.order)
+        left, right = (
+            None if x is None else self._split(x.expand(*self.sizes[:3]), at)
+            for x, at in ((left, self.lands), (right, self.enters))
+        )
+        return replace(self, inner=self.inner.scaled(left, right))  # type: ignore[type-var]
 
-    def _in_scan(self, factor: Tensor | None) -> Tensor | None:
-        return None if factor is None else factor.expand(*self.sizes[:3])[:, self.order]
+    @cached_property
+    def _read(self) -> Tensor:
+        # Where each token is read, (L,), -1 for nowhere.
+        return self.position if self.enters is self.lands else place_of(self.enters, self.tokens)
+
+    def _split(self, x: Tensor, at: Tensor) -> Tensor:
+        return picked(x, at).reshape(-1, self.inner.length, *x.shape[2:])
+
+    def _joined(self, x: Tensor, at: Tensor) -> Tensor:
+        return picked(x.reshape(self.batch, -1, *x.shape[2:]), at)
 
 
 @dataclass(frozen=True)
-class MovedOperator(AroundOperator):
+class MovedOperator(_OverTokens):
     r"""An operator over some of the tokens, whose outputs land on the same tokens or on others.
 
     As in a mixer that scans padded windows, a part of the tokens, or that rolls what its scan
     returns by one token. Rows where nothing lands, and columns that are not read, are zero.
 
     Args:
-        inner (TokenOperator): over l tokens of its own.
-        enters (Tensor): ``(l,)`` int64, the token that each of them is made of; -1 for padding. No
-            token twice.
-        lands (Tensor): ``(l,)`` int64, the token that each output is; -1 for what is cropped. No
+        inner (TokenOperator): over ``(B W, l)`` tokens of its own, the W windows of an example in a
+            row.
+        enters (Tensor): ``(W l,)`` int64, the token that each of them is made of; -1 for padding.
+            No token twice.
+        lands (Tensor): ``(W l,)`` int64, the token that each output is; -1 for what is cropped. No
             token twice.
         tokens (int): L.
 
@@ -99,58 +121,58 @@ class MovedOperator(AroundOperator):
     lands: Tensor
     tokens: int
 
+
+@dataclass(frozen=True)
+class PermutedOperator(_OverTokens):
+    r"""An operator over the tokens in another order: :math:`P^\top \alpha P`.
+
+    Args:
+        inner (TokenOperator): :math:`\alpha`, over the tokens in the order it scans them; or in
+            windows of that order, as for :class:`MovedOperator`.
+        order (Tensor): ``(L,)`` int64, a permutation; the t-th token of ``inner`` is token
+            ``order[t]``. For a backward scan it is reversed.
+
+    Examples::
+
+        >>> dt, (B, C) = torch.rand(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
+        >>> forward = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
+        >>> backward = PermutedOperator(forward, torch.arange(5).flip(0))
+        >>> torch.testing.assert_close(backward.matrix(), forward.matrix().flip(2, 3))
+    """
+
+    inner: TokenOperator
+    order: Tensor
+
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        B, _, D, M = self.inner.sizes
-        return B, self.tokens, D, M
+    def enters(self) -> Tensor:  # type: ignore[override]
+        return self.order
 
-    @cached_property
-    def is_causal(self) -> bool:
-        before = torch.where(self.enters < 0, -1, self.enters).cummax(0).values
-        return self.inner.is_causal and bool((before <= self.lands)[self.lands >= 0].all())
+    @property
+    def lands(self) -> Tensor:  # type: ignore[override]
+        return self.order
 
-    @cached_property
-    def position(self) -> Tensor:
-        """``(L,)``: where the output is that lands on each token, l for none."""
-        return place_of(self.lands, self.tokens)
-
-    def matvec(self, v: Tensor) -> Tensor:
-        return placed(self.inner.matvec(picked(v, self.enters)), self.lands, self.tokens)
-
-    def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        found = self.inner.rmatvec(picked(w, self.lands), reduction)
-        return placed(found, self.enters, self.tokens)
-
-    def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        length = self.inner.length
-        at = self.position[index]
-        rows = self.inner.map_rows(at.clamp(max=length - 1), start, stop)
-        rows = rows * (at < length)[:, None, :, None]
-        back = place_of(self.enters, self.tokens)
-        return nn.functional.pad(rows, (0, 1))[..., back]
-
-    def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
-        left, right = (
-            None if x is None else picked(x.expand(*self.sizes[:3]), at)
-            for x, at in ((left, self.lands), (right, self.enters))
-        )
-        return MovedOperator(self.inner.scaled(left, right), self.enters, self.lands, self.tokens)
+    @property
+    def tokens(self) -> int:  # type: ignore[override]
+        return len(self.order)
 
 
 def place_of(at: Tensor, tokens: int) -> Tensor:
-    """Where each of so many tokens is in ``at (l,)``, which holds -1 too; l for nowhere."""
-    found = torch.full((tokens + 1,), len(at), device=at.device)
+    """Where each of so many tokens is in ``at (l,)``, which holds -1 too; -1 for nowhere."""
+    found = torch.full((tokens + 1,), -1, device=at.device)
     found[at] = torch.arange(len(at), device=at.device)  # -1 writes to the last one
     return found[:tokens]
 
 
-def picked(x: Tensor, at: Tensor, fill: float = 0) -> Tensor:
-    """The tokens ``at (l,)`` of ``x (B, L, ...)``; ``fill`` for -1."""
-    found = x[:, at]
-    return found.masked_fill((at < 0).view(1, -1, *[1] * (x.dim() - 2)), fill)
+def picked(x: Tensor, at: Tensor, fill: float = 0, *, axis: int = 1) -> Tensor:
+    """The tokens ``at (l,)`` of ``x (B, L, ...)``, or on another axis; ``fill`` for -1."""
+    found, is_none = x.index_select(axis, at.clamp(min=0)), at < 0
+    if not bool(is_none.any()):
+        return found
+    shape = [1] * x.dim()
+    shape[axis] = len(at)
+    return found.masked_fill(is_none.view(shape), fill)
 
 
 def placed(x: Tensor, at: Tensor, tokens: int, fill: float = 0) -> Tensor:
     """``x (B, l, ...)`` laid at the tokens ``at (l,)`` of ``(B, L, ...)``; -1 for nowhere."""
-    back = place_of(at, tokens)
-    return picked(x, torch.where(back < len(at), back, -1), fill)
+    return picked(x, place_of(at, tokens), fill)

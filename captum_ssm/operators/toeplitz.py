@@ -41,16 +41,8 @@ class ToeplitzOperator(TokenOperator):
         D, twice = self.kernel.shape
         return self.examples, twice // 2, D, D
 
-    @property
-    def reference(self) -> Tensor:
-        return self.kernel
-
-    @property
-    def is_causal(self) -> bool:
-        return self._is_causal
-
     @cached_property
-    def _is_causal(self) -> bool:
+    def is_causal(self) -> bool:
         return not bool(self.kernel[:, self.length :].any())
 
     def matvec(self, v: Tensor) -> Tensor:

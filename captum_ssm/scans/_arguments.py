@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
-from captum_ssm.scans._candidate import Candidate
 
 QKV: dict[str, tuple[str, ...]] = {
     "q": ("query", "queries", "r", "receptance"),
@@ -17,13 +13,17 @@ QKV: dict[str, tuple[str, ...]] = {
     "v": ("value", "values"),
 }
 SCALE: dict[str, tuple[str, ...]] = {"scale": ("scaling", "softmax_scale")}
-HEADS: dict[str, tuple[str, ...]] = {"heads": ("H", "num_heads", "n_head", "n_heads")}
 
 
 def working_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 where a tensor is, else float32."""
     wide = any(t.dtype == torch.float64 for t in tensors)
     return torch.float64 if wide else torch.float32
+
+
+def unit_length(t: Tensor) -> Tensor:
+    """``t (..., N)`` scaled to unit length."""
+    return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def per_channel(D: Tensor | None, channels: int) -> Tensor | None:
@@ -61,45 +61,3 @@ def log_decays(decay: Tensor | None, query: Tensor) -> Iterator[Tensor]:
     if bool(((decay >= 0) & (decay <= 1)).all()):
         yield decay.log()
     yield -decay.exp()
-
-
-def of_joined_heads(
-    form: Callable[..., Iterator[Candidate]],
-    v: Tensor,
-    returned: Tensor | None,
-    heads: int | None,
-    **given: Any,
-) -> Iterator[Candidate]:
-    """Candidates of a call whose heads stand side by side in ``(B, L, H P)``, as in RWKV's kernels.
-
-    Args:
-        form (Callable): takes the heads apart, ``(B, L, H, P)``.
-        v (Tensor): values, ``(B, L, H P)``.
-        returned (Tensor, optional): what the function returned; it says how many heads there are
-            where no argument does.
-        heads (int, optional): H.
-        **given: the other arguments. Those of the shape of v are taken apart too.
-    """
-    if returned is None or returned.shape != v.shape or (heads and v.shape[-1] % heads):
-        return
-    width = v.shape[-1] // heads if heads else _head_width(v[:, 0], returned[:, 0])
-
-    def apart(t: Any) -> Any:
-        same = torch.is_tensor(t) and t.shape == v.shape
-        return t.unflatten(-1, (-1, width)) if same else t
-
-    for candidate in form(**{role: apart(t) for role, t in {"v": v, **given}.items()}):
-        if candidate.layouts[0] == "BLHP":
-            yield replace(candidate, layouts=("BLD",))
-
-
-def _head_width(v: Tensor, y: Tensor) -> int:
-    # Of the first token (B, D): a recurrence returns its value, by one factor per head.
-    def share_left(width: int) -> float:
-        value, result = (t.double().unflatten(-1, (-1, width)) for t in (v, y))
-        factor = (value * result).sum(-1, True) / value.square().sum(-1, True).clamp(min=1e-300)
-        return float((result - factor * value).norm() / result.norm().clamp(min=1e-300))
-
-    D = v.shape[-1]
-    widths = (width for width in range(D, 0, -1) if D % width == 0)
-    return next(width for width in widths if width == 1 or share_left(width) < 0.05)

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from captum_ssm.operators import TokenOperator
-
-# From (B, L, D) to the layout in which a function returns it, and whose shape its result has.
-_LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "BLD": lambda y, like: y,
-    "BDL": lambda y, like: y.mT,
-    "BLHP": lambda y, like: _padded(y.unflatten(-1, (like.shape[2], -1)), like.shape[-1]),
-    "BLSHP": lambda y, like: y.unflatten(-1, (-1, *like.shape[2:])).sum(2),
-    "LHP": lambda y, like: _padded(y[0].unflatten(-1, (like.shape[1], -1)), like.shape[-1]),
-    "BHLP": lambda y, like: y.unflatten(-1, (like.shape[1], -1)).transpose(1, 2),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +40,18 @@ class Candidate:
     gates: tuple[Tensor, ...] = ()
 
 
-def _padded(y: Tensor, width: int) -> Tensor:
-    # Heads of values that were padded with zeros, to the width of their keys.
-    return F.pad(y, (0, width - y.shape[-1])) if y.shape[-1] < width else y
-
-
 def in_layout(y: Tensor, layout: str, like: Tensor) -> Tensor | None:
     """``y (B, L, D)`` in a function's layout; None where that has another shape than ``like``."""
-    if layout == "LHP" and (like.dim() != 3 or len(y) != 1 or y.shape[-1] % like.shape[1]):
+    axes = layout.replace("S", "")
+    if len(axes) != like.dim() or (axes[0] == "L" and len(y) > 1):
         return None
-    if layout == "BLSHP" and (like.dim() != 4 or y.shape[-1] % like.shape[2:].numel()):
-        return None
-    if layout == "BLHP" and (like.dim() != 4 or y.shape[-1] % like.shape[2]):
-        return None
-    if layout == "BHLP" and (like.dim() != 4 or y.shape[-1] % like.shape[1]):
-        return None
-    found = _LAYOUTS[layout](y, like)
-    return found if found.shape == like.shape else None
+    if "H" in axes:
+        H, D = like.shape[axes.index("H")], y.shape[-1]
+        P = like.shape[-1] if axes != layout else D // H
+        if H * P == 0 or D % (H * P):
+            return None
+        y = y.unflatten(-1, (-1, H, P)).sum(2) if axes != layout else y.unflatten(-1, (H, P))
+        # Heads of values that were padded with zeros, to the width of their keys.
+        y = F.pad(y, (0, max(0, like.shape[-1] - P)))
+    y = y[0] if axes[0] == "L" else y.transpose(1, 2) if axes[2] == "L" else y
+    return y if y.shape == like.shape else None

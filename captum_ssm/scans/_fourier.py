@@ -71,11 +71,8 @@ class Transforms:
     ) -> Tensor:
         """What a transform, or one back, returns.
 
-        Args:
-            function (Callable): one of :data:`TRANSFORMS`.
-            args, kwargs: its arguments.
-            convolve (Callable): takes the arguments of :func:`fourier_convolution` where a product
-                of two transforms is transformed back, and returns what that returns.
+        Where a product of two is transformed back, ``convolve`` does what
+        :func:`fourier_convolution` does.
         """
         whole = function(*args, **kwargs)
         given = _taken(args, kwargs)

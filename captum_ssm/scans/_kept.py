@@ -9,12 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
 from captum_ssm._clones import address
-from captum_ssm._nested import detached, tensors_in
+from captum_ssm._nested import detached, same_values, tensors_in
 from captum_ssm.scans._calls import FunctionCall, intercepted, is_built_in, not_intercepted
 
 
@@ -39,7 +35,7 @@ class KeptScans:
         """What the same call returned, unless that was changed in place since."""
         for own, result, versions in self._calls:
             is_same = own.source is call.source and own.half is call.half
-            if is_same and _are_equal((own.args, own.kwargs), (call.args, call.kwargs)):
+            if is_same and same_values((own.args, own.kwargs), (call.args, call.kwargs)):
                 return result if _versions(result) == versions else None
         return None
 
@@ -62,16 +58,3 @@ class KeptScans:
 
 def _versions(result: Any) -> list[int]:
     return [x._version for x in tensors_in(result)]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    # Nested arguments. What an argument was changed to in place is another one.
-    ones, others = tree_leaves(one), tree_leaves(other)
-    return len(ones) == len(others) and all(map(_is_equal, ones, others))
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.shape == other.shape and one.dtype == other.dtype
-        return alike and one.device == other.device and torch.equal(one, other.detach())
-    return one is other or (type(one) in (bool, int, float, str) and one == other)

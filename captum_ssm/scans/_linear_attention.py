@@ -7,7 +7,6 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from captum_ssm.operators import (
     LinearAttentionOperator,
@@ -16,171 +15,82 @@ from captum_ssm.operators import (
     TokenOperator,
     mlstm_operator,
 )
-from captum_ssm.scans._arguments import (
-    HEADS,
-    QKV,
-    log_decays,
-    of_joined_heads,
-    working_dtype,
-)
+from captum_ssm.scans._arguments import log_decays
 from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import register_scan
+from captum_ssm.scans._heads import Heads, register_heads
 
 
-@register_scan(
-    names=QKV
-    | HEADS
-    | {
-        "decay": ("g", "gk", "log_decay", "w", "alpha", "log_alpha"),
-        "bonus": ("u",),
-        "unit": ("use_qk_l2norm_in_kernel",),
-    },
+@register_heads(
+    {"decay": ("g", "gk", "log_decay", "w", "alpha", "log_alpha"), "bonus": ("u",)},
     enlarge=("q", "k"),
+    layouts=(("BLHP", "BHLP"), ("BHLP", "BLHP")),
 )
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    given: Heads,
     decay: Tensor | None = None,
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
-    scale: float | None = None,
-    unit: bool = False,
-    heads: int | None = None,
-    returned: Tensor | None = None,
 ) -> Iterator[Candidate]:
-    """q, k ``(B, L, H, N)`` and v ``(B, L, H, P)``, or heads first; with beta the delta rule.
+    """Linear attention; with beta the delta rule.
 
     The decay, if any, is one per head or per key dimension. Without one, the function may have a
     decay per head of its own, or look at all tokens. A bonus per key dimension is the weight of
     the token itself, as in RWKV-5 and 6, whose heads may stand side by side.
     """
-    if v.dim() == 3:
-        given = dict(q=q, k=k, decay=decay, beta=beta, bonus=bonus, scale=scale, unit=unit)
-        yield from of_joined_heads(linear_attention, v, returned, heads, **given)
-    if not (q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:3] == v.shape[:3]):
+    query, key = given.q, given.k
+    decay = decay if torch.is_tensor(decay) else None
+    steps = [t for t in (decay, beta) if torch.is_tensor(t)]
+    if any(t.dim() > 2 and t.shape[:3] != query.shape[:3] for t in steps):
         return
-    dtype, steps = working_dtype(q, k, v), [t for t in (decay, beta) if torch.is_tensor(t)]
-    for heads_first in (False, True):
-        query, key, value, *rest = (
-            t.transpose(1, 2) if heads_first and t.dim() > 2 else t for t in (q, k, v, *steps)
-        )
-        if any(t.dim() > 2 and t.shape[:3] != query.shape[:3] for t in rest):
-            continue
-        query, key = query.to(dtype), key.to(dtype)
-        if unit:
-            query, key = (F.normalize(t, dim=-1, eps=1e-6) for t in (query, key))
-        write = key
-        if beta is not None:
-            b = rest[-1].to(dtype)
-            write = key * (b[..., None] if b.dim() == 3 else b)
-        erased = {} if beta is None else {"erase": write, "probe": key}
-        own = None
-        if bonus is not None and bonus.numel() == query.shape[2:].numel():
-            own = (query * key * bonus.to(dtype).reshape(query.shape[2:])).sum(-1)
-        scales = (q.shape[-1] ** -0.5, 1.0) if scale is None else (scale,)
-        logs = log_decays(rest[0] if torch.is_tensor(decay) else None, query)
-        operators: list[TokenOperator] = [
-            LinearAttentionOperator(
-                query=query * factor,
-                key=write,
-                log_decay=log_decay,
-                width=v.shape[-1],
-                bonus=None if own is None else own * factor,
-                **erased,
-            )
-            for factor, log_decay in product(scales, logs)
-        ]
-        if not steps and returned is not None and returned.shape == v.shape:
-            y = returned.transpose(1, 2) if heads_first else returned
-            operators += _built_in(query, key, value.detach().to(dtype), y.to(dtype))
-        for operator in operators:
-            yield Candidate(
-                operator=operator,
-                values=value.flatten(2),
-                layouts=("BHLP", "BLHP") if heads_first else ("BLHP", "BHLP"),
-            )
+    write = key
+    if beta is not None:
+        write = key * (beta[..., None] if beta.dim() == 3 else beta).to(key)
+    erased = {} if beta is None else {"erase": write, "probe": key}
+    own = None
+    if bonus is not None and bonus.numel() == query.shape[2:].numel():
+        own = (query * key * bonus.to(query).reshape(query.shape[2:])).sum(-1)
+    scales = (query.shape[-1] ** -0.5, 1.0) if given.scale is None else (given.scale,)
+    for factor, log_decay in product(scales, log_decays(decay, query)):
+        bonus = None if own is None else own * factor
+        yield given.linear(query * factor, write, log_decay, bonus=bonus, **erased)
+    if not steps and given.returned is not None:
+        v, y = given.v.detach().to(query), given.returned.to(query)
+        for operator in _built_in(query, key, v, y):
+            yield given.candidate(operator)
 
 
-@register_scan(
-    names=QKV | HEADS | {"decay": ("w",), "read": ("a",), "write": ("b",)},
+@register_heads(
+    {"decay": ("w",), "read": ("a",), "write": ("b",)},
     enlarge=("q",),
+    layouts=(("BLHP",), ("BHLP",)),
 )
-def transition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    read: Tensor,
-    write: Tensor,
-    heads: int | None = None,
-    returned: Tensor | None = None,
-) -> Iterator[Candidate]:
+def transition(given: Heads, decay: Tensor, read: Tensor, write: Tensor) -> Iterator[Candidate]:
     r"""RWKV-7: :math:`S_t = S_{t-1} (\mathrm{diag}(w_t) + a_t b_t^\top) + v_t k_t^\top`."""
-    if v.dim() == 3:
-        others = dict(q=q, k=k, decay=decay, read=read, write=write)
-        yield from of_joined_heads(transition, v, returned, heads, **others)
-    if any(t.dim() != 4 or t.shape != q.shape for t in (k, decay, read, write)):
+    if any(t.shape != given.q.shape for t in (decay, read, write)):
         return
-    if v.shape[:3] != q.shape[:3]:
-        return
-    dtype = working_dtype(q, k, v)
-    for heads_first in (False, True):
-        given = (q, k, v, decay, read, write)
-        query, key, value, w, a, b = (t.transpose(1, 2) if heads_first else t for t in given)
-        for log_decay in log_decays(w, query.to(dtype)):
-            yield Candidate(
-                operator=LinearAttentionOperator(
-                    query=query.to(dtype),
-                    key=key.to(dtype),
-                    log_decay=log_decay,
-                    width=v.shape[-1],
-                    # The operator reads the state after the decay, the function before.
-                    probe=a.to(dtype) * torch.exp(-log_decay),
-                    erase=-b.to(dtype),
-                ),
-                values=value.flatten(2),
-                layouts=("BHLP",) if heads_first else ("BLHP",),
-            )
+    for log_decay in log_decays(decay, given.q):
+        # The operator reads the state after the decay, the function before.
+        probe = read.to(given.q) * torch.exp(-log_decay)
+        yield given.linear(given.q, given.k, log_decay, probe=probe, erase=-write)
 
 
-@register_scan(
-    names=QKV
-    | {"i": ("igate_preact", "i_preact", "igate"), "f": ("fgate_preact", "f_preact", "fgate")}
+@register_heads(
+    {"i": ("igate_preact", "i_preact", "igate"), "f": ("fgate_preact", "f_preact", "fgate")},
+    layouts=(("BHLP",), ("BLHP",)),
 )
-def mlstm(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, eps: float = 1e-6
-) -> Iterator[Candidate]:
-    """xLSTM's mLSTM: q, k, v ``(B, H, L, N)``, or heads last; i and f before their activations."""
-    if not q.dim() == k.dim() == v.dim() == 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3]:
+def mlstm(given: Heads, i: Tensor, f: Tensor, eps: float = 1e-6) -> Iterator[Candidate]:
+    """xLSTM's mLSTM; the gates i and f before their activations."""
+    shape = given.q.shape[:3]
+    if i.shape != f.shape or i.numel() != shape.numel():
         return
-    if i.shape != f.shape or i.reshape(-1).shape != q[..., 0].reshape(-1).shape:
-        return
-    dtype = working_dtype(q, k, v)
-    for heads_first in (True, False):
-        given = (q, k, v, i.reshape(q.shape[:3]), f.reshape(q.shape[:3]))
-        query, key, value, *gates = (t.transpose(1, 2) if heads_first else t for t in given)
-        yield Candidate(
-            operator=mlstm_operator(
-                *(t.to(dtype) for t in (query, key, *gates)), width=v.shape[-1], eps=eps
-            ),
-            values=value.flatten(2),
-            layouts=("BHLP",) if heads_first else ("BLHP",),
-        )
+    gates = (t.to(given.q).reshape(shape) for t in (i, f))
+    operator = mlstm_operator(given.q, given.k, *gates, width=given.v.shape[-1], eps=eps)
+    yield given.candidate(operator)
 
 
 def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[TokenOperator]:
-    """Linear attention whose scale and decay per head no argument says, fitted to its result.
-
-    Args:
-        query, key (Tensor): ``(B, L, H, N)``.
-        v (Tensor): values, ``(B, L, H, P)``.
-        y (Tensor): the result, ``(B, L, H, P)``.
-
-    Returns:
-        iterator of TokenOperator: one that looks back, if a decay fits; one that looks at all
-        tokens.
-    """
+    # Linear attention whose scale and decay per head no argument says, fitted to its result y: one
+    # that looks back, if a decay fits, and one that looks at all tokens.
     width, flat = v.shape[-1], v.flatten(2)
 
     def attention(scale: Tensor, log_decay: Tensor) -> LinearAttentionOperator:

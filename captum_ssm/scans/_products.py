@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType
@@ -94,7 +94,7 @@ def run_product(
         place = tuple((frame.f_code, frame.f_lasti) for frame in frames)
         product = TokenProduct(place, values, rows, columns)
         if is_known(product):
-            y = _Parted(written, product).run(partial(multiply, product))
+            y = _multiplied(written, product, partial(multiply, product))
             return y if added is None else added + scale * y
     return func(*args, **kwargs)
 
@@ -242,43 +242,32 @@ def frames_in_module(frame: FrameType | None) -> list[FrameType] | None:
     return found
 
 
-class _Parted:
-    # A product as weights (B, L, L) times values (B, L, P): all axes that both have are in B.
-    def __init__(self, written: _Written, product: TokenProduct) -> None:
-        self.written, self.product = written, product
-        self.sizes, out = written.sizes, written.out
-        others = [i for i in range(len(written.factors)) if i != product.values]
-        rest = set("".join(written.letters[i] for i in others))
-        self.own = written.letters[product.values]
-        first = {self.own[0]} if self.own[0] == out[0] else set()  # of examples
-        self.batch = "".join(x for x in out if x in rest | first and x != product.rows)
-        self.channels = "".join(x for x in self.own if x in out and x not in self.batch)
-        self.letters = [written.letters[i] for i in others]
-        self.factors = [written.factors[i] for i in others]
+def _multiplied(
+    written: _Written, product: TokenProduct, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    # The product, by a function of weights (B, L, L) and values (B, L, P): all axes that both have
+    # are in B.
+    out, rows, columns, sizes = written.out, product.rows, product.columns, written.sizes
+    own, values = written.letters[product.values], written.factors[product.values]
+    others = [i for i in range(len(written.factors)) if i != product.values]
+    rest = ",".join(written.letters[i] for i in others)
+    examples = own[0] if own[0] == out[0] else ""
+    batch = "".join(x for x in out if x in rest + examples and x != rows)
+    channels = "".join(x for x in own if x in out and x not in batch)
+    known = "".join(x for x in f"{batch}{rows}{columns}" if x in rest)
 
-    def run(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The product, by a function of its weights and values."""
-        order = f"{self.batch}{self.product.rows}{self.channels}"
-        y = multiply(self._weights(), self._values()).reshape(self._shape(order))
-        return y.permute([order.index(letter) for letter in self.written.out])
+    def shape(letters: str) -> list[int]:
+        return [sizes[letter] for letter in letters]
 
-    def _weights(self) -> Tensor:
-        rows, columns = self.product.rows, self.product.columns
-        known = set("".join(self.letters))
-        batch = "".join(letter for letter in self.batch if letter in known)
-        whole = torch.einsum(f"{','.join(self.letters)}->{batch}{rows}{columns}", *self.factors)
-        wanted = f"{self.batch}{rows}{columns}"
-        whole = _over(whole, f"{batch}{rows}{columns}", wanted, self.sizes)
-        return whole.reshape(-1, *whole.shape[-2:])
-
-    def _values(self) -> Tensor:
-        columns = self.product.columns
-        x = self.written.factors[self.product.values]
-        x = _over(x, self.own, f"{self.batch}{columns}{self.channels}", self.sizes)
-        return x.reshape(-1, self.sizes[columns], math.prod(self._shape(self.channels)))
-
-    def _shape(self, letters: Collection[str]) -> list[int]:
-        return [self.sizes[letter] for letter in letters]
+    weights = torch.einsum(f"{rest}->{known}", *(written.factors[i] for i in others))
+    weights = _over(weights, known, f"{batch}{rows}{columns}", sizes)
+    values = _over(values, own, f"{batch}{columns}{channels}", sizes)
+    y = multiply(
+        weights.reshape(-1, *shape(rows + columns)),
+        values.reshape(-1, sizes[columns], math.prod(shape(channels))),
+    )
+    order = f"{batch}{rows}{channels}"
+    return y.reshape(shape(order)).permute([order.index(letter) for letter in out])
 
 
 def _over(x: Tensor, letters: str, wanted: str, sizes: dict[str, int]) -> Tensor:

@@ -60,12 +60,7 @@ class Scan:
     error: float
 
     def result(self, mixed: Tensor, of_call: Any) -> Any:
-        """What the function returns for other ``mixed (B, L, D)``, at the values of ``of_call``.
-
-        Args:
-            mixed (Tensor): takes the place of :attr:`mixed`.
-            of_call (Any): what the function returned.
-        """
+        """What the function returns for other ``mixed (B, L, D)``, at the values of ``of_call``."""
         want = first_tensor(of_call)
         assert want is not None
         y = in_layout(mixed if self.gate is None else mixed * self.gate, self.layout, want)
@@ -81,12 +76,7 @@ def first_tensor(result: Any) -> Tensor | None:
 
 
 def prove(call: FunctionCall, result: Any) -> Scan | None:
-    """The call as a scan, if an operator of some form returns what it returned.
-
-    Args:
-        call (FunctionCall): what was called. Values and gates keep their graph.
-        result (Any): what it returned.
-    """
+    """The call as a scan, if an operator of some form returns what it returned."""
     want = first_tensor(result)
     if want is None or not want.is_floating_point():
         return None
@@ -98,24 +88,14 @@ def prove(call: FunctionCall, result: Any) -> Scan | None:
 
 
 def prove_by_impulses(call: FunctionCall, result: Any) -> Scan | None:
-    """The call as a scan, if it is linear in its values head by head: its maps are measured.
-
-    Args:
-        call (FunctionCall): what was called. Values keep their graph.
-        result (Any): what it returned.
-    """
+    """The call as a scan, if it is linear in its values head by head: its maps are measured."""
     want = first_tensor(result)
     if want is None or not can_be_measured(call, want):
         return None
     for candidate in candidates_by_impulses(call, want.detach()):
-        v = candidate.values.to(candidate.operator.dtype)
-        mixed = candidate.operator.matvec(v)
-        for layout in candidate.layouts:
-            with torch.no_grad():
-                error, _ = _error(mixed, mixed, None, layout, want)
-            if error <= _tolerance(call, want):
-                name = call.function.__qualname__
-                return Scan(candidate.operator, v, None, None, layout, mixed, name, error)
+        for scan, _ in _compared(call, candidate, candidate, want):
+            if scan.error <= _tolerance(call, want):
+                return scan
     return None
 
 
@@ -185,42 +165,30 @@ class ScanCalls:
         return scan
 
     def _find_in_each(self, parts: list[tuple[FunctionCall, slice]], result: Any) -> Scan | None:
-        want, scans, results = first_tensor(result), [], []
+        want, scans, results = first_tensor(result), list[Scan](), list[Tensor]()
         for call, _ in parts:
             with torch.no_grad(), not_intercepted():
-                results.append(first_tensor(call.run()))
-            scan = self._find(call, results[-1])
-            if scan is None:
+                own = first_tensor(call.run())
+            scan = self._find(call, own)
+            if own is None or scan is None:
                 return None
+            results.append(own)
             scans.append(scan)
         first = scans[0]
         if want is None or any(scan.layout != first.layout for scan in scans):
             return None
-        tokens = 0 if first.layout == "LHP" else 1
-        whole = torch.cat([one for one in results if one is not None], tokens)
-        if whole.shape != want.shape or not float((whole - want).norm()) <= (
-            _tolerance(parts[0][0], want) * float(want.norm())
-        ):
+        whole = torch.cat(results, 0 if first.layout == "LHP" else 1)
+        tolerance = _tolerance(parts[0][0], want)
+        if whole.shape != want.shape or not (whole - want).norm() <= tolerance * want.norm():
             return None
-
-        def together(name: str) -> Tensor | None:
-            values = [getattr(scan, name) for scan in scans]
-            if any(value is None for value in values):
-                return None
-            shapes = [scan.values.shape for scan in scans]
-            return torch.cat([v.expand(s) for v, s in zip(values, shapes, strict=True)], 1)
-
-        mixed, values = together("mixed"), together("values")
-        assert mixed is not None
-        assert values is not None
+        together: dict[str, Any] = {}
+        for name in ("values", "skip", "gate", "mixed"):
+            found = [(getattr(scan, name), scan.values) for scan in scans]
+            is_one = all(x is not None for x, _ in found)
+            together[name] = torch.cat([x.expand_as(v) for x, v in found], 1) if is_one else None
+        operator = joined([scan.operator for scan in scans], [at for _, at in parts])
         return replace(
-            first,
-            operator=joined([scan.operator for scan in scans], [at for _, at in parts]),
-            values=values,
-            skip=together("skip"),
-            gate=together("gate"),
-            mixed=mixed,
-            error=max(scan.error for scan in scans),
+            first, operator=operator, error=max(scan.error for scan in scans), **together
         )
 
 
@@ -250,23 +218,30 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) ->
     # The same candidates with the graph of their values and gates.
     pairs = zip(_without_graph(form.build(**kept)), form.build(**given), strict=True)
     for plain, candidate in pairs:
-        operator = plain.operator
-        v = candidate.values.to(operator.dtype)
-        recurrence = operator.matvec(v)
-        for skip, gate, layout in _variants(plain, candidate):
-            mixed = recurrence if skip is None else recurrence + skip.to(v) * v
-            with torch.no_grad():
-                error, share = _error(recurrence, mixed, gate, layout, want)
-            if not error <= tolerance * (max(1.0, _SMALL / share) if share < _SMALL else 1.0):
-                continue
-            scan = Scan(operator, v, skip, gate, layout, mixed, call.function.__qualname__, error)
-            if share >= _SMALL or (error <= tolerance and share >= _HIDDEN.get(tolerance, _SMALL)):
+        for scan, share in _compared(call, plain, candidate, want):
+            is_told = enlarged or share >= min(_SMALL, _HIDDEN.get(tolerance, _SMALL))
+            if scan.error <= tolerance and is_told:
                 return scan
-            if not enlarged and _holds_enlarged(call, form, scan, share):
-                return scan
-            if enlarged and error <= tolerance:
+            is_near = share < _SMALL and scan.error <= tolerance * _SMALL / share
+            if is_near and not enlarged and _holds_enlarged(call, form, scan, share):
                 return scan
     return None
+
+
+def _compared(
+    call: FunctionCall, plain: Candidate, candidate: Candidate, want: Tensor
+) -> Iterator[tuple[Scan, float]]:
+    # Scans with and without the skip and a gate, and the share of the recurrence in the result.
+    operator = plain.operator
+    v = candidate.values.to(operator.dtype)
+    recurrence = operator.matvec(v)
+    skips = (None,) if plain.skip is None else (plain.skip, None)
+    for skip, gate, layout in product(skips, (*candidate.gates, None), candidate.layouts):
+        mixed = recurrence if skip is None else recurrence + skip.to(v) * v
+        with torch.no_grad():
+            error, share = _error(recurrence, mixed, gate, layout, want)
+        name = call.function.__qualname__
+        yield Scan(operator, v, skip, gate, layout, mixed, name, error), share
 
 
 def _without_graph(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
@@ -282,13 +257,6 @@ def _without_graph(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
 
 def _tolerance(call: FunctionCall, want: Tensor) -> float:
     return TOLERANCE.get(call.half or want.dtype, 1.0)
-
-
-def _variants(
-    plain: Candidate, candidate: Candidate
-) -> Iterator[tuple[Tensor | None, Tensor | None, str]]:
-    skips = (None,) if plain.skip is None else (plain.skip, None)
-    return iter(product(skips, (*candidate.gates, None), candidate.layouts))
 
 
 def _error(

@@ -12,13 +12,7 @@ from captum_ssm._graph import Point
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers.measured._convolution import (
-    Convolution,
-    ending_at,
-    geometry,
-    image_conv,
-    input_positions,
-)
+from captum_ssm.mixers.measured._convolution import Convolution
 from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
 from captum_ssm.mixers.vision import FrozenScans
@@ -31,14 +25,7 @@ def with_branches(
     mixer: FrozenMixer,
     found: Sequence[Convolution | None],
 ) -> FrozenMixer:
-    """``mixer`` with the convolutions that are added to its scans and are not those of its values.
-
-    Args:
-        rerun (Rerun): the module's.
-        projection (Projection): of the channels that its scans go to.
-        mixer (FrozenMixer): the scans, with their own skips.
-        found (sequence of Convolution): those of the scans' values.
-    """
+    """``mixer`` with the convolutions that are added to its scans, except those of their values."""
     known = [one.conv for one in found if one is not None]
     others = [conv for conv in rerun.run.convs if not any(conv is one for one in known)]
     ordered = [one for conv in others if (one := _branch(rerun, projection, conv)) is not None]
@@ -61,7 +48,7 @@ def _branch(
     root, leaf = projection.root, Point.of(conv.leaf, 1)
     with ruled([root.edge.node], [leaf.edge.node], centered=False) as carries:
         link = projection.entries(leaf) if carries[root.edge.node] else None
-    if link is None or conv.point is None or not bool((link.token >= 0).any()):
+    if link is None or not bool((link.token >= 0).any()):
         return None
     D = projection.weight.shape[1]
     at = torch.arange(D, device=conv.leaf.device)
@@ -75,37 +62,22 @@ def _branch(
     expected = position[:, None] * leaf.width + channels
     if bool((index < 0).any()) or not torch.equal(index, expected):
         return None
-    positions = position.view(rerun.B, rerun.L)
+    position = position.view(rerun.B, rerun.L)
+    factor = link.factor.to(conv.leaf.dtype)[position][..., channels]
     try:
-        enters = input_positions(rerun, conv.point, positions // conv.leaf.shape[2:].numel())
-        order, center, grid = _geometry(rerun, conv, enters, positions)
+        one = Convolution.at(rerun, conv, position, channels, factor)
     except NotMeasured:
         return None
-    taps, bias = conv.weight[channels], None if conv.bias is None else conv.bias[channels]
-    gate = link.factor.to(conv.leaf.dtype)[positions][..., channels][:, order]
-    inputs = conv.point.flat(conv.inputs)[enters][..., channels][:, order]
+    order = one.order
     branch = FrozenMixer(
-        recurrence=SkipOperator(torch.zeros_like(gate)),
-        inputs=inputs,
+        recurrence=SkipOperator(torch.zeros_like(factor)),
+        inputs=(one.inputs if one.looks_back else one.psi)[:, order],
         out_proj=projection.apply,
         out_weight=projection.weight,
         out_gate=projection.gate,
-        skip=torch.ones_like(gate),
-        gate=gate,
+        skip=torch.ones_like(factor),
+        gate=factor[:, order],
     )
-    if grid is None and center[0] >= taps.shape[1] - 1:
-        return replace(branch, conv=ending_at(taps, center[0]), conv_bias=bias), order
-    over_tokens = image_conv(inputs, taps, center, grid, bias, order)
-    convolved = leaf.flat(conv.leaf.detach())[positions][..., channels][:, order]
-    return replace(branch, inputs=convolved, image_conv=over_tokens), order
-
-
-def _geometry(
-    rerun: Rerun, conv: CutConv, enters: Tensor, positions: Tensor
-) -> tuple[Tensor, tuple[int, ...], tuple[int, int] | None]:
-    # Of an image that is turned around too.
-    try:
-        return geometry(rerun, conv, enters, positions)
-    except NotMeasured:
-        order, center, grid = geometry(rerun, conv, enters.flip(1), positions.flip(1))
-        return rerun.L - 1 - order, center, grid
+    if one.looks_back:
+        return replace(branch, conv=one.causal_taps, conv_bias=one.bias), order
+    return replace(branch, image_conv=one.over_the_tokens), order

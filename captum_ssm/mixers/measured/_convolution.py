@@ -19,15 +19,15 @@ from captum_ssm.mixers.measured._rerun import Rerun, is_small
 
 @dataclass(frozen=True)
 class Convolution:
-    """How a direction's values come from a convolution, ``values = factor psi``.
+    """A depthwise convolution of the module's tokens, and the factor of what reads it.
 
     Args:
         conv (CutConv): the call.
-        psi (Tensor): ``(B, L, D)``, its output and what is added to it, in the scan's order.
-        factor (Tensor): ``(B, L, D)``, the activation's, in the scan's order.
+        position (Tensor): ``(B, L)``, where the module's tokens are in its output.
+        channels (Tensor): ``(D,)``, those that are read.
+        psi (Tensor): ``(B, L, D)``, its output and what is added to it, in the module's order.
+        factor (Tensor): ``(B, L, D)``, an activation's or a gate's, in the module's order.
         bias (Tensor): ``(D,)``, of the convolution, and added after it.
-        position (Tensor): ``(B, L)``, where the scan's tokens are in its output.
-        channels (Tensor): ``(D,)``, of the convolution.
         inputs (Tensor): ``(B, L, D)``, its input, in the module's order.
         taps (Tensor): ``(D, K)`` or ``(D, Kh, Kw)``.
         center (tuple of int): the tap of the token itself.
@@ -36,21 +36,54 @@ class Convolution:
     """
 
     conv: CutConv
+    position: Tensor
+    channels: Tensor
     psi: Tensor
     factor: Tensor
     bias: Tensor
-    position: Tensor
-    channels: Tensor
     inputs: Tensor
     taps: Tensor
     center: tuple[int, ...]
     order: Tensor
     grid: tuple[int, int] | None
 
+    @classmethod
+    def at(
+        cls,
+        rerun: Rerun,
+        conv: CutConv,
+        position: Tensor,
+        channels: Tensor,
+        factor: Tensor,
+        added: Tensor | None = None,
+    ) -> Convolution:
+        """The convolution whose output is read at some positions, with a bias added after it.
+
+        Raises:
+            NotMeasured: it does not run over the module's tokens, each at its place.
+        """
+        if conv.point is None:
+            raise rerun.refused("a convolution's input has no graph")
+        psi = Point.of(conv.leaf, 1).flat(conv.leaf.detach())[position][..., channels]
+        bias = psi.new_zeros(len(channels)) if added is None else added
+        psi = psi + bias
+        bias = bias if conv.bias is None else bias + conv.bias[channels]
+        enters = input_positions(rerun, conv.point, position // conv.leaf.shape[2:].numel())
+        inputs = conv.point.flat(conv.inputs)[enters][..., channels]
+        order, center, grid = _geometry(rerun, conv, enters, position)
+        return cls(
+            conv, position, channels, psi, factor, bias,
+            inputs, conv.weight[channels], center, order, grid,
+        )  # fmt: skip
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether it reads no later tokens, in its order."""
+        return self.grid is None and self.center[0] >= self.taps.shape[1] - 1
+
     def is_inside(self, direction: Direction) -> bool:
         """Whether it runs in the scan's own order and looks back only."""
-        causal = self.grid is None and self.center[0] >= self.taps.shape[1] - 1
-        return causal and torch.equal(self.order, direction.order)
+        return self.looks_back and torch.equal(self.order, direction.order)
 
     def does_what(self, other: Convolution) -> bool:
         """Whether two calls compute the same of the same tokens."""
@@ -61,35 +94,38 @@ class Convolution:
 
     @cached_property
     def over_the_tokens(self) -> ImageConv:
-        """The convolution in its own order of the tokens."""
+        """The convolution in its own order of the tokens: of an image, or of a text."""
         inputs, order = self.inputs, None
         if bool((self.order.diff() != 1).any()):
             inputs, order = inputs[:, self.order], self.order
-        return image_conv(inputs, self.taps, self.center, self.grid, self.bias, order)
+        taps, grid = self.taps, self.grid
+        if grid is None:
+            taps, grid = centered(taps, taps.shape[1] - 1 - self.center[0]), (1, inputs.shape[1])
+        return ImageConv(inputs, taps, grid, self.bias, order)
 
     @property
     def causal_taps(self) -> Tensor:
         """``(D, K)``, the last one that of the token itself."""
-        return ending_at(self.taps, self.center[0])
+        return F.pad(self.taps, (0, self.center[0] - self.taps.shape[1] + 1))
 
 
-def ending_at(taps: Tensor, center: int) -> Tensor:
-    """``taps (D, K)`` of which the token's own is the one at ``center``, as it is the last one."""
-    return F.pad(taps, (0, center - taps.shape[1] + 1))
+def link_before(rerun: Rerun, direction: Direction) -> tuple[CutConv, Entries | None] | None:
+    """The convolution before a direction's values, and which of its entries they read.
 
-
-def image_conv(
-    inputs: Tensor,
-    taps: Tensor,
-    center: tuple[int, ...],
-    grid: tuple[int, int] | None,
-    bias: Tensor | None,
-    order: Tensor | None,
-) -> ImageConv:
-    """Of an image, or of a text; the arguments are those of :class:`Convolution`."""
-    if grid is None:
-        taps, grid = centered(taps, taps.shape[1] - 1 - center[0]), (1, inputs.shape[1])
-    return ImageConv(inputs, taps, grid, bias, order)
+    None if there is none; no entries where channels are mixed.
+    """
+    values = direction.cut.values
+    if values is None:
+        raise rerun.refused(f"the values of {direction.cut.scan.name} have no graph")
+    for conv in reversed(rerun.run.convs):
+        psi = Point.of(conv.leaf, 1)
+        with ruled([values.edge.node], [psi.edge.node]) as carries:
+            if not carries[values.edge.node]:
+                continue
+            link = entries(values, psi, where=direction.where())
+        if link is None or bool((link.token >= 0).any()):
+            return conv, link
+    return None
 
 
 def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
@@ -98,20 +134,13 @@ def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
     Raises:
         NotMeasured: they come from it by something else than an activation.
     """
-    name, values = direction.cut.scan.name, direction.cut.values
-    if values is None:
-        raise rerun.refused(f"the values of {name} have no graph")
-    for conv in reversed(rerun.run.convs):
-        psi = Point.of(conv.leaf, 1)
-        with ruled([values.edge.node], [psi.edge.node]) as carries:
-            if not carries[values.edge.node]:
-                continue
-            link = entries(values, psi, where=direction.where())
-        if link is None:
-            raise rerun.refused(f"what it does before {name} mixes channels")
-        if bool((link.token >= 0).any()):
-            return _through(rerun, direction, conv, link)
-    return None
+    found = link_before(rerun, direction)
+    if found is None:
+        return None
+    conv, link = found
+    if link is None:
+        raise rerun.refused(f"what it does before {direction.cut.scan.name} mixes channels")
+    return _through(rerun, direction, conv, link)
 
 
 def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -> Convolution:
@@ -149,21 +178,10 @@ def _through(rerun: Rerun, direction: Direction, conv: CutConv, link: Entries) -
         raise rerun.refused(
             f"what it does between a convolution and {scan.scan.name} is not an activation"
         )
-    if is_small(added, direction.values):
-        bias = torch.zeros_like(bias)
-    psi = psi + bias
-    if conv.bias is not None:
-        bias = bias + conv.bias[channels]
-    if conv.point is None:
-        raise rerun.refused("a convolution's input has no graph")
-    # By the module's tokens, (B, L).
-    leaves = position[:, torch.argsort(direction.order)]
-    enters = input_positions(rerun, conv.point, leaves // shape[2:].numel())
-    inputs = conv.point.flat(conv.inputs)[enters][..., channels]
-    order, center, grid = geometry(rerun, conv, enters, leaves)
-    taps = conv.weight[channels]
-    return Convolution(
-        conv, psi, factor, bias, position, channels, inputs, taps, center, order, grid
+    is_bare = is_small(added, direction.values)
+    back = torch.argsort(direction.order)  # by the module's tokens
+    return Convolution.at(
+        rerun, conv, position[:, back], channels, factor[:, back], None if is_bare else bias
     )
 
 
@@ -201,7 +219,7 @@ def own_places(rerun: Rerun, conv: CutConv) -> Tensor:
     raise rerun.refused("a convolution's tokens are not those of the scan")
 
 
-def geometry(
+def _geometry(
     rerun: Rerun, conv: CutConv, enters: Tensor, leaves: Tensor
 ) -> tuple[Tensor, tuple[int, ...], tuple[int, int] | None]:
     """The order, center and grid, of positions in its input and its output of one token each."""
@@ -217,6 +235,6 @@ def geometry(
         return order, (int(offset[0, 0]),), None
     odd = all(k % 2 and pad == k // 2 for k, pad in zip(kernel, conv.padding, strict=True))
     same = torch.equal(enters, leaves) and here == there and here.numel() == rerun.L
-    if not odd or not same or not bool((order.diff() == 1).all()):
+    if not odd or not same:
         raise rerun.refused("a convolution over the image is not centered on its tokens")
     return order, (kernel[0] // 2, kernel[1] // 2), (int(here[0]), int(here[1]))

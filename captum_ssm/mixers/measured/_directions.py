@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Entries, Point
+from captum_ssm._graph import Entries, Point, readers
 from captum_ssm._rules import mean_size, ruled
 from captum_ssm.mixers._cut import CutScan
 from captum_ssm.mixers.measured._projection import Projection
 from captum_ssm.mixers.measured._rerun import Rerun
 from captum_ssm.operators import (
     MovedOperator,
+    PermutedOperator,
     SkipOperator,
     SumOperator,
     TokenOperator,
-    WindowedOperator,
 )
 from captum_ssm.operators.part import examples, part_of
 from captum_ssm.operators.permuted import placed
@@ -88,6 +88,29 @@ class Direction:
         return places.unflatten(0, (-1, self.windows)).transpose(1, 2).flatten(2)
 
     @property
+    def numbers(self) -> Tensor:
+        """``(B' l,)``, by token of the scan its number in the direction, counted through; or -1.
+
+        Tokens that are laid side by side have one number.
+        """
+        found = torch.full((self.cut.leaf.shape[:2].numel(),), -1, device=self.order.device)
+        places = self.places
+        count = torch.arange(places[:, 0].numel(), device=places.device)
+        found[places.flatten()] = count.view(len(places), 1, -1).expand_as(places).flatten()
+        return found
+
+    def readers(self, rerun: Rerun) -> Tensor | None:
+        """By the module's tokens, ``(B, L)``, the number of the token that each is read by.
+
+        None where a token of the direction reads several, by its values; -1 for what none reads.
+        """
+        assert self.cut.values is not None
+        channels = torch.arange(self.start, self.stop, device=self.order.device)
+        at, labels = self.places.flatten(), self.numbers.clamp(min=0)
+        found = readers(self.cut.values, rerun.tokens, channels, tokens=at, labels=labels)
+        return None if found is None else found.view(rerun.B, rerun.L)
+
+    @property
     def values(self) -> Tensor:
         """``(B, L, D)``, in the scan's order."""
         return self.of(self.cut.scan.values.detach())
@@ -95,21 +118,22 @@ class Direction:
     @property
     def operator(self) -> TokenOperator:
         """The recurrence, with the scan's own skip where that lands on other tokens."""
-        if self.enters is None or self.lands is None:
-            return self._inner
         inner = self._inner
-        if self._skip is not None and not self._lands_in_place:
-            diagonal = self._skip.expand(*inner.sizes[:3]).to(inner.dtype)
+        if self.enters is None or self.lands is None:
+            every = torch.arange(len(self.order), device=self.order.device)
+            return inner if self.windows == 1 else PermutedOperator(inner, every)
+        if self._skip is not None and not self.lands_in_place:
+            diagonal = self._skip.reshape(inner.sizes[:3]).to(inner.dtype)
             inner = SumOperator((inner, SkipOperator(diagonal)))
         return MovedOperator(inner, self.enters, self.lands, len(self.order))
 
     @property
     def _inner(self) -> TokenOperator:
-        found = part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
-        return found if self.windows == 1 else WindowedOperator(found, self.windows)
+        return part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
 
     @property
-    def _lands_in_place(self) -> bool:
+    def lands_in_place(self) -> bool:
+        """Whether its results land on the tokens that its values are made of."""
         assert self.enters is not None
         assert self.lands is not None
         both = (self.enters >= 0) & (self.lands >= 0)
@@ -118,30 +142,25 @@ class Direction:
     @property
     def padding(self) -> Tensor | None:
         """What the scan makes of tokens that are none of the module's, ``(B, L, D)``, if any."""
-        if self.enters is None or self.lands is None:
+        if self.enters is None or self.lands is None or bool((self.enters >= 0).all()):
             return None
-        given = self.in_scan(self.cut.scan.values.detach())
-        given = given * (self.enters < 0)[:, None]
-        y = self._inner.matvec(given)
-        y = y if self._skip is None else torch.addcmul(y, self._skip.expand_as(y), given)
+        given = self.in_scan(self.cut.scan.values.detach()) * (self.enters < 0)[:, None]
+        y = self._inner.matvec(given.reshape(self._inner.sizes[:3])).reshape(given.shape)
+        y = y if self._skip is None else torch.addcmul(y, self._skip, given)
         found = placed(y, self.lands, len(self.order))
         return found if bool(found.any()) else None
 
     @property
     def skip(self) -> Tensor | None:
-        """The scan's own factor of its values, broadcasts to ``(B, L, D)``."""
-        skip = self._skip
-        if skip is None or skip.dim() == 1 or self.enters is None:
-            return skip if self.enters is None or self._lands_in_place else None
-        return placed(skip, self.enters, len(self.order)) if self._lands_in_place else None
+        """The scan's own factor of its values, ``(B, L, D)``."""
+        if self._skip is None or self.enters is None:
+            return self._skip
+        return placed(self._skip, self.enters, len(self.order)) if self.lands_in_place else None
 
     @property
     def _skip(self) -> Tensor | None:
-        skip = self.cut.scan.skip
-        if skip is None or skip.dim() > 1:
-            return None if skip is None else self.in_scan(skip.expand_as(self.cut.leaf))
-        several = self.rows.shape[1] if self.rows.dim() == 2 else 1
-        return skip[self.start : self.stop].to(self.cut.leaf.dtype).repeat(several)
+        skip, like = self.cut.scan.skip, self.cut.leaf
+        return None if skip is None else self.in_scan(skip.to(like.dtype).expand_as(like))
 
     def where(self) -> Tensor:
         """The direction's entries among those of the scan, ``(B' L, D')`` bool."""

@@ -13,7 +13,7 @@ from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Point, dependencies
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MISFITS, MixerCall
-from captum_ssm.mixers._cut import CutRun, CutScan, run_cut
+from captum_ssm.mixers._cut import CutScan, run_cut
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers._parts import ShortConv
 from captum_ssm.mixers.measured._convolution import Convolution, find_convolution
@@ -73,7 +73,9 @@ def freeze_measured(
             if not rerun.run.scans or _is_chain(rerun.run.scans):
                 raise
             found = find_recurrence(rerun, error.why) if partly else None
-            if found is None or not is_silent(_silent(rerun, functions)):
+            if found is None or not is_silent(
+                run_cut(call, functions, silent=True, without=rerun.run.without)
+            ):
                 raise UnsupportedModelError(str(error)) from None
             return found
 
@@ -95,10 +97,6 @@ def _of_examples(
         return None
 
 
-def _silent(rerun: Rerun, functions: Iterable[Callable[..., Any]] | None) -> CutRun:
-    return run_cut(rerun.call, functions, silent=True, without=rerun.run.without)
-
-
 def _is_chain(scans: Sequence[CutScan]) -> bool:
     # As in a module that holds several mixers, one after another.
     leaves = [Point.of(cut.leaf) for cut in scans]
@@ -106,29 +104,22 @@ def _is_chain(scans: Sequence[CutScan]) -> bool:
 
 
 def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
-    directions: list[Direction] = []
-    for cut in rerun.run.scans:
-        directions += find_directions(rerun, projection, cut)
+    scans = rerun.run.scans
+    directions = [one for cut in scans for one in find_directions(rerun, projection, cut)]
+    refused: NotMeasured | None = None
     if all(direction.lands is None for direction in directions):
         try:
             return _of_directions(rerun, projection, directions)
-        except NotMeasured:
-            moved = _moved(rerun, directions)
-            if moved is None:
-                raise
-            return _of_directions(rerun, projection, moved)
-    moved = [entered(rerun, direction) for direction in directions]
-    return _of_directions(rerun, projection, moved)
-
-
-def _moved(rerun: Rerun, directions: Sequence[Direction]) -> list[Direction] | None:
-    # Scans over all tokens, if what they return lands on others than those that they are given.
+        except NotMeasured as error:
+            refused = error
+    # What scans return may land on other tokens than those that they are given.
     try:
-        found = [entered(rerun, direction) for direction in directions]
-    except NotMeasured:
-        return None
-    in_place = all(torch.equal(one.enters, one.lands) for one in found)  # type: ignore[arg-type]
-    return None if in_place else found
+        moved = [entered(rerun, direction) for direction in directions]
+    except NotMeasured as error:
+        raise refused or error from None
+    if refused is not None and all(one.lands_in_place for one in moved):
+        raise refused
+    return _of_directions(rerun, projection, moved)
 
 
 def _of_directions(
@@ -206,12 +197,12 @@ def _assembled(
         gate = direction.factor if norm is None else after[:, direction.order]
         scan = FrozenMixer(
             recurrence=direction.operator,
-            inputs=direction.values if conv is None else conv.psi,
+            inputs=direction.values if conv is None else conv.psi[:, direction.order],
             out_proj=projection.apply,
             out_weight=projection.weight,
             out_gate=projection.gate,
             skip=direction.skip,
-            activation=None if conv is None else conv.factor,
+            activation=None if conv is None else conv.factor[:, direction.order],
             gate=None if bool((gate == 1).all()) else gate,
             norm=None if norm is None else norm[:, direction.order],
             centered=groups,
@@ -219,7 +210,7 @@ def _assembled(
         if conv is not None and own and shared is None:
             inputs, taps, bias = conv.inputs[:, direction.order], conv.causal_taps, conv.bias
             if direction.enters is not None:  # with what it reads of padding
-                bias = conv.psi - ShortConv(inputs, taps).output
+                bias = scan.inputs - ShortConv(inputs, taps).output
             scan = replace(scan, inputs=inputs, conv=taps, conv_bias=bias)
         elif conv is not None:
             scan = replace(scan, image_conv=(shared or conv).over_the_tokens)

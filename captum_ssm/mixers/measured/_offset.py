@@ -29,14 +29,9 @@ def with_offset(
     found: Sequence[Convolution | None],
     after: Tensor,
 ) -> FrozenMixer:
-    """``mixer`` with all that the output projection is given.
+    """``mixer``, the scans alone, with all that the output projection is given.
 
-    Args:
-        rerun (Rerun): the module's.
-        projection (Projection): of the channels that scans reach.
-        mixer (FrozenMixer): the scans alone.
-        directions, found: what it is made of.
-        after (Tensor): ``(B, L, D)``, the factor of what follows the norm: the gate.
+    ``after (B, L, D)`` is the factor of what follows the norm: the gate.
 
     Raises:
         NotMeasured: something is added that depends on the tokens.
@@ -173,7 +168,7 @@ def _of_convolution(
     if link is None:
         return None
     at = times * link.factor.to(one.factor)[one.position][..., one.channels]
-    return _over(at, one.factor * direction.factor)
+    return _over(at[:, direction.order], one.factor[:, direction.order] * direction.factor)
 
 
 @contextmanager

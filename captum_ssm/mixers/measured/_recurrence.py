@@ -11,7 +11,7 @@ from torch import Tensor
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._graph import Entries, Point, gradients, readers, readers_by_bits
 from captum_ssm.mixers._cut import CutRun
-from captum_ssm.mixers._frozen_mixer import FrozenMixer, Product
+from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers.measured._convolution import find_convolution
 from captum_ssm.mixers.measured._directions import parted
 from captum_ssm.mixers.measured._moved import entered
@@ -49,26 +49,19 @@ class FrozenRecurrence(FrozenMixer):
     def mean_gated_gradient(self, gradient: Tensor) -> Tensor:
         raise self.missing
 
-    def gated_output(
-        self, multiply: Product = torch.mul, mixed: Sequence[Tensor] | None = None
-    ) -> Tensor:
+    def gated_output(self, mixed: Sequence[Tensor] | None = None) -> Tensor:
         """What the module returned: nothing of it is computed again."""
         return self.recorded
 
     def recurrence_share(self, gated: Tensor) -> Tensor:
         return gated.new_ones(gated.shape[0])
 
-    def output(self, multiply: Product = torch.mul) -> Tensor:
+    def output(self) -> Tensor:
         return self.recorded
 
 
 def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
-    """The scans alone, if their orders can be read off the module's output.
-
-    Args:
-        rerun (Rerun): the module's.
-        why (str): what could not be measured.
-    """
+    """The scans alone, if their orders can be read off the module's output."""
     root, found = Point.of(rerun.run.output), []
     try:
         for cut in rerun.run.scans:

@@ -29,12 +29,7 @@ class NotMeasured(UnsupportedModelError):
 
 @dataclass(frozen=True)
 class Rerun:
-    """A module's call and its cut run. The tokens are flattened: the output is ``(B, L, E)``.
-
-    Args:
-        call (MixerCall): the recorded call.
-        run (CutRun): the run.
-    """
+    """A module's call and its cut run. The tokens are flattened: the output is ``(B, L, E)``."""
 
     call: MixerCall
     run: CutRun

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import gradients, readers
+from captum_ssm._graph import gradients
 from captum_ssm.mixers.measured._convolution import Convolution
 from captum_ssm.mixers.measured._directions import Direction
 from captum_ssm.mixers.measured._rerun import Rerun
@@ -21,10 +21,7 @@ def share_of_neighbors(
 ) -> float:
     """The largest share of other tokens in what scans' values are made of, if these are near.
 
-    Args:
-        rerun (Rerun): the module's.
-        directions (sequence of Direction): of its scans.
-        found (sequence of Convolution): those before them, which tell of the tokens by themselves.
+    Convolutions before the scans tell of the tokens by themselves.
 
     Raises:
         NotMeasured: values are made of other tokens than their own and a few neighbors.
@@ -36,20 +33,12 @@ def share_of_neighbors(
 
 
 def _share(rerun: Rerun, direction: Direction) -> float:
-    values, B, L = direction.cut.values, rerun.B, rerun.L
-    assert values is not None
-    places = direction.places
-    at, tokens = places.flatten(), torch.arange(B * L, device=places.device)
-    # Rows of one example count as one.
-    labels = torch.zeros(values.tokens, dtype=torch.long, device=places.device)
-    labels[at] = tokens.view(B, 1, L).expand_as(places).flatten()
-    channels = torch.arange(direction.start, direction.stop)
-    found = readers(values, rerun.tokens, channels, tokens=at, labels=labels)
+    found = direction.readers(rerun)
     if found is None:
-        return _of_shift(rerun, direction, places[0])
-    lands = direction.order[found.reshape(B, L) % L]
-    is_other = lands != torch.arange(L, device=lands.device)
-    if bool((is_other & (found.reshape(B, L) >= 0)).any()):
+        return _of_shift(rerun, direction, direction.places[0])
+    lands = direction.order[found % rerun.L]
+    is_other = lands != torch.arange(rerun.L, device=lands.device)
+    if bool((is_other & (found >= 0)).any()):
         raise rerun.refused("a scan's result lands on another token than its values come from")
     return 0.0
 
@@ -81,15 +70,8 @@ def _of_shift(rerun: Rerun, direction: Direction, rows: Tensor) -> float:
 
 
 def _reads_neighbors(strength_of: Callable[[int], Tensor], length: int) -> bool:
-    """Whether two tokens read the same few offsets, and hardly anything else.
-
-    The neighbors of a token may be those of an image's patch, above and below it.
-
-    Args:
-        strength_of (Callable): takes a token of the first example, and returns how strongly it
-            reads each token of the batch, ``(T,)``.
-        length (int): L, the tokens of each example.
-    """
+    # Whether two tokens read the same few offsets, and hardly anything else. The neighbors of a
+    # token may be those of an image's patch, above and below it.
     # Late enough that a causal recurrence would show.
     t = length - 1 - length // 4
     tokens = (t, max(0, t - 2))
