@@ -546,6 +546,28 @@ def test_tokens_that_are_changed_in_place():
     assert [how_known(m) for m in model.layers] == ["measured"] * 2
 
 
+class InTuples(nn.Module):
+    """Is given its tokens in a tuple, which none of the library's adapters expects."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixer, self.norm = Block(), nn.LayerNorm(6)
+
+    def forward(self, given):
+        return self.mixer(self.norm(given[0]))
+
+
+class GivesTuples(Model):
+    def forward(self, x):
+        return self.head(self.norm(x + self.layers[0]((x, x))))
+
+
+def test_tokens_in_tuples():
+    model, x = GivesTuples(InTuples()).eval(), tokens(1, 9, 6)
+    assert MambaRollout(model).attribute(x).shape == x.shape
+    assert how_known(model.layers[0].mixer) == "measured"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype):
     adapter, call = found(Block().to(dtype), tokens().to(dtype))

@@ -24,7 +24,7 @@ from captum_ssm._copies import Copies, copied, original, running
 from captum_ssm._devices import reloaded_in_backward
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.mixers import find_adapter
-from captum_ssm.mixers._registry import nearest_misses, supported_classes
+from captum_ssm.mixers._registry import nearest_misses, outermost, supported_classes
 
 if TYPE_CHECKING:
     from nnsight import Envoy
@@ -141,11 +141,11 @@ def find_points(
     Raises:
         UnsupportedModelError: the model holds no mixer that the registry knows.
     """
-    outermost = dict(_outermost("", model, set()))
-    mixers = {m: path for m, path in outermost.items() if find_adapter(m) is not None}
+    found = {module: path for path, module in outermost(model)}
+    mixers = {m: path for m, path in found.items() if find_adapter(m) is not None}
     if not mixers:
         raise _unsupported(model)
-    others = {m: path for m, path in outermost.items() if m not in mixers}
+    others = {m: path for m, path in found.items() if m not in mixers}
     picked = {m: path for m, path in others.items() if also and also(original(m))}
     return mixers, picked
 
@@ -295,19 +295,6 @@ def run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: 
             return forward(*args, **kwargs)
 
     module.__dict__["forward"] = within
-
-
-def _outermost(
-    path: str, module: nn.Module, seen: set[nn.Module]
-) -> Iterator[tuple[nn.Module, str]]:
-    # Modules in their order, each once, not looking inside a mixer that was found.
-    if module in seen:
-        return
-    seen.add(module)
-    yield module, path
-    if find_adapter(module) is None:
-        for name, child in module.named_children():
-            yield from _outermost(f"{path}.{name}" if path else name, child, seen)
 
 
 def _unsupported(model: nn.Module) -> UnsupportedModelError:

@@ -122,7 +122,11 @@ class MixerCall:
         """The mixer's input tokens ``(B, L, E)``, as they were given."""
         value = self.arguments.get(name)
         if value is None:
-            value = next(a for a in (*self.args, *self.kwargs.values()) if torch.is_tensor(a))
+            given = (*self.args, *self.kwargs.values())
+            value = next((a for a in given if torch.is_tensor(a)), None)
+        if value is None:
+            kinds = [type(a).__name__ for a in given]
+            raise TypeError(f"{self.path} is given {kinds}; expected tokens (B, L, E), a tensor.")
         return value
 
     def token_mask(self, name: str = "attention_mask") -> Tensor | None:

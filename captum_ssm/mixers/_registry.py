@@ -232,12 +232,18 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         >>> [path for path, module in find_mixers(model)]
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
-    inside: str | None = None
-    for path, module in model.named_modules():
-        if inside is not None and path.startswith(inside):
-            continue
-        if find_adapter(module) is not None:
-            inside = f"{path}." if path else ""
-            yield path, module
-            if not path:
-                return
+    return (one for one in outermost(model) if find_adapter(one[1]) is not None)
+
+
+def outermost(
+    module: nn.Module, path: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model in their order, each once, except those inside of a mixer."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    yield path, module
+    if find_adapter(module) is None:
+        for name, child in module.named_children():
+            yield from outermost(child, f"{path}.{name}" if path else name, seen)

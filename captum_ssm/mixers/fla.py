@@ -172,16 +172,20 @@ def _gate(call: MixerCall, x: Tensor) -> tuple[Any, _Gate]:
     return module.g_norm, _Gate(module.gate_fn(z))
 
 
+def _mapped(call: MixerCall, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of RetNet and GLA, ``(B, L, H, N)``, after their feature map."""
+    q, k = (_heads(_projected(call, name, x), call.module.head_k_dim) for name in "qk")
+    feature_map = call.module.feature_map_fn
+    return (q, k) if feature_map is None else (feature_map(q), feature_map(k))
+
+
 @adapts("fla.layers.multiscale_retention.MultiScaleRetention")
 def freeze_retention(call: MixerCall) -> FrozenMixer:
     """RetNet: a fixed decay per head, queries and keys with rotary positions."""
     module = call.module
     x, mask = masked_tokens(call)
     H, N, repeat = module.num_heads, module.head_k_dim, module.num_kv_groups
-    q, k = (_heads(_projected(call, name, x), N) for name in "qk")
-    if module.feature_map_fn is not None:
-        q, k = module.feature_map_fn(q), module.feature_map_fn(k)
-    q, k = (_rotate(module.rotary, t, mask) for t in (q, k))
+    q, k = (_rotate(module.rotary, t, mask) for t in _mapped(call, x))
     decay = torch.log1p(-(2.0 ** (-5.0 - torch.arange(H, dtype=torch.float64, device=x.device))))
     recurrence = LinearAttentionOperator(
         query=q * N**-0.5,
@@ -200,14 +204,14 @@ def freeze_gla(call: MixerCall) -> FrozenMixer:
     module = call.module
     x, mask = masked_tokens(call)
     H, N, repeat = module.num_heads, module.head_k_dim, module.num_kv_groups
-    q, k = _heads(_projected(call, "q", x), N), _heads(_projected(call, "k", x), N, repeat)
-    if module.feature_map_fn is not None:
-        q, k = module.feature_map_fn(q), module.feature_map_fn(k)
+    q, k = _mapped(call, x)
     step = call.linear(module.gk_proj[1], call.linear(module.gk_proj[0], x))
     log_decay = F.logsigmoid(_heads(step, N, repeat)) / module.gate_logit_normalizer
     if module.clamp_min is not None:
         log_decay = log_decay.clamp(min=module.clamp_min)
-    recurrence = LinearAttentionOperator(q * N**-0.5, k, log_decay, width=module.head_v_dim)
+    recurrence = LinearAttentionOperator(
+        q * N**-0.5, k.repeat_interleave(repeat, 2), log_decay, width=module.head_v_dim
+    )
     values = _repeat_channels(*_values(call, x, mask), module.head_v_dim, repeat)
     norm, gate = _gate(call, x)
     return _frozen(call, recurrence, *values, norm=norm, groups=H, gate=gate)

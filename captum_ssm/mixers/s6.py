@@ -12,8 +12,6 @@ with padding set to zero at the input and after the convolution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,62 +31,80 @@ from captum_ssm.operators import DiagonalOperator
 Function = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class S6Scan:
-    """The parts of one S6 scan of ``D`` channels and ``N`` states, and how it uses them.
+def freeze_scan(
+    call: MixerCall,
+    u: Tensor,
+    z: Tensor,
+    A: Tensor,
+    projection: tuple[Function, Tensor],
+    *,
+    suffix: str = "",
+    mask: Tensor | None = None,
+) -> FrozenMixer:
+    """The scan of ``u (B, L, D)``, gated by ``z (B, L, D)``, with parts of the call's module.
 
     Args:
-        x_proj (nn.Module): from the values to the low-rank step, B and C.
-        dt_proj (nn.Module): from the low-rank step to one per channel.
+        call (MixerCall): of a module with ``conv1d``, ``x_proj``, ``dt_proj`` and ``D``.
+        u (Tensor): what is convolved.
+        z (Tensor): what the gate is SiLU of.
         A (Tensor): ``(D, N)``, negative.
-        D (Tensor): the skip, ``(D,)``.
-        norms (tuple of Callable, optional): of the low-rank step, B and C; None for no norm.
-            Default: (None, None, None)
-        act (Callable, optional): the activation of the values. Default: SiLU
+        projection (tuple): the output projection and its weight.
+        suffix (str, optional): of the names of the parts. Default: ""
+        mask (Tensor, optional): of padding, ``(B, L)``. Default: None
     """
+    conv = short_conv(call, getattr(call.module, f"conv1d{suffix}"), u)
+    activation, values = _values(getattr(call.module, "act", F.silu), conv, mask)
+    recurrence = coefficients(call, values, A, suffix=suffix, mask=mask)
+    D = getattr(call.module, f"D{suffix}")
+    return _frozen(call, recurrence, conv, activation, values, z, D, projection)
 
-    x_proj: nn.Module
-    dt_proj: Any  # an nn.Linear, or one that is quantized
-    A: Tensor
-    D: Tensor
-    norms: tuple[Function | None, ...] = (None, None, None)
-    act: Function = F.silu
 
-    def operator(self, call: MixerCall, values: Tensor, mask: Tensor | None) -> DiagonalOperator:
-        """The recurrence, from its values ``(B, L, D)``."""
-        N = self.A.shape[-1]
-        found = call.linear(self.x_proj, values)
-        parts = found.split([found.shape[-1] - 2 * N, N, N], dim=-1)
-        step, B, C = (
-            part if norm is None else norm(part).to(call.dtype)
-            for norm, part in zip(self.norms, parts, strict=True)
-        )
-        step = F.softplus(call.linear(self.dt_proj, step))
-        return _operator(step, self.A, B[:, :, None], C[:, :, None], mask)
+def coefficients(
+    call: MixerCall, values: Tensor, A: Tensor, *, suffix: str = "", mask: Tensor | None = None
+) -> DiagonalOperator:
+    """The recurrence, from its values ``(B, L, D)``, as in :func:`freeze_scan`."""
+    x_proj, dt_proj = (getattr(call.module, f"{name}{suffix}") for name in ("x_proj", "dt_proj"))
+    N = A.shape[-1]
+    found = call.linear(x_proj, values)
+    parts = found.split([found.shape[-1] - 2 * N, N, N], dim=-1)
+    norms = (_norm(call, name) for name in ("dt_layernorm", "b_layernorm", "c_layernorm"))
+    step, B, C = (
+        part if norm is None else norm(part).to(call.dtype)
+        for norm, part in zip(norms, parts, strict=True)
+    )
+    dt = F.softplus(call.linear(dt_proj, step))
+    return _operator(dt, A, B[:, :, None], C[:, :, None], mask)
 
-    def freeze(
-        self,
-        call: MixerCall,
-        conv: ShortConv,
-        z: Tensor,
-        out_proj: Function,
-        out_weight: Tensor,
-        mask: Tensor | None = None,
-    ) -> FrozenMixer:
-        """The frozen scan of what ``conv`` returns, gated by ``z (B, L, D)``."""
-        activation, values = _values(self.act, conv, mask)
-        return FrozenMixer(
-            recurrence=self.operator(call, values, mask),
-            inputs=conv.inputs,
-            out_proj=out_proj,
-            out_weight=out_weight,
-            skip=call.parameter(self.D).reshape(-1),
-            conv=conv.taps,
-            conv_bias=conv.bias,
-            activation=activation,
-            gate=F.silu(z),
-            gate_argument=z,
-        ).with_values(values, convolved=conv.output)
+
+def _frozen(
+    call: MixerCall,
+    recurrence: DiagonalOperator,
+    conv: ShortConv,
+    activation: Tensor,
+    values: Tensor,
+    z: Tensor,
+    D: Tensor,
+    projection: tuple[Function, Tensor],
+) -> FrozenMixer:
+    out_proj, out_weight = projection
+    return FrozenMixer(
+        recurrence=recurrence,
+        inputs=conv.inputs,
+        out_proj=out_proj,
+        out_weight=out_weight,
+        skip=call.parameter(D).reshape(-1),
+        conv=conv.taps,
+        conv_bias=conv.bias,
+        activation=activation,
+        gate=F.silu(z),
+        gate_argument=z,
+    ).with_values(values, convolved=conv.output)
+
+
+def plain_projection(call: MixerCall) -> tuple[Function, Tensor]:
+    """A module's output projection and its weight."""
+    layer = call.module.out_proj
+    return lambda y: call.linear(layer, y), call.weight(layer)
 
 
 @adapts("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "fla.layers.mamba.Mamba")
@@ -97,18 +113,8 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
     module = call.module
     x, mask = masked_tokens(call)
     u, z = call.linear(module.in_proj, x).chunk(2, dim=-1)
-    scan = S6Scan(
-        x_proj=module.x_proj,
-        dt_proj=module.dt_proj,
-        A=call.decay_rate(module.A_log),
-        D=module.D,
-        norms=tuple(_norm(call, name) for name in ("dt_layernorm", "b_layernorm", "c_layernorm")),
-        act=getattr(module, "act", F.silu),
-    )
-    conv = short_conv(call, module.conv1d, u)
-    return scan.freeze(
-        call, conv, z, lambda y: call.linear(module.out_proj, y), call.weight(module.out_proj), mask
-    )
+    A = call.decay_rate(module.A_log)
+    return freeze_scan(call, u, z, A, plain_projection(call), mask=mask)
 
 
 @adapts("ZambaMambaMixer")
@@ -127,18 +133,8 @@ def freeze_zamba(call: MixerCall) -> FrozenMixer:
     step = torch.einsum("blgr,gpr->blgp", step, call.parameter(module.dt_proj_weight))
     dt = F.softplus(step + call.parameter(module.dt_proj_bias)).flatten(2)
     A = call.decay_rate(module.A_log).reshape(-1, N)
-    return FrozenMixer(
-        recurrence=_operator(dt, A, B, C, mask),
-        inputs=conv.inputs,
-        out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.weight(module.out_proj),
-        skip=call.parameter(module.D).reshape(-1),
-        conv=conv.taps,
-        conv_bias=conv.bias,
-        activation=activation,
-        gate=F.silu(z),
-        gate_argument=z,
-    ).with_values(values, convolved=conv.output)
+    recurrence = _operator(dt, A, B, C, mask)
+    return _frozen(call, recurrence, conv, activation, values, z, module.D, plain_projection(call))
 
 
 def _operator(dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None) -> DiagonalOperator:

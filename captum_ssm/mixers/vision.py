@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
@@ -22,10 +22,9 @@ from captum_ssm.mixers._parts import (
     ImageConv,
     activation_factor,
     rms_factor,
-    short_conv,
 )
 from captum_ssm.mixers._registry import adapts
-from captum_ssm.mixers.s6 import S6Scan, freeze_s6
+from captum_ssm.mixers.s6 import coefficients, freeze_s6, freeze_scan, plain_projection
 from captum_ssm.models.ss2d import scan_orders
 from captum_ssm.operators import DiagonalOperator, PermutedOperator, SumOperator, TokenOperator
 
@@ -143,13 +142,12 @@ def _diagonal(
 
 def _projection(call: MixerCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The output projection with the learned scale of its channels, and its weight."""
-    module = call.module
-    weight = call.weight(module.out_proj)
-    gamma = getattr(module, "gamma", None)
+    plain, weight = plain_projection(call)
+    gamma = getattr(call.module, "gamma", None)
     if gamma is None:
-        return lambda y: call.linear(module.out_proj, y), weight
+        return plain, weight
     factor = call.parameter(gamma)
-    return lambda y: call.linear(module.out_proj, y) * factor, weight * factor[:, None]
+    return lambda y: plain(y) * factor, weight * factor[:, None]
 
 
 @adapts("captum_ssm.models.vision_mamba.BidirectionalMamba")
@@ -178,62 +176,22 @@ def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
     module = call.module
     u, z = call.linear(module.in_proj, call.tokens()).chunk(2, -1)
     projection = _projection(call)
-    there = _scan(call, "", "A_log")
+    there = freeze_scan(call, u, z, _rates(call, module.A_log), projection)
+    if kind == "none":
+        return there
+    positions = torch.arange(u.shape[1], device=u.device)
+    backward, rates = positions.flip(0), _rates(call, module.A_b_log)
     if kind == "v2":
         halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
-        scans, convs = (there, _scan(call, "_b", "A_b_log")), (module.conv1d, module.conv1d_b)
-        return freeze_directions(call, u, z, scans, convs, projection, halved=halved)
-    forward = freeze_directions(call, u, z, (there,), (module.conv1d,), projection)
-    if kind == "none":
-        return forward
+        back = freeze_scan(call, u.flip(1), z.flip(1), rates, projection, suffix="_b")
+        scale = 0.5 if halved else 1.0
+        return FrozenScans.of((there, back), (positions, backward), scale=scale)
     # v1 scans the same values twice, with the same coefficients except the decay.
-    rates = replace(there, A=_rates(call, module.A_b_log))
-    back = rates.operator(call, forward.values, None)
-    dt, B, C = (t.flip(1) for t in (back.dt, back.B, back.C))
-    back = DiagonalOperator(dt, dt, back.A, B, C)
-    positions = torch.arange(u.shape[1], device=u.device)
-    both = SumOperator((forward.recurrence, PermutedOperator(back, positions.flip(0))))
-    return replace(forward, recurrence=both, skip=2 * call.parameter(module.D))
-
-
-def freeze_directions(
-    call: MixerCall,
-    u: Tensor,
-    z: Tensor,
-    scans: Sequence[S6Scan],
-    convs: Sequence[nn.Conv1d],
-    projection: tuple[Callable[[Tensor], Tensor], Tensor],
-    *,
-    halved: bool = False,
-) -> FrozenMixer:
-    """S6 over the tokens in their order, and over the reversed tokens if there are two scans.
-
-    Args:
-        call (MixerCall): the recorded call.
-        u (Tensor): what is convolved, ``(B, L, D)``.
-        z (Tensor): what the gate is a function of, ``(B, L, D)``.
-        scans (sequence of S6Scan): one or two.
-        convs (sequence of nn.Conv1d): the convolution of each scan, causal in the scan's order.
-        projection (tuple): the output projection and its weight.
-        halved (bool, optional): whether the mean of two scans is taken, not the sum.
-            Default: False
-    """
-    positions = torch.arange(u.shape[1], device=u.device)
-    orders = (positions, positions.flip(0))[: len(scans)]
-    frozen = []
-    for scan, conv, order in zip(scans, convs, orders, strict=True):
-        own, gate = (u, z) if order is positions else (u.flip(1), z.flip(1))
-        frozen.append(scan.freeze(call, short_conv(call, conv, own), gate, *projection))
-    if len(frozen) == 1:
-        return frozen[0]
-    return FrozenScans.of(frozen, orders, scale=0.5 if halved else 1.0)
-
-
-def _scan(call: MixerCall, suffix: str, rates: str) -> S6Scan:
-    module = call.module
-    x_proj, dt_proj, D = (getattr(module, f"{name}{suffix}") for name in ("x_proj", "dt_proj", "D"))
-    A = _rates(call, getattr(module, rates))
-    return S6Scan(x_proj=x_proj, dt_proj=dt_proj, A=A, D=D, act=module.act)
+    again = coefficients(call, there.values, rates)
+    dt, B, C = (t.flip(1) for t in (again.dt, again.B, again.C))
+    again = DiagonalOperator(dt, dt, again.A, B, C)
+    both = SumOperator((there.recurrence, PermutedOperator(again, backward)))
+    return replace(there, recurrence=both, skip=2 * call.parameter(module.D))
 
 
 def _rates(call: MixerCall, A_log: Tensor) -> Tensor:

@@ -66,15 +66,17 @@ def run_gather(
     given = args[0] if args else kwargs.get("tensors")
     is_written = func is Tensor.__setitem__
     gathered = given if is_written else returned
-    is_whole = _ends(given, args[1]) if is_written else _are_tokens(func, given)
-    if not is_whole or gathered.dim() < 3:
+    axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if gathered.dim() < 3:
+        return returned
+    is_whole = _ends(given, axis) if is_written else 1 < gathered.shape[axis] == len(given)
+    if not is_whole:
         return returned
     frames = frames_in_module(sys._getframe(2))
-    loop = TokenLoop(frames[0].f_code, frames[0].f_lasti) if frames else None
-    if not frames or loop is None or not is_known(loop):
+    if not frames:
         return returned
-    variables = _variables(frames[0])
-    if not any(True for _ in forms_of(list(variables))):
+    loop, variables = TokenLoop(frames[0].f_code, frames[0].f_lasti), _variables(frames[0])
+    if not is_known(loop) or not any(True for _ in forms_of(list(variables))):
         return returned
     handled = handle(replace(loop, result=gathered), loop, variables)
     if is_written and handled is not gathered:
@@ -89,13 +91,6 @@ def _variables(frame: FrameType) -> dict[str, Tensor]:
     own = {**owner._buffers, **owner._parameters} if isinstance(owner, nn.Module) else {}
     named = {**{name: x for name, x in own.items() if name in needed}, **frame.f_locals}
     return {name: x for name, x in named.items() if torch.is_tensor(x)}
-
-
-def _are_tokens(func: Any, parts: Any) -> bool:
-    # Whether several tensors are gathered, one for each token: of one axis less, or of size one.
-    if not isinstance(parts, (list, tuple)) or len(parts) < 2:
-        return False
-    return func is torch.stack or all(1 in one.shape for one in parts)
 
 
 def _ends(written: Tensor, index: Any) -> bool:
