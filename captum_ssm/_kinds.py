@@ -126,12 +126,7 @@ def is_without_rule(node: Node, has_rule: Container[str]) -> bool:
 
 
 def coefficient_in(node: Node, carries: Mapping[Node, bool]) -> str | None:
-    """The kind of a coefficient that a node's value is made of, if it depends on the tokens.
-
-    Args:
-        node (Node): a node by which no relevance goes on.
-        carries (dict): for nodes between, whether relevance goes on from them.
-    """
+    """The kind of a coefficient that a node's value is made of, if it depends on the tokens."""
     found, seen, stack = None, set(), [node]
     while stack:
         one = stack.pop()

@@ -72,12 +72,8 @@ def rule_of(
 ) -> Rule | None:
     """How to change the gradients of a node; None for a linear node or one without a rule.
 
-    Args:
-        node (Node): the node.
-        carrying (set of int): the inputs by which relevance goes on.
-        gates (set of int, optional): the factors that are coefficients. Default: none
-        centered (bool, optional): a norm subtracts the mean over channels on the way back too.
-            Default: True
+    Relevance goes on by the ``carrying`` inputs; of a product, ``gates`` are coefficients. If
+    ``centered``, a norm subtracts the mean over channels on the way back too.
     """
     kind, followed = kind_of(node), followed_by(node)
     if kind == "Pow" and len(node.next_functions) == 2:

@@ -18,12 +18,9 @@ from captum_ssm.attr import TokenAttribution
 
 @dataclass(frozen=True)
 class Ask:
-    """What one row explains.
+    """What one row explains: an answer, a token's id or a class, perhaps against another one.
 
-    Args:
-        position (int, optional): the token at which the answer is read; None for an image.
-        answer (int): a token's id, or a class.
-        against (int, optional): the answer whose score is taken away. Default: None
+    The position is that of the token at which it is read; None for an image.
     """
 
     position: int | None
@@ -40,20 +37,11 @@ def rows(
     what: str = "",
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Relevance of all inputs for each ask, and what it leaves out.
+    """Relevance ``(R, ...)`` of token ids ``(1, L)``, or of one image ``(1, C, H, W)``.
 
-    Args:
-        method (TokenAttribution): a method of this library, made with the model.
-        inputs (Tensor): token ids ``(1, L)``, or one image ``(1, C, H, W)``.
-        asks (sequence of Ask): R of them.
-        step (int, optional): how many are explained at a time, by methods that need gradients.
-            Default: 8
-        what (str, optional): for the progress bar, which a name switches on. Default: ``""``
-        **options: the method's own.
-
-    Returns:
-        tuple: relevance ``(R, ...)`` in the shape of the input, zero after the token that is
-        explained, and the deltas ``(R,)`` of a method that adds up, else None.
+    It is zero after the token that is explained. And the deltas ``(R,)`` of a method that adds up,
+    else None. Methods that need gradients explain ``step`` asks at a time. A name for ``what``
+    switches on the progress bar.
     """
     if method.reads_whole_maps(**options):
         kinds: list[Any] = list(range(len(asks)))  # a row must not see later tokens

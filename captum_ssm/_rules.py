@@ -35,14 +35,8 @@ def ruled(
 ) -> Iterator[dict[Node, bool]]:
     """Attach the rules to the nodes between ``starts`` and ``ends``; gradients then obey them.
 
-    Args:
-        ends (sequence of Node): where gradients are put in.
-        starts (sequence of Node): where they are read.
-        centered (bool, optional): a norm subtracts the mean over channels on the way back too.
-            Default: True
-
-    Yields:
-        dict: whether relevance goes on from a node to one of the starts, for each node visited.
+    Yields whether relevance goes on from a node to one of the starts, for each node visited. If
+    ``centered``, a norm subtracts the mean over channels on the way back too.
     """
     visits, carries = _carrying(ends, starts)
     with ExitStack() as stack:
@@ -123,8 +117,7 @@ def goes_through_activation(end: Node, start: Node) -> bool:
 def without_rule(carries: Mapping[Node, bool]) -> list[str]:
     """The functions that relevance goes through by their plain gradient, by name.
 
-    Args:
-        carries (dict): of :func:`ruled`, whose rules are still attached.
+    It is asked while the rules of :func:`ruled`, which told what carries, are still attached.
     """
     kinds = set(map(kind_of, _nodes_without_rule(carries)))
     return sorted("a function applied in place to a view" if x == COPY_SLICES else x for x in kinds)
@@ -132,11 +125,7 @@ def without_rule(carries: Mapping[Node, bool]) -> list[str]:
 
 @contextmanager
 def stopped(carries: Mapping[Node, bool]) -> Iterator[None]:
-    """Let no relevance through functions without a rule.
-
-    Args:
-        carries (dict): of :func:`ruled`, whose rules are still attached.
-    """
+    """Let no relevance through functions without a rule, while rules are attached."""
     with ExitStack() as stack:
         for node in _nodes_without_rule(carries):
             stack.callback(node.register_hook(lambda inner, outer: (None,) * len(inner)).remove)
@@ -152,9 +141,6 @@ def added_coefficients(carries: Mapping[Node, bool]) -> list[str]:
 
     A sigmoid or an exponential of the tokens is a coefficient of what it multiplies. As a summand
     it is part of the score that is missing from the relevance.
-
-    Args:
-        carries (dict): of :func:`ruled`.
     """
     found: set[str | None] = set()
     for node, carry in carries.items():

@@ -411,7 +411,6 @@ def test_rows_whose_entries_cancel_are_not_divided():
         """A layer's map whose first row sums to minus one, and whose second to zero."""
 
         parts = ()
-        options = MapOptions(normalize_rows=True)
         values = torch.tensor([[[-1.0, 0, 0], [1.0, -1, 0], [1.0, 1, 1]]])
 
         def row_sums(self) -> Tensor:
@@ -426,6 +425,7 @@ def test_rows_whose_entries_cancel_are_not_divided():
         return SimpleNamespace(
             frozen=frozen,
             wiring=wiring,
+            options=MapOptions(normalize_rows=True),
             at=lambda _: Cancelling(),
             streams=lambda stage, _: {stage},
             stages=range(count),

@@ -66,13 +66,9 @@ NARROW = 128  # a vector of so few numbers costs less than to tell whether it ma
 
 @dataclass(frozen=True)
 class Alti:
-    """The rows of eq. 6 of one layer.
+    """The rows of eq. 6 of one layer, whose vectors add up to the output y, ``(B, L, E)``.
 
-    Args:
-        parts (Contributions): the layer's vectors.
-        output (Tensor): y, ``(B, L, E)``, what the vectors add up to.
-        residual (Tensor, optional): ``(B, L, E)``, what each token adds to its own output in
-            addition, the residual stream. Default: None
+    The residual stream, ``(B, L, E)``, is what each token adds to its own output in addition.
     """
 
     parts: Contributions
@@ -91,9 +87,8 @@ class Alti:
 
     def _near_of_maps(self, chosen: Tensor) -> Tensor:
         # n of some rows, (B, r, C), without their vectors.
-        y, own = self.output[:, chosen], None
-        if self.residual is not None:
-            own = self.residual[:, chosen]
+        y = self.output[:, chosen]
+        own = None if self.residual is None else self.residual[:, chosen]
         size = y.abs().sum(-1, keepdim=True)
         return _positive(size - self.parts.distances(chosen, y, own), size)
 
@@ -113,16 +108,11 @@ class Alti:
     def carry(
         self, relevance: Tensor, tolerance: float, advance: Callable[[float], None]
     ) -> tuple[Tensor, Tensor]:
-        """Relevance ``(B, T, L)`` of T targets before the layer, and by how much it may be wrong.
+        """Relevance ``(B, T, L)`` of T targets before the layer, v P, of that after it.
 
-        Args:
-            relevance (Tensor): after the layer, ``(B, T, L)``.
-            tolerance (float): the share of the relevance that may end on wrong tokens, half of the
-                l1 norm of its error.
-            advance (Callable): told after each tile what part of the work was done.
-
-        Returns:
-            tuple of Tensor: v P, ``(B, T, L)``, and the bound on its error's l1 norm, ``(B, T)``.
+        And the bound on its error's l1 norm, ``(B, T)``, half of which is the share of the
+        relevance that the tolerance lets end on wrong tokens. ``advance`` is told after each tile
+        what part of the work was done.
         """
         weight = relevance.abs()
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-30)

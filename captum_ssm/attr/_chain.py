@@ -31,13 +31,9 @@ from captum_ssm.operators.composed import sum_of
 class Step:
     """Mixers side by side in a residual stream, and how the score reads what they add to it.
 
-    Args:
-        groups (list of tuple): mixers, and the score's coefficients at what these returned,
-            ``(B, T, E)``.
-        before (Tensor): the stream before them, ``(B, T, E)``.
-        direction (Tensor): the score's coefficients at that stream, ``(B, T, E)``.
-        local (Tensor, optional): what else is added to each token until the next step,
-            ``(B, T, E)``, if that is not frozen. Default: None
+    Groups are mixers, with the score's coefficients at what these returned; the direction is that
+    of its coefficients at the stream before them. What else is added to each token until the next
+    step is local, if it is not frozen. All are ``(B, T, E)``.
     """
 
     groups: list[tuple[list[FrozenLayer], Tensor]]
@@ -62,16 +58,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A score as what the layers' vectors, the first stream and bias terms add up to.
+    """A score ``(B,)`` as what the layers' vectors, the first stream and bias terms add up to.
 
-    Args:
-        frozen (FrozenModel): the layers, and what lies between them.
-        steps (dict of int to Step): by stage of its wiring.
-        score (Tensor): ``(B,)``.
-        past (sequence of Tensor, optional): relevance, in the shape of each input, of what the
-            score reads of it past the first stream. Default: (), for nothing
-        with_stream (bool, optional): whether the stream before the first step is a part.
-            Default: True
+    Steps are by stage of the model's wiring. ``past`` is relevance, in the shape of each input, of
+    what the score reads of it past the first stream, if anything.
     """
 
     frozen: FrozenModel
@@ -105,18 +95,10 @@ class Decomposition:
     def relevance(
         self, activation: str, tolerance: float = 0.0, *, is_one_text: bool = False
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Relevance of each input's tokens.
+        """Relevance ``(B, S)`` of each input's tokens, by input.
 
-        Args:
-            activation (str): one of :data:`~captum_ssm.attr._contributions.ACTIVATIONS`.
-            tolerance (float, optional): the share that each layer may put on wrong tokens.
-                Default: 0.0
-            is_one_text (bool, optional): all examples are one text, whose vectors are made once for
-                all targets. Default: False
-
-        Returns:
-            tuple: relevance ``(B, S)`` by input; what it claims to add up to, ``(B,)``; and the
-            bound on what the tolerance changes, ``(B,)``.
+        And what it claims to add up to, ``(B,)``, and the bound on what the tolerance changes,
+        ``(B,)``. Where all examples are one text, its vectors are made once for all targets.
         """
         frozen, claimed, bound = self.frozen, self.score, torch.zeros_like(self.score)
         text = frozen.of_first() if is_one_text else frozen

@@ -48,14 +48,11 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Contributions:
-    """The contributions of tokens to the output of one layer.
+    """The contributions of tokens to the output of one layer, of one mixer or parallel ones.
 
-    Args:
-        mixers (sequence of FrozenMixer): the layer's mixer, or its parallel mixers.
-        activation (str): f, one of :data:`ACTIVATIONS`; ``"gate"`` freezes the activation's
-            factor, which makes the sum over tokens exact. A mixer without an activation is
-            exact for all of them.
-        mask (Tensor, optional): ``(B, L)``, zero for padding. Default: None
+    The activation f is one of :data:`ACTIVATIONS`; ``"gate"`` freezes its factor, which makes the
+    sum over tokens exact, as it is of a mixer without an activation. The mask ``(B, L)`` is zero
+    for padding.
     """
 
     def __init__(
@@ -114,26 +111,24 @@ class Contributions:
 
     def dot_row(self, direction: Tensor) -> Tensor:
         """sum_i direction_i . T_i(x_j), of ``direction (B, L, E)``: ``(B, L)``, in linear time."""
-        total = direction.new_zeros(self.batch, self.length)
-        ones = torch.ones_like(total)
-        for part in self.parts:
-            out = torch.zeros_like(total)
-            for lag, operator in part.scored(direction):
-                row = operator.rmatvec(ones, "mean") * operator.channels
-                out[:, : self.length - lag] += row[:, lag:]
-            total += part.restore(out, 1)
-        return total
+        ones = direction.new_ones(self.batch, self.length)
+        return self._dots(direction, lambda operator: operator.rmatvec(ones, "mean"))
 
     def dot_matrix(self, direction: Tensor) -> Tensor:
         """direction_i . T_i(x_j) for every pair: ``(B, L, L)``, without the vectors."""
-        total = direction.new_zeros(self.batch, self.length, self.length)
+        return self._dots(direction, lambda operator: operator.matrix("mean"))
+
+    def _dots(self, direction: Tensor, read: Callable[[TokenOperator], Tensor]) -> Tensor:
+        found = []
         for part in self.parts:
-            out = torch.zeros_like(total)
-            for lag, operator in part.scored(direction):
-                matrix = operator.matrix("mean") * operator.channels
-                out[..., : self.length - lag] += matrix[..., lag:]
-            total += part.restore(part.restore(out, 1), 2)
-        return total
+            taps = [(lag, read(one) * one.channels) for lag, one in part.scored(direction)]
+            out = torch.zeros_like(taps[0][1])
+            for lag, values in taps:
+                out[..., : self.length - lag] += values[..., lag:]
+            for dim in range(1, out.dim()):
+                out = part.restore(out, dim)
+            found.append(out)
+        return sum_of(found)
 
     def tiles(self, rows: Tensor) -> list[Tensor]:
         """Ascending rows ``(R,)``, cut into tiles whose vectors are made together."""
@@ -155,11 +150,9 @@ class Contributions:
     ) -> Tensor:
         """Vectors before the output projection, T = W z, for the rows ``index (B, R)``.
 
-        ``visit`` is given some channels, and z of these while it is in the cache.
-
-        Returns:
-            Tensor: z of the first columns, ``(B, D, R, columns)``, channels of all scans. The next
-            call writes into the same memory: new pages would take as long as the numbers.
+        z is ``(B, D, R, columns)``, of the first columns and the channels of all scans. The next
+        call writes into the same memory: new pages would take as long as the numbers. ``visit`` is
+        given some channels, and z of these while it is in the cache.
         """
         B, R = index.shape
         shape = (B, self.weight.shape[1], R, columns)
@@ -181,14 +174,11 @@ class Contributions:
     def reduced(
         self, index: Tensor, columns: int, reduce: Callable[[Tensor, slice, slice], Tensor]
     ) -> Tensor:
-        """A reduction of the vectors of rows ``index (B, R)`` over their width.
+        """A reduction of the vectors of rows ``index (B, R)`` over their width: ``(B, R, C)``.
 
         ``reduce`` takes vectors ``(B, E, r, c)``, and which of the rows and columns they are. They
         are made in blocks that stay in the cache, and are never in memory as a whole. Where a row
-        reads no token there is no vector.
-
-        Returns:
-            Tensor: ``(B, R, C)``, of the first columns; zero where there is no vector.
+        reads no token there is no vector, and the result is zero.
         """
         (B, R), size = index.shape, max(1, BLOCK // len(index))
         if self.is_sum_of_maps:
@@ -210,15 +200,10 @@ class Contributions:
         return all(part.is_sum_of_maps for part in self.parts)
 
     def distances(self, rows: Tensor, outputs: Tensor, own: Tensor | None) -> Tensor:
-        """The l1 distances of outputs from the vectors that they are made of, if these are of maps.
+        """The l1 distances of the outputs of some rows ``(R,)`` from their vectors of maps.
 
-        Args:
-            rows (Tensor): ``(R,)``, those of the outputs.
-            outputs (Tensor): ``(B, R, E)``.
-            own (Tensor, optional): ``(B, R, E)``, added to the vector of a row's own token.
-
-        Returns:
-            Tensor: ``(B, R, C)``, of the first columns.
+        They are ``(B, R, C)``, of the first columns. ``own (B, R, E)`` is added to the vector of a
+        row's own token.
         """
         columns, index = self.columns(rows), rows.expand(self.batch, -1)
         maps = torch.cat([part.maps(index)[..., :columns] for part in self.parts], 1)

@@ -35,7 +35,7 @@ from captum_ssm.attr.mamba_lrp import Rules, has_a_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._reordered import in_order
 from captum_ssm.mixers._unfused import fused_norms
-from captum_ssm.scans import intercepted
+from captum_ssm.scans import FunctionCall, intercepted
 
 # Norms of PyTorch, which are single nodes of the graph.
 _RULED = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
@@ -77,13 +77,10 @@ def _cuts(frozen: FrozenModel, visits: Sequence[_Visit]) -> list[_Cut]:
 
 @dataclass(frozen=True)
 class CutGraph:
-    """The graph of a run whose mixers were cut off: how the score reads what they return.
+    """The graph of a run whose mixers were cut off: how the score ``(B,)`` reads what they return.
 
-    Args:
-        cuts (list of _Cut): of the mixers' calls, in forward order.
-        score (Tensor): ``(B,)``, with its graph.
-        starts (list of tuple): where the graph begins, and the values there.
-        of_inputs (Callable): turns relevance of the starts into that of the inputs.
+    Cuts are in forward order. It begins at the starts, whose values are known, and whose relevance
+    ``of_inputs`` turns into that of the inputs.
     """
 
     cuts: list[_Cut]
@@ -144,15 +141,10 @@ class CutGraph:
         return pairs
 
     def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
-        """What inputs add to the score past the mixers and a stream: times the gradient, by input.
+        """What each input adds to the score past the mixers and a stream before them, in its shape.
 
-        Args:
-            stream (Point): before the first mixer.
-            direction (Tensor): the score's coefficients there, channels last.
-
-        Returns:
-            list of Tensor: in the inputs' shapes; empty where all that the score reads goes through
-            the stream.
+        The direction holds the score's coefficients at the stream, channels last. Nothing where all
+        that the score reads goes through the stream.
         """
         root = Point.of(self.score, None)
         if not any(is_read_past(root, point, stream) for point, _ in self.starts):
@@ -211,7 +203,8 @@ class CutMixers(Rules):
     @contextmanager
     def around(self, root: nn.Module) -> Iterator[None]:
         fused = fused_norms()
-        unfused = intercepted(lambda call: fused[call.source](call), fused)
+        # Functions that an interception around this one is about run as they are.
+        unfused = intercepted(lambda call: fused.get(call.source, FunctionCall.run)(call), fused)
         with super().around(root), _Norms(self._norms), unfused:
             yield
 
@@ -240,9 +233,7 @@ class CutMixers(Rules):
 
         def of_inputs(relevance: list[Tensor]) -> list[Tensor]:
             of_start = dict(zip(map(id, starts), relevance, strict=True))
-            leaves = self.leaves()
-            found = [of_start[id(leaf.tensor)] for part in leaves for leaf in part]
-            return self.of_inputs(leaves, found)
+            return self.of_inputs(lambda leaves: [of_start[id(leaf)] for leaf in leaves])
 
         points = [(Point.of(one), one) for one in starts]
         return CutGraph(_cuts(frozen, self._visits), score, points, of_inputs)
@@ -251,9 +242,7 @@ class CutMixers(Rules):
 def grids_of(frozen: FrozenModel, graph: CutGraph) -> Decomposition:
     """How the score reads the layers, each on its own tokens.
 
-    Args:
-        frozen (FrozenModel): of a run as it is.
-        graph (CutGraph): of the same run, or of another one of the same request.
+    The graph is that of the run that the model was frozen at, or of another one of its request.
 
     Raises:
         UnsupportedModelError: where relevance could be lost, or counted twice, on the way.

@@ -22,13 +22,9 @@ def of_inputs(
 
     The sum over an input is that over its tokens, except where it is interpolated, or where tokens
     are no patch of the image and are dropped.
-
-    Args:
-        relevance (sequence of Tensor): ``(B, S)`` for each input, of its places: tokens, steps,
-            pixels; or ``(B, L)`` of the model's tokens, where it tells which is which patch.
-        frozen (FrozenModel): what they were computed on.
-        feature_share (str): ``"linear"`` or ``"even"``.
-        mode (str, optional): how patches are interpolated; None for the grid's own.
+    It is given as ``(B, S)`` for each input, of its places: tokens, steps, pixels; or as
+    ``(B, L)`` of the model's tokens, where it tells which is which patch, to be interpolated in a
+    mode, or in that of the grid.
     """
     found = []
     for k, row in enumerate(relevance):

@@ -64,10 +64,6 @@ class MapChoices(TypedDict, total=False):
 class MapOptions:
     """:class:`MapChoices`, checked, and the operator that maps are made from.
 
-    Args:
-        formulation (str, optional): ``"hidden"`` or ``"unified"``. Default: ``"hidden"``
-        components (iterable of str, optional): for ``"unified"``. Default: None
-
     Raises:
         ValueError: for a ``reduction``, ``sign``, ``discard_ratio`` or ``tolerance`` that is not
             expected.
@@ -140,18 +136,14 @@ class MixerMap:
         if options.is_linear:
             row = operator.rmatvec(w if self.row_scale is None else w * self.row_scale, "mean")
             return row if self.mask is None else row * self.mask
-        if options.is_global:
-            return torch.einsum("bi,bij->bj", w, self.matrix())
-        asked = (w != 0).any(0).nonzero()[:, 0]
+        out, asked = torch.zeros_like(w), (w != 0).any(0).nonzero()[:, 0]
         if asked.numel() == 0:
-            return torch.zeros_like(w)
-        if asked.numel() <= 8:
-            index = asked.expand(w.shape[0], -1)
-            rows = self._transform(operator.rows(index, options.reduction), asked)
-            return torch.einsum("bi,bij->bj", w[:, asked], rows)
-        out = torch.zeros_like(w)
-        tiles = list(self._tiles(int(asked[0]), int(asked[-1]) + 1))
-        for at in _carrying(w, tiles, options.tolerance):
+            return out
+        tiles: Iterable[slice | Tensor] = [asked]
+        if options.is_global or asked.numel() > 8:
+            made = list(self._tiles(int(asked[0]), int(asked[-1]) + 1))
+            tiles = _carrying(w, made, options.tolerance)
+        for at in tiles:
             out += torch.einsum("bi,bij->bj", w[:, at], self._rows(at))
         return out
 
@@ -160,27 +152,26 @@ class MixerMap:
         if self.options.is_linear:
             sums = self.operator.row_sums(self.mask)
             return sums if self.row_scale is None else sums * self.row_scale
-        if self.options.is_global:
-            return self.matrix().sum(-1)
         tiles = self._tiles(0, self.operator.length)
         return torch.cat([self._rows(at).sum(-1) for at in tiles], 1)
 
     def _tiles(self, start: int, stop: int) -> Iterator[slice]:
+        if self.options.is_global:
+            yield slice(0, self.operator.length)
+            return
         # Enough rows that what a tile costs once, its columns' coefficients, does not count.
         entries = tile_entries(1 << 28) // (self.operator.batch * self.operator.length)
         step = max(1, min(256, entries))
         for first in range(start, stop, step):
             yield slice(first, min(stop, first + step))
 
-    def _rows(self, at: slice) -> Tensor:
-        if self.options.reduction == "mean":
-            return self._transform(self.operator.row_tile(at.start, at.stop), at)
-        index = torch.arange(at.start, at.stop, device=self.operator.device)
-        index = index.expand(self.operator.batch, -1)
-        return self._transform(self.operator.rows(index, self.options.reduction), at)
-
-    def _transform(self, rows: Tensor, at: slice | Tensor) -> Tensor:
-        options = self.options
+    def _rows(self, at: slice | Tensor) -> Tensor:
+        options, operator = self.options, self.operator
+        if options.reduction == "mean" and isinstance(at, slice):
+            rows = operator.row_tile(at.start, at.stop)
+        else:
+            index = torch.arange(operator.length, device=operator.device)[at]
+            rows = operator.rows(index.expand(operator.batch, -1), options.reduction)
         if self.row_scale is not None:
             rows = rows * self.row_scale[:, at, None]
         if self.mask is not None:
@@ -201,7 +192,6 @@ class LayerMap:
     """One layer's map: that of its mixer, or the sum over mixers that run side by side."""
 
     parts: list[MixerMap]
-    options: MapOptions
 
     def matrix(self) -> Tensor:
         """M, ``(B, L, L)``, before row normalisation."""
@@ -240,7 +230,7 @@ class StageMaps:
         """The map of a stage; None where none of its layers was chosen."""
         if stage not in self.stages:
             return None
-        return LayerMap([self._part(layer) for layer in self.stages[stage]], self.options)
+        return LayerMap([self._part(layer) for layer in self.stages[stage]])
 
     def streams(self, stage: int, chosen: LayerMap | None) -> set[int]:
         """The stages before which residual streams leave that are added to what this one returns.
@@ -282,7 +272,7 @@ def raw_row(maps: StageMaps) -> list[Tensor]:
     def add(stage: int, row: Tensor) -> dict[int, Tensor]:
         m, w = maps.at(stage), asked[stage]
         if m is not None:
-            row = row + m.rmatvec(_over(w, m.row_sums()) if m.options.normalize_rows else w)
+            row = row + m.rmatvec(_over(w, m.row_sums()) if maps.options.normalize_rows else w)
         return {stage: row}
 
     wiring.back(query, ask, to_inputs=False)
@@ -304,7 +294,7 @@ def rollout_row(maps: StageMaps) -> list[Tensor]:
         streams = maps.streams(stage, m)
         if m is None:  # not chosen: the tokens go past it
             return {min(streams, default=stage): w}
-        if m.options.normalize_rows:
+        if maps.options.normalize_rows:
             w = _over(w, len(streams) + m.row_sums())
         found = dict.fromkeys(streams, w)
         row = m.rmatvec(w)
@@ -337,7 +327,7 @@ def rollout_matrix(maps: StageMaps) -> Tensor:
         if stage in streams:
             beta.diagonal(dim1=-2, dim2=-1).add_(1)
         rho = sum_of([beta @ before[stage], *(before[i] for i in streams - {stage})])
-        return _over(rho, sums) if m.options.normalize_rows else rho
+        return _over(rho, sums) if maps.options.normalize_rows else rho
 
     start = torch.eye(L, dtype=call.dtype, device=call.output.device).expand(B, -1, -1)
     return maps.wiring.forth(start, step)

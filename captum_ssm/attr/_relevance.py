@@ -62,12 +62,7 @@ def coefficients_at(
 
 
 def warn_of_unruled(functions: Collection[str], share: float | None = None) -> None:
-    """Warn of functions that relevance goes through by their plain gradient, if there are any.
-
-    Args:
-        functions (collection of str): their names.
-        share (float, optional): how much of the relevance goes through them. Default: unknown
-    """
+    """Warn of functions that a share of the relevance goes through by their plain gradient."""
     if functions:
         part = "" if share is None else f" for {share:.0%} of the relevance"
         warnings.warn(

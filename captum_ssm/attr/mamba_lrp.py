@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ from captum_ssm.attr._relevance import relevance_at
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._parts import activation_factor
 from captum_ssm.mixers.discovery import MeasuredAdapter, scans_frozen
+from captum_ssm.operators.composed import sum_of
+
+# Where relevance of an input is read, and of which entries it is; None for all.
+Leaves = Sequence[tuple[Tensor, Tensor | None]]
 
 
 class MambaLRP(TokenAttribution):
@@ -210,28 +214,24 @@ class Rules(Substitution):
 
     def relevance(self, score: Tensor) -> list[Tensor]:
         """The relevance of each input's entries, in its shape: of an id that of its embedding."""
-        leaves = self.leaves()
-        found = relevance_at([leaf.tensor for part in leaves for leaf in part], score)
-        return self.of_inputs(leaves, found)
+        return self.of_inputs(lambda leaves: relevance_at(leaves, score))
 
-    def leaves(self) -> list[list[Leaf]]:
-        """By input, where relevance is read."""
+    def of_inputs(self, relevance_of: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """Relevance of each input's entries, from a function that gives that of leaves."""
+        inputs = self.inputs
+        leaves: list[Leaves] = [
+            [(x, None)] if x.is_floating_point() else self._leaves(x) for x in inputs
+        ]
+        found = iter(relevance_of([leaf for part in leaves for leaf, _ in part]))
         return [
-            [Leaf(one)] if one.is_floating_point() else self._leaves(one) for one in self.inputs
+            sum_of([_of_entries(entries, next(found), x) for _, entries in part])
+            for x, part in zip(inputs, leaves, strict=True)
         ]
 
-    def of_inputs(self, leaves: list[list[Leaf]], relevance: Sequence[Tensor]) -> list[Tensor]:
-        """The relevance of leaves, in their order, as that of the inputs."""
-        found = iter(relevance)
-        return [
-            reduce(torch.add, [leaf.of_input(next(found), one) for leaf in part])
-            for one, part in zip(self.inputs, leaves, strict=True)
-        ]
-
-    def _leaves(self, ids: Tensor) -> list[Leaf]:
-        # The embeddings of ids, from one table or several.
+    def _leaves(self, ids: Tensor) -> Leaves:
+        # The embeddings of ids, from one table or several, and the entries that they are of.
         found = [
-            (Leaf(leaf, entries), module, is_view(given, ids))
+            ((leaf, entries), module, is_view(given, ids))
             for module, given, leaf in self.embedded
             if (entries := entries_of(given, ids)) is not None
         ]
@@ -240,8 +240,8 @@ class Rules(Substitution):
         surely = [leaf for leaf, module, view in found if view or module is self.table]
         leaves = surely or [leaf for leaf, _, _ in found]
         known = torch.zeros(ids.numel(), dtype=torch.bool)
-        for leaf in leaves:
-            known[leaf.entries] = True
+        for _, entries in leaves:
+            known[entries] = True
         if not bool(known.all()):
             raise InputError(
                 f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
@@ -268,19 +268,13 @@ class Rules(Substitution):
         return leaf
 
 
-@dataclass(frozen=True)
-class Leaf:
-    # Where relevance is read: an input of floats, or embeddings of the entries of one of ids.
-    tensor: Tensor
-    entries: Tensor | None = None
-
-    def of_input(self, relevance: Tensor, inputs: Tensor) -> Tensor:
-        """Relevance of the leaf as that of the input's entries."""
-        if self.entries is None:
-            return relevance
-        found = relevance.new_zeros(inputs.numel())
-        found.index_add_(0, self.entries.flatten().to(found.device), relevance.sum(-1).flatten())
-        return found.view(inputs.shape)
+def _of_entries(entries: Tensor | None, relevance: Tensor, inputs: Tensor) -> Tensor:
+    # Relevance of an input of floats, or of embeddings of some entries of one of ids.
+    if entries is None:
+        return relevance
+    found = relevance.new_zeros(inputs.numel())
+    found.index_add_(0, entries.flatten().to(found.device), relevance.sum(-1).flatten())
+    return found.view(inputs.shape)
 
 
 def with_leaves(request: Request) -> Request:

@@ -25,7 +25,7 @@ from captum_ssm._lazy import cached_property
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
 from captum_ssm.scans._fourier import TRANSFORMS, Transforms, fourier_convolution
-from captum_ssm.scans._loops import GATHERS, Gathered, TokenLoop, run_gather, token_loop
+from captum_ssm.scans._loops import GATHERS, TokenLoop, run_gather, token_loop
 from captum_ssm.scans._products import (
     PRODUCTS,
     TokenProduct,
@@ -279,5 +279,5 @@ def _handed(
     return handler(FunctionCall(function, args, {}, source))
 
 
-def _looped(handler: Handler, gathered: Gathered, variables: dict[str, Any]) -> Any:
-    return handler(FunctionCall(gathered, (), variables, gathered.loop))
+def _looped(handler: Handler, ran: TokenLoop, source: TokenLoop, variables: dict[str, Any]) -> Any:
+    return handler(FunctionCall(ran, (), variables, source))

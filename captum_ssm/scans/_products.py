@@ -86,11 +86,12 @@ def run_product(
     written = None if others else _written(func, given)
     if written is None or any(x.is_complex() for x in written.factors):
         return func(*args, **kwargs)
-    place: tuple[tuple[CodeType, int], ...] | None = None
+    frames: list[FrameType] | None = None
     for values, rows, columns in _parts(written):
-        place = _place(sys._getframe(2)) if place is None else place
-        if place is None:
+        frames = frames_in_module(sys._getframe(2)) if frames is None else frames
+        if frames is None:
             break
+        place = tuple((frame.f_code, frame.f_lasti) for frame in frames)
         product = TokenProduct(place, values, rows, columns)
         if is_known(product):
             y = _multiplied(written, product, partial(multiply, product))
@@ -221,15 +222,12 @@ def is_in_autograd_function(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("ctx"), FunctionCtx)
 
 
-def is_of_the_model(frame: FrameType) -> bool:
-    """Whether a frame is that of a model's code, not of this library or of what runs the model."""
-    path, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-    is_ours = path.startswith(_OURS) and not path.startswith(_MODELS)
-    return not is_ours and package.partition(".")[0] not in _AROUND
+def frames_in_module(frame: FrameType | None) -> list[FrameType] | None:
+    """The frames of a model's code in the innermost module's call, the inner ones first.
 
-
-def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...] | None:
-    found: list[tuple[CodeType, int]] = []
+    None inside of an autograd function: what that calls does not know the graph.
+    """
+    found: list[FrameType] = []
     is_inside = True  # the innermost module
     while frame is not None:
         code, package = frame.f_code, str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -237,10 +235,11 @@ def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...] | None:
             return None
         is_inside &= not (package == "torch" and code.co_name == "_call_impl")
         is_inside &= len(found) < _DEEPEST
-        if is_inside and is_of_the_model(frame):
-            found.append((code, frame.f_lasti))
+        is_ours = code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_MODELS)
+        if is_inside and not (is_ours or package in _AROUND):
+            found.append(frame)
         frame = frame.f_back
-    return tuple(found)
+    return found
 
 
 def _multiplied(
