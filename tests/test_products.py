@@ -283,18 +283,6 @@ def test_every_method_explains_a_model_of_them(kind):
         assert delta.abs().max() < 1
 
 
-class Norm(nn.Module):
-    """A layer norm whose deviation is a constant."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x):
-        size = (x.var(-1, unbiased=False, keepdim=True) + self.norm.eps).sqrt().detach()
-        return (x - x.mean(-1, keepdim=True)) / size * self.norm.weight + self.norm.bias
-
-
 # Tokens as many as a head's channels, as all channels, and other numbers, after one of them.
 @pytest.mark.parametrize("written", ["@", "values first", "bmm"])
 def test_relevance_is_the_gradient_times_the_input_with_the_matrix_held_constant(written):
@@ -305,7 +293,7 @@ def test_relevance_is_the_gradient_times_the_input_with_the_matrix_held_constant
         x = torch.randn(2, length, 12, requires_grad=True)
         found = MambaLRP(model).attribute(x.detach(), target=(length - 1, 1))
         norms, kinds = model.norms, [layer.kind for layer in model.layers]
-        model.norms = nn.ModuleList(map(Norm, norms))
+        model.norms = nn.ModuleList(map(wild.ConstantNorm, norms))
         for layer, kind in zip(model.layers, kinds, strict=True):
             layer.kind = lambda scores, kind=kind: kind(scores).detach()
         (gradient,) = torch.autograd.grad(model(x)[:, -1, 1].sum(), x)

@@ -175,3 +175,15 @@ class Stack(nn.Module):
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = x + layer(norm(x))
         return self.head(x)
+
+
+class ConstantNorm(nn.Module):
+    """A layer norm whose deviation is a constant."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        size = (x.var(-1, unbiased=False, keepdim=True) + self.norm.eps).sqrt().detach()
+        return (x - x.mean(-1, keepdim=True)) / size * self.norm.weight + self.norm.bias

@@ -165,7 +165,8 @@ def place_of(at: Tensor, tokens: int) -> Tensor:
 
 def picked(x: Tensor, at: Tensor, fill: float = 0, *, axis: int = 1) -> Tensor:
     """The tokens ``at (l,)`` of ``x (B, L, ...)``, or on another axis; ``fill`` for -1."""
-    found, is_none = x.index_select(axis, at.clamp(min=0)), at < 0
+    # On the last axis PyTorch's index_select is slow.
+    found, is_none = x[..., at] if axis == -1 else x.index_select(axis, at.clamp(min=0)), at < 0
     if not bool(is_none.any()):
         return found
     shape = [1] * x.dim()
