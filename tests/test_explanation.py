@@ -173,6 +173,7 @@ BOMB = base64.b64encode(zlib.compress(bytes(10**7), 9)).decode()
         ("found", ("examples", 0, "outputs", 0, "position"), -5, "position is -5"),
         ("found", ("examples", 0, "units", "word"), [], "expected spans of all tokens"),
         ("found", ("examples", 0, "maps", 0, "layers"), ["none"], "expected layers of the file"),
+        ("found", ("examples", 0, "grid"), [2, 2], "grid is .*an image's patches"),
         ("found", ("model",), ["\u202e\x1b[2J"], r"model is \['\\u202e\\x1b\[2J'\]"),
         ("image", ("examples", 0, "image", "shape"), [1, 1, 3], "rows of 1 x 1"),
         ("image", ("examples", 0, "image", "zlib"), BOMB, "expected 768 bytes"),

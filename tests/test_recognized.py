@@ -178,6 +178,30 @@ class Bidirectional(Block):
         return there + back.mixed(u.flip(1)).flip(1)
 
 
+class Written(Block):
+    """The scan's outputs are written to a tensor, one after another."""
+
+    def scanned(self, v):
+        (dt, B, C), A = self.projected(v), -torch.exp(self.A_log)
+        y, h = torch.zeros_like(v), torch.zeros(len(v), *A.shape, dtype=v.dtype)
+        for t in range(v.shape[1]):
+            h = torch.exp(dt[:, t, :, None] * A) * h + (dt * v)[:, t, :, None] * B[:, t, None]
+            y[:, t] = (h * C[:, t, None]).sum(-1)
+        return y + self.skipped(v)
+
+
+class Joined(Block):
+    """The scan's outputs are joined, and the code around it has other names for A."""
+
+    def scanned(self, v):
+        (dt, B, C), h, out = self.projected(v), 0.0, []
+        for t in range(v.shape[1]):
+            a = torch.exp(-dt[:, t, :, None] * self.A_log.exp())
+            h = a * h + (dt * v)[:, t, :, None] * B[:, t, None]
+            out.append((h @ C[:, t, :, None]).mT)
+        return torch.cat(out, dim=1) + self.skipped(v)
+
+
 class Kernel(torch.autograd.Function):
     """Stands for a fused kernel: no Python function is called with the arguments of a scan."""
 
@@ -297,6 +321,8 @@ LOOPS = (
     BothWays,
     MeanOfBothWays,
     Bidirectional,
+    Written,
+    Joined,
     SSDBlock,
     NormBeforeGate,
 )
@@ -470,7 +496,7 @@ class Model(nn.Module):
 METHODS = (MambaRollout, MambaAttribution, MambaLRP, LaTIM)
 
 
-@pytest.mark.parametrize("kind", [Block, Fused, Bidirectional, LooksAhead, SSDBlock])
+@pytest.mark.parametrize("kind", [Block, Written, Fused, Bidirectional, LooksAhead, SSDBlock])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_explains_a_recognized_mixer(kind, method):
     model, x = Model(kind(), kind()).eval(), tokens(1, 9, 6)

@@ -182,6 +182,9 @@ def test_runs_may_be_nested():
         with intercepted(lambda call: torch.zeros(())):
             assert wild.scan(**coefficients()) == 0
         assert wild.scan(**coefficients()) == 1
+        # A run that handles other functions leaves these to the one around it.
+        with intercepted(lambda call: torch.zeros(()), [F.scaled_dot_product_attention]):
+            assert wild.scan(**coefficients()) == 1
 
 
 def test_other_threads_run_as_they_are():

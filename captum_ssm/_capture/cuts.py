@@ -117,7 +117,7 @@ class Cuts:
         at, E = entries.flatten().to(value.device), value.shape[-1]
         self.embedded[index][entries.flatten()] = True
         self.starts[index].values.flatten(0, -2)[at, :E] = value.detach().reshape(-1, E)
-        value = value if self.whole else value.detach()
+        value = self._started(value) if self.whole else value.detach()
         with torch.enable_grad():
             added = self._begun[index].flatten(0, -2)[:, :E].index_select(0, at)
             return value + added.view(value.shape)

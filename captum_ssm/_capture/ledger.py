@@ -32,7 +32,6 @@ from captum_ssm._graph import (
     dependencies,
     edges_before,
     meetings,
-    nodes_before,
     shape_of,
 )
 from captum_ssm._rules import ruled
@@ -41,7 +40,8 @@ from captum_ssm._transport import Transport, pairs
 # Seeds of an output of many entries, whose gradients stand for those of all of them.
 _SEEDS = 4
 # Nodes that stand for what they are given.
-_TRANSPARENT = ("_ExitBackward", "CloneBackward")
+_CUT = "_ExitBackward"
+_TRANSPARENT = (_CUT, "CloneBackward")
 
 
 @dataclass(frozen=True)
@@ -188,18 +188,30 @@ def _seeds(root: Point, batch: int) -> Iterator[Tensor]:
         yield seed.expand(root.shape).to(root.device, root.dtype)
 
 
-def structure(ends: Iterable[Node | None]) -> frozenset[tuple[str, str]]:
+def structure(ends: Iterable[Node | None], *, is_cut: bool = False) -> frozenset[tuple[str, str]]:
     """What the graph before some nodes is made of: the names of each node and of one before it.
 
     What was once measured of a graph holds for one that is made of nothing else.
+
+    Args:
+        ends (iterable of Node): where it ends.
+        is_cut (bool, optional): whether it begins where the run was cut, also in a graph that was
+            kept whole. Default: False
     """
+    seen, stack = set[Node](), [node for node in ends if node is not None]
     found = set()
-    for node in nodes_before([node for node in ends if node is not None]):
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         for before, _ in node.next_functions:
             while before is not None and before.name().startswith(_TRANSPARENT):
-                before = before.next_functions[0][0]
-            if before is not None and not node.name().startswith(_TRANSPARENT):
+                is_begun = is_cut and before.name().startswith(_CUT)
+                before = None if is_begun else before.next_functions[0][0]
+            if before is not None:
                 found.add((node.name(), before.name()))
+                stack.append(before)
     return frozenset(found)
 
 

@@ -98,7 +98,7 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
         unknown=readout.unknown() if simple else None,
         past=balance,
         rows=readout.rows(),
-        structure=structure(point.edge.node for point in ends if point is not None),
+        structure=structure((point.edge.node for point in ends if point is not None), is_cut=True),
     )
 
 

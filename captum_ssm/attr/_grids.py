@@ -35,7 +35,7 @@ from captum_ssm.attr.mamba_lrp import Rules, has_a_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._reordered import in_order
 from captum_ssm.mixers._unfused import fused_norms
-from captum_ssm.scans import intercepted
+from captum_ssm.scans import FunctionCall, intercepted
 
 # Norms of PyTorch, which are single nodes of the graph.
 _RULED = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
@@ -203,7 +203,8 @@ class CutMixers(Rules):
     @contextmanager
     def around(self, root: nn.Module) -> Iterator[None]:
         fused = fused_norms()
-        unfused = intercepted(lambda call: fused[call.source](call), fused)
+        # Functions that an interception around this one is about run as they are.
+        unfused = intercepted(lambda call: fused.get(call.source, FunctionCall.run)(call), fused)
         with super().around(root), _Norms(self._norms), unfused:
             yield
 

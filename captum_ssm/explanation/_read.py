@@ -138,9 +138,10 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
         is_cover = [span.first for span in spans] == ends[:-1] and ends[-1] == L
         is_whole = is_cover and ends == sorted(ends)
         _require(is_whole, f"{place}.units.{name}", spans, "spans of all tokens, in order")
-    if found.grid is not None and found.image is not None:
-        fits = [0 < a <= b for a, b in zip(found.grid, size, strict=True)]
-        _require(all(fits), f"{place}.grid", found.grid, "rows and columns of patches")
+    if found.grid is not None:
+        most = size if found.image is not None else [0, 0]
+        fits = [0 < a <= b for a, b in zip(found.grid, most, strict=True)]
+        _require(all(fits), f"{place}.grid", found.grid, "rows and columns of an image's patches")
     for maps in found.maps:
         for layer, values in maps.layers.items():
             sides = {L} if L else set(values.shape[:1]) - {0}

@@ -121,12 +121,28 @@ class FrozenMixer:
         """:math:`\\alpha v + s \\odot v`, ``(B, L, D)``: what norm and gate are applied to."""
         return self.mix(self.values)
 
-    def with_values(
-        self, values: Tensor, mixed: Tensor | None = None, convolved: Tensor | None = None
-    ) -> FrozenMixer:
-        """This mixer, with ``values``, ``mixed`` and ``convolved``, ``(B, L, D)``, as computed."""
-        known = {"values": values, "mixed": mixed, "convolved": convolved}
-        return self._knowing({name: x for name, x in known.items() if x is not None})
+    def with_values(self, values: Tensor, convolved: Tensor | None = None) -> FrozenMixer:
+        """This mixer, with ``values`` and ``convolved``, ``(B, L, D)``, as computed."""
+        known = (
+            {"values": values} if convolved is None else {"values": values, "convolved": convolved}
+        )
+        return self._knowing(known)
+
+    def normed(self, scale_of: Callable[[Tensor], Tensor]) -> FrozenMixer:
+        """This mixer with a norm, whose scale, and the offset after it, are those of any values.
+
+        Args:
+            scale_of (Callable): from the mixed values to the norm's scale, both ``(B, L, D)``.
+        """
+
+        def readout(y: Tensor) -> Tensor:
+            y = y * scale_of(y)
+            y = y if self.gate is None else y * self.gate
+            return y if self.offset is None else y + self.offset
+
+        normed = replace(self, norm=scale_of(self.mixed), readout=readout)
+        computed = ("values", "mixed", "convolved")
+        return normed._knowing({name: x for name, x in vars(self).items() if name in computed})
 
     def _knowing(self, known: dict[str, Tensor]) -> Self:
         self.__dict__.update(known)  # cached_property's cache, which copies do not share

@@ -64,14 +64,8 @@ def _freeze_delta(
     recurrence = delta_rule(q, k, beta, log_decay, D // H)
     weight, eps = call.parameter(norm.weight), norm.variance_epsilon
     act = _ACTIVATIONS[getattr(norm, "activation", "silu")]
-    factor_of_gate = act(gate)
-
-    def scale_of(y: Tensor) -> Tensor:
-        return rms_factor(y, weight, eps, H)
-
-    mixed_values = recurrence.matvec(values)
     conv = conv.channels(slice(2 * keys, None))
-    return FrozenMixer(
+    mixer = FrozenMixer(
         rounding=2.0,
         recurrence=recurrence,
         inputs=conv.inputs,
@@ -80,11 +74,10 @@ def _freeze_delta(
         conv=conv.taps,
         conv_bias=conv.bias,
         activation=factor[..., -D:],
-        gate=factor_of_gate,
+        gate=act(gate),
         gate_argument=gate if act is F.silu else None,
-        norm=scale_of(mixed_values),
-        readout=lambda y: y * scale_of(y) * factor_of_gate,
-    ).with_values(values, mixed_values)
+    )
+    return mixer.with_values(values).normed(lambda y: rms_factor(y, weight, eps, H))
 
 
 def _head_decay(call: MixerCall, a: Tensor) -> Tensor:

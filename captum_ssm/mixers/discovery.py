@@ -197,62 +197,60 @@ def discover(
         intercepted(partial(found.handle, ScanCalls(found.take))),
     ):
         run()
-    trials = _Trials(frozenset(function for _, function, _ in found.scans))
-    functions: dict[nn.Module, set[Callable[..., Any]]] = {}
-    chosen: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
-    channels: dict[nn.Module, int] = {}
-    refused: set[nn.Module] = set()  # those that cannot be measured
-    # Products with a matrix, which anything may compute, after all scans.
-    for stack, function, length in sorted(found.scans, key=lambda one: is_product(one[1])):
-        if not stack:
-            continue
-        inner = stack[-1].module
-        if inner not in chosen:
-            weak = is_product(function)
-            module, found_as = trials.around(stack, length if weak else None)
-            chosen[inner] = module
-            if module is None:
-                what = found_as.why or f"a scan, {_no_tokens(stack[-1])}"
-                known_of(inner).miss = f"calls {function.__qualname__}, {what}"
-                continue
-            channels[module] = found_as.channels
-            if not found_as.is_whole:
-                refused.add(module)
-            functions.setdefault(module, set()).update(found_as.products)
-        if (module := chosen[inner]) is not None and not is_product(function):
-            functions[module].add(function)
-    outer = {m for m in functions if not any(m in _inside(other) for other in functions)}
-    adapters: dict[nn.Module, Freeze] = {
-        module: MeasuredAdapter(
-            trials.also.union(
-                *(f for m, f in functions.items() if m in {module, *_inside(module)})
-            ),
-            channels[module],
-        )
-        for module in functions
-        if module in outer
-    }
-    measured = adapters.keys() - refused
-    measured = measured.union(*map(_inside, measured))
     for module, name in found.unproven.items():
         why = f"calls {name}, which does not return what a scan of its arguments does"
         known_of(module).miss = why
+    trials = _Trials(frozenset(function for _, function, _ in found.scans))
+    functions = _around_scans(found.scans, trials)
+    inside = {part for module in functions for part in module.modules() if part is not module}
+    adapters: dict[nn.Module, Freeze] = {}
+    whole: set[nn.Module] = set()  # mixers that are measured as a whole, and their parts
+    for module, trial in trials.chosen.items():
+        if module not in inside:
+            called = (functions.get(part, set()) for part in module.modules())
+            adapters[module] = MeasuredAdapter(trials.also.union(*called), trial.channels)
+            whole.update(module.modules() if trial.is_whole else ())
     like = {
         kind: next((freeze for freeze in own_adapters() if reproduces(freeze, call)), None)
         for kind, call in found.firsts.items()
-        if measured.isdisjoint(call.module.modules())
+        if whole.isdisjoint(call.module.modules())
     }
-    recognized = {m: freeze for m in model.modules() if (freeze := like.get(type(m))) is not None}
-    inside = set().union(*map(_inside, recognized))
-    return {m: freeze for m, freeze in (adapters | recognized).items() if m not in inside}
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        freeze = like.get(type(module))
+        if freeze is not None and module not in inner and whole.isdisjoint(module.modules()):
+            inner.update(part for part in module.modules() if part is not module)
+            adapters[module] = freeze
+    return {module: freeze for module, freeze in adapters.items() if module not in inner}
+
+
+def _around_scans(
+    scans: list[tuple[list[_Visit], Callable[..., Any], int]], trials: _Trials
+) -> dict[nn.Module, set[Callable[..., Any]]]:
+    # The modules that hold scans, by the innermost one of each, with the functions of these.
+    functions: dict[nn.Module, set[Callable[..., Any]]] = {}
+    chosen: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
+    # Products with a matrix, which anything may compute, after all scans.
+    for stack, function, length in sorted(scans, key=lambda one: is_product(one[1])):
+        if not stack:
+            continue
+        inner, weak = stack[-1].module, is_product(function)
+        if inner not in chosen:
+            module, trial = trials.around(stack, length if weak else None)
+            chosen[inner] = module
+            if module is None:
+                what = trial.why or f"a scan, {_no_tokens(stack[-1])}"
+                known_of(inner).miss = f"calls {function.__qualname__}, {what}"
+            else:
+                trials.chosen[module] = trial
+                functions.setdefault(module, set()).update(trial.products)
+        if (module := chosen[inner]) is not None and not weak:
+            functions[module].add(function)
+    return functions
 
 
 def _has_parts(module: nn.Module) -> bool:
     return len([*module.parameters(recurse=False), *module.children()]) > 1
-
-
-def _inside(module: nn.Module) -> set[nn.Module]:
-    return {part for part in module.modules() if part is not module}
 
 
 class _Trials:
@@ -263,6 +261,7 @@ class _Trials:
         self.functions = functions | {token_product} if products else functions
         self.used = set(functions)
         self.known: dict[tuple[str, bool], _Trial] = {}
+        self.chosen: dict[nn.Module, _Trial] = {}  # the mixers
 
     @property
     def also(self) -> frozenset[Callable[..., Any]]:

@@ -34,21 +34,13 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
     recurrence = LinearAttentionOperator(
         query=q, key=k, log_decay=log_decay.expand(*x.shape[:2], H, 1), width=P
     )
-    values = v.flatten(2)
-    mixed = recurrence.matvec(values)
-    norm = module.norm
-    weight, gate = call.parameter(norm.weight), torch.sigmoid(call.linear(module.output_gate, x))
-
-    def scale_of(y: Tensor) -> Tensor:
-        return rms_factor(y, weight, norm.variance_epsilon)
-
-    return FrozenMixer(
+    weight, eps = call.parameter(module.norm.weight), module.norm.variance_epsilon
+    mixer = FrozenMixer(
         recurrence=recurrence,
         inputs=heads(psi)[2].flatten(2),
         activation=heads(factor)[2].flatten(2),
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.weight(module.out_proj),
-        gate=gate,
-        norm=scale_of(mixed),
-        readout=lambda y: y * scale_of(y) * gate,
-    ).with_values(values, mixed)
+        gate=torch.sigmoid(call.linear(module.output_gate, x)),
+    )
+    return mixer.with_values(v.flatten(2)).normed(lambda y: rms_factor(y, weight, eps))

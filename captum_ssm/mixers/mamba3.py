@@ -70,26 +70,25 @@ def freeze_mamba3(call: MixerCall) -> FrozenMixer:
             tuple(read(key).scaled(None, one.repeat(R).expand_as(x)) for key, one in parts)
         )
         skip, z = skip * up.flatten(), z * gates.flatten()
-    scale = None
-    if module.is_outproj_norm:
-        weight = call.parameter(module.norm.weight).repeat(R)
-        scale = rms_factor(recurrence.matvec(x) + skip * x, weight, module.norm.eps, R * H)
     out_weight = call.weight(module.out_proj).repeat(1, R)
 
     def out_proj(y: Tensor) -> Tensor:
         y = y if down is None else y * down.flatten()
         return call.linear(module.out_proj, y.unflatten(-1, (R, D)).sum(-2))
 
-    return FrozenMixer(
+    mixer = FrozenMixer(
         recurrence=recurrence,
         inputs=x,
         skip=skip,
         gate=F.silu(z),
         gate_argument=z,
-        norm=scale,
         out_proj=out_proj,
         out_weight=out_weight if down is None else out_weight * down.flatten(),
     )
+    if not module.is_outproj_norm:
+        return mixer
+    weight = call.parameter(module.norm.weight).repeat(R)
+    return mixer.normed(lambda y: rms_factor(y, weight, module.norm.eps, R * H))
 
 
 def _rotated(call: MixerCall, t: Tensor, norm: Any, bias: Tensor, phase: Tensor) -> Tensor:

@@ -64,26 +64,8 @@ def freeze_scan(
     )
     skip = call.parameter(module.D)
     skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
-    gate = F.silu(z)
-    scale, readout, mixed_values = None, None, None
-    if norm_before_gate is not None:
-        y = recurrence.matvec(values)
-        mixed_values = torch.addcmul(y, skip, values)
-        norm = module.norm
-        eps = getattr(norm, "variance_epsilon", None) or norm.eps
-        # One group if the norm has no groups (transformers 4, whatever the mixer's groups).
-        size = getattr(norm, "group_size", None) or D // getattr(norm, "n_groups", 1)
-        weight = call.parameter(norm.weight)
-
-        def scale_of(y: Tensor) -> Tensor:
-            return rms_factor(y if norm_before_gate else y * gate, weight, eps, D // size)
-
-        def readout(y: Tensor) -> Tensor:
-            return y * scale_of(y) * gate
-
-        scale = scale_of(mixed_values)
-    conv = conv.channels(slice(0, D))
-    return FrozenMixer(
+    gate, conv = F.silu(z), conv.channels(slice(0, D))
+    mixer = FrozenMixer(
         recurrence=recurrence,
         inputs=conv.inputs,
         out_proj=out_proj,
@@ -94,9 +76,17 @@ def freeze_scan(
         activation=activation,
         gate=gate,
         gate_argument=z,
-        norm=scale,
-        readout=readout,
-    ).with_values(values, mixed_values)
+    ).with_values(values)
+    if norm_before_gate is None:
+        return mixer
+    norm = module.norm
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    # One group if the norm has no groups (transformers 4, whatever the mixer's groups).
+    size = getattr(norm, "group_size", None) or D // getattr(norm, "n_groups", 1)
+    weight = call.parameter(norm.weight)
+    return mixer.normed(
+        lambda y: rms_factor(y if norm_before_gate else y * gate, weight, eps, D // size)
+    )
 
 
 @adapts(

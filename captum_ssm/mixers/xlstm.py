@@ -40,30 +40,18 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
     recurrence = mlstm_operator(q, k, i, f, width=v.shape[-1] // H, eps=config.eps)
     norm = module.multihead_norm
     heads = v.unflatten(-1, (H, -1))
-    values = (heads - heads.mean(-1, keepdim=True)).flatten(2)
-    mixed = recurrence.matvec(values)
     weight = None if norm.weight is None else call.parameter(norm.weight)
     gate = torch.sigmoid(o)
-    offset = None if norm.bias is None else call.parameter(norm.bias) * gate
-
-    def scale_of(y: Tensor) -> Tensor:
-        return rms_factor(y, weight, norm.eps, H)
-
-    def readout(y: Tensor) -> Tensor:
-        gated = y * scale_of(y) * gate
-        return gated if offset is None else gated + offset
-
-    return FrozenMixer(
+    mixer = FrozenMixer(
         recurrence=recurrence,
         memory=lambda: recurrence,  # in units of its own largest exponent
-        inputs=values,
+        inputs=(heads - heads.mean(-1, keepdim=True)).flatten(2),
         out_proj=lambda y: call.linear(module.out_proj, y),
         out_weight=call.weight(module.out_proj),
         gate=gate,
-        norm=scale_of(mixed),
-        offset=offset,
-        readout=readout,
-    ).with_values(values, mixed)
+        offset=None if norm.bias is None else call.parameter(norm.bias) * gate,
+    )
+    return mixer.normed(lambda y: rms_factor(y, weight, norm.eps, H))
 
 
 def _soft_cap(x: Tensor, cap: float | None) -> Tensor:

@@ -11,9 +11,6 @@ from torch.nn import functional as F
 
 from captum_ssm import kernels
 
-# For longer sequences, storing the states of every token needs too much memory.
-LONGEST_KEPT = 1024
-
 
 def s6(
     v: Tensor,
@@ -41,27 +38,8 @@ def selective_scan(v: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
 
     ``v`` and ``dt`` are ``(B, L, D)``, A is ``(D, N)``, B and C are ``(B, L, N)``.
     """
-    # Fast for inference, with fast gradients for training.
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (dt, A, B, C))
-    if learns and v.shape[1] <= LONGEST_KEPT:
-        return _stepwise(v, dt, A, B, C)
     coefficients = kernels.DiagonalCoefficients(dt, dt, A, B[:, :, None], C[:, :, None])
     return kernels.diagonal_scan(v, coefficients)
-
-
-def _stepwise(v: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    # Gradients of coefficients are two to three times faster with the plain recurrence than with
-    # the chunked form of `kernels`. Unbinding, not indexing: the gradient of an index is an array
-    # of the whole size at every step. Tokens come first, so each step's slice is contiguous.
-    v, dt, B, C = (t.transpose(0, 1) for t in (v, dt, B, C))
-    decay = torch.exp(dt[..., None] * A).unbind()
-    write = ((dt * v)[..., None] * B[:, :, None]).unbind()
-    state = write[0]
-    states = [state]
-    for a, b in zip(decay[1:], write[1:], strict=True):
-        state = torch.addcmul(b, a, state)
-        states.append(state)
-    return (torch.stack(states) @ C[..., None])[..., 0].transpose(0, 1)
 
 
 def initial_dt_bias(*shape: int) -> Tensor:

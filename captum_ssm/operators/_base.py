@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +59,15 @@ class TokenOperator(ABC):
     """
 
     @property
-    @abstractmethod
     def sizes(self) -> tuple[int, int, int, int]:
-        """(B, L, D, M)."""
+        """(B, L, D, M); of coefficients ``(B, L, D)`` with one map per channel."""
+        B, L, D = self.reference.shape
+        return B, L, D, D
 
     @property
-    @abstractmethod
     def reference(self) -> Tensor:
-        """One of the coefficients, which all have the same dtype and device."""
+        """The first of the coefficients, which all have the same dtype and device."""
+        return getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
 
     @property
     def is_causal(self) -> bool:

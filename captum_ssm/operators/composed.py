@@ -39,15 +39,6 @@ class SkipOperator(TokenOperator):
     diagonal: Tensor
     taps: Tensor | None = None
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        B, L, D = self.diagonal.shape
-        return B, L, D, D
-
-    @property
-    def reference(self) -> Tensor:
-        return self.diagonal
-
     def matvec(self, v: Tensor) -> Tensor:
         return self.diagonal * causal_conv(v, self.taps)
 

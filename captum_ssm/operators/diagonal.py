@@ -46,15 +46,6 @@ class DiagonalOperator(DiagonalCoefficients, TokenOperator):
         torch.Size([1, 1, 5])
     """
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        B, L, D = self.dt.shape
-        return B, L, D, D
-
-    @property
-    def reference(self) -> Tensor:
-        return self.dt
-
     def matvec(self, v: Tensor) -> Tensor:
         return kernels.diagonal_scan(v, self)
 

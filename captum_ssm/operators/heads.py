@@ -29,9 +29,10 @@ class HeadOperator(TokenOperator):
     width: int
 
     @property
-    @abstractmethod
     def heads(self) -> tuple[int, int, int]:
-        """(B, L, H)."""
+        """(B, L, H); of coefficients ``(B, H, L, N)``."""
+        B, H, L, _ = self.reference.shape
+        return B, L, H
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

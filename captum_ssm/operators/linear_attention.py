@@ -45,10 +45,6 @@ class LinearAttentionOperator(LinearAttentionCoefficients, HeadOperator):
         B, L, H, _ = self.query.shape
         return B, L, H
 
-    @property
-    def reference(self) -> Tensor:
-        return self.query
-
     def matvec_heads(self, v: Tensor) -> Tensor:
         return kernels.linear_attention_scan(v.transpose(1, 2), self).transpose(1, 2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +22,22 @@ from captum_ssm.operators.permuted import PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.toeplitz import ToeplitzOperator
 from captum_ssm.operators.weights import WeightsOperator
+
+# The axes of coefficients that differ between examples, channels or heads.
+_AXES: dict[type[TokenOperator], dict[str, str]] = {
+    ConvolvedOperator: {"inner": "", "taps": "D"},
+    DiagonalOperator: dict.fromkeys(("dt", "right", "B", "C", "left"), "BLD") | {"A": "D"},
+    LinearAttentionOperator: dict.fromkeys(
+        ("query", "key", "log_decay", "erase", "probe", "bonus"), "BLD"
+    ),
+    PermutedOperator: {"inner": ""},
+    ScaledOperator: {"inner": "", "left": "BLD", "right": "BLD"},
+    SkipOperator: {"diagonal": "BLD"},
+    SoftmaxOperator: dict.fromkeys(("query", "key", "bias", "sinks"), "BHLN"),
+    SumOperator: {"parts": ""},
+    ToeplitzOperator: {"kernel": "D", "examples": "B"},
+    WeightsOperator: {"weights": "BHLL"},
+}
 
 
 def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> TokenOperator:
@@ -49,58 +65,35 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
     several = rows.shape[1] if rows.dim() == 2 else 1
     if whole and (start, stop) == (0, operator.channels):
         return operator
-    if isinstance(operator, DiagonalOperator):
-        found = operator.narrow(start, stop)
-        coefficients = _at(found, rows, ("dt", "right", "B", "C", "left"))
-        return DiagonalOperator(**coefficients | {"A": found.A.repeat(several, 1)})
-    if isinstance(operator, SumOperator):
-        return SumOperator(tuple(part_of(part, rows, start, stop) for part in operator.parts))
-    if isinstance(operator, ConvolvedOperator):
-        inner = part_of(operator.inner, rows, start, stop)
-        taps = operator.taps[start:stop]
-        taps = taps.repeat(several, *[1] * (taps.dim() - 1))
-        return ConvolvedOperator(inner, taps, operator.grid)
-    if isinstance(operator, PermutedOperator):
-        return PermutedOperator(part_of(operator.inner, rows, start, stop), operator.order)
-    if isinstance(operator, SkipOperator):
-        return SkipOperator(examples(operator.diagonal, rows, slice(start, stop)))
-    if isinstance(operator, ToeplitzOperator):
-        return ToeplitzOperator(operator.kernel[start:stop].repeat(several, 1), len(rows))
-    if isinstance(operator, ScaledOperator):
-        factors = [
-            None if x is None else examples(x, rows, slice(start, stop))
-            for x in (operator.left, operator.right)
-        ]
-        return ScaledOperator(part_of(operator.inner, rows, start, stop), *factors)
-    if not isinstance(operator, HeadOperator) or start % operator.width or stop % operator.width:
+    width = operator.width if isinstance(operator, HeadOperator) else 1
+    axes = _AXES.get(type(operator), {}) if getattr(operator, "windows", 1) == 1 else {}
+    if not axes or start % width or stop % width:
         raise ValueError(
             f"channels {start} .. {stop - 1} of a {type(operator).__name__} were asked for; "
             "expected whole heads of an operator that a form of scans makes."
         )
-    heads = slice(start // operator.width, stop // operator.width)
-    if isinstance(operator, LinearAttentionOperator):
-        some = operator.narrow(heads.start, heads.stop)
-        names = tuple(field.name for field in fields(some))
-        return LinearAttentionOperator(**_at(some, rows, names), width=operator.width)
+    source: Any = operator
+    maps = slice(start // width, stop // width)
+    if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)):
+        source, maps = operator.narrow(maps.start, maps.stop), slice(None)  # groups of channels too
 
-    def of_heads(x: Tensor) -> Tensor:  # (B', H, ...)
-        x = x[:, heads] if x.shape[1] > 1 else x.expand(-1, heads.stop - heads.start, -1, -1)
-        found = x[rows] if x.shape[0] > 1 else x.expand(len(rows), *x.shape[1:])
-        return found.flatten(1, 2) if rows.dim() == 2 and x.shape[0] > 1 else found
+    def taken(x: Any, kind: str) -> Any:
+        if isinstance(x, TokenOperator):
+            return part_of(x, rows, start, stop)
+        if isinstance(x, tuple):
+            return tuple(part_of(part, rows, start, stop) for part in x)
+        if kind == "B" or x is None:
+            return x if x is None else len(rows)
+        if kind == "BLD":
+            return examples(x, rows, maps)
+        if kind == "D" or x.dim() == 1:
+            return x[maps].repeat(several, *[1] * (x.dim() - 1))
+        x = x[:, maps] if x.shape[1] > 1 else x.expand(-1, maps.stop - maps.start, -1, -1)
+        some = x[rows] if x.shape[0] > 1 else x.expand(len(rows), *x.shape[1:])
+        return some.flatten(1, 2) if rows.dim() == 2 and x.shape[0] > 1 else some
 
-    if isinstance(operator, WeightsOperator):
-        return WeightsOperator(of_heads(operator.weights), operator.width)
-    assert isinstance(operator, SoftmaxOperator)
-    sinks = operator.sinks
-    if sinks is not None:
-        sinks = sinks[heads].repeat(several) if sinks.dim() == 1 else of_heads(sinks)
-    return replace(
-        operator,
-        query=of_heads(operator.query),
-        key=of_heads(operator.key),
-        bias=None if operator.bias is None else of_heads(operator.bias),
-        sinks=sinks,
-    )
+    found = {name: taken(getattr(source, name), kind) for name, kind in axes.items()}
+    return replace(operator, **found)  # type: ignore[type-var]
 
 
 def examples(x: Tensor, rows: Tensor, channels: slice = slice(None)) -> Tensor:
@@ -118,11 +111,3 @@ def examples(x: Tensor, rows: Tensor, channels: slice = slice(None)) -> Tensor:
     """
     found = x[:, :, channels][rows]
     return found.transpose(1, 2).flatten(2, 3) if rows.dim() == 2 else found
-
-
-def _at(coefficients: Any, rows: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
-    found = {field.name: getattr(coefficients, field.name) for field in fields(coefficients)}
-    return {
-        name: examples(value, rows) if name in names and value is not None else value
-        for name, value in found.items()
-    }

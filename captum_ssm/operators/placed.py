@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +41,22 @@ class PlacedOperator(PartsOperator):
     def sizes(self) -> tuple[int, int, int, int]:
         return *self.shape, self.parts[0].channels, self.parts[0].maps
 
+    def placed(self, values: Iterable[Tensor]) -> Tensor:
+        """Values of each sequence, ``(1, l, ...)``, at its tokens of ``(B, L, ...)``."""
+        first, *_ = values = list(values)
+        total = first.new_zeros(*self.shape, *first.shape[2:])
+        for y, row, at in zip(values, self.examples, self.positions, strict=True):
+            total = total.index_put((torch.tensor(row, device=at.device), at), y[0].to(total))
+        return total
+
     def matvec(self, v: Tensor) -> Tensor:
-        return self._placed(v, lambda part, x: part.matvec(x))
+        return self.placed(part.matvec(v[row : row + 1, at]) for part, row, at in self._sequences())
 
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
         check_rmatvec(reduction)
-        return self._placed(w, lambda part, x: part.rmatvec(x, reduction))
+        return self.placed(
+            part.rmatvec(w[row : row + 1, at], reduction) for part, row, at in self._sequences()
+        )
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         B, L = self.shape
@@ -57,16 +67,6 @@ class PlacedOperator(PartsOperator):
                 found = part.map_rows(token[None], start, stop)[0]  # (m, R, l)
                 rows[row, :, asked[:, None], at] = found.movedim(0, 1).to(rows).movedim(1, 0)
         return rows
-
-    def _placed(self, x: Tensor, of: Callable[[TokenOperator, Tensor], Tensor]) -> Tensor:
-        total: Tensor | None = None
-        for part, row, at in self._sequences():
-            y = of(part, x[row : row + 1, at])
-            if total is None:
-                total = y.new_zeros(*self.shape, *y.shape[2:])
-            total = total.index_put((torch.tensor(row, device=at.device), at), y[0])
-        assert total is not None
-        return total
 
     def _sequences(self) -> Iterator[tuple[TokenOperator, int, Tensor]]:
         return zip(self.parts, self.examples, self.positions, strict=True)

@@ -46,15 +46,6 @@ class SoftmaxOperator(HeadOperator):
     sinks: Tensor | None = None
 
     @property
-    def heads(self) -> tuple[int, int, int]:
-        B, H, L, _ = self.query.shape
-        return B, L, H
-
-    @property
-    def reference(self) -> Tensor:
-        return self.query
-
-    @property
     def is_causal(self) -> bool:
         return self.bias is None
 

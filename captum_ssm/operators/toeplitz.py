@@ -41,10 +41,6 @@ class ToeplitzOperator(TokenOperator):
         D, twice = self.kernel.shape
         return self.examples, twice // 2, D, D
 
-    @property
-    def reference(self) -> Tensor:
-        return self.kernel
-
     @cached_property
     def is_causal(self) -> bool:
         return not bool(self.kernel[:, self.length :].any())

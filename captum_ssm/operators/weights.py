@@ -33,15 +33,6 @@ class WeightsOperator(HeadOperator):
     weights: Tensor
     width: int
 
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        B, H, L, _ = self.weights.shape
-        return B, L, H
-
-    @property
-    def reference(self) -> Tensor:
-        return self.weights
-
     @cached_property
     def is_causal(self) -> bool:
         return not bool(self.weights.triu(1).any())

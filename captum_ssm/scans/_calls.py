@@ -25,7 +25,7 @@ from captum_ssm._lazy import cached_property
 from captum_ssm._nested import map_tensors
 from captum_ssm.scans._form import forms_of, telling_names
 from captum_ssm.scans._fourier import TRANSFORMS, Transforms, fourier_convolution
-from captum_ssm.scans._loops import GATHERS, Gathered, TokenLoop, run_gather, token_loop
+from captum_ssm.scans._loops import GATHERS, TokenLoop, run_gather, token_loop
 from captum_ssm.scans._products import (
     PRODUCTS,
     TokenProduct,
@@ -110,7 +110,8 @@ def intercepted(
     """Have ``handler(call)`` compute what each call of a scan function in this thread returns.
 
     Args:
-        handler (Callable): takes a :class:`FunctionCall` and returns the result.
+        handler (Callable): takes a :class:`FunctionCall` and returns the result. Calls of other
+            functions go to the handler around it.
         functions (iterable of Callable, optional): the functions; None for all of
             :func:`candidate_functions`. Default: None
         without (collection of TokenProduct, optional): products that are not of tokens.
@@ -118,10 +119,16 @@ def intercepted(
     """
     known = set(candidate_functions() if functions is None else functions)
     bodies = [f for f in known.difference(_BUILT_IN) if isinstance(f, FunctionType)]
-    built_in = {f for f in known if is_built_in(f)}
+    built_in, around = {f for f in known if is_built_in(f)}, _THIS.handler
+
+    def own(call: FunctionCall) -> Any:
+        if call.source in known or (token_product in known and is_product(call.source)):
+            return handler(call)
+        return call.run() if around is None else around(call)
+
     with (
         exchanged(bodies, _handled),
-        handled_by(handler),
+        handled_by(own),
         _BuiltIn(built_in, without) if built_in else nullcontext(),
     ):
         yield
@@ -272,5 +279,5 @@ def _handed(
     return handler(FunctionCall(function, args, {}, source))
 
 
-def _looped(handler: Handler, gathered: Gathered, variables: dict[str, Any]) -> Any:
-    return handler(FunctionCall(gathered, (), variables, gathered.loop))
+def _looped(handler: Handler, ran: TokenLoop, source: TokenLoop, variables: dict[str, Any]) -> Any:
+    return handler(FunctionCall(ran, (), variables, source))

@@ -21,6 +21,11 @@ _NAMES = (
     ("k", "key", "keys"),
     ("v", "value", "values"),
 )
+# By the number of axes, layouts with the axes of tokens and heads.
+_LAYOUTS: dict[int, tuple[tuple[str, int, int | None], ...]] = {
+    3: (("BLD", 1, None),),
+    4: (("BLHP", 1, 2), ("BHLP", 2, 1)),
+}
 # The numbers of all maps together; those of longer sequences would not fit into memory.
 _LARGEST = 1 << 28
 
@@ -51,32 +56,21 @@ def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candida
     names = _roles(call)
     assert names is not None
     name = names[2]
-    v = call.arguments[name]
-    found = []
-    if v.dim() == 3:
-        weights = _weights(call, name, 1)
-        if weights is None or v.shape[1] != returned.shape[1]:
-            return []
-        operator = WeightsOperator(weights[:, None], width=v.shape[-1])
-        return [Candidate(operator=operator, values=v, layouts=("BLD",))]
-    for layout, tokens, heads in (("BLHP", 1, 2), ("BHLP", 2, 1)):
-        groups = returned.shape[heads] // v.shape[heads]
-        if (
-            v.shape[tokens] != returned.shape[tokens]
-            or groups * v.shape[heads] != (returned.shape[heads])
-        ):
+    v, found = call.arguments[name], []
+    for layout, tokens, heads in _LAYOUTS[v.dim()]:
+        groups = returned.shape[heads] // v.shape[heads] if heads else 1
+        if v.shape[tokens] != returned.shape[tokens]:
+            continue
+        if heads and groups * v.shape[heads] != returned.shape[heads]:
             continue
         weights = _weights(call, name, tokens)
         if weights is None:
             continue
         value = v if tokens == 1 else v.transpose(1, 2)
-        found.append(
-            Candidate(
-                operator=WeightsOperator(weights, width=v.shape[-1]),
-                values=value.repeat_interleave(groups, 2).flatten(2),
-                layouts=(layout,),
-            )
-        )
+        value = value.repeat_interleave(groups, 2).flatten(2) if heads else value
+        weights = weights if heads else weights[:, None]
+        operator = WeightsOperator(weights, width=v.shape[-1])
+        found.append(Candidate(operator=operator, values=value, layouts=(layout,)))
     return found
 
 

@@ -1,15 +1,15 @@
 """Scans that a module writes out: a loop over the tokens, whose results are gathered at its end.
 
-``torch.stack(outputs, 1)``, or ``torch.cat`` of single tokens, is then what a scan function
-returns, and the variables of the code around it, with the tensors of the module it belongs to,
-are the arguments.
+``torch.stack(outputs, 1)``, ``torch.cat`` of single tokens, or a tensor whose last token was
+written to, is then what a scan function returns, and the variables of the code around it, with the
+tensors of the module it belongs to, are the arguments.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.scans._form import forms_of, needed_names
-from captum_ssm.scans._products import is_in_autograd_function, is_of_the_model
+from captum_ssm.scans._products import frames_in_module
 
-GATHERS = frozenset((torch.stack, torch.cat, torch.concat))
+GATHERS = frozenset((torch.stack, torch.cat, torch.concat, Tensor.__setitem__))
 
 
 @dataclass(frozen=True)
@@ -29,29 +29,18 @@ class TokenLoop:
     Args:
         code (CodeType): of the function that the loop stands in.
         at (int): the instruction that gathers.
+        result (Tensor, optional): what it gathered, in one run: the loop as a function of the
+            variables around it. Default: None
     """
 
     code: CodeType
     at: int
+    result: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__qualname__", f"a loop in {self.code.co_qualname}")
 
-    def __call__(self, **variables: Any) -> Tensor:
-        raise NotImplementedError("a loop runs where it stands in its model's code only.")
-
-
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """What a loop returned, as a function of the variables around it."""
-
-    loop: TokenLoop
-    result: Tensor
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__qualname__", self.loop.__qualname__)  # type: ignore[attr-defined]
-
-    def __call__(self, **variables: Any) -> Tensor:
+    def __call__(self, **variables: Any) -> Tensor | None:
         return self.result
 
 
@@ -63,35 +52,34 @@ def run_gather(
     args: Any,
     kwargs: Any,
     is_known: Callable[[TokenLoop], bool],
-    handle: Callable[[Gathered, dict[str, Any]], Any],
+    handle: Callable[[TokenLoop, TokenLoop, dict[str, Any]], Any],
 ) -> Any:
     """What one of :data:`GATHERS` returns.
 
     Args:
         func, args, kwargs: the call.
         is_known (Callable): whether a loop may be a scan.
-        handle (Callable): takes what a known one returned and the variables around it, by name,
-            and returns what takes its place.
+        handle (Callable): takes a known one with its result, the same without, and the variables
+            around it, by name; returns what takes the place of the result.
     """
-    result = func(*args, **kwargs)
-    if not _is_of_tokens(func, args[0] if args else kwargs.get("tensors"), result):
-        return result
-    frames = list(_frames(sys._getframe(2)))
-    frame = next(filter(is_of_the_model, frames), None)
-    # What an autograd function calls does not know the graph.
-    if frame is None or any(map(is_in_autograd_function, frames)):
-        return result
-    loop = TokenLoop(frame.f_code, frame.f_lasti)
-    variables = _variables(frame)
-    if not is_known(loop) or not any(True for _ in forms_of(list(variables))):
-        return result
-    return handle(Gathered(loop, result), variables)
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    returned = func(*args, **kwargs)
+    given = args[0] if args else kwargs.get("tensors")
+    is_written = func is Tensor.__setitem__
+    gathered = given if is_written else returned
+    is_whole = _ends(given, args[1]) if is_written else _are_tokens(func, given)
+    if not is_whole or gathered.dim() < 3:
+        return returned
+    frames = frames_in_module(sys._getframe(2))
+    loop = TokenLoop(frames[0].f_code, frames[0].f_lasti) if frames else None
+    if not frames or loop is None or not is_known(loop):
+        return returned
+    variables = _variables(frames[0])
+    if not any(True for _ in forms_of(list(variables))):
+        return returned
+    handled = handle(replace(loop, result=gathered), loop, variables)
+    if is_written and handled is not gathered:
+        gathered.detach_().copy_(handled)
+    return returned if is_written else handled
 
 
 def _variables(frame: FrameType) -> dict[str, Tensor]:
@@ -103,8 +91,20 @@ def _variables(frame: FrameType) -> dict[str, Tensor]:
     return {name: x for name, x in named.items() if torch.is_tensor(x)}
 
 
-def _is_of_tokens(func: Any, parts: Any, result: Any) -> bool:
-    # Whether a tensor for each token, of one axis less or of size one there, is gathered.
-    if not isinstance(parts, (list, tuple)) or len(parts) < 2 or not torch.is_tensor(result):
+def _are_tokens(func: Any, parts: Any) -> bool:
+    # Whether several tensors are gathered, one for each token: of one axis less, or of size one.
+    if not isinstance(parts, (list, tuple)) or len(parts) < 2:
         return False
-    return result.dim() > 2 and (func is torch.stack or len(parts) in result.shape)
+    return func is torch.stack or all(1 in one.shape for one in parts)
+
+
+def _ends(written: Tensor, index: Any) -> bool:
+    # Whether an index is that of the last entry along an axis, of a tensor that owns its numbers.
+    if written._is_view():
+        return False
+    index = index if isinstance(index, tuple) else (index,)
+    shape = written.shape
+    if any(one is Ellipsis for one in index):
+        shape, index = shape[::-1], index[::-1]
+    pairs = zip(index, shape, strict=False)
+    return any(type(one) is int and 1 < size == one + 1 for one, size in pairs)

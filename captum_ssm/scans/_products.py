@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType
@@ -86,14 +86,15 @@ def run_product(
     written = None if others else _written(func, given)
     if written is None or any(x.is_complex() for x in written.factors):
         return func(*args, **kwargs)
-    place: tuple[tuple[CodeType, int], ...] | None = None
+    frames: list[FrameType] | None = None
     for values, rows, columns in _parts(written):
-        place = _place(sys._getframe(2)) if place is None else place
-        if place is None:
+        frames = frames_in_module(sys._getframe(2)) if frames is None else frames
+        if frames is None:
             break
+        place = tuple((frame.f_code, frame.f_lasti) for frame in frames)
         product = TokenProduct(place, values, rows, columns)
         if is_known(product):
-            y = _Parted(written, product).run(partial(multiply, product))
+            y = _multiplied(written, product, partial(multiply, product))
             return y if added is None else added + scale * y
     return func(*args, **kwargs)
 
@@ -221,15 +222,12 @@ def is_in_autograd_function(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("ctx"), FunctionCtx)
 
 
-def is_of_the_model(frame: FrameType) -> bool:
-    """Whether a frame is that of a model's code, not of this library or of what runs the model."""
-    path, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-    is_ours = path.startswith(_OURS) and not path.startswith(_MODELS)
-    return not is_ours and package.partition(".")[0] not in _AROUND
+def frames_in_module(frame: FrameType | None) -> list[FrameType] | None:
+    """The frames of a model's code in the innermost module's call, the inner ones first.
 
-
-def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...] | None:
-    found: list[tuple[CodeType, int]] = []
+    None inside of an autograd function: what that calls does not know the graph.
+    """
+    found: list[FrameType] = []
     is_inside = True  # the innermost module
     while frame is not None:
         code, package = frame.f_code, str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -237,49 +235,39 @@ def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...] | None:
             return None
         is_inside &= not (package == "torch" and code.co_name == "_call_impl")
         is_inside &= len(found) < _DEEPEST
-        if is_inside and is_of_the_model(frame):
-            found.append((code, frame.f_lasti))
+        is_ours = code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_MODELS)
+        if is_inside and not (is_ours or package in _AROUND):
+            found.append(frame)
         frame = frame.f_back
-    return tuple(found)
+    return found
 
 
-class _Parted:
-    # A product as weights (B, L, L) times values (B, L, P): all axes that both have are in B.
-    def __init__(self, written: _Written, product: TokenProduct) -> None:
-        self.written, self.product = written, product
-        self.sizes, out = written.sizes, written.out
-        others = [i for i in range(len(written.factors)) if i != product.values]
-        rest = set("".join(written.letters[i] for i in others))
-        self.own = written.letters[product.values]
-        first = {self.own[0]} if self.own[0] == out[0] else set()  # of examples
-        self.batch = "".join(x for x in out if x in rest | first and x != product.rows)
-        self.channels = "".join(x for x in self.own if x in out and x not in self.batch)
-        self.letters = [written.letters[i] for i in others]
-        self.factors = [written.factors[i] for i in others]
+def _multiplied(
+    written: _Written, product: TokenProduct, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    # The product, by a function of weights (B, L, L) and values (B, L, P): all axes that both have
+    # are in B.
+    out, rows, columns, sizes = written.out, product.rows, product.columns, written.sizes
+    own, values = written.letters[product.values], written.factors[product.values]
+    others = [i for i in range(len(written.factors)) if i != product.values]
+    rest = ",".join(written.letters[i] for i in others)
+    examples = own[0] if own[0] == out[0] else ""
+    batch = "".join(x for x in out if x in rest + examples and x != rows)
+    channels = "".join(x for x in own if x in out and x not in batch)
+    known = "".join(x for x in f"{batch}{rows}{columns}" if x in rest)
 
-    def run(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The product, by a function of its weights and values."""
-        order = f"{self.batch}{self.product.rows}{self.channels}"
-        y = multiply(self._weights(), self._values()).reshape(self._shape(order))
-        return y.permute([order.index(letter) for letter in self.written.out])
+    def shape(letters: str) -> list[int]:
+        return [sizes[letter] for letter in letters]
 
-    def _weights(self) -> Tensor:
-        rows, columns = self.product.rows, self.product.columns
-        known = set("".join(self.letters))
-        batch = "".join(letter for letter in self.batch if letter in known)
-        whole = torch.einsum(f"{','.join(self.letters)}->{batch}{rows}{columns}", *self.factors)
-        wanted = f"{self.batch}{rows}{columns}"
-        whole = _over(whole, f"{batch}{rows}{columns}", wanted, self.sizes)
-        return whole.reshape(-1, *whole.shape[-2:])
-
-    def _values(self) -> Tensor:
-        columns = self.product.columns
-        x = self.written.factors[self.product.values]
-        x = _over(x, self.own, f"{self.batch}{columns}{self.channels}", self.sizes)
-        return x.reshape(-1, self.sizes[columns], math.prod(self._shape(self.channels)))
-
-    def _shape(self, letters: Collection[str]) -> list[int]:
-        return [self.sizes[letter] for letter in letters]
+    weights = torch.einsum(f"{rest}->{known}", *(written.factors[i] for i in others))
+    weights = _over(weights, known, f"{batch}{rows}{columns}", sizes)
+    values = _over(values, own, f"{batch}{columns}{channels}", sizes)
+    y = multiply(
+        weights.reshape(-1, *shape(rows + columns)),
+        values.reshape(-1, sizes[columns], math.prod(shape(channels))),
+    )
+    order = f"{batch}{rows}{channels}"
+    return y.reshape(shape(order)).permute([order.index(letter) for letter in out])
 
 
 def _over(x: Tensor, letters: str, wanted: str, sizes: dict[str, int]) -> Tensor:

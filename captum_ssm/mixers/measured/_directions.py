@@ -122,7 +122,7 @@ class Direction:
         if self.enters is None or self.lands is None:
             every = torch.arange(len(self.order), device=self.order.device)
             return inner if self.windows == 1 else PermutedOperator(inner, every)
-        if self._skip is not None and not self._lands_in_place:
+        if self._skip is not None and not self.lands_in_place:
             diagonal = self._skip.reshape(inner.sizes[:3]).to(inner.dtype)
             inner = SumOperator((inner, SkipOperator(diagonal)))
         return MovedOperator(inner, self.enters, self.lands, len(self.order))
@@ -132,7 +132,8 @@ class Direction:
         return part_of(self.cut.scan.operator, self.rows, self.start, self.stop)
 
     @property
-    def _lands_in_place(self) -> bool:
+    def lands_in_place(self) -> bool:
+        """Whether its results land on the tokens that its values are made of."""
         assert self.enters is not None
         assert self.lands is not None
         both = (self.enters >= 0) & (self.lands >= 0)
@@ -154,7 +155,7 @@ class Direction:
         """The scan's own factor of its values, ``(B, L, D)``."""
         if self._skip is None or self.enters is None:
             return self._skip
-        return placed(self._skip, self.enters, len(self.order)) if self._lands_in_place else None
+        return placed(self._skip, self.enters, len(self.order)) if self.lands_in_place else None
 
     @property
     def _skip(self) -> Tensor | None:

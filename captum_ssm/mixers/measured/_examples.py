@@ -73,30 +73,25 @@ def _together(
     positions: Sequence[Tensor],
     shape: tuple[int, int],
 ) -> FrozenMixer:
-    first = mixers[0]
+    first, recurrences = mixers[0], tuple(mixer.recurrence for mixer in mixers)
+    operator = PlacedOperator(recurrences, tuple(rows), tuple(positions), shape)
+    ones = [torch.ones_like(mixer.inputs) for mixer in mixers]
 
     def placed(name: str) -> Tensor | None:
-        values = [getattr(mixer, name) for mixer in mixers]
-        if all(value is None for value in values):
+        found = [getattr(mixer, name) for mixer in mixers]
+        if all(x is None for x in found):
             return None
-        total = first.inputs.new_zeros(*shape, first.inputs.shape[-1])
-        for mixer, value, row, at in zip(mixers, values, rows, positions, strict=True):
-            value = torch.ones_like(mixer.inputs) if value is None else value
-            total[row, at] = value.expand_as(mixer.inputs)[0].to(total)
-        return total
+        pairs = zip(found, ones, strict=True)
+        return operator.placed(one if x is None else x.expand_as(one) for x, one in pairs)
 
     inputs, activation = placed("inputs"), placed("activation")
     factors: dict[str, Any] = {name: placed(name) for name in ("skip", "gate", "norm", "offset")}
     assert inputs is not None
     if activation is None and first.conv is not None:
-        activation = torch.zeros_like(inputs)  # nothing enters from padding, after a convolution
-        for row, at in zip(rows, positions, strict=True):
-            activation[row, at] = 1
+        activation = operator.placed(ones)  # nothing enters from padding, after a convolution
     return replace(
         first,
-        recurrence=PlacedOperator(
-            tuple(mixer.recurrence for mixer in mixers), tuple(rows), tuple(positions), shape
-        ),
+        recurrence=operator,
         inputs=inputs,
         activation=activation,
         exchanged=max(mixer.exchanged for mixer in mixers),

@@ -104,29 +104,22 @@ def _is_chain(scans: Sequence[CutScan]) -> bool:
 
 
 def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
-    directions: list[Direction] = []
-    for cut in rerun.run.scans:
-        directions += find_directions(rerun, projection, cut)
+    scans = rerun.run.scans
+    directions = [one for cut in scans for one in find_directions(rerun, projection, cut)]
+    refused: NotMeasured | None = None
     if all(direction.lands is None for direction in directions):
         try:
             return _of_directions(rerun, projection, directions)
-        except NotMeasured:
-            moved = _moved(rerun, directions)
-            if moved is None:
-                raise
-            return _of_directions(rerun, projection, moved)
-    moved = [entered(rerun, direction) for direction in directions]
-    return _of_directions(rerun, projection, moved)
-
-
-def _moved(rerun: Rerun, directions: Sequence[Direction]) -> list[Direction] | None:
-    # Scans over all tokens, if what they return lands on others than those that they are given.
+        except NotMeasured as error:
+            refused = error
+    # What scans return may land on other tokens than those that they are given.
     try:
-        found = [entered(rerun, direction) for direction in directions]
-    except NotMeasured:
-        return None
-    in_place = all(torch.equal(one.enters, one.lands) for one in found)  # type: ignore[arg-type]
-    return None if in_place else found
+        moved = [entered(rerun, direction) for direction in directions]
+    except NotMeasured as error:
+        raise refused or error from None
+    if refused is not None and all(one.lands_in_place for one in moved):
+        raise refused
+    return _of_directions(rerun, projection, moved)
 
 
 def _of_directions(
