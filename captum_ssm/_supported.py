@@ -90,6 +90,8 @@ class Support:
         mixers (list of MixerSupport): in forward order.
         between (str): what lies between them.
         methods (dict of str to str): by name, why it does not work; None where it does.
+        held (float, optional): the share of what the score reads that the maps of the mixers hold;
+            the rest goes past them, and only a rollout and MambaLRP follow it. Default: 1.0
 
     Examples::
 
@@ -100,6 +102,7 @@ class Support:
     mixers: list[MixerSupport]
     between: str
     methods: dict[str, str | None]
+    held: float = 1.0
 
     def __str__(self) -> str:
         head = ("mixer", "class", "known", "stage", "tokens", "order", "maps", "error")
@@ -171,7 +174,8 @@ def supported(
             tried[name] = None
         except ERRORS as error:
             tried[name] = first_line(error)
-    return Support([support_of(frozen, layer) for layer in frozen.layers], between(frozen), tried)
+    mixers = [support_of(frozen, layer) for layer in frozen.layers]
+    return Support(mixers, between(frozen), tried, frozen.wiring.held)
 
 
 @repeated

@@ -132,7 +132,9 @@ def test_what_the_score_reads_past_its_tokens_is_followed(place):
     states = rollout(model, x, model.a, model.b)
     expected = (states[2][1][0, -1] + 5 * states[place][1][0, 0]) / 6
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
-    assert "83% goes past, from" in supported(model, x).between
+    found = supported(model, x)
+    assert "83% goes past, from" in found.between
+    assert abs(found.held - 1 / 6) < 1e-6
     with pytest.warns(UserWarning, match="83% goes past"):
         RawAttention(model).attribute(x)
 

@@ -81,7 +81,7 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     if not readout.is_whole:
         shares = readout.shares(output, stages, maps.past.get(graph.end, {}))
     past = readout.past_pool(stages, shares)
-    balance = readout.balance(past, shares)
+    held, said = readout.balance(past, shares)
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
         (graph.stage_of[k], Link().of(torch.zeros_like(read))) for k, read in past.items()
@@ -96,7 +96,8 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
         maps.is_far,
         inputs=graph.ways,
         unknown=readout.unknown() if simple else None,
-        past=balance,
+        held=held,
+        past=said,
         rows=readout.rows(),
         structure=structure((point.edge.node for point in ends if point is not None), is_cut=True),
     )

@@ -143,17 +143,19 @@ class Readout:
         shares[:] = [None if one is None else one * (own / total) for one in shares]
         return {k: one / total for k, one in past.items()}
 
-    def balance(self, past: Mapping[int, Tensor], shares: Sequence[Tensor | None]) -> str | None:
-        """What share of a pooled output the maps hold, in words, where some goes past."""
+    def balance(
+        self, past: Mapping[int, Tensor], shares: Sequence[Tensor | None]
+    ) -> tuple[float, str | None]:
+        """What share of a pooled output the maps hold, also in words where some goes past."""
+        if not past:
+            return 1.0, None
         parts, held = [], sum(float(read.sum(1).mean()) for read in shares if read is not None)
         for k, read in past.items():
             at = (read > 0.01 * read.amax(1, keepdim=True)).any(0).nonzero()[:, 0].tolist()
             where = f"token {at[0]}" if len(at) == 1 else f"{len(at)} tokens"
             share = float(read.sum(1).mean())
             parts.append(f"{share:.0%} goes past, from {self.graph.name(k)} at {where}")
-        if not parts:
-            return None
-        return f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
+        return held, f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
 
     def rows(self) -> Tensor | None:
         """How far the rows of an output of fewer tokens are from its last tokens, ``(n,)``."""

@@ -154,8 +154,9 @@ class Wiring:
             Default: (), where that was not measured
         unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
             linear. Default: None
-        past (str, optional): what share of a pooled output is read past the mixers, in words.
-            Default: None
+        held (float, optional): the share of what a pooled output reads that comes through the
+            last mixers. Default: 1.0
+        past (str, optional): what goes past them, in words. Default: None
         rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
             how far each is from the place that it has among the last n. Default: None
         structure (frozenset, optional): what the graph between the mixers is made of.
@@ -171,6 +172,7 @@ class Wiring:
     refused: str | None = None
     inputs: tuple[Way, ...] = ()
     unknown: str | None = None
+    held: float = 1.0
     past: str | None = None
     rows: Tensor | None = None
     structure: frozenset[Any] = frozenset()
