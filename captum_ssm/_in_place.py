@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -59,20 +58,14 @@ def seen_in_views(function: Callable[P, Result]) -> Callable[P, Result]:
         except RuntimeError as error:
             if _IS_VISIBLE.get() or "returns multiple views" not in str(error):
                 raise
-        with _visible():
-            return function(*args, **kwargs)
+        token = _IS_VISIBLE.set(True)
+        try:
+            with _OnCopies():
+                return function(*args, **kwargs)
+        finally:
+            _IS_VISIBLE.reset(token)
 
     return seen
-
-
-@contextmanager
-def _visible() -> Iterator[None]:
-    token = _IS_VISIBLE.set(True)
-    try:
-        with _OnCopies():
-            yield
-    finally:
-        _IS_VISIBLE.reset(token)
 
 
 def is_hidden(node: Any) -> bool:

@@ -165,19 +165,13 @@ def _of_self(function: Callable[..., Tensor], saved: Mapping[str, str]) -> NodeR
     return _by_factor(factor)
 
 
-def _tanh(node: Node) -> Tensor:
-    # The node saves only its result. If that is rounded to one, use the largest argument whose
-    # tanh is below one.
-    y = node._saved_result.detach()
-    size = y.abs().double().clamp(1e-4, 1 - torch.finfo(y.dtype).eps / 2)
-    return (size / torch.atanh(size)).to(y.dtype)
-
-
-def _expm1(y: Tensor) -> Tensor:
-    # The factor of expm1, from its result, which is rounded to -1 as that of tanh is.
-    wide = y.double()
-    safe = torch.where(wide.abs() < 1e-4, 1e-4, wide).clamp(min=torch.finfo(y.dtype).eps / 2 - 1)
-    return (safe / torch.log1p(safe)).to(y.dtype)
+def _of_result(inverse: Callable[[Tensor], Tensor], y: Tensor, high: float | None) -> Tensor:
+    # The factor of a function from its result, if the node saves only that. A result that is
+    # rounded to its limit, -1 or ``high``, counts as the last one before it.
+    wide, eps = y.double(), torch.finfo(y.dtype).eps / 2
+    safe = torch.where(wide.abs() < 1e-4, 1e-4, wide)
+    safe = safe.clamp(eps - 1, None if high is None else high - eps)
+    return (safe / inverse(safe)).to(y.dtype)
 
 
 def _elu(node: Node) -> Tensor:
@@ -190,7 +184,7 @@ def _elu(node: Node) -> Tensor:
         factor = activation_factor(torch.expm1, x)
         return torch.where(x > 0, scale, alpha * scale * inner * factor)
     y = node._saved_result.detach()
-    factor = _expm1(y.clamp(max=0) / (alpha * scale))
+    factor = _of_result(torch.log1p, y.clamp(max=0) / (alpha * scale), None)
     return torch.where(y > 0, scale, alpha * scale * inner * factor)
 
 
@@ -327,9 +321,9 @@ def _signed(dim: int) -> int:
 _ACTIVATIONS: dict[str, NodeRule] = {
     **{kind: _of_self(*how) for kind, how in _OF_SELF.items()},
     **dict.fromkeys(("Celu", "Elu"), _by_factor(_elu)),
-    "Expm1": _by_factor(lambda node: _expm1(node._saved_result.detach())),
+    "Expm1": _by_factor(lambda n: _of_result(torch.log1p, n._saved_result.detach(), None)),
     "SwishFunction": _by_factor(lambda node: torch.sigmoid(node.saved_tensors[0].detach())),
-    "Tanh": _by_factor(_tanh),
+    "Tanh": _by_factor(lambda n: _of_result(torch.atanh, n._saved_result.detach(), 1)),
 }
 # The rules of the other kinds, by kind. Fused functions are those of flash-linear-attention.
 RULES: dict[str, NodeRule] = {

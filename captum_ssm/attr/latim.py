@@ -239,10 +239,9 @@ class LaTIM(TokenAttribution):
         frozen = self._run(request, query=False)
         with self._computing():
             chosen = frozen.select_one(layer)
-            parts = Contributions.of(frozen, [chosen], activation)
-            rows = torch.arange(parts.length, device=parts.weight.device)
-            tiles = _score_tiles(parts, order, output_of([chosen]), rows)
-            return frozen.mask_matrix(of_tiles(tiles, parts.length))
+            rows = torch.arange(chosen.shape[1], device=chosen.call.output.device)
+            tiles = _score_tiles(frozen, chosen, activation, order, rows)
+            return frozen.mask_matrix(of_tiles(tiles, len(rows)))
 
     def contributions(
         self,
@@ -431,11 +430,12 @@ def _order(aggregation: str | float, layer: int | str | None) -> str | float | N
 
 
 def _score_tiles(
-    parts: Contributions, order: str | float, output: Tensor, rows: Tensor
+    frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float, rows: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Ascending rows ``(R,)`` of a layer's map: tiles of them, each with ``(B, r, C)``."""
+    parts = Contributions.of(frozen, [layer], activation)
     if order == "alti":
-        yield from Alti(parts, output).tiles(rows)
+        yield from Alti(parts, output_of([layer])).tiles(rows)
         return
 
     def norm(vectors: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -449,12 +449,11 @@ def _score_tiles(
 def _query_row(
     frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float
 ) -> Tensor:
-    parts = Contributions.of(frozen, [layer], activation)
     frozen.require_chain("LaTIM")
     (query,) = frozen.require_query()
     row = torch.zeros_like(query)
     rows = (query != 0).any(0).nonzero()[:, 0]
-    for chosen, tile in _score_tiles(parts, order, output_of([layer]), rows):
+    for chosen, tile in _score_tiles(frozen, layer, activation, order, rows):
         row[:, : tile.shape[2]] += torch.einsum("bi,bij->bj", query[:, chosen], tile)
     return row
 
