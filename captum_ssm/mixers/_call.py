@@ -119,7 +119,11 @@ class MixerCall:
         return self.given_tokens(name).to(self.dtype)
 
     def given_tokens(self, name: str = "hidden_states") -> Tensor:
-        """The mixer's input tokens ``(B, L, E)``, as they were given."""
+        """The mixer's input tokens ``(B, L, E)``, as they were given.
+
+        Raises:
+            TypeError: for a call without a tensor of its own, such as one that is given a tuple.
+        """
         value = self.arguments.get(name)
         if value is None:
             given = (*self.args, *self.kwargs.values())

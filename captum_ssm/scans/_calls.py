@@ -122,7 +122,7 @@ def intercepted(
     built_in, around = {f for f in known if is_built_in(f)}, _THIS.handler
 
     def own(call: FunctionCall) -> Any:
-        if call.source in known or (token_product in known and is_product(call.source)):
+        if not known.isdisjoint((call.source, _anywhere(call.source))):
             return handler(call)
         return call.run() if around is None else around(call)
 
@@ -161,6 +161,13 @@ def is_product(function: Callable[..., Any]) -> bool:
 def is_loop(function: Callable[..., Any]) -> bool:
     """Whether a function stands for a loop over tokens at one place in the code."""
     return isinstance(function, TokenLoop)
+
+
+def _anywhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    # What stands for a product or a loop at all places in the code; another function itself.
+    if is_product(function):
+        return token_product
+    return token_loop if is_loop(function) else function
 
 
 def _wide(x: Tensor) -> Tensor:
