@@ -13,7 +13,7 @@ from torch import Tensor
 from captum_ssm._capture import Request, is_model
 from captum_ssm._integers import as_integers
 from captum_ssm._memory import readable_bytes
-from captum_ssm._meter import Reading, fitted, grown, measured
+from captum_ssm._meter import Measurement, fitted, grown, measured
 from captum_ssm._nested import map_tensors
 from captum_ssm.attr import TokenAttribution
 
@@ -128,7 +128,7 @@ class Costs:
         return self._extrapolated(_forward)
 
     def _extrapolated(self, call: Callable[[Request, int], Any]) -> Estimate:
-        found: list[Reading] = []
+        found: list[Measurement] = []
         for lengths in self._lengths():
             if found and found[-1].peak[0] * (lengths[-1] / self.lengths[-1]) ** 2 > BUDGET:
                 break
@@ -157,7 +157,7 @@ class Costs:
                 return
             yield [first - 1, second - 1]
 
-    def _measured(self, call: Callable[[Request, int], Any], tokens: int) -> Reading:
+    def _measured(self, call: Callable[[Request, int], Any], tokens: int) -> Measurement:
         sample = map_tensors(partial(self._cut, tokens), self.request)
         module = sample.module
         owned = [*module.parameters(), *module.buffers(), *sample.inputs]

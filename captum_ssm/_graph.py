@@ -327,7 +327,7 @@ class Joints:
     leaves: frozenset[int]
 
 
-class CutGraph:
+class SegmentGraph:
     """A graph that is cut at its leaves: how its tensors read these by way of no other one.
 
     Args:

@@ -20,7 +20,7 @@ OBJECTS = 2048
 
 
 @dataclass(frozen=True)
-class Reading:
+class Measurement:
     """The most bytes of a call at a time, those it returned, and its time.
 
     The second of a pair, for the whole sequence, counts a tensor with two token axes accordingly.
@@ -33,7 +33,7 @@ class Reading:
 
 def measured(
     call: Callable[[], Any], owned: Iterable[Tensor], tokens: int = 0, stretch: float = 1.0
-) -> Reading:
+) -> Measurement:
     """Make a call for its memory, where ``owned`` is not counted, and once more for its time.
 
     A token axis has ``tokens`` entries, of a sequence that is ``stretch`` times longer.
@@ -46,7 +46,7 @@ def measured(
     returned = sum(size for size, _ in sizes), sum(stretched for _, stretched in sizes)
     start = _now()
     call()
-    return Reading((meter.peak[0], meter.peak[1]), returned, _now() - start)
+    return Measurement((meter.peak[0], meter.peak[1]), returned, _now() - start)
 
 
 def _now() -> float:

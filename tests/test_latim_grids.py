@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from captum_ssm import LaTIM, UnsupportedModelError
 from captum_ssm._capture import Request, freeze
-from captum_ssm.attr._grids import CutGraph, CutMixers
+from captum_ssm.attr._grids import CutMixers, ScoreGraph
 from captum_ssm.models import BidirectionalMamba
 
 E = 16
@@ -187,7 +187,7 @@ def test_one_run_of_images_is_enough(model, target, monkeypatch):
     found = LaTIM(model).attribute(x, target, **options)
     assert not runs
     # What is read off the graph of another run, in which norms are replaced.
-    monkeypatch.setattr(CutGraph, "of", classmethod(lambda cls, frozen: None))
+    monkeypatch.setattr(ScoreGraph, "of", classmethod(lambda cls, frozen: None))
     again = LaTIM(model).attribute(x, target, **options)
     assert len(runs) == 1
     for one, other in zip(found, again, strict=True):
@@ -201,7 +201,7 @@ def test_activations_without_rules_are_replaced():
         Request.of(model, None, x), target=1, gradients=True, through_mixers=False, keep_graph=True
     )
     assert frozen.live is not None
-    assert CutGraph.of(frozen) is None
+    assert ScoreGraph.of(frozen) is None
 
 
 def test_what_several_grids_do_not_offer():

@@ -14,7 +14,7 @@ from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.ways import Way, feature_axis, stem_of
 from captum_ssm._capture.wiring import INPUT, Link, side_by_side
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import CutGraph, Point, nodes_before
+from captum_ssm._graph import Point, SegmentGraph, nodes_before
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 MIXERS = (
@@ -58,7 +58,7 @@ class MixerGraph:
         direct (dict of int to frozenset): what each reads by way of no other mixer.
         groups (list of list of int): the mixers of each stage.
         ways (tuple of Way): of the inputs.
-        cut (CutGraph): what is read by way of no other mixer, or input.
+        cut (SegmentGraph): what is read by way of no other mixer, or input.
         orders (Orders): in which order each is given the tokens, as far as it is known.
         links (dict): how each reads others, as far as it is known.
         stage_of (dict): the stage of each mixer, and each input for itself.
@@ -72,7 +72,7 @@ class MixerGraph:
         self.entries = {i: port.entry for i, port in enumerate(cuts.ports)}
         self.entries[self.end] = output
         starts = {INPUT - k: start.point for k, start in cuts.starts.items()}
-        self.cut = CutGraph(starts | self.exits)
+        self.cut = SegmentGraph(starts | self.exits)
         self.ways = self._ways(cuts.starts)
         if not in_grid:
             self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}

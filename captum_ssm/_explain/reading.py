@@ -16,7 +16,7 @@ CONTEXT = 8  # tokens: of a character outside ASCII there are four at most
 
 
 @dataclass(frozen=True)
-class Reading:
+class TokenizedText:
     """A text and its tokens, which join to the text.
 
     Args:
@@ -32,7 +32,7 @@ class Reading:
         """What the model reads, ``(L,)``."""
         return [token.id for token in self.tokens]
 
-    def followed_by(self, other: Reading, between: str = "") -> Reading:
+    def followed_by(self, other: TokenizedText, between: str = "") -> TokenizedText:
         """Both texts, one after the other."""
         shift = len(self.text)
         first, *rest = other.tokens
@@ -41,10 +41,10 @@ class Reading:
         moved = [
             replace(one, start=one.start + shift, end=one.end + shift) for one in (*moved, *rest)
         ]
-        return Reading(self.text + between + other.text, self.tokens + tuple(moved))
+        return TokenizedText(self.text + between + other.text, self.tokens + tuple(moved))
 
 
-def read(tokenizer: Any, text: str, name: str, special: bool = True) -> Reading:
+def read(tokenizer: Any, text: str, name: str, special: bool = True) -> TokenizedText:
     """A text as a tokenizer splits it.
 
     Args:
@@ -68,7 +68,7 @@ def read(tokenizer: Any, text: str, name: str, special: bool = True) -> Reading:
     return _reading(text, ids, offsets, _names(tokenizer, ids))
 
 
-def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> Reading:
+def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> TokenizedText:
     """Token ids as a text: what the tokenizer decodes, or without one the numbers themselves.
 
     Raises:
@@ -86,10 +86,10 @@ def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> Reading:
         part = "" if one in special else piece
         tokens.append(Token(part or called, one, at, at + len(part)))
         at += len(part)
-    return Reading("".join(one.text for one in tokens if one.end > one.start), tuple(tokens))
+    return TokenizedText("".join(one.text for one in tokens if one.end > one.start), tuple(tokens))
 
 
-def between(tokenizer: Any, first: Reading, second: Reading) -> str:
+def between(tokenizer: Any, first: TokenizedText, second: TokenizedText) -> str:
     """What stands between two texts where the tokenizer drops white space: a space, or nothing."""
     joint = read_ids(tokenizer, [first.ids[-1], second.ids[0]], "the text").tokens[1]
     spaced = first.text[-1:].isspace() or second.text[:1].isspace()
@@ -161,7 +161,7 @@ def _shared(text: str, start: int, end: int, count: int) -> list[tuple[int, int]
 
 def _reading(
     text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], names: Sequence[str]
-) -> Reading:
+) -> TokenizedText:
     # Every character belongs to one token: of several that share it to the last one, white space
     # to the one after it, and what lies after the last token to that.
     ends: list[int] = []
@@ -177,4 +177,4 @@ def _reading(
     tokens = []
     for one, start, end, called in zip(ids, [0, *ends[:-1]], ends, names, strict=True):
         tokens.append(Token(text[start:end] or called, one, start, end))
-    return Reading(text, tuple(tokens))
+    return TokenizedText(text, tuple(tokens))

@@ -16,7 +16,7 @@ from captum_ssm._capture.request import check_inputs
 from captum_ssm._errors import InputError, TargetError
 from captum_ssm._explain.asked import Asked, Setup, kept
 from captum_ssm._explain.lens import Lens
-from captum_ssm._explain.reading import Reading, answer_text, between, read, read_ids
+from captum_ssm._explain.reading import TokenizedText, answer_text, between, read, read_ids
 from captum_ssm._hidden_attention import hidden_attention
 from captum_ssm._integers import as_index
 from captum_ssm._memory import memory_limit, require
@@ -110,7 +110,7 @@ def explain_text(setup: Setup, asked: TextRequest) -> Example:
     )
 
 
-def _prompt(tokenizer: Any, given: str | list[int]) -> Reading:
+def _prompt(tokenizer: Any, given: str | list[int]) -> TokenizedText:
     if not isinstance(given, str):
         return read_ids(tokenizer, given, "the text")
     found = read(tokenizer, given, "text")
@@ -120,7 +120,7 @@ def _prompt(tokenizer: Any, given: str | list[int]) -> Reading:
     return found
 
 
-def _continuation(tokenizer: Any, given: str | list[int] | None, name: str) -> Reading | None:
+def _continuation(tokenizer: Any, given: str | list[int] | None, name: str) -> TokenizedText | None:
     if given is None:
         return None
     if not isinstance(given, str):
@@ -132,11 +132,11 @@ def _continuation(tokenizer: Any, given: str | list[int] | None, name: str) -> R
     return found
 
 
-def _next(tokenizer: Any, prompt: Reading, one: int) -> Reading:
+def _next(tokenizer: Any, prompt: TokenizedText, one: int) -> TokenizedText:
     # A token as it would stand after the text.
     token = read_ids(tokenizer, [prompt.ids[-1], one], "the answer").tokens[1]
     width = token.end - token.start
-    return Reading(token.text if width else "", (replace(token, start=0, end=width),))
+    return TokenizedText(token.text if width else "", (replace(token, start=0, end=width),))
 
 
 def _is_all(position: Any) -> bool:
@@ -159,7 +159,7 @@ def _places(position: Any, P: int) -> list[int] | None:
     return sorted({one % P for one in found})
 
 
-def _require_one(name: str, given: Reading | None) -> None:
+def _require_one(name: str, given: TokenizedText | None) -> None:
     if given is not None and len(given.tokens) > 1:
         parts = ", ".join(repr(token.text) for token in given.tokens)
         raise TargetError(
@@ -169,7 +169,7 @@ def _require_one(name: str, given: Reading | None) -> None:
         )
 
 
-def _require_ids(name: str, given: Reading | None, V: int) -> None:
+def _require_ids(name: str, given: TokenizedText | None, V: int) -> None:
     if given is not None and not all(0 <= one < V for one in given.ids):
         raise TargetError(f"{name} is {given.ids}; the model's ids are 0 .. {V - 1}.")
 
@@ -205,8 +205,8 @@ def _contrasts(
     logits: Tensor,
     positions: list[int],
     P: int,
-    target: Reading | None,
-    against: Reading | None,
+    target: TokenizedText | None,
+    against: TokenizedText | None,
     places: list[int] | None,
 ) -> dict[int, int]:
     # By output: what is explained against. Two continuations share what is before their first
@@ -226,7 +226,7 @@ def _contrasts(
     return {positions.index(P - 1 + k): against.ids[k]}
 
 
-def _itself(setup: Setup, against: Reading, predicted: bool) -> TargetError:
+def _itself(setup: Setup, against: TokenizedText, predicted: bool) -> TargetError:
     what = "what the model predicts" if predicted else "the target, or begins like it"
     return TargetError(
         f"against is {against.text!r}, which is {what}; expected another continuation, which "

@@ -76,7 +76,7 @@ def _cuts(frozen: FrozenModel, visits: Sequence[_Visit]) -> list[_Cut]:
 
 
 @dataclass(frozen=True)
-class CutGraph:
+class ScoreGraph:
     """The graph of a run whose mixers were cut off: how the score ``(B,)`` reads what they return.
 
     Cuts are in forward order. It begins at the starts, whose values are known, and whose relevance
@@ -89,7 +89,7 @@ class CutGraph:
     of_inputs: Callable[[list[Tensor]], list[Tensor]]
 
     @classmethod
-    def of(cls, frozen: FrozenModel) -> CutGraph | None:
+    def of(cls, frozen: FrozenModel) -> ScoreGraph | None:
         """That of the run that a model was frozen at, if it was kept and tells all of it.
 
         None where a function has no rule, which the replacement of its module may have, where a
@@ -227,7 +227,7 @@ class CutMixers(Rules):
         self._is_after_norm = False
         return with_first(call.result, output)
 
-    def graph(self, frozen: FrozenModel, score: Tensor) -> CutGraph:
+    def graph(self, frozen: FrozenModel, score: Tensor) -> ScoreGraph:
         """The graph of the run that computed ``score (B,)``, of the same request as ``frozen``."""
         starts = self.starts()
 
@@ -236,10 +236,10 @@ class CutMixers(Rules):
             return self.of_inputs(lambda leaves: [of_start[id(leaf)] for leaf in leaves])
 
         points = [(Point.of(one), one) for one in starts]
-        return CutGraph(_cuts(frozen, self._visits), score, points, of_inputs)
+        return ScoreGraph(_cuts(frozen, self._visits), score, points, of_inputs)
 
 
-def grids_of(frozen: FrozenModel, graph: CutGraph) -> Decomposition:
+def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     """How the score reads the layers, each on its own tokens.
 
     The graph is that of the run that the model was frozen at, or of another one of its request.

@@ -21,7 +21,7 @@ from captum_ssm.attr._alti import Alti, of_tiles
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._chain import Decomposition, output_of
 from captum_ssm.attr._contributions import Contributions
-from captum_ssm.attr._grids import CutGraph, CutMixers, grids_of
+from captum_ssm.attr._grids import CutMixers, ScoreGraph, grids_of
 from captum_ssm.attr._relevance import warn_of_unruled
 from captum_ssm.attr._residual import UnreadStreamError, norms_and_head, stream_of
 from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
@@ -359,14 +359,14 @@ class LaTIM(TokenAttribution):
             if stage is not None:
                 frozen.stages_of(stage)  # there is one
             return found if layer is None else found.at_layer(layer)
-        graph = CutGraph.of(frozen) or self._cut_graph(frozen, target, position)
+        graph = ScoreGraph.of(frozen) or self._cut_graph(frozen, target, position)
         with self._computing():
             found = grids_of(frozen, graph)
             if stage is not None:
                 return found.at_grid(stage, self.interpolate_mode)
             return found if layer is None else found.at_layer(layer)
 
-    def _cut_graph(self, frozen: FrozenModel, target: Any, position: Any) -> CutGraph:
+    def _cut_graph(self, frozen: FrozenModel, target: Any, position: Any) -> ScoreGraph:
         # The graph of another run, in which modules whose graph has no rules are replaced.
         request = with_leaves(frozen.request)
         cut = CutMixers(request)
