@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm._capture import Request
-from captum_ssm._capture import recording as recording_module
-from captum_ssm._capture.recording import record
+from captum_ssm._capture import record as record_module
+from captum_ssm._capture.record import record
 from captum_ssm.metrics import bootstrap
 from captum_ssm.mixers.discovery import scans_frozen
 from captum_ssm.scans import FunctionCall, candidate_functions, intercepted
@@ -129,7 +129,7 @@ def measure(model: nn.Module, length: int, repeats: int, clock: Any) -> dict[str
     short = request.shortened(256)
     assert short is not None
     # The whole length: the time of the measurement itself, within a run that has its graph anyway.
-    spent, real = [], recording_module.measure
+    spent, real = [], record_module.measure
 
     def timed(*args: Any, **options: Any) -> Any:
         start = clock()
@@ -139,11 +139,11 @@ def measure(model: nn.Module, length: int, repeats: int, clock: Any) -> dict[str
         return found
 
     def whole() -> None:
-        recording_module.measure = timed
+        record_module.measure = timed
         try:
             record(request, wiring=True)
         finally:
-            recording_module.measure = real
+            record_module.measure = real
 
     runs = {
         "forward": torch.no_grad()(request.run),

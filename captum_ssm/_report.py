@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from captum_ssm._capture import FrozenModel, Request, freeze
 from captum_ssm._capture.discovery import find_unknown_mixers
-from captum_ssm._capture.recording import record
+from captum_ssm._capture.record import record
 from captum_ssm._cost import Costs
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._hidden_attention import hidden_attention

@@ -11,8 +11,9 @@ from families import build, modeling_of
 from test_leaves_no_trace import assert_unchanged, fingerprint
 
 from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, ReconstructionError
-from captum_ssm._capture import Request, Substitution, freeze, recording
-from captum_ssm._capture.recording import record
+from captum_ssm._capture import Request, Substitution, freeze
+from captum_ssm._capture import record as record_module
+from captum_ssm._capture.record import record
 from captum_ssm._capture.substitution import KEPT
 from captum_ssm._capture.target import read_score
 from captum_ssm.attr._residual import norms_and_head, stream_of
@@ -198,13 +199,13 @@ def test_what_is_wrong_next_to_a_known_projection_is_caught(
 
 def test_relevance_measures_the_wiring_of_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    own = recording.measure
+    own = record_module.measure
 
     def counted(cuts: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         measured.append(output.shape[1])
         return own(cuts, output, *args, **kwargs)
 
-    monkeypatch.setattr(recording, "measure", counted)
+    monkeypatch.setattr(record_module, "measure", counted)
     model = build("mamba")
     for length in (3, 3, 40, 50, 9):
         MambaLRP(model).attribute(torch.ones(1, length, dtype=torch.long), target=3)

@@ -64,12 +64,12 @@ class Read(nn.Module):
 
 @pytest.mark.parametrize("kind", ["unused", "nothing"])
 def test_draws_that_change_nothing_are_not_warned_of(kind, monkeypatch):
-    from captum_ssm._capture import frozen
+    from captum_ssm._capture import freezing
 
     compared = []
-    own = frozen.warn_of_randomness
+    own = freezing.warn_of_randomness
     monkeypatch.setattr(
-        frozen, "warn_of_randomness", lambda *args: compared.append(args) or own(*args)
+        freezing, "warn_of_randomness", lambda *args: compared.append(args) or own(*args)
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

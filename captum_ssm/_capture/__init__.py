@@ -4,18 +4,16 @@
 (how its mixers hang together) < :mod:`mixer_graph` (the graph of a run between them),
 :mod:`token_map`, :mod:`streams`, :mod:`skips` and :mod:`readout` (what is read off it) <
 :mod:`measure` (all of that, in order) < :mod:`tracing` (a
-model under nnsight) < :mod:`recording` (one run of it) and :mod:`remote` (the same on a server) <
+model under nnsight) < :mod:`recording` (what one run of it left) < :mod:`visits` (of its mixers) <
+:mod:`record` (the run) and :mod:`remote` (the same on a server) <
 :mod:`discovery` (mixers that no adapter knows), :mod:`target` (the query and the score) and
 :mod:`checking` (does a frozen mixer compute what the mixer did) < :mod:`substitution` (frozen
-mixers that stand in for a model's own) < :mod:`frozen`.
+mixers that stand in for a model's own) < :mod:`frozen` (what all
+of it makes) < :mod:`freezing`.
 """
 
-from captum_ssm._capture.frozen import (
-    FrozenLayer,
-    FrozenModel,
-    exact_arithmetic,
-    freeze,
-)
+from captum_ssm._capture.freezing import freeze
+from captum_ssm._capture.frozen import FrozenLayer, FrozenModel, exact_arithmetic
 from captum_ssm._capture.model import check_forward, check_model, is_model, resolve_model, unwrap
 from captum_ssm._capture.remote import check_remote
 from captum_ssm._capture.request import Request

@@ -1,4 +1,4 @@
-"""From a request to a frozen model: run, frozen, checked, with its query and its score."""
+"""A model frozen at one input: its mixers, how they hang together, its query and its score."""
 
 from __future__ import annotations
 
@@ -6,53 +6,34 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm._capture.checking import (
     Rebuilt,
-    check_deviation,
     check_reconstruction,
     check_relevance,
     is_padded_left,
     warn_if_padding_is_read,
     warn_of_shift,
 )
-from captum_ssm._capture.discovery import find_unknown_mixers
 from captum_ssm._capture.grids import StageGrids
-from captum_ssm._capture.honesty import check_honesty
-from captum_ssm._capture.randomness import noting_draws, warn_of_randomness
-from captum_ssm._capture.recording import Recording, record
-from captum_ssm._capture.remote import ONLY_LAYERS, record_remotely
+from captum_ssm._capture.recording import Recording
 from captum_ssm._capture.request import Request
-from captum_ssm._capture.substitution import Made, Substitution, without_autocast
-from captum_ssm._capture.target import (
-    at_stages,
-    check_rows,
-    counted_tokens,
-    one_query,
-    query_weights,
-    read_score,
-)
-from captum_ssm._capture.tracing import on_thrown_away
-from captum_ssm._capture.wiring import Wiring, sequence
+from captum_ssm._capture.substitution import Made, without_autocast
+from captum_ssm._capture.target import at_stages, one_query
+from captum_ssm._capture.wiring import Wiring
 from captum_ssm._copies import copied
 from captum_ssm._devices import moved, weights_loaded
-from captum_ssm._errors import InputError, UnsupportedModelError
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._grid import TokenGrid
-from captum_ssm._in_place import seen_in_views
 from captum_ssm._integers import as_index, as_integers
 from captum_ssm._lazy import cached_property
-from captum_ssm._nested import detached, map_tensors
-from captum_ssm._workspace import workspace
+from captum_ssm._nested import map_tensors
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.mixers._reordered import ReorderedMixer, in_order
-
-# A run without gradients measures the wiring on so many tokens at most.
-SHORT = 256
+from captum_ssm.mixers._reordered import ReorderedMixer
 
 
 @dataclass
@@ -173,6 +154,7 @@ class FrozenModel:
             score reads what comes after the last mixer. Default: frozenset()
         live (Recording, optional): the run with its graph, cut at the mixers, where that was to be
             kept. Default: None
+        again (Callable, optional): freezes a request's model in the same way. Default: None
     """
 
     request: Request
@@ -187,6 +169,7 @@ class FrozenModel:
     grid: TokenGrid | None = None
     unruled: frozenset[str] = frozenset()
     live: Recording | None = field(default=None, repr=False)
+    again: Callable[[Request], FrozenModel] | None = field(default=None, repr=False)
 
     @property
     def input_shape(self) -> tuple[int, int]:
@@ -295,7 +278,8 @@ class FrozenModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A graph cannot be copied or written to a file: the model runs again.
-        return partial(freeze, query=False, check=self.layers[0].check), (self.request,)
+        assert self.again is not None
+        return self.again, (self.request,)
 
     @property
     def is_chain(self) -> bool:
@@ -390,198 +374,8 @@ class FrozenModel:
         return self.layers[index]
 
 
-@workspace()
-@seen_in_views
-def freeze(
-    request: Request,
-    *,
-    position: Any = None,
-    target: Any = None,
-    query: bool = True,
-    gradients: bool = False,
-    through_mixers: bool = True,
-    also: Callable[[nn.Module], bool] | None = None,
-    substitution: Substitution | None = None,
-    check: bool = True,
-    wiring: bool = True,
-    keep_graph: bool = False,
-) -> FrozenModel:
-    """Run a request once and freeze every mixer it visits.
-
-    Args:
-        request (Request): what to run.
-        position (int or Tensor, optional): the query token; None for the model's own readout.
-        target (Any, optional): as in Captum. Without gradients only the position is used that it
-            names. Default: None
-        query (bool, optional): find the token whose row is explained; not needed for whole
-            matrices. Default: True
-        gradients (bool, optional): also compute the gradient of the target's score with
-            respect to each recorded output. Default: False
-        through_mixers (bool, optional): False: the gradient is needed only at the calls of ``also``
-            after the last mixer. The mixers then run without a graph, where no input has variables.
-            Default: True
-        also (Callable, optional): says which modules outside the mixers to keep too.
-            Default: None
-        substitution (Substitution, optional): takes the mixers' place; the score then keeps its
-            graph, and no gradient is taken. Default: None
-        check (bool, optional): raise where a frozen mixer does not reproduce its output.
-            Default: True
-        wiring (bool, optional): measure what lies between the mixers. Default: True
-        keep_graph (bool, optional): keep the run's own graph where it was cut at the mixers.
-            Default: False
-    """
-    own_graph = substitution is not None
-    if request.remote and (query or gradients or own_graph):
-        raise UnsupportedModelError(ONLY_LAYERS)
-    find_unknown_mixers(request)
-    has_variables = any(map(request.has_variables, range(len(request.inputs))))
-    through_mixers = through_mixers or has_variables
-    if substitution is None and gradients and through_mixers:
-        # What other modules read says what the mixers add to.
-        substitution = Substitution(keeps_outputs=also is not None)
-
-    def score_of(recording: Recording) -> Tensor:
-        if not through_mixers:
-            recording.check_finite()  # names the mixer, where the score could not
-        return read_score(recording, target, position)
-
-    asks = score_of if gradients or own_graph else None
-    with noting_draws() as draws:
-        recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
-    if any(draws):
-        with on_thrown_away(request) as (copies, _), torch.no_grad():
-            warn_of_randomness(request.module, (copies.run(), copies.run()))
-    mask = recording.mask
-    recording.check_finite()
-    found = recording.wiring
-    if found is None:
-        found = sequence(len(recording.calls), recording.shape[1])
-    # What puts leaves of its own into the graph checks that they are at all of the ids.
-    if request.by_ids and not own_graph and not (wiring and found.stages[0].reads):
-        _check_tokens(request.inputs[0], found.stages[0].tokens)
-    if not own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
-        return freeze(
-            request,
-            position=position,
-            target=target,
-            query=query,
-            gradients=gradients,
-            through_mixers=through_mixers,
-            also=also,
-            check=check,
-            keep_graph=keep_graph,
-        )
-
-    if found.rows is not None:
-        check_rows(recording, found.rows)
-    live = recording if keep_graph and recording.ports else None
-    weights: list[Tensor] | None = None
-    score = recording.score
-    if score is not None:
-        if not own_graph:
-            with torch.inference_mode(False), torch.enable_grad():
-                if through_mixers:
-                    recording = recording.with_gradients(score)
-                else:
-                    recording = recording.with_readout(score)
-            found = recording.wiring or found
-            score = score.detach()
-        recording = detached(recording)
-    if wiring and not own_graph and found.refused is None:
-        check_honesty(request, found.structure)
-    if query:
-        if found.refused is not None:
-            raise UnsupportedModelError(found.refused)
-        weights = query_weights(recording, found, position, target)
-    device, dtype = recording.device, recording.calls[0].dtype
-    made = [] if substitution is None else substitution.made
-    return FrozenModel(
-        request,
-        _frozen_layers(recording, found, made, check),
-        recording.shape,
-        counted_tokens(recording),
-        found,
-        None if mask is None else mask.to(dtype),
-        None if weights is None else [w.to(device, dtype) for w in weights],
-        score,
-        [_brought(call, device) for call in recording.others],
-        recording.grid(request.module),
-        recording.unruled,
-        live,
-    )
-
-
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """Without gradients, and in the operators' own dtype wherever the caller's autocast is on."""
     with torch.no_grad(), without_autocast():
         yield
-
-
-def _recorded(
-    request: Request,
-    score: Callable[[Recording], Tensor] | None,
-    also: Callable[[nn.Module], bool] | None,
-    substitution: Substitution | None,
-    wiring: bool,
-    through_mixers: bool,
-) -> Recording:
-    if request.remote:
-        return record_remotely(request)
-    options: dict[str, Any] = {
-        "score": score,
-        "also": also,
-        "substitute": substitution,
-        "through_mixers": through_mixers,
-    }
-    has_graph = score is not None and through_mixers
-    short = None if has_graph or not wiring else request.shortened(SHORT)
-    if short is None:
-        return record(request, **options, wiring=wiring)
-    recording = record(request, **options)
-    try:
-        found = record(short, wiring=True).wiring
-    except Exception:  # a model, or an argument, that cannot be shortened
-        found = None
-    if found is None or not found.is_simple or len(found.orders) != len(recording.calls):
-        return record(request, **options, wiring=True)
-    return replace(recording, wiring=found.lengthened(recording.shape[1]))
-
-
-def _check_tokens(inputs: Tensor, tokens: int) -> None:
-    # Where nothing was measured between the input and the first mixer.
-    if inputs.shape[1] != tokens:
-        raise InputError(
-            f"inputs has shape {tuple(inputs.shape)}, but the mixers saw (batch, tokens) = "
-            f"{(inputs.shape[0], tokens)}; forward_func has to pass each input token to the model "
-            "as one token."
-        )
-
-
-def _frozen_layers(
-    recording: Recording, wiring: Wiring, made: Sequence[Made | None], check: bool
-) -> list[FrozenLayer]:
-    layers: list[FrozenLayer] = []
-    visits: dict[str, int] = {}
-    mask = recording.mask
-    for i, call in enumerate(recording.calls):
-        seen = visits.get(call.path, 0)
-        visits[call.path] = seen + 1
-        name = f"{call.path}:{seen}" if seen else call.path
-        known = made[i] if i < len(made) else None
-        order = wiring.orders[i]
-        own = (
-            mask
-            if order is None and mask is not None and mask.shape == call.output.shape[:2]
-            else None
-        )
-        if known is not None and check:
-            check_deviation(name, call, known.deviation, own)
-        here = _brought(in_order(call, order, recording.shape[0]), recording.device)
-        stage = wiring.stage_of[i]
-        layers.append(FrozenLayer(name, here, stage, call, known, own, check, order))
-    return layers
-
-
-def _brought(call: MixerCall, device: torch.device) -> MixerCall:
-    return call if call.output.device == device else moved(call, device)
