@@ -81,42 +81,34 @@ def freeze(
     find_unknown_mixers(request)
     has_variables = any(map(request.has_variables, range(len(request.inputs))))
     through_mixers = through_mixers or has_variables
-    if substitution is None and gradients and through_mixers:
-        # What other modules read says what the mixers add to.
-        substitution = Substitution(keeps_outputs=also is not None)
 
     def score_of(recording: Recording) -> Tensor:
         if not through_mixers:
             recording.check_finite()  # names the mixer, where the score could not
         return read_score(recording, target, position)
 
-    asks = score_of if gradients or own_graph else None
-    with noting_draws() as draws:
-        recording = _recorded(request, asks, also, substitution, wiring, through_mixers)
-    if any(draws):
-        with on_thrown_away(request) as (copies, _), torch.no_grad():
-            warn_of_randomness(request.module, (copies.run(), copies.run()))
-    mask = recording.mask
-    recording.check_finite()
-    found = recording.wiring
-    if found is None:
-        found = sequence(len(recording.calls), recording.shape[1])
-    # What puts leaves of its own into the graph checks that they are at all of the ids.
-    if request.by_ids and not own_graph and not (wiring and found.stages[0].reads):
-        _check_tokens(request.inputs[0], found.stages[0].tokens)
-    if not own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
-        return freeze(
-            request,
-            position=position,
-            target=target,
-            query=query,
-            gradients=gradients,
-            through_mixers=through_mixers,
-            also=also,
-            check=check,
-            keep_graph=keep_graph,
-        )
+    def run() -> tuple[Recording, Wiring, list[Made | None]]:
+        stand_in, asks = substitution, score_of if gradients or own_graph else None
+        if not own_graph and gradients and through_mixers:
+            # What other modules read says what the mixers add to.
+            stand_in = Substitution(keeps_outputs=also is not None)
+        with noting_draws() as draws:
+            recording = _recorded(request, asks, also, stand_in, wiring, through_mixers)
+        if any(draws):
+            with on_thrown_away(request) as (copies, _), torch.no_grad():
+                warn_of_randomness(request.module, (copies.run(), copies.run()))
+        _ = recording.mask  # raises for one of padding only, whose numbers need not be finite
+        recording.check_finite()
+        found = recording.wiring or sequence(len(recording.calls), recording.shape[1])
+        # What puts leaves of its own into the graph checks that they are at all of the ids.
+        if request.by_ids and not own_graph and not (wiring and found.stages[0].reads):
+            _check_tokens(request.inputs[0], found.stages[0].tokens)
+        return recording, found, [] if stand_in is None else stand_in.made
 
+    recording, found, made = run()
+    if not own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
+        recording, found, made = run()  # with those that were found
+    mask = recording.mask
     if found.rows is not None:
         check_rows(recording, found.rows)
     live = recording if keep_graph and recording.ports else None
@@ -139,7 +131,6 @@ def freeze(
             raise UnsupportedModelError(found.refused)
         weights = query_weights(recording, found, position, target)
     device, dtype = recording.device, recording.calls[0].dtype
-    made = [] if substitution is None else substitution.made
     return FrozenModel(
         request,
         _frozen_layers(recording, found, made, check),
