@@ -77,7 +77,7 @@ def with_first(result: Any, first: Any) -> Any:
 
 
 def _first_key(result: Any) -> Any:
-    # Of a dict's tensors, that of the first with tokens, else of the first.
+    # The key of a dict's first tensor that has tokens, else of its first tensor.
     if not isinstance(result, dict):
         return None
     tensors = [key for key, value in result.items() if torch.is_tensor(value)]

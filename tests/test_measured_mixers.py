@@ -392,7 +392,7 @@ class Fork(wild.Backward):
 
 @named("mamba_ssm.modules.mamba_simple", "Mamba")
 class Copy(wild.Backward):
-    """Of a copy of a package, under its very name."""
+    """A class in a copy of a package, under its very name."""
 
     use_fast_path = False
 
@@ -403,7 +403,7 @@ class Half(wild.HalfScanned):
 
 
 class Derived(MambaMixer):
-    """Of a registered class, and does something else."""
+    """A subclass of a registered class that does something else."""
 
     def __init__(self) -> None:
         super().__init__(MambaConfig(hidden_size=6, state_size=3), 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,11 @@ from captum_ssm._capture.cuts import Cuts
 from captum_ssm._capture.embedded import warn_of_derived
 from captum_ssm._capture.measure import measure
 from captum_ssm._capture.model import extract_logits
+from captum_ssm._capture.recording import Recording, no_graph, split_calls
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.substitution import Substitution
 from captum_ssm._capture.tracing import find_points, instrumented, traced, without_compiler
+from captum_ssm._capture.visits import Visits, check_embedded, is_table
 from captum_ssm._checkpoints import without_checkpoints
 from captum_ssm._clones import repeated
 from captum_ssm._copies import original
@@ -32,13 +34,6 @@ from captum_ssm._graph import past_writes
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm._progress import Bar
 from captum_ssm.mixers._call import bound_arguments
-
-if TYPE_CHECKING:
-    pass
-
-
-from captum_ssm._capture.recording import Recording, no_graph, split_calls
-from captum_ssm._capture.visits import Visits, check_embedded, is_table
 
 
 @repeated

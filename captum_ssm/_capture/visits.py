@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from captum_ssm._nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm._progress import Bar
 from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers._registry import channels_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class Visits:
@@ -185,8 +182,8 @@ def is_table(module: nn.Module) -> bool:
 
 
 def _has_channels_first(module: nn.Module, value: Any) -> bool:
-    # Of a norm or another module with a weight per channel. Where the axes are of one size, those
-    # of a series are (B, L, E).
+    # A norm, or another module with a weight per channel, tells. Where the axes are of one size, a
+    # series is taken for (B, L, E).
     weight = getattr(module, "weight", None)
     if not (torch.is_tensor(value) and torch.is_tensor(weight) and value.dim() >= 3):
         return False

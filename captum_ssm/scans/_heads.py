@@ -163,7 +163,7 @@ def _taken_apart(
 
 
 def _head_width(v: Tensor, y: Tensor) -> int:
-    # Of the first token (B, D): a recurrence returns its value, by one factor per head.
+    # A recurrence returns the value (B, D) of the first token, by one factor per head.
     def share_left(width: int) -> float:
         value, result = (t.double().unflatten(-1, (-1, width)) for t in (v, y))
         factor = (value * result).sum(-1, True) / value.square().sum(-1, True).clamp(min=1e-300)

@@ -156,8 +156,8 @@ def _of_values(root: Point, direction: Direction, read: Point) -> Tensor | None:
 def _of_convolution(
     rerun: Rerun, root: Point, direction: Direction, one: Convolution
 ) -> Tensor | None:
-    # Of what the convolution before the scan returned. Where that is multiplied by a linear layer
-    # of itself, as in Hydra, the layer counts as a coefficient, and has half of the relevance.
+    # The factor is that of what the convolution before the scan returned. Where a linear layer of
+    # it multiplies it, as in Hydra, the layer counts as a coefficient: it has half the relevance.
     psi, times = Point.of(one.conv.leaf, 1), 1
     with ruled([root.edge.node], [psi.edge.node], centered=False):
         link = entries(root, psi)
