@@ -11,8 +11,8 @@ from captum.attr import InterpretableInput, LLMAttributionResult, LLMGradientAtt
 from torch import Tensor
 
 from captum_ssm._capture import is_model, resolve_model, unwrap
+from captum_ssm._capture.check_inputs import as_ids
 from captum_ssm._capture.model import extract_logits
-from captum_ssm._capture.request import as_ids
 from captum_ssm._errors import InputError
 from captum_ssm._integers import as_index
 from captum_ssm._rows import Ask, rows

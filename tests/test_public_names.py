@@ -139,6 +139,7 @@ ORDER = (
         for name in (
             "model",
             "randomness",
+            "check_inputs",
             "request",
             "ways",
             "wiring",
@@ -159,6 +160,7 @@ ORDER = (
     *(
         "_capture.tracing",
         "_capture.embedded",
+        "_capture.finite",
         "_capture.wider",
         "_capture.checking",
         "_capture.substitution",

@@ -16,8 +16,8 @@ from captum_ssm._capture.wider import WIDER, InWider
 from captum_ssm._clones import address
 from captum_ssm._copies import copied
 from captum_ssm._devices import weights_loaded
-from captum_ssm._errors import InputError, ReconstructionError
-from captum_ssm._nested import map_tensors, tensors_in
+from captum_ssm._errors import ReconstructionError
+from captum_ssm._nested import map_tensors
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import random_signs, without_caches
 from captum_ssm.mixers._weights import is_quantized
@@ -48,15 +48,6 @@ DOUBTED = 0.25, 2.5
 SLACK = 10.0
 # Mixers that were run in a wider dtype and found right, as they then were.
 _SURE: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-
-
-def check_finite(call: MixerCall) -> None:
-    """Raise `InputError` where a mixer returned NaN or Inf."""
-    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(call.output)):
-        raise InputError(
-            f"the output of {call.path} holds NaN or Inf: look for them in the model's weights or "
-            "in the inputs, or run the model in a wider dtype."
-        )
 
 
 def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
@@ -335,35 +326,6 @@ def _state_of(module: nn.Module) -> Any:
     tensors = [*module.parameters(), *module.buffers()]
     versions = [(address(x), 0 if x.is_inference() else x._version) for x in tensors]
     return parts, versions
-
-
-def check_relevance(relevance: Any, model: nn.Module) -> None:
-    """Raise `InputError` where relevance holds NaN or Inf, naming the weights that do.
-
-    A score may be finite all the same: its gradient, or a map, multiplies such a weight by zero.
-
-    Args:
-        relevance (Any): tensors in containers.
-        model (nn.Module): what they explain.
-    """
-    if all(_is_finite(x) for x in tensors_in(relevance)):
-        return
-    weights = (*model.named_parameters(), *model.named_buffers())
-    names = [n for n, x in weights if not (x.is_meta or _is_finite(x))]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        found = f"found such numbers in {', '.join(names[:3])}{more} of the model; expected finite"
-        found += " weights there: a weight that is not used in the output is still multiplied by 0"
-    else:
-        found = "all weights are finite, so numbers overflow on the way; run the model in a wider"
-        found += " dtype"
-    raise InputError(f"the relevance holds NaN or Inf: {found}.")
-
-
-def _is_finite(x: Tensor) -> bool:
-    if not x.is_floating_point() or x.itemsize < 2 or x.numel() == 0:
-        return True
-    return all(bool(torch.isfinite(end)) for end in torch.aminmax(x.detach()))
 
 
 def is_padded_left(mask: Tensor | None) -> bool:

@@ -14,11 +14,11 @@ from torch import Tensor
 from captum_ssm._capture.checking import (
     Rebuilt,
     check_reconstruction,
-    check_relevance,
     is_padded_left,
     warn_if_padding_is_read,
     warn_of_shift,
 )
+from captum_ssm._capture.finite import check_relevance
 from captum_ssm._capture.grids import StageGrids
 from captum_ssm._capture.recording import Recording
 from captum_ssm._capture.request import Request

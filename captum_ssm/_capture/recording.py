@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm._capture.checking import check_finite
 from captum_ssm._capture.cuts import Port
+from captum_ssm._capture.finite import check_finite
 from captum_ssm._capture.model import extract_logits, unwrap
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.wiring import Wiring

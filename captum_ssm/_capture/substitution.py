@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._capture.checking import Deviation, Rebuilt, check_finite
+from captum_ssm._capture.checking import Deviation, Rebuilt
+from captum_ssm._capture.finite import check_finite
 from captum_ssm._copies import running
 from captum_ssm._devices import is_offloaded, weights_loaded
 from captum_ssm._graph import is_closed

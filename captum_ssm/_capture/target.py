@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._captum import select_targets
+from captum_ssm._capture.check_inputs import usable
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.recording import Recording
-from captum_ssm._capture.request import usable
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, TargetError, UnsupportedModelError
 from captum_ssm._integers import as_index, as_integers

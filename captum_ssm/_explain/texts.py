@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from captum_ssm._capture.check_inputs import check_inputs
 from captum_ssm._capture.model import extract_logits, parameter_names
-from captum_ssm._capture.request import check_inputs
 from captum_ssm._errors import InputError, TargetError
 from captum_ssm._explain.asked import Asked, Setup, kept
 from captum_ssm._explain.lens import Lens

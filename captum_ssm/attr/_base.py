@@ -24,7 +24,7 @@ from captum_ssm._capture import (
     resolve_model,
     unwrap,
 )
-from captum_ssm._capture.checking import check_relevance
+from captum_ssm._capture.finite import check_relevance
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._memory import memory_limit
 from captum_ssm._workspace import workspace

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
-from captum_ssm._capture.checking import check_finite
+from captum_ssm._capture.finite import check_finite
 from captum_ssm._capture.recording import require_graph
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import UnsupportedModelError
