@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from captum_ssm._errors import ReconstructionError
 from captum_ssm._nested import map_tensors
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import random_signs, without_caches
+from captum_ssm.mixers._registry import known_of
 from captum_ssm.mixers._weights import is_quantized
 
 # The largest relative L2 error of an example's reconstruction. A model in half precision rounds
@@ -46,8 +46,6 @@ TOKEN = 20.0
 DOUBTED = 0.25, 2.5
 # Its own rounding may then be so many times the tolerance.
 SLACK = 10.0
-# Mixers that were run in a wider dtype and found right, as they then were.
-_SURE: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def _norms(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +253,7 @@ def check_deviation(
             dtype = WIDER[dtype]
             errors, tolerance = wider, SLACK * TOLERANCE[dtype]
             if errors.within(tolerance):
-                _SURE[call.module] = _state_of(call.module)
+                known_of(call.module).right = _state_of(call.module)
     if not errors.within(tolerance):
         raise ReconstructionError(
             f"the frozen operator of {name} ({type(call.module).__name__}) does not reproduce its "
@@ -313,7 +311,7 @@ def _again(
 
 
 def _is_sure(module: nn.Module) -> bool:
-    return _SURE.get(module) == _state_of(module)
+    return bool(known_of(module).right == _state_of(module))
 
 
 def _state_of(module: nn.Module) -> Any:

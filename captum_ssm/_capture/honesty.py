@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from captum_ssm._clones import repeated
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import first_of, tensors_in, with_first
 from captum_ssm.mixers import MixerCall, find_mixers
-from captum_ssm.mixers._registry import channels_of
+from captum_ssm.mixers._registry import channels_of, known_of
 
 # Texts are cut to so many tokens.
 _FEW = 32
@@ -40,8 +39,6 @@ _STEPS = 4
 _STEP = 0.3
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
-# By model, what its graph was made of where it was found to tell the truth.
-_HONEST: WeakKeyDictionary[nn.Module, frozenset[Any]] = WeakKeyDictionary()
 
 
 @repeated
@@ -55,8 +52,8 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
     Raises:
         UnsupportedModelError: naming what is made so.
     """
-    known = _HONEST.get(request.module, frozenset())
-    if structure <= known or any(p.is_inference() for p in request.module.parameters()):
+    known = known_of(request.module)
+    if structure <= known.honest or any(p.is_inference() for p in request.module.parameters()):
         return
     found = _found(request)
     if found is not None:
@@ -67,7 +64,7 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
             "mixers that are connected by differentiable operations. The maps of single layers are "
             "right all the same (captum_ssm.hidden_attention)."
         )
-    _HONEST[request.module] = known | structure
+    known.honest |= structure
 
 
 def _found(request: Request) -> str | None:

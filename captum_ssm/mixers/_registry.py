@@ -32,6 +32,10 @@ class Known:
         made_of (frozenset, optional): what its graphs are made of in which nothing is left to be
             searched for. Default: None
         unknown (str, optional): what mixes tokens in it and is not a mixer. Default: None
+        honest (frozenset, optional): what its graphs are made of that were found to tell the truth.
+            Default: frozenset()
+        right (Any, optional): the state in which it was run in a wider dtype and found to be what
+            its adapter computes. Default: None
     """
 
     adapter: Freeze | None = None
@@ -40,6 +44,8 @@ class Known:
     is_searched: bool = False
     made_of: frozenset[Any] | None = None
     unknown: str | None = None
+    honest: frozenset[Any] = frozenset()
+    right: Any = None
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
