@@ -143,15 +143,18 @@ class FourWays(nn.Module):
         rows, columns = v.flatten(2), v.mT.flatten(2)
         return torch.stack([rows, columns, rows.flip(2), columns.flip(2)], 1)
 
-    def scanned(self, v: Tensor) -> Tensor:
-        """``v (B, D, H, W)`` mixed in all four directions: ``(B, D, L)``."""
-        B, _, H, W = v.shape
-        ways = self.ways(v)
+    def scans(self, ways: Tensor) -> Tensor:
+        """``ways (B, 4, D, L)``, each mixed in its own order."""
         found = torch.einsum("bkdl,kcd->bkcl", ways, self.projections)
         step, Bs, Cs = found.split([self.inner, self.state, self.state], 2)
         rates = -self.rates.exp()
         y = last_scan(ways.flatten(1, 2), F.softplus(step).flatten(1, 2), rates, Bs, Cs, self.D)
-        y = y.view(B, 4, self.inner, H * W)
+        return y.view(ways.shape)
+
+    def scanned(self, v: Tensor) -> Tensor:
+        """``v (B, D, H, W)`` mixed in all four directions: ``(B, D, L)``."""
+        B, _, H, W = v.shape
+        y = self.scans(self.ways(v))
         rows = y[:, 0] + y[:, 2].flip(2)
         return rows + (y[:, 1] + y[:, 3].flip(2)).view(B, -1, W, H).mT.flatten(2)
 
