@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import json
+import os
 import re
 import textwrap
 import warnings
@@ -192,8 +193,8 @@ def listed():
     for page in PAGES:
         folder = page.parent.relative_to(DOCS)
         for toctree in re.findall(r"```{toctree}(.*?)```", page.read_text("utf-8"), re.DOTALL):
-            entries = re.findall(r"^(?:.* <)?([\w/]+)>?$", toctree, re.MULTILINE)
-            found += [(folder / entry).as_posix() for entry in entries]
+            entries = re.findall(r"^(?:.* <)?([\w./]+)>?$", toctree, re.MULTILINE)
+            found += [Path(os.path.normpath(folder / entry)).as_posix() for entry in entries]
     return found
 
 
