@@ -17,7 +17,7 @@ from torch import Tensor
 
 from captum_ssm._capture.mixer_graph import MixerGraph
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, meetings, shape_of
+from captum_ssm._graph import Joints, Point, meetings, shape_of
 from captum_ssm._transport import Pairs, Patches, Transport, pairs, pushed
 
 
@@ -38,11 +38,9 @@ class Skips:
 
     def of(self, i: int, j: int) -> dict[int, Transport]:
         """What i reads past j, on other tokens than those of j, and the ways there."""
-        graph = self.graph
-        root, entry = graph.entries[i], graph.entries.get(j)
-        if root is None or entry is None:
+        graph, root, found = self.graph, self.graph.entries[i], self._joints(i, j)
+        if root is None or found is None:
             return {}
-        found = graph.cut.joints(root, entry)
         read = self._leads(found.leaves)
         near = [self._leads(graph.nearest(graph.cut.read_by(edge))) for edge in found.past]
         known = read.union(*near)
@@ -78,11 +76,9 @@ class Skips:
 
     def of_same_tokens(self, i: int, j: int) -> dict[int, Transport]:
         """What i may read past the residual stream around j, of the tokens of j, and the ways."""
-        graph = self.graph
-        root, entry = graph.entries[i], graph.entries.get(j)
-        if root is None or entry is None:
+        graph, root, found = self.graph, self.graph.entries[i], self._joints(i, j)
+        if root is None or found is None:
             return {}
-        found = graph.cut.joints(root, entry)
         near = set(found.leaves if found.stream else ()).union(*map(graph.cut.read_by, found.past))
         return {
             k: Transport(root, graph.exits[k], graph.batch, tuple(found.stream))
@@ -91,6 +87,11 @@ class Skips:
             and graph.is_same_grid(j, k)
             and graph.lead(j) != graph.lead(k)
         }
+
+    def _joints(self, i: int, j: int) -> Joints | None:
+        # Where what goes around j joins on the way to i.
+        root, entry = self.graph.entries[i], self.graph.entries.get(j)
+        return None if root is None or entry is None else self.graph.cut.joints(root, entry)
 
     def _leads(self, found: Iterable[int]) -> set[int]:
         # An input may be left out, where it is known which token is which patch.
