@@ -579,15 +579,16 @@ def test_the_layers_of_one_grid(method):
     model = made(form.model)
     mode = {"interpolate_mode": "nearest"}
     fine, coarse, last = (
-        method(model, **mode).attribute(form.inputs, form.target, stage=stage)
-        for stage in (0, 1, -1)
+        method(model, **mode).attribute(form.inputs, form.target, grid=grid) for grid in (0, 1, -1)
     )
     assert torch.equal(coarse, last)
     blocks = coarse.sum(1).unflatten(-1, (4, 4)).unflatten(1, (4, 4))
     assert_close(blocks, blocks[:, :, :1, :, :1].expand_as(blocks), 1e-9)
     assert not torch.allclose(fine, coarse)
-    with pytest.raises(ValueError, match=r"stage is 2; .* 2 grids .*0 \.\. 1"):
-        method(model).attribute(form.inputs, form.target, stage=2)
+    with pytest.raises(ValueError, match=r"grid is 2; .* 2 grids .*0 \.\. 1"):
+        method(model).attribute(form.inputs, form.target, grid=2)
+    with pytest.raises(TypeError, match=r"stage= is now called grid=; pass grid=1"):
+        method(model).attribute(form.inputs, form.target, stage=1)
     # The layers of the second grid alone: its mixer's own map, read by the pooled output.
     if method is RawAttention:
         h = model.merge(model.one.on_image(model.inp(form.inputs))).flatten(2).mT
@@ -617,8 +618,8 @@ def test_what_is_refused_says_why():
         RawAttention(made(inputs.Series)).attribute(noise(8), 1)
     with pytest.raises(InputError, match="empty"):
         MambaLRP(made(inputs.Series)).attribute(noise(0, 8, 3), 1)
-    with pytest.raises(ValueError, match=r"stage is 0.*form no grid"):
-        RawAttention(made(inputs.Tabular)).attribute(noise(2, 6), stage=0)
+    with pytest.raises(ValueError, match=r"grid is 0.*form no grid"):
+        RawAttention(made(inputs.Tabular)).attribute(noise(2, 6), grid=0)
 
 
 @each_method

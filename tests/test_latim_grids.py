@@ -106,15 +106,15 @@ def explicit(model: TwoGrids, x: Tensor) -> dict[int | None, Tensor]:
 def test_two_grids_are_an_explicit_sum():
     model, x = made(TwoGrids()), noise(2, 8, 3)
     latim = LaTIM(model, feature_share="even")
-    for stage in (None, 0, 1, -1):
+    for grid in (None, 0, 1, -1):
         found, delta = latim.attribute(
-            x, 1, activation="gate", stage=stage, return_convergence_delta=True
+            x, 1, activation="gate", grid=grid, return_convergence_delta=True
         )
-        truth = [explicit(model, one[None])[1 if stage == -1 else stage] for one in x]
+        truth = [explicit(model, one[None])[1 if grid == -1 else grid] for one in x]
         assert_close(found.sum(-1), torch.stack(truth), 1e-9)
-        again = latim.compute_convergence_delta(found, x, 1, stage=stage)
+        again = latim.compute_convergence_delta(found, x, 1, grid=grid)
         assert_close(again, delta, 1e-9)
-        if stage is not None:
+        if grid is not None:
             assert delta.abs().max() <= 1e-12
 
 
@@ -127,7 +127,7 @@ def test_what_one_layer_adds():
     assert bool((coarse[:, 1::2] == 0).all())
     # What is left of a grid's relevance is that of the stream before it.
     streams = [
-        latim.attribute(x, 1, stage=k, activation="gate").sum() - one.sum()
+        latim.attribute(x, 1, grid=k, activation="gate").sum() - one.sum()
         for k, one in enumerate((fine, coarse))
     ]
     whole = latim.attribute(x, 1, activation="gate")
@@ -164,7 +164,7 @@ def test_without_bias_terms_relevance_is_the_score(model, x, target):
 def test_a_mode_interpolates_from_the_grid():
     model, x = made(inputs.Hierarchy()), noise(1, 3, 16, 16)
     carried, nearest = (
-        LaTIM(model, interpolate_mode=mode).attribute(x, 1, stage=-1, activation="gate").sum(1)
+        LaTIM(model, interpolate_mode=mode).attribute(x, 1, grid=-1, activation="gate").sum(1)
         for mode in (None, "nearest")
     )
     blocks = carried.unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
@@ -207,10 +207,10 @@ def test_activations_without_rules_are_replaced():
 def test_what_several_grids_do_not_offer():
     model, x = made(TwoGrids()), noise(1, 8, 3)
     latim = LaTIM(model)
-    with pytest.raises(ValueError, match=r"stage is 2; .* 2 grids .*0 \.\. 1"):
-        latim.attribute(x, 1, stage=2)
-    with pytest.raises(ValueError, match="expected stage only for aggregation='alti_logit'"):
-        latim.attribute(x, 1, stage=0, layer=0)
+    with pytest.raises(ValueError, match=r"grid is 2; .* 2 grids .*0 \.\. 1"):
+        latim.attribute(x, 1, grid=2)
+    with pytest.raises(ValueError, match="expected grid only for aggregation='alti_logit'"):
+        latim.attribute(x, 1, grid=0, layer=0)
     with pytest.raises(ValueError, match=r"tolerance is 0\.001.* several grids"):
         latim.attribute(x, 1, tolerance=1e-3)
     # Each layer's own map is on its own grid.
@@ -220,7 +220,7 @@ def test_what_several_grids_do_not_offer():
         latim.attribute(x, 1)
     one = made(inputs.Series())
     assert torch.equal(
-        LaTIM(one).attribute(noise(1, 8, 3), 1, stage=0), LaTIM(one).attribute(noise(1, 8, 3), 1)
+        LaTIM(one).attribute(noise(1, 8, 3), 1, grid=0), LaTIM(one).attribute(noise(1, 8, 3), 1)
     )
 
 

@@ -114,14 +114,14 @@ def methods(model: Any) -> dict[str, Method]:
     return {
         "MambaLRP": ours(MambaLRP),
         "MambaAttribution": ours(MambaAttribution),
-        "MambaAttribution, last stage": ours(MambaAttribution, stage=-1),
-        "MambaAttribution, last stage, nearest": ours(MambaAttribution, nearest, stage=-1),
+        "MambaAttribution, last stage": ours(MambaAttribution, grid=-1),
+        "MambaAttribution, last stage, nearest": ours(MambaAttribution, nearest, grid=-1),
         "UnifiedImplicitAttention": ours(UnifiedImplicitAttention),
-        "UnifiedImplicitAttention, last stage": ours(UnifiedImplicitAttention, stage=-1),
+        "UnifiedImplicitAttention, last stage": ours(UnifiedImplicitAttention, grid=-1),
         "MambaRollout": ours(MambaRollout),
-        "MambaRollout, last stage": ours(MambaRollout, stage=-1),
+        "MambaRollout, last stage": ours(MambaRollout, grid=-1),
         "RawAttention": ours(RawAttention),
-        "RawAttention, last stage": ours(RawAttention, stage=-1),
+        "RawAttention, last stage": ours(RawAttention, grid=-1),
         "IntegratedGradients (Captum)": lambda score, x: IntegratedGradients(score).attribute(
             x, **integrated
         ),

@@ -194,44 +194,44 @@ class FrozenModel:
             return self
         if self.grids[0] is None:
             return self
-        return replace(self.from_level(0, mode), layers=self.layers)
+        return replace(self.from_grid(0, mode), layers=self.layers)
 
-    def from_level(self, level: int, mode: str = "bilinear") -> FrozenModel:
-        """Only the layers of a level of stages, whose grid is then the input's.
+    def from_grid(self, grid: int, mode: str = "bilinear") -> FrozenModel:
+        """Only the layers of one grid of tokens, which is then the input's.
 
         Raises:
-            ValueError: for a level that the model does not have, or whose tokens form no grid.
+            ValueError: for a grid that the model does not have, or whose tokens form no grid.
         """
-        stages = self.stages_of(level)
+        stages = self.stages_of(grid)
         first = stages[0]
-        grid = self.grids[first]
-        if grid is None:
+        patches = self.grids[first]
+        if patches is None:
             raise ValueError(
-                f"stage is {level!r}, whose {self.wiring.stages[first].tokens} tokens form no grid "
-                "over the input; leave stage at None."
+                f"grid is {grid!r}, whose {self.wiring.stages[first].tokens} tokens form no grid "
+                "over the input; leave grid at None."
             )
         wiring, output = self.wiring.starting_at(first), self.wiring.output
         query = self.query
         if query is not None:
             query = [w for w, (read, _) in zip(query, output, strict=True) if read >= first]
         layers = [layer for layer in self.layers if layer.stage in stages]
-        grid = replace(grid, mode=mode)
-        return replace(self, wiring=wiring, grid=grid, query=query, layers=layers)
+        patches = replace(patches, mode=mode)
+        return replace(self, wiring=wiring, grid=patches, query=query, layers=layers)
 
-    def stages_of(self, level: int) -> list[int]:
-        """The stages of a level, which work on the same tokens.
+    def stages_of(self, grid: int) -> list[int]:
+        """The stages of a grid, which work on the same tokens.
 
         Raises:
-            ValueError: for a level that the model does not have.
+            ValueError: for a grid that the model does not have.
         """
-        levels, index = self.wiring.levels, as_index(level)
-        if index is None or not -len(levels) <= index < len(levels):
+        grids, index = self.wiring.grids, as_index(grid)
+        if index is None or not -len(grids) <= index < len(grids):
             raise ValueError(
-                f"stage is {level!r}; the layers of this model work on {len(levels)} grids of "
-                f"tokens, one after the other: expected 0 .. {len(levels) - 1} (or "
-                f"-{len(levels)} .. -1 from the end)."
+                f"grid is {grid!r}; the layers of this model work on {len(grids)} grids of "
+                f"tokens, one after the other: expected 0 .. {len(grids) - 1} (or "
+                f"-{len(grids)} .. -1 from the end)."
             )
-        return levels[index]
+        return grids[index]
 
     def mask_of(self, layer: FrozenLayer) -> Tensor | None:
         """The padding mask of a layer's tokens, if they are the input's."""

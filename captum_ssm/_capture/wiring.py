@@ -211,7 +211,7 @@ class Wiring:
         return same and all(order is None for order in self.orders)
 
     @property
-    def levels(self) -> list[list[int]]:
+    def grids(self) -> list[list[int]]:
         """The stages that work on the same tokens, one after the other."""
         found: list[list[int]] = []
         for i, stage in enumerate(self.stages):

@@ -70,13 +70,13 @@ class Decomposition:
     past: Sequence[Tensor] = ()
     with_stream: bool = True
 
-    def at_grid(self, stage: int, mode: str | None) -> Decomposition:
+    def at_grid(self, grid: int, mode: str | None) -> Decomposition:
         """Only the layers of one grid, from which relevance is interpolated if ``mode`` says how.
 
         The score is then the part that leads past all mixers of later grids.
         """
-        stages = self.frozen.stages_of(stage)
-        frozen = self.frozen if mode is None else self.frozen.from_level(stage, mode)
+        stages = self.frozen.stages_of(grid)
+        frozen = self.frozen if mode is None else self.frozen.from_grid(grid, mode)
         steps = {i: step for i, step in self.steps.items() if i in stages}
         first = steps[min(steps)]
         added = [dot(first.direction, first.before), *(step.added() for step in steps.values())]

@@ -29,7 +29,7 @@ class MapAttribution(TokenAttribution):
         *,
         layers: Any = None,
         start_layer: int = 0,
-        stage: int | None = None,
+        grid: int | None = None,
         gradients: bool = False,
         query: bool = True,
         **unified: Any,
@@ -39,8 +39,8 @@ class MapAttribution(TokenAttribution):
         options = MapOptions.of(paper | choices, **unified)
         request = self._request(inputs, additional_forward_args)
         frozen = self._run(request, position, target=target, query=query, gradients=gradients)
-        if stage is not None:
-            frozen = frozen.from_level(stage, self.interpolate_mode or "bilinear")
+        if grid is not None:
+            frozen = frozen.from_grid(grid, self.interpolate_mode or "bilinear")
         chosen = frozen.from_layer(start_layer) if layers is None else frozen.select(layers)
         return StageMaps(frozen, chosen, options, gradients=gradients)
 

@@ -44,13 +44,15 @@ _ARGUMENTS = """\
     position (int or Tensor, optional): the token whose row is explained, an int or ``(B,)``; None
         for those that the model reads the output from. Default: None
 """
+# Options by their names of before.
+RENAMED = {"stage": "grid"}
 # Options that several methods have, for those whose own documentation does not tell of them.
 _OPTIONS = {
     "start_layer": """\
     start_layer (int, optional): the first layer. Default: 0
 """,
-    "stage": """\
-    stage (int, optional): of a model whose layers work on several grids of tokens, one after the
+    "grid": """\
+    grid (int, optional): of a model whose layers work on several grids of tokens, one after the
         other: only the layers of this one, negative from the end, interpolated from its grid to the
         input, as of Grad-CAM. None is all. Default: None
 """,
@@ -148,6 +150,12 @@ def described(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def attribute(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = type(self).options()
+        renamed = [name for name in RENAMED if name in kwargs and RENAMED[name] in options]
+        if renamed:
+            raise TypeError(
+                f"{renamed[0]}= is now called {RENAMED[renamed[0]]}=; pass "
+                f"{RENAMED[renamed[0]]}={kwargs[renamed[0]]!r}."
+            )
         unknown = [name for name in kwargs if name not in SHARED and name not in options]
         if unknown:
             raise TypeError(

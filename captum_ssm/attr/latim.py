@@ -96,7 +96,7 @@ class LaTIM(TokenAttribution):
         *,
         position: Any = None,
         layer: int | str | None = None,
-        stage: int | None = None,
+        grid: int | None = None,
         aggregation: Literal["alti_logit", "alti", "l1", "l2"] | float = LOGIT,
         activation: Literal["silu", "taylor1", "taylor2", "relu", "identity", "gate"] = "silu",
         tolerance: float = 0.0,
@@ -113,7 +113,7 @@ class LaTIM(TokenAttribution):
 
         Where layers work on several grids of tokens, or it is not known how the score reads the
         last stream, MLPs and all else between mixers are frozen as in MambaLRP. The delta then
-        also holds the bias terms outside of mixers; with ``stage`` it is the part of the score that
+        also holds the bias terms outside of mixers; with ``grid`` it is the part of the score that
         the grid's residual stream carries past all later grids' mixers, less the mixers' bias terms
         and the sum of relevance.
 
@@ -121,7 +121,7 @@ class LaTIM(TokenAttribution):
             layer (int or str, optional): explain one layer's map, by index (negative from the
                 end) or module path. None is all layers, for ``"alti_logit"`` only.
                 Default: None
-            stage (int, optional): of a model whose layers work on several grids of tokens, one
+            grid (int, optional): of a model whose layers work on several grids of tokens, one
                 after the other: only the layers of this one, negative from the end, for
                 ``"alti_logit"``. So that sums are kept, relevance is carried to the input by the
                 transport, and interpolated only with an ``interpolate_mode``. None is all.
@@ -142,7 +142,7 @@ class LaTIM(TokenAttribution):
         """
         order = _order(aggregation, layer)
         is_bounded = bool(tolerance or return_error_bound)
-        self._check_score_options(aggregation, layer, stage, tolerance, return_error_bound)
+        self._check_score_options(aggregation, layer, grid, tolerance, return_error_bound)
         if return_convergence_delta and order is not None:
             raise ValueError(
                 f"aggregation is {aggregation!r}, which is not a decomposition of the score, so it "
@@ -155,7 +155,7 @@ class LaTIM(TokenAttribution):
             with self._computing():
                 row = _query_row(frozen, frozen.select_one(layer), activation, order)
                 return self._formatted(frozen.wiring.from_first(row), frozen)
-        of_score = self._decomposition(request, target, position, layer, stage)
+        of_score = self._decomposition(request, target, position, layer, grid)
         frozen = of_score.frozen
         if is_bounded and any(step.local is None for step in of_score.steps.values()):
             raise ValueError(
@@ -189,14 +189,14 @@ class LaTIM(TokenAttribution):
         position: Any,
         *,
         layer: int | str | None = None,
-        stage: int | None = None,
+        grid: int | None = None,
         aggregation: str | float = LOGIT,
         activation: str = "gate",
         tolerance: float = 0.0,
     ) -> Tensor:
         if _order(aggregation, layer) is not None:
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
-        of_score = self._decomposition(request, target, position, layer, stage)
+        of_score = self._decomposition(request, target, position, layer, grid)
         with self._computing():
             return of_score.claimed()
 
@@ -309,15 +309,15 @@ class LaTIM(TokenAttribution):
         self,
         aggregation: str | float,
         layer: int | str | None,
-        stage: int | None,
+        grid: int | None,
         tolerance: float,
         return_error_bound: bool,
     ) -> None:
         whole = aggregation == LOGIT and layer is None
         given = f"for aggregation {aggregation!r} and layer {layer!r}; expected"
-        if stage is not None and not whole:
+        if grid is not None and not whole:
             raise ValueError(
-                f"stage is {stage!r}, {given} stage only for aggregation='alti_logit' with "
+                f"grid is {grid!r}, {given} grid only for aggregation='alti_logit' with "
                 "layer=None. A layer's own map is returned by interactions()."
             )
         if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
@@ -343,7 +343,7 @@ class LaTIM(TokenAttribution):
         target: Any,
         position: Any,
         layer: int | str | None,
-        stage: int | None,
+        grid: int | None,
     ) -> Decomposition:
         # Read off one residual stream, if there is one, and it is known how the score is read from
         # it. Else both are read off the graph of a run here.
@@ -356,14 +356,14 @@ class LaTIM(TokenAttribution):
                     found = stream_of(frozen)
         if found is not None:
             warn_of_unruled(sorted(frozen.unruled))
-            if stage is not None:
-                frozen.stages_of(stage)  # there is one
+            if grid is not None:
+                frozen.stages_of(grid)  # there is one
             return found if layer is None else found.at_layer(layer)
         graph = ScoreGraph.of(frozen) or self._cut_graph(frozen, target, position)
         with self._computing():
             found = grids_of(frozen, graph)
-            if stage is not None:
-                return found.at_grid(stage, self.interpolate_mode)
+            if grid is not None:
+                return found.at_grid(grid, self.interpolate_mode)
             return found if layer is None else found.at_layer(layer)
 
     def _cut_graph(self, frozen: FrozenModel, target: Any, position: Any) -> ScoreGraph:

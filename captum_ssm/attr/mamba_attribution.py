@@ -44,7 +44,7 @@ class MambaAttribution(MapAttribution):
         *,
         position: Any = None,
         start_layer: int = 0,
-        stage: int | None = None,
+        grid: int | None = None,
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
@@ -56,7 +56,7 @@ class MambaAttribution(MapAttribution):
                 linear time.
         """
         asked = inputs, target, additional_forward_args, position
-        maps = self._maps(*asked, options, start_layer=start_layer, stage=stage, gradients=True)
+        maps = self._maps(*asked, options, start_layer=start_layer, grid=grid, gradients=True)
         return self._relevance(maps, rollout_row)
 
     def rollout(

@@ -43,7 +43,7 @@ class RawAttention(MapAttribution):
         *,
         position: Any = None,
         layers: int | str | Sequence[int | str] | None = None,
-        stage: int | None = None,
+        grid: int | None = None,
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
@@ -54,4 +54,4 @@ class RawAttention(MapAttribution):
                 all. Default: None
         """
         asked = inputs, target, additional_forward_args, position
-        return self._relevance(self._maps(*asked, options, layers=layers, stage=stage), raw_row)
+        return self._relevance(self._maps(*asked, options, layers=layers, grid=grid), raw_row)

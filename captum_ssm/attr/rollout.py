@@ -54,13 +54,13 @@ class MambaRollout(MapAttribution):
         *,
         position: Any = None,
         start_layer: int = 0,
-        stage: int | None = None,
+        grid: int | None = None,
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
         """Relevance of each input token."""
         asked = inputs, target, additional_forward_args, position
-        maps = self._maps(*asked, options, start_layer=start_layer, stage=stage)
+        maps = self._maps(*asked, options, start_layer=start_layer, grid=grid)
         return self._relevance(maps, rollout_row)
 
     def rollout(

@@ -61,7 +61,7 @@ class UnifiedImplicitAttention(MapAttribution):
         aggregation: Literal["raw", "rollout", "attribution"] = "attribution",
         components: Iterable[str] | None = None,
         start_layer: int = 0,
-        stage: int | None = None,
+        grid: int | None = None,
         return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
@@ -80,7 +80,7 @@ class UnifiedImplicitAttention(MapAttribution):
                 ``sign`` defaults to ``"clamp"`` for ``"attribution"``.
         """
         asked = inputs, target, additional_forward_args, position, options
-        maps = self._unified(aggregation, components, *asked, start_layer=start_layer, stage=stage)
+        maps = self._unified(aggregation, components, *asked, start_layer=start_layer, grid=grid)
         return self._relevance(maps, raw_row if aggregation == "raw" else rollout_row)
 
     def rollout(
