@@ -587,7 +587,7 @@ def test_the_layers_of_one_grid(method):
     assert not torch.allclose(fine, coarse)
     with pytest.raises(ValueError, match=r"grid is 2; .* 2 grids .*0 \.\. 1"):
         method(model).attribute(form.inputs, form.target, grid=2)
-    with pytest.raises(TypeError, match=r"stage= is now called grid=; pass grid=1"):
+    with pytest.raises(TypeError, match=r"stage= is now called grid=; expected grid="):
         method(model).attribute(form.inputs, form.target, stage=1)
     # The layers of the second grid alone: its mixer's own map, read by the pooled output.
     if method is RawAttention:

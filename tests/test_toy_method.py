@@ -1,6 +1,7 @@
 """A method of one's own: it describes itself, and appears wherever methods are listed."""
 
 import gc
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ from captum.attr import TextTokenInput
 from models import ids, tiny
 from test_generation import WORDS
 
-from captum_ssm import SSMLLMAttribution, estimate
+from captum_ssm import MambaRollout, SSMLLMAttribution, estimate
 from captum_ssm.attr import TokenAttribution, methods
 from captum_ssm.cli import main
 
@@ -29,16 +30,12 @@ def distance_decay():
         def needs_target(cls, **options):
             return False
 
-        def attribute(
+        def _attribute(
             self,
-            inputs,
-            target=None,
-            additional_forward_args=None,
+            arguments,
             *,
-            position=None,
             shape: Literal["power", "step"] = "power",
             falloff: float = 0.5,
-            return_convergence_delta=False,
         ):
             """Relevance of each input token.
 
@@ -48,7 +45,7 @@ def distance_decay():
             """
             if not 0 < falloff < 1:
                 raise ValueError(f"falloff is {falloff}; expected a number in (0, 1).")
-            frozen = self._run(self._request(inputs, additional_forward_args), position)
+            frozen = self._freeze(arguments)
             (query,) = frozen.require_query()
             query = query.argmax(1)[:, None]
             distance = query - torch.arange(frozen.shape[1])
@@ -109,3 +106,25 @@ def test_it_is_among_the_methods_that_tests_and_tables_run_over(toy):
     assert toy[0].options()["shape"].values == ("power", "step")
     assert "falloff (float, optional)" in toy[0].attribute.__doc__
     assert "target (int, tuple, Tensor or list" in toy[0].attribute.__doc__
+
+
+def test_the_method_of_the_documentation():
+    page = (Path(__file__).parents[1] / "docs" / "development" / "add_a_method.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    space = {"__name__": "add_a_method"}
+    exec(compile(block, "add_a_method.md", "exec"), space)
+    method, tokens = space.pop("DampedRollout")(tiny()), ids(2, 9)
+    torch.testing.assert_close(
+        method.attribute(tokens, damping=1.0), MambaRollout(tiny()).attribute(tokens)
+    )
+    assert not torch.equal(method.attribute(tokens), method.attribute(tokens, damping=0.25))
+    assert methods()["damped-rollout"].options()["damping"].default == 0.5
+    told = method.attribute.__doc__
+    assert "damping (float, optional)" in told
+    assert "target (int, tuple" in told
+    with suppress(ValueError):  # pytest.raises would keep the class
+        method.attribute(tokens, damping=2)
+        raise AssertionError
+    del method, space
+    gc.collect()
+    assert "damped-rollout" not in methods()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from captum_ssm._captum import Attribution, is_tuple
+from captum_ssm._captum import Attribution, TargetType, is_tuple, log_usage
 from captum_ssm._capture import (
     FrozenModel,
     Request,
@@ -25,19 +25,26 @@ from captum_ssm._capture import (
     unwrap,
 )
 from captum_ssm._capture.finite import check_relevance
+from captum_ssm._graph import past_writes
 from captum_ssm._grid import INTERPOLATIONS
+from captum_ssm._in_place import seen_in_views
 from captum_ssm._memory import memory_limit
+from captum_ssm._progress import showing
 from captum_ssm._workspace import workspace
 from captum_ssm.attr._inputs import FEATURE_SHARES, of_inputs
-from captum_ssm.attr._options import Option, described, no_delta, options_of
+from captum_ssm.attr._options import RESULTS, Arguments, Option, documented, options_of
+
+# Options by their names of before.
+RENAMED = {"stage": "grid"}
 
 
 class TokenAttribution(Attribution):
     r"""Base of the methods of this library: an attribution of one output to the input's tokens.
 
-    A method is a subclass with an ``attribute`` of its own. It describes itself: everything that
-    lists methods (the command line, the language model wrapper, ``supported``, ``estimate``)
-    reads the attributes below and the signature of ``attribute``.
+    A method is a subclass with an ``_attribute(arguments, *, its own options)``, which
+    :meth:`attribute` calls. It describes itself: everything that lists methods (the command line,
+    the language model wrapper, ``supported``, ``estimate``) reads the attributes below and the
+    signature of ``_attribute``, and :meth:`attribute` shows its options and its docstring.
 
     Args:
         forward_func (nn.Module, nnsight model or Callable): what is explained.
@@ -87,10 +94,15 @@ class TokenAttribution(Attribution):
     summary: ClassVar[str] = ""
     cost: ClassVar[str] = "linear"
 
+    # What the method computes for :class:`Arguments` and options of its own: relevance in the shape
+    # of the inputs, or what else ``return_convergence_delta`` asks for.
+    _attribute: Callable[..., Any]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "attribute" in vars(cls):
-            cls.attribute = described(vars(cls)["attribute"])
+        if "_attribute" in vars(cls) and "attribute" not in vars(cls):
+            shown = documented(TokenAttribution.attribute, cls._attribute)
+            cls.attribute = shown  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -125,10 +137,53 @@ class TokenAttribution(Attribution):
         self._constructed_with = forward_func
         self._frozen: FrozenModel | None = None
 
+    @log_usage()
+    def attribute(
+        self,
+        inputs: Any,
+        target: TargetType = None,
+        additional_forward_args: Any = None,
+        *,
+        position: Any = None,
+        return_convergence_delta: bool = False,
+        show_progress: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Relevance of the inputs for the target, as a method's own ``_attribute`` computes it.
+
+        The arguments are those of each method's ``attribute``.
+
+        Raises:
+            ValueError, TypeError: as for each method's ``attribute``.
+        """
+        self._check_options(options)
+        if return_convergence_delta and not self.has_convergence_delta():
+            raise no_delta(self.get_name())
+        asked = inputs, target, additional_forward_args, position, return_convergence_delta
+        with workspace(), showing(show_progress):
+            # A model that changes in place what a gradient needs is run once more on copies.
+            run = seen_in_views(past_writes)
+            result = run(lambda: self._attribute(Arguments(*asked), **options))
+        check_relevance(result, unwrap(resolve_model(self.forward_func, self._known_model())))
+        return result
+
+    def _check_options(self, options: Collection[str]) -> None:
+        known = self.options()
+        for name in options:
+            new = RENAMED.get(name)
+            if new in known:
+                raise TypeError(f"{name}= is now called {new}=; expected {new}=.")
+            if name not in known and name not in RESULTS:
+                raise TypeError(
+                    f"{self.get_name()}.attribute has no option {name!r}; expected "
+                    f"{', '.join(known) or 'no further options'}. An argument of the model goes "
+                    f"into additional_forward_args, such as {{{name!r}: ...}}."
+                )
+
     @classmethod
     def options(cls) -> dict[str, Option]:
         """The method's own keyword arguments of ``attribute``, by name."""
-        return dict(options_of(cls.attribute))
+        return dict(options_of(cls._attribute))
 
     @classmethod
     def needs_target(cls, **options: Any) -> bool:
@@ -140,6 +195,7 @@ class TokenAttribution(Attribution):
         """Whether a row depends on the rows of later tokens, given options of ``attribute``."""
         return False
 
+    @workspace()
     def freeze_once(self, inputs: Any, additional_forward_args: Any = None) -> Self:
         """A copy that has run the model once, at ``inputs``, and reads every row off that run.
 
@@ -162,6 +218,7 @@ class TokenAttribution(Attribution):
         shared._frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         return shared
 
+    @workspace()
     def compute_convergence_delta(
         self,
         attributions: Any,
@@ -188,17 +245,18 @@ class TokenAttribution(Attribution):
         """
         if not self.has_convergence_delta():
             raise no_delta(self.get_name())
-        request = self._request(inputs, additional_forward_args)
-        return delta(self._claimed(request, target, position, **options), attributions)
+        self._check_options(options)
+        arguments = Arguments(inputs, target, additional_forward_args, position)
+        return delta(self._claimed(arguments, **options), attributions)
 
-    def _claimed(self, request: Request, target: Any, position: Any) -> Tensor:
+    def _claimed(self, arguments: Arguments) -> Tensor:
         # What attributions claim to add up to, (B,).
-        return self._run(request, position, target=target, gradients=True).require_score()
+        return self._freeze(arguments, gradients=True).require_score()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         # Around everything after the run of the model.
-        with workspace(), memory_limit(self.memory_limit), exact_arithmetic():
+        with memory_limit(self.memory_limit), exact_arithmetic():
             yield
 
     def _known_model(self) -> Any:
@@ -211,8 +269,10 @@ class TokenAttribution(Attribution):
         extra = additional_forward_args
         return Request.of(self.forward_func, self._known_model(), inputs, extra, self.remote)
 
-    def _check_relevance(self, relevance: Any) -> None:
-        check_relevance(relevance, unwrap(resolve_model(self.forward_func, self._known_model())))
+    def _freeze(self, arguments: Arguments, **options: Any) -> FrozenModel:
+        """The model, run and frozen at a call's inputs; the options are those of ``freeze``."""
+        request = self._request(arguments.inputs, arguments.additional_forward_args)
+        return self._run(request, arguments.position, target=arguments.target, **options)
 
     def _run(
         self,
@@ -265,6 +325,14 @@ def methods() -> dict[str, type[TokenAttribution]]:
         if "name" in vars(cls):
             found[cls.name] = cls
     return dict(sorted(found.items()))
+
+
+def no_delta(name: str) -> ValueError:
+    """The error of a method that has no convergence delta."""
+    return ValueError(
+        f"{name} is not a decomposition of the output, so it has no convergence delta; leave "
+        "return_convergence_delta at False."
+    )
 
 
 def delta(claimed: Tensor, attributions: Any) -> Tensor:

@@ -131,12 +131,8 @@ class Decomposition:
             return {i: w}
 
         with Bar("LaTIM, layers", len(self.steps)) as bar:
-            if not frozen.is_chain:
-                return frozen.wiring.back(self._nothing(), step), claimed, bound
-            row = self.score.new_zeros(frozen.shape)
-            for i in sorted(self.steps, reverse=True):
-                row = step(i, row)[i]
-        return frozen.wiring.from_first(row), claimed, bound
+            rows = frozen.wiring.back(self._nothing(), step)
+        return rows, claimed, bound
 
     def claimed(self) -> Tensor:
         """What relevance claims to add up to, ``(B,)``: the score less the mixers' bias terms."""

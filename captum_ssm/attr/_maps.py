@@ -10,7 +10,7 @@ are built: a few by themselves, in linear time each; many in row tiles.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,7 +62,10 @@ class MapChoices(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class MapOptions:
-    """:class:`MapChoices`, checked, and the operator that maps are made from.
+    """:class:`MapChoices`, checked, and what maps are made from.
+
+    The operator is that of a formulation and its components. With ``gradients`` rows are scaled by
+    the mean gradient of the score (Ali et al., eq. 24).
 
     Raises:
         ValueError: for a ``reduction``, ``sign``, ``discard_ratio`` or ``tolerance`` that is not
@@ -77,6 +80,7 @@ class MapOptions:
     min_max: bool = False
     normalize_rows: bool = False
     tolerance: float = 0.0
+    gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -89,7 +93,7 @@ class MapOptions:
             raise ValueError(f"tolerance is {self.tolerance!r}; expected 0 <= tolerance < 1.")
 
     @classmethod
-    def of(cls, choices: MapChoices, **fixed: Any) -> MapOptions:
+    def of(cls, choices: Mapping[str, Any], **fixed: Any) -> MapOptions:
         """The options of a method called with ``choices``.
 
         Raises:
@@ -207,23 +211,15 @@ class LayerMap:
 
 
 class StageMaps:
-    """The maps of some layers of a model, by stage, each made anew when it is asked for.
-
-    With ``gradients`` rows are scaled by the mean gradient (Ali et al., eq. 24).
-    """
+    """The maps of some layers of a model, by stage, each made anew when it is asked for."""
 
     def __init__(
-        self,
-        frozen: FrozenModel,
-        layers: Sequence[FrozenLayer],
-        options: MapOptions,
-        *,
-        gradients: bool = False,
+        self, frozen: FrozenModel, layers: Sequence[FrozenLayer], options: MapOptions
     ) -> None:
         self.stages: dict[int, list[FrozenLayer]] = {}
         for layer in layers:
             self.stages.setdefault(layer.stage, []).append(layer)
-        self.frozen, self.options, self.gradients = frozen, options, gradients
+        self.frozen, self.options = frozen, options
         self.wiring = frozen.require_wiring()
 
     def at(self, stage: int) -> LayerMap | None:
@@ -247,7 +243,7 @@ class StageMaps:
         mixer = layer.mixer
         operator = mixer.operator(self.options.formulation, self.options.components)
         scale = None
-        if self.gradients:
+        if self.options.gradients:
             assert layer.call.gradient is not None
             scale = mixer.mean_gated_gradient(layer.call.gradient)
         adds_input = mixer.adds_input and "skip" not in (self.options.components or ())

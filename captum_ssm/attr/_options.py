@@ -1,34 +1,19 @@
-"""What a method's ``attribute`` takes, read off its signature, and documented once for all."""
+"""What a method's ``attribute`` takes, read off its ``_attribute``, and documented once for all."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from typing_extensions import Unpack, get_type_hints
 
-from captum_ssm._captum import log_usage
-from captum_ssm._graph import past_writes
-from captum_ssm._in_place import seen_in_views
-from captum_ssm._progress import showing
-from captum_ssm._workspace import workspace
-
-# What the attribute of every method takes.
-SHARED = (
-    "self",
-    "inputs",
-    "target",
-    "additional_forward_args",
-    "position",
-    "return_convergence_delta",
-    "return_error_bound",
-    "show_progress",
-)
+# Results of ``_attribute`` that are asked for by keyword and are no options of a method.
+RESULTS = ("return_error_bound",)
 _ARGUMENTS = """\
     inputs (Tensor, tuple of Tensor, or dict): token ids ``(B, L)``, embeddings ``(B, L, E)``, or
         floats of any shape ``(B, ...)``: series, images, videos, volumes; a tuple of several, as
@@ -44,9 +29,7 @@ _ARGUMENTS = """\
     position (int or Tensor, optional): the token whose row is explained, an int or ``(B,)``; None
         for those that the model reads the output from. Default: None
 """
-# Options by their names of before.
-RENAMED = {"stage": "grid"}
-# Options that several methods have, for those whose own documentation does not tell of them.
+# Options of several methods, for those whose own docstring does not describe them.
 _OPTIONS = {
     "start_layer": """\
     start_layer (int, optional): the first layer. Default: 0
@@ -104,22 +87,34 @@ class Option:
     types: tuple[type, ...] = ()
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """What ``attribute`` of every method takes, in addition to the method's own options."""
+
+    inputs: Any
+    target: Any = None
+    additional_forward_args: Any = None
+    position: Any = None
+    return_convergence_delta: bool = False
+
+
 @functools.cache
-def options_of(attribute: Callable[..., Any]) -> dict[str, Option]:
-    """The options of a method's ``attribute``, by name, from its signature and type hints."""
-    function = inspect.unwrap(attribute)
-    hints = get_type_hints(function)
-    found: dict[str, Option] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+def options_of(method: Callable[..., Any]) -> dict[str, Option]:
+    """The options of a method's ``_attribute``, by name, from its signature and type hints."""
+    hints = get_type_hints(method)
+    options: dict[str, Option] = {}
+    for name, parameter in _own_parameters(method).items():
         hint = hints.get(name, Any)
-        if name in SHARED:
-            continue
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            for key, value in _unpacked(hint).items():
-                found[key] = _option(key, None, value)
-        else:
-            found[name] = _option(name, parameter.default, hint)
-    return found
+            options |= {key: _option(key, None, value) for key, value in _unpacked(hint).items()}
+        elif name not in RESULTS:
+            options[name] = _option(name, parameter.default, hint)
+    return options
+
+
+def _own_parameters(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    # Without self and the arguments that all methods share.
+    return dict(list(inspect.signature(method).parameters.items())[2:])
 
 
 def _unpacked(hint: Any) -> dict[str, Any]:
@@ -144,63 +139,39 @@ def _option(name: str, default: Any, hint: Any) -> Option:
     return Option(name, default, tuple(values), tuple(types))
 
 
-def described(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method's ``attribute``, logged as Captum's, checked, and with its whole documentation."""
+def documented(attribute: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """``attribute`` with the parameters and the docstring of a method's ``_attribute`` in its own.
 
-    @functools.wraps(function)
-    def attribute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        options = type(self).options()
-        renamed = [name for name in RENAMED if name in kwargs and RENAMED[name] in options]
-        if renamed:
-            raise TypeError(
-                f"{renamed[0]}= is now called {RENAMED[renamed[0]]}=; pass "
-                f"{RENAMED[renamed[0]]}={kwargs[renamed[0]]!r}."
-            )
-        unknown = [name for name in kwargs if name not in SHARED and name not in options]
-        if unknown:
-            raise TypeError(
-                f"{self.get_name()}.attribute has no option {unknown[0]!r}; expected "
-                f"{', '.join(options) or 'no further options'}. An argument of the model goes into "
-                f"additional_forward_args, such as {{{unknown[0]!r}: ...}}."
-            )
-        if kwargs.get("return_convergence_delta") and not self.has_convergence_delta():
-            raise no_delta(self.get_name())
-        with workspace(), showing(kwargs.pop("show_progress", None)):
-            run = functools.partial(function, self, *args, **kwargs)
-            found = seen_in_views(past_writes)(run)
-        self._check_relevance(found)
-        return found
+    What it does is the same: users see the options of each method in its signature and in ``help``.
+    """
 
-    signature = inspect.signature(function)
-    attribute.__signature__ = _with_progress(signature)  # type: ignore[attr-defined]
-    attribute.__doc__ = _documentation(inspect.cleandoc(function.__doc__ or ""), signature)
-    return log_usage()(attribute)
+    @functools.wraps(attribute)
+    def shown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return attribute(self, *args, **kwargs)
+
+    own = _own_parameters(method)
+    signature = inspect.signature(attribute)
+    shared = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    # A stable sort: options of the method stand before ``return_convergence_delta``.
+    last = ("return_convergence_delta", "return_error_bound", "show_progress")
+    keywords = [p for p in [*shared, *own.values()] if p.kind is p.KEYWORD_ONLY]
+    keywords.sort(key=lambda p: last.index(p.name) + 1 if p.name in last else 0)
+    parameters = [
+        *(p for p in shared if p.kind is not p.KEYWORD_ONLY),
+        *keywords,
+        *(p for p in own.values() if p.kind is p.VAR_KEYWORD),
+    ]
+    shown.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    shown.__doc__ = _documentation(inspect.cleandoc(method.__doc__ or ""), own)
+    return shown
 
 
-def _with_progress(signature: inspect.Signature) -> inspect.Signature:
-    # A keyword before the method's **options, if it has these.
-    kind = inspect.Parameter.KEYWORD_ONLY
-    added = inspect.Parameter("show_progress", kind, default=None, annotation=bool | None)
-    parameters = list(signature.parameters.values())
-    is_open = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-    parameters.insert(len(parameters) - is_open, added)
-    return signature.replace(parameters=parameters)
-
-
-def no_delta(name: str) -> ValueError:
-    """The error of a method that has no convergence delta."""
-    return ValueError(
-        f"{name} is not a decomposition of the output, so it has no convergence delta; leave "
-        "return_convergence_delta at False."
-    )
-
-
-def _documentation(own: str, signature: inspect.Signature) -> str:
+def _documentation(written: str, own: Collection[str]) -> str:
     # The method's own summary, arguments and sections around those that all methods share.
-    summary, *parts = re.split(r"^(Args|Returns|Raises|Examples)::?\n", own, flags=re.MULTILINE)
+    summary, *parts = re.split(r"^(Args|Returns|Raises|Examples)::?\n", written, flags=re.M)
     sections = dict(zip(parts[::2], (p.strip("\n") + "\n" for p in parts[1::2]), strict=True))
     told = sections.pop("Args", "")
-    known = [name for name in _OPTIONS if name in signature.parameters]
+    known = [name for name in _OPTIONS if name in own]
     shared = "".join(_OPTIONS[name] for name in known if not re.search(rf"\b{name}\b[ :]", told))
     arguments = _ARGUMENTS + told + shared + _DELTA + _PROGRESS
     returns, raises = sections.pop("Returns", _RETURNS), sections.pop("Raises", _RAISES)

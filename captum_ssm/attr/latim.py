@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from captum_ssm._captum import TargetType, format_output
-from captum_ssm._capture import FrozenLayer, FrozenModel, Request
+from captum_ssm._captum import format_output
+from captum_ssm._capture import FrozenModel, Request
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.target import token_ids
 from captum_ssm._errors import TargetError
 from captum_ssm._integers import as_integers
 from captum_ssm._nested import tensors_in
-from captum_ssm.attr._alti import Alti, of_tiles
+from captum_ssm._workspace import workspace
 from captum_ssm.attr._base import TokenAttribution, delta
-from captum_ssm.attr._chain import Decomposition, output_of
+from captum_ssm.attr._chain import Decomposition
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._grids import CutMixers, ScoreGraph, grids_of
+from captum_ssm.attr._layer_map import LOGIT, layer_error, layer_map, norm_order, query_row
+from captum_ssm.attr._options import Arguments
 from captum_ssm.attr._relevance import warn_of_unruled
 from captum_ssm.attr._residual import UnreadStreamError, norms_and_head, stream_of
 from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
-
-LOGIT: Literal["alti_logit"] = "alti_logit"
 
 
 class LaTIM(TokenAttribution):
@@ -88,19 +87,15 @@ class LaTIM(TokenAttribution):
         """True: the contributions claim to add up, and the delta says how well they do."""
         return True
 
-    def attribute(
+    def _attribute(
         self,
-        inputs: Any,
-        target: TargetType = None,
-        additional_forward_args: Any = None,
+        arguments: Arguments,
         *,
-        position: Any = None,
         layer: int | str | None = None,
         grid: int | None = None,
         aggregation: Literal["alti_logit", "alti", "l1", "l2"] | float = LOGIT,
         activation: Literal["silu", "taylor1", "taylor2", "relu", "identity", "gate"] = "silu",
         tolerance: float = 0.0,
-        return_convergence_delta: bool = False,
         return_error_bound: bool = False,
     ) -> Any:
         """Relevance of each input token.
@@ -140,66 +135,68 @@ class LaTIM(TokenAttribution):
                 \\text{returned}|`, before it is carried from the first layer's tokens to the
                 inputs. Default: False
         """
-        order = _order(aggregation, layer)
-        is_bounded = bool(tolerance or return_error_bound)
+        order = norm_order(aggregation, layer)
         self._check_score_options(aggregation, layer, grid, tolerance, return_error_bound)
-        if return_convergence_delta and order is not None:
-            raise ValueError(
-                f"aggregation is {aggregation!r}, which is not a decomposition of the score, so it "
-                "has no convergence delta; layer_errors() says how much of each layer's output "
-                "its vectors miss."
-            )
-        request = self._request(inputs, additional_forward_args)
         if order is not None:
-            frozen = self._run(request, position, target=target)
-            with self._computing():
-                row = _query_row(frozen, frozen.select_one(layer), activation, order)
-                return self._formatted(frozen.wiring.from_first(row), frozen)
-        of_score = self._decomposition(request, target, position, layer, grid)
-        frozen = of_score.frozen
-        if is_bounded and any(step.local is None for step in of_score.steps.values()):
+            if arguments.return_convergence_delta:
+                raise ValueError(
+                    f"aggregation is {aggregation!r}, which is not a decomposition of the score, "
+                    "so it has no convergence delta; layer_errors() says how much of each layer's "
+                    "output its vectors miss."
+                )
+            return self._one_layer(arguments, layer, activation, order)
+        score = self._decomposition(arguments, layer, grid)
+        is_bounded = bool(tolerance or return_error_bound)
+        if is_bounded and any(step.local is None for step in score.steps.values()):
             raise ValueError(
                 f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}; "
                 "the layers of this model work on several grids of tokens, or its score is "
                 "read from them by no norm or head that is known. All vectors are then made: "
                 "leave them at 0.0 and False."
             )
-        is_one = frozen.is_chain and _is_one_text(inputs, additional_forward_args, request.batch)
+        frozen = score.frozen
+        is_one_text = frozen.is_chain and _is_one_text(arguments, frozen.shape[0])
         with self._computing():
-            rows, claimed, bound = of_score.relevance(activation, tolerance, is_one_text=is_one)
+            rows, claimed, bound = score.relevance(activation, tolerance, is_one_text=is_one_text)
             relevance = self._formatted(rows, frozen)
-            if of_score.past:
-                pairs = zip(tensors_in(relevance), of_score.past, strict=True)
+            if score.past:
+                pairs = zip(tensors_in(relevance), score.past, strict=True)
                 relevance = format_output(
-                    request.packed, tuple(one + past.to(one) for one, past in pairs)
+                    frozen.request.packed, tuple(x + past.to(x) for x, past in pairs)
                 )
-            found = [relevance]
-            if return_convergence_delta:
-                # A pixel that is interpolated has the relevance of a whole patch.
-                summed = relevance if frozen.grid is None else (*rows, *of_score.past)
-                found.append(delta(claimed, summed))
+            # A pixel that is interpolated has the relevance of a whole patch.
+            summed = relevance if frozen.grid is None else (*rows, *score.past)
+            results = [relevance]
+            if arguments.return_convergence_delta:
+                results.append(delta(claimed, summed))
             if return_error_bound:
-                found.append(bound)
-            return found[0] if len(found) == 1 else tuple(found)
+                results.append(bound)
+            return results[0] if len(results) == 1 else tuple(results)
+
+    def _one_layer(
+        self, arguments: Arguments, layer: Any, activation: str, order: str | float
+    ) -> Any:
+        frozen = self._freeze(arguments)
+        with self._computing():
+            row = query_row(frozen, frozen.select_one(layer), activation, order)
+            return self._formatted(frozen.wiring.from_first(row), frozen)
 
     def _claimed(
         self,
-        request: Request,
-        target: Any,
-        position: Any,
+        arguments: Arguments,
         *,
         layer: int | str | None = None,
         grid: int | None = None,
         aggregation: str | float = LOGIT,
-        activation: str = "gate",
-        tolerance: float = 0.0,
+        **_: Any,
     ) -> Tensor:
-        if _order(aggregation, layer) is not None:
+        if norm_order(aggregation, layer) is not None:
             raise ValueError(f"aggregation is {aggregation!r}; only {LOGIT!r} has a delta.")
-        of_score = self._decomposition(request, target, position, layer, grid)
+        score = self._decomposition(arguments, layer, grid)
         with self._computing():
-            return of_score.claimed()
+            return score.claimed()
 
+    @workspace()
     def interactions(
         self,
         inputs: Any,
@@ -227,22 +224,21 @@ class LaTIM(TokenAttribution):
             >>> LaTIM(model).interactions(input_ids, layer=0).shape
             torch.Size([1, 7, 7])
         """
-        order = _order(aggregation, layer)
+        order = norm_order(aggregation, layer)
         request = self._request(inputs, additional_forward_args)
         if order is None:
             frozen = self._run_sum(request, target)
             with self._computing():
                 frozen.require_chain("LaTIM")
-                of_score = stream_of(frozen)
-                of_score = of_score if layer is None else of_score.at_layer(layer)
-                return frozen.mask_matrix(of_score.matrix(activation))
+                score = stream_of(frozen)
+                score = score if layer is None else score.at_layer(layer)
+                return frozen.mask_matrix(score.matrix(activation))
         frozen = self._run(request, query=False)
         with self._computing():
-            chosen = frozen.select_one(layer)
-            rows = torch.arange(chosen.shape[1], device=chosen.call.output.device)
-            tiles = _score_tiles(frozen, chosen, activation, order, rows)
-            return frozen.mask_matrix(of_tiles(tiles, len(rows)))
+            scores = layer_map(frozen, frozen.select_one(layer), activation, order)
+            return frozen.mask_matrix(scores)
 
+    @workspace()
     def contributions(
         self,
         inputs: Any,
@@ -284,6 +280,7 @@ class LaTIM(TokenAttribution):
                 vectors *= mask.gather(1, index)[..., None, None]
             return vectors
 
+    @workspace()
     def layer_errors(
         self, inputs: Any, *, activation: str = "silu", additional_forward_args: Any = None
     ) -> list[Tensor]:
@@ -303,7 +300,7 @@ class LaTIM(TokenAttribution):
         """
         frozen = self._run(self._request(inputs, additional_forward_args), query=False)
         with self._computing():
-            return [_layer_error(frozen, layer, activation) for layer in frozen.layers]
+            return [layer_error(frozen, layer, activation) for layer in frozen.layers]
 
     def _check_score_options(
         self,
@@ -338,42 +335,46 @@ class LaTIM(TokenAttribution):
         return self._run_score(replace(request, forward_func=summed), None, None)
 
     def _decomposition(
-        self,
-        request: Request,
-        target: Any,
-        position: Any,
-        layer: int | str | None,
-        grid: int | None,
+        self, arguments: Arguments, layer: int | str | None, grid: int | None
     ) -> Decomposition:
-        # Read off one residual stream, if there is one, and it is known how the score is read from
-        # it. Else both are read off the graph of a run here.
-        frozen = self._run_score(request, target, position)
-        found: Decomposition | None = None
-        with self._computing():
-            if frozen.is_chain:
-                frozen.require_chain("LaTIM")
-                with suppress(UnreadStreamError):
-                    found = stream_of(frozen)
-        if found is not None:
-            warn_of_unruled(sorted(frozen.unruled))
+        request = self._request(arguments.inputs, arguments.additional_forward_args)
+        frozen = self._run_score(request, arguments.target, arguments.position)
+        score = self._stream(frozen)
+        if score is None:
+            score = self._grids(frozen, arguments)
             if grid is not None:
-                frozen.stages_of(grid)  # there is one
-            return found if layer is None else found.at_layer(layer)
-        graph = ScoreGraph.of(frozen) or self._cut_graph(frozen, target, position)
-        with self._computing():
-            found = grids_of(frozen, graph)
-            if grid is not None:
-                return found.at_grid(grid, self.interpolate_mode)
-            return found if layer is None else found.at_layer(layer)
+                return score.at_grid(grid, self.interpolate_mode)
+        elif grid is not None:
+            frozen.stages_of(grid)  # raises where there is no such grid
+        return score if layer is None else score.at_layer(layer)
 
-    def _cut_graph(self, frozen: FrozenModel, target: Any, position: Any) -> ScoreGraph:
+    def _stream(self, frozen: FrozenModel) -> Decomposition | None:
+        # The score as it reads one residual stream; None where it is not known how it does so.
+        if not frozen.is_chain:
+            return None
+        with self._computing():
+            frozen.require_chain("LaTIM")
+            try:
+                score = stream_of(frozen)
+            except UnreadStreamError:
+                return None
+        warn_of_unruled(sorted(frozen.unruled))
+        return score
+
+    def _grids(self, frozen: FrozenModel, arguments: Arguments) -> Decomposition:
+        # The score as it reads the layers by the graph of a run.
+        graph = ScoreGraph.of(frozen) or self._cut_graph(frozen, arguments)
+        with self._computing():
+            return grids_of(frozen, graph)
+
+    def _cut_graph(self, frozen: FrozenModel, arguments: Arguments) -> ScoreGraph:
         # The graph of another run, in which modules whose graph has no rules are replaced.
         request = with_leaves(frozen.request)
         cut = CutMixers(request)
         run = self._run(
             request,
-            position,
-            target=target,
+            arguments.position,
+            target=arguments.target,
             query=False,
             wiring=False,
             also=has_a_rule,
@@ -410,65 +411,8 @@ def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
     return logits.gather(-1, token_ids(token, logits.shape[-1])[..., None])[..., 0]
 
 
-def _order(aggregation: str | float, layer: int | str | None) -> str | float | None:
-    # The order of a norm, "alti", or None for "alti_logit".
-    named: dict[Any, str | float | None] = {"l1": 1.0, "l2": 2.0, "alti": "alti", LOGIT: None}
-    is_number = isinstance(aggregation, (int, float)) and not isinstance(aggregation, bool)
-    if not (isinstance(aggregation, str) and aggregation in named):
-        if not (is_number and float(aggregation) > 0):
-            raise ValueError(
-                f"aggregation is {aggregation!r}; expected one of {tuple(named)}, or a number p > "
-                "0."
-            )
-        named[aggregation] = float(aggregation)
-    if layer is None and named[aggregation] is not None:
-        raise ValueError(
-            f"aggregation is {aggregation!r}, which makes a map of one layer, and layer is "
-            "None; pass layer=, an index or a module path."
-        )
-    return named[aggregation]
-
-
-def _score_tiles(
-    frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float, rows: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ascending rows ``(R,)`` of a layer's map: tiles of them, each with ``(B, r, C)``."""
-    parts = Contributions.of(frozen, [layer], activation)
-    if order == "alti":
-        yield from Alti(parts, output_of([layer])).tiles(rows)
-        return
-
-    def norm(vectors: Tensor, rows: slice, columns: slice) -> Tensor:
-        return torch.linalg.vector_norm(vectors, ord=order, dim=1)
-
-    for chosen in parts.tiles(rows):
-        index = chosen.expand(parts.batch, -1)
-        yield chosen, parts.reduced(index, parts.columns(chosen), norm)
-
-
-def _query_row(
-    frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float
-) -> Tensor:
-    frozen.require_chain("LaTIM")
-    (query,) = frozen.require_query()
-    row = torch.zeros_like(query)
-    rows = (query != 0).any(0).nonzero()[:, 0]
-    for chosen, tile in _score_tiles(frozen, layer, activation, order, rows):
-        row[:, : tile.shape[2]] += torch.einsum("bi,bij->bj", query[:, chosen], tile)
-    return row
-
-
-def _layer_error(frozen: FrozenModel, layer: FrozenLayer, activation: str) -> Tensor:
-    # Relative norm of what the contributions miss of the layer's output, per example.
-    parts = Contributions.of(frozen, [layer], activation)
-    output = output_of([layer]) - parts.bias()
-    error, mask = parts.total() - output, frozen.mask_of(layer)
-    if mask is not None:
-        error, output = error * mask[..., None], output * mask[..., None]
-    return error.flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1).clamp(min=1e-30)
-
-
-def _is_one_text(inputs: Any, further: Any, batch: int) -> bool:
-    # Whether what was given is one text expanded to a batch: the same memory.
-    batched = [x for x in tensors_in((inputs, further)) if x.dim() and x.shape[0] == batch]
+def _is_one_text(arguments: Arguments, batch: int) -> bool:
+    # Whether the inputs are one text expanded to a batch: all rows share their memory.
+    given = arguments.inputs, arguments.additional_forward_args
+    batched = [x for x in tensors_in(given) if x.dim() and x.shape[0] == batch]
     return batch > 1 and bool(batched) and not any(x.stride(0) for x in batched)

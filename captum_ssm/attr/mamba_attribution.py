@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from typing_extensions import Unpack
-
-from captum_ssm._captum import TargetType
-from captum_ssm.attr._map_attribution import MapAttribution
-from captum_ssm.attr._maps import MapChoices, rollout_row
+from captum_ssm.attr._map_attribution import RolloutAttribution
+from captum_ssm.attr._maps import MapOptions
 
 
-class MambaAttribution(MapAttribution):
+class MambaAttribution(RolloutAttribution):
     r"""Class-specific rollout: hidden attention times the gradient of the target's score.
 
     .. math::
@@ -25,6 +21,8 @@ class MambaAttribution(MapAttribution):
     gradient is taken with respect to the mixer's gated output :math:`\hat y'`, the input of its
     output projection; entry i of it scales row i.
 
+    ``sign`` defaults to ``"clamp"`` here (eq. 24); with ``sign=None`` a row costs linear time.
+
     The arguments are those of :class:`~captum_ssm.attr.TokenAttribution`.
 
     Examples::
@@ -36,44 +34,6 @@ class MambaAttribution(MapAttribution):
     summary = "hidden attention times gradients, multiplied over layers"
     cost = "quadratic"
 
-    def attribute(
-        self,
-        inputs: Any,
-        target: TargetType = None,
-        additional_forward_args: Any = None,
-        *,
-        position: Any = None,
-        start_layer: int = 0,
-        grid: int | None = None,
-        return_convergence_delta: bool = False,
-        **options: Unpack[MapChoices],
-    ) -> Any:
-        """Relevance of each input token for the target.
-
-        Args:
-            **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
-                ``sign`` defaults to ``"clamp"`` here (eq. 24); with ``sign=None`` a row costs
-                linear time.
-        """
-        asked = inputs, target, additional_forward_args, position
-        maps = self._maps(*asked, options, start_layer=start_layer, grid=grid, gradients=True)
-        return self._relevance(maps, rollout_row)
-
-    def rollout(
-        self,
-        inputs: Any,
-        target: TargetType = None,
-        additional_forward_args: Any = None,
-        *,
-        position: Any = None,
-        start_layer: int = 0,
-        **options: Unpack[MapChoices],
-    ) -> Tensor:
-        r"""The whole product :math:`\rho`, ``(B, L, L)``, for the target read at ``position``.
-
-        The arguments are those of :meth:`attribute`; memory and errors are as for
-        :meth:`MambaRollout.rollout <captum_ssm.attr.MambaRollout.rollout>`.
-        """
-        asked = inputs, target, additional_forward_args, position
-        maps = self._maps(*asked, options, start_layer=start_layer, gradients=True)
-        return self._rollout(maps)
+    def _map_options(self, **choices: Any) -> MapOptions:
+        # Eq. 24 keeps the positive part of gradient times attention.
+        return MapOptions.of({"sign": "clamp", **choices}, gradients=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._captum import TargetType, format_output
+from captum_ssm._captum import format_output
 from captum_ssm._capture import FrozenModel, Request, Substitution
 from captum_ssm._capture.checking import Rebuilt
 from captum_ssm._capture.discovery import (
@@ -30,6 +30,7 @@ from captum_ssm._nested import tensors_in
 from captum_ssm._rules import is_norm, ruled
 from captum_ssm.attr._base import TokenAttribution, delta
 from captum_ssm.attr._norms import FrozenNorm, first_input
+from captum_ssm.attr._options import Arguments
 from captum_ssm.attr._relevance import relevance_at
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._parts import activation_factor
@@ -91,21 +92,14 @@ class MambaLRP(TokenAttribution):
         """True: relevance claims to add up to the score."""
         return True
 
-    def attribute(
-        self,
-        inputs: Any,
-        target: TargetType = None,
-        additional_forward_args: Any = None,
-        *,
-        position: Any = None,
-        return_convergence_delta: bool = False,
-    ) -> Any:
+    def _attribute(self, arguments: Arguments) -> Any:
         """Relevance of each entry of the inputs, or of each token, for the target.
 
         The delta is the score less the sum of relevance: what the bias terms contribute, and what
         parts of the model that could not be frozen fail to conserve.
         """
-        request = with_leaves(self._request(inputs, additional_forward_args))
+        inputs, target, position = arguments.inputs, arguments.target, arguments.position
+        request = with_leaves(self._request(inputs, arguments.additional_forward_args))
         find_unknown_mixers(request)
         model, is_new = request.module, not is_settled(request.module)
         rules, frozen = self._ruled(request, position, target, wiring=is_new)
@@ -126,7 +120,7 @@ class MambaLRP(TokenAttribution):
             request.packed,
             tuple(map(partial(_of_input, frozen), request.inputs, found)),
         )
-        return (result, delta(score, result)) if return_convergence_delta else result
+        return (result, delta(score, result)) if arguments.return_convergence_delta else result
 
     def _ruled(
         self, request: Request, position: Any, target: Any, *, wiring: bool

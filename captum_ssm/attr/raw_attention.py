@@ -7,9 +7,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from captum_ssm._captum import TargetType
 from captum_ssm.attr._map_attribution import MapAttribution
 from captum_ssm.attr._maps import MapChoices, raw_row
+from captum_ssm.attr._options import Arguments
 
 
 class RawAttention(MapAttribution):
@@ -35,16 +35,12 @@ class RawAttention(MapAttribution):
         """False: attention is the same for every target."""
         return False
 
-    def attribute(
+    def _attribute(
         self,
-        inputs: Any,
-        target: TargetType = None,
-        additional_forward_args: Any = None,
+        arguments: Arguments,
         *,
-        position: Any = None,
         layers: int | str | Sequence[int | str] | None = None,
         grid: int | None = None,
-        return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
         """Relevance of each input token.
@@ -53,5 +49,6 @@ class RawAttention(MapAttribution):
             layers (int, str or sequence, optional): mixers by index or module path; None for
                 all. Default: None
         """
-        asked = inputs, target, additional_forward_args, position
-        return self._relevance(self._maps(*asked, options, layers=layers, grid=grid), raw_row)
+        return self._relevance(
+            self._maps(arguments, {**options}, layers=layers, grid=grid), raw_row
+        )

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from typing_extensions import Unpack
-
-from captum_ssm._captum import TargetType
-from captum_ssm.attr._map_attribution import MapAttribution
-from captum_ssm.attr._maps import MapChoices, rollout_row
+from captum_ssm.attr._map_attribution import RolloutAttribution
 
 
-class MambaRollout(MapAttribution):
+class MambaRollout(RolloutAttribution):
     r"""Attention rollout: the layers' hidden attention, multiplied up with the residual stream.
 
     .. math::
@@ -45,44 +40,3 @@ class MambaRollout(MapAttribution):
     def needs_target(cls, **options: Any) -> bool:
         """False: attention is the same for every target."""
         return False
-
-    def attribute(
-        self,
-        inputs: Any,
-        target: TargetType = None,
-        additional_forward_args: Any = None,
-        *,
-        position: Any = None,
-        start_layer: int = 0,
-        grid: int | None = None,
-        return_convergence_delta: bool = False,
-        **options: Unpack[MapChoices],
-    ) -> Any:
-        """Relevance of each input token."""
-        asked = inputs, target, additional_forward_args, position
-        maps = self._maps(*asked, options, start_layer=start_layer, grid=grid)
-        return self._relevance(maps, rollout_row)
-
-    def rollout(
-        self,
-        inputs: Any,
-        additional_forward_args: Any = None,
-        *,
-        start_layer: int = 0,
-        **options: Unpack[MapChoices],
-    ) -> Tensor:
-        r"""The whole product :math:`\rho`, every token a query: ``(B, L, L)``.
-
-        The arguments are those of :meth:`attribute`. It takes memory quadratic in the sequence.
-
-        Raises:
-            ValueError, TypeError: as for :meth:`attribute`.
-            MemoryLimitError: where the matrices do not fit ``memory_limit``.
-
-        Examples::
-
-            >>> MambaRollout(model).rollout(input_ids).shape
-            torch.Size([1, 7, 7])
-        """
-        asked = inputs, None, additional_forward_args, None
-        return self._rollout(self._maps(*asked, options, start_layer=start_layer, query=False))

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from torch import Tensor
 from typing_extensions import Unpack
 
-from captum_ssm._captum import TargetType
-from captum_ssm.attr._map_attribution import MapAttribution
-from captum_ssm.attr._maps import MapChoices, StageMaps, raw_row, rollout_row
+from captum_ssm.attr._map_attribution import RolloutAttribution
+from captum_ssm.attr._maps import MapChoices, MapOptions, raw_row, rollout_row
+from captum_ssm.attr._options import Arguments
 from captum_ssm.mixers import check_components
 
 AGGREGATIONS = ("raw", "rollout", "attribution")
 
 
-class UnifiedImplicitAttention(MapAttribution):
+class UnifiedImplicitAttention(RolloutAttribution):
     r"""Implicit attention of the whole mixer: convolution, activation, gate and norm folded in.
 
     Per channel the mixer, up to its output projection, is the matrix
@@ -51,18 +50,14 @@ class UnifiedImplicitAttention(MapAttribution):
         """Whether the aggregation takes gradients."""
         return options.get("aggregation", "attribution") == "attribution"
 
-    def attribute(
+    def _attribute(
         self,
-        inputs: Any,
-        target: TargetType = None,
-        additional_forward_args: Any = None,
+        arguments: Arguments,
         *,
-        position: Any = None,
         aggregation: Literal["raw", "rollout", "attribution"] = "attribution",
         components: Iterable[str] | None = None,
         start_layer: int = 0,
         grid: int | None = None,
-        return_convergence_delta: bool = False,
         **options: Unpack[MapChoices],
     ) -> Any:
         r"""Relevance of each input token, for the target if gradients are taken.
@@ -79,45 +74,24 @@ class UnifiedImplicitAttention(MapAttribution):
             **options: how a layer's map is made, see :class:`~captum_ssm.attr.MapChoices`.
                 ``sign`` defaults to ``"clamp"`` for ``"attribution"``.
         """
-        asked = inputs, target, additional_forward_args, position, options
-        maps = self._unified(aggregation, components, *asked, start_layer=start_layer, grid=grid)
+        unified = {"aggregation": aggregation, "components": components, **options}
+        maps = self._maps(arguments, unified, start_layer=start_layer, grid=grid)
         return self._relevance(maps, raw_row if aggregation == "raw" else rollout_row)
 
-    def rollout(
+    def _map_options(
         self,
-        inputs: Any,
-        target: TargetType = None,
-        additional_forward_args: Any = None,
         *,
-        position: Any = None,
-        aggregation: Literal["raw", "rollout", "attribution"] = "attribution",
+        aggregation: str = "attribution",
         components: Iterable[str] | None = None,
-        start_layer: int = 0,
-        **options: Unpack[MapChoices],
-    ) -> Tensor:
-        """The whole product over layers, ``(B, L, L)``, for ``"rollout"`` or ``"attribution"``.
-
-        The arguments are those of :meth:`attribute`; memory and errors are as for
-        :meth:`MambaRollout.rollout <captum_ssm.attr.MambaRollout.rollout>`.
-        """
-        if aggregation == "raw":
-            raise ValueError(
-                "aggregation is 'raw', which multiplies no layers; expected 'rollout' or "
-                "'attribution'. Single maps are returned by captum_ssm.hidden_attention."
-            )
-        asked = inputs, target, additional_forward_args, position, options
-        maps = self._unified(aggregation, components, *asked, start_layer=start_layer, query=False)
-        return self._rollout(maps)
-
-    def _unified(
-        self, aggregation: str, components: Iterable[str] | None, *asked: Any, **others: Any
-    ) -> StageMaps:
+        **choices: Any,
+    ) -> MapOptions:
         if aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation is {aggregation!r}; expected one of {AGGREGATIONS}.")
-        return self._maps(
-            *asked,
-            gradients=aggregation == "attribution",
+        gradients = aggregation == "attribution"
+        paper = {"sign": "clamp"} if gradients else {}
+        return MapOptions.of(
+            paper | choices,
+            gradients=gradients,
             formulation="unified",
             components=check_components("unified", components),
-            **others,
         )
