@@ -13,7 +13,7 @@ from models import randomize
 from torch import Tensor, nn
 
 from captum_ssm import LaTIM, UnsupportedModelError
-from captum_ssm._capture import Request, freeze
+from captum_ssm._capture import FrozenModel, Request, freeze
 from captum_ssm.attr._grids import CutMixers, ScoreGraph
 from captum_ssm.models import BidirectionalMamba
 
@@ -178,9 +178,9 @@ def test_one_run_of_images_is_enough(model, target, monkeypatch):
     model, x = made(model()), noise(2, 3, 16, 16)
     runs, run = [], CutMixers.__init__
 
-    def counted(self: CutMixers, request: Request) -> None:
+    def counted(self: CutMixers, request: Request, frozen: FrozenModel) -> None:
         runs.append(request)
-        run(self, request)
+        run(self, request, frozen)
 
     monkeypatch.setattr(CutMixers, "__init__", counted)
     options = {"activation": "gate", "return_convergence_delta": True}

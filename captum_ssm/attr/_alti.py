@@ -88,9 +88,9 @@ class Alti:
     def _near_of_maps(self, chosen: Tensor) -> Tensor:
         # n of some rows, (B, r, C), without their vectors.
         y = self.output[:, chosen]
-        own = None if self.residual is None else self.residual[:, chosen]
+        stream = None if self.residual is None else self.residual[:, chosen]
         size = y.abs().sum(-1, keepdim=True)
-        return _positive(size - self.parts.distances(chosen, y, own), size)
+        return _positive(size - self.parts.distances(chosen, y, stream), size)
 
     def _near_block(self, chosen: Tensor) -> Callable[[Tensor, slice, slice], Tensor]:
         y = self.output[:, chosen].mT[..., None]  # (B, E, r, 1)
@@ -175,24 +175,24 @@ class Alti:
                 # Those with the least to lose may stay as they are.
                 total = near[b].sum(-1, keepdim=True).clamp(min=1e-30)
                 lost = (2 * weight[b, chosen, None] * most[b] / total).view(-1)
-                found = lost.sort()
-                count = int((found.values.cumsum(0) <= allowed[b]).sum())
-                wanted = found.indices[count:].sort().values
+                ranked = lost.sort()
+                count = int((ranked.values.cumsum(0) <= allowed[b]).sum())
+                wanted = ranked.indices[count:].sort().values
         return near, most.sum(-1)
 
     def _near_pairs(self, b: int, z: Tensor, pairs: Tensor, chosen: Tensor) -> Tensor:
         # n of some pairs of one example's rows and columns, (n,).
-        columns, found = z.shape[2], []
+        columns, blocks = z.shape[2], []
         z = z.flatten(1)
         y = self.output[b, chosen].mT  # (E, r)
         for block in pairs.split(BLOCK):
             row, column = block // columns, block % columns
             (vectors,) = self.parts.project(z.index_select(1, block)[None])
             if self.residual is not None:
-                own = (chosen[row] == column).nonzero()[:, 0]
-                vectors[:, own] += self.residual[b, column[own]].mT
-            found.append(_near(vectors, y.index_select(1, row), 0))
-        return torch.cat(found)
+                at_itself = (chosen[row] == column).nonzero()[:, 0]
+                vectors[:, at_itself] += self.residual[b, column[at_itself]].mT
+            blocks.append(_near(vectors, y.index_select(1, row), 0))
+        return torch.cat(blocks)
 
     @cached_property
     def _row_norms(self) -> Tensor:
@@ -238,6 +238,6 @@ def _positive(near: Tensor, size: Tensor) -> Tensor:
 def _shares(near: Tensor, chosen: Tensor) -> Tensor:
     # Where no vector alone leads nearer to the output, the row is the token's own.
     total = near.sum(-1, keepdim=True)
-    own = torch.zeros_like(near)
-    own[:, torch.arange(len(chosen), device=chosen.device), chosen] = 1
-    return torch.where(total > 0, near / total.clamp(min=1e-30), own)
+    identity = torch.zeros_like(near)
+    identity[:, torch.arange(len(chosen), device=chosen.device), chosen] = 1
+    return torch.where(total > 0, near / total.clamp(min=1e-30), identity)

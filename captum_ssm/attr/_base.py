@@ -318,13 +318,13 @@ def methods() -> dict[str, type[TokenAttribution]]:
         >>> captum_ssm.attr.methods()["rollout"].__name__
         'MambaRollout'
     """
-    found: dict[str, type[TokenAttribution]] = {}
+    known: dict[str, type[TokenAttribution]] = {}
     classes = TokenAttribution.__subclasses__()
     for cls in classes:
         classes.extend(cls.__subclasses__())
         if "name" in vars(cls):
-            found[cls.name] = cls
-    return dict(sorted(found.items()))
+            known[cls.name] = cls
+    return dict(sorted(known.items()))
 
 
 def no_delta(name: str) -> ValueError:
@@ -337,6 +337,6 @@ def no_delta(name: str) -> ValueError:
 
 def delta(claimed: Tensor, attributions: Any) -> Tensor:
     """What attributions should add up to, ``(B,)``, less what they do."""
-    given = attributions if is_tuple(attributions) else (attributions,)
-    total = torch.stack([one.flatten(1).double().sum(1) for one in given]).sum(0)
+    tensors = attributions if is_tuple(attributions) else (attributions,)
+    total = torch.stack([tensor.flatten(1).double().sum(1) for tensor in tensors]).sum(0)
     return (claimed.detach().to(total) - total).to(claimed.dtype)

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from captum_ssm._capture import FrozenLayer, FrozenModel
+from captum_ssm._capture.target import token_ids
 from captum_ssm._capture.wiring import INPUT
+from captum_ssm._errors import TargetError
+from captum_ssm._integers import as_integers
 from captum_ssm._progress import Bar
 from captum_ssm.attr._alti import Alti, of_tiles
 from captum_ssm.attr._contributions import Contributions
@@ -87,7 +90,7 @@ class Decomposition:
         chosen = self.frozen.select_one(layer)
         step = self.steps.get(chosen.stage, self.steps[max(self.steps)])
         # A mixer that is not given the stream is in no step: it is read as the last stream is.
-        of_layer = {id(one): d for group, d in step.groups for one in group}
+        of_layer = {id(layer): d for group, d in step.groups for layer in group}
         direction = of_layer.get(id(chosen), step.direction)
         alone = replace(step, groups=[([chosen], direction)], local=None)
         return Decomposition(self.frozen, {chosen.stage: alone}, alone.added(), (), False)
@@ -124,7 +127,7 @@ class Decomposition:
             else:
                 bar.advance()
             for part, (_, direction) in zip(parts, here.groups, strict=True):
-                w = w + torch.cat([part.dot_row(one) for one in direction.split(N)])
+                w = w + torch.cat([part.dot_row(rows) for rows in direction.split(N)])
                 claimed = claimed - dot(direction, part.bias())
             if self.with_stream and i == min(self.steps):
                 w = w + (here.direction * here.before).sum(-1)
@@ -148,8 +151,8 @@ class Decomposition:
         """Relevance of each token for each query token, of layers in one chain: ``(B, L, L)``."""
         L = self.frozen.shape[1]
         first = self.steps[min(self.steps)]
-        own = (first.direction * first.before).sum(-1)
-        total = torch.diag_embed(own if self.with_stream else torch.zeros_like(own))
+        at_itself = (first.direction * first.before).sum(-1)
+        total = torch.diag_embed(at_itself if self.with_stream else torch.zeros_like(at_itself))
         mixing: Tensor | None = None  # how much of each token's stream is which input token's
         with Bar("LaTIM, layers", len(self.steps)) as bar:
             for step in self.steps.values():
@@ -167,12 +170,12 @@ class Decomposition:
     def _nothing(self) -> list[Tensor]:
         # Zeros for the tokens that each read of the output is of.
         wiring, B = self.frozen.wiring, self.frozen.shape[0]
-        found = []
+        zeros = []
         for read, _ in wiring.output:
-            leaf = None if read >= 0 else wiring.inputs[INPUT - read].leaf
-            tokens = wiring.stages[read].tokens if leaf is None else leaf.tokens // B
-            found.append(self.score.new_zeros(B, tokens))
-        return found
+            source = None if read >= 0 else wiring.inputs[INPUT - read].leaf
+            tokens = wiring.stages[read].tokens if source is None else source.tokens // B
+            zeros.append(self.score.new_zeros(B, tokens))
+        return zeros
 
 
 def output_of(layers: Sequence[FrozenLayer]) -> Tensor:
@@ -183,3 +186,25 @@ def output_of(layers: Sequence[FrozenLayer]) -> Tensor:
 def dot(direction: Tensor, values: Tensor) -> Tensor:
     """The dot product over tokens and channels, ``(B,)``."""
     return (direction * values.to(direction)).sum((1, 2))
+
+
+def logits_of_tokens(logits: Tensor, target: Tensor | None) -> Tensor:
+    """The logit of one token per position, ``(B, L)``: of ``target``, or of the largest logit.
+
+    Raises:
+        ValueError: for an output of another shape than ``(B, L, V)``.
+        TargetError: for a ``target`` that is not one token id per position.
+    """
+    if logits.dim() != 3:
+        raise ValueError(
+            f"the model returns an output of shape {tuple(logits.shape)}; interactions with "
+            "aggregation='alti_logit' need logits (B, L, V), one row per token."
+        )
+    token = logits.argmax(-1) if target is None else as_integers(target, logits.device)
+    if token is None or token.shape != logits.shape[:2]:
+        shown = f"shape {tuple(target.shape)} and {target.dtype}" if torch.is_tensor(target) else ""
+        raise TargetError(
+            f"target is {shown or repr(target)}; expected one token id per position, "
+            f"integers of shape {tuple(logits.shape[:2])}."
+        )
+    return logits.gather(-1, token_ids(token, logits.shape[-1])[..., None])[..., 0]

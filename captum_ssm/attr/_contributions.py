@@ -7,24 +7,24 @@ With all data-dependent coefficients frozen, the output at token i is a sum over
         \varphi_j^{(k)},
 
 where :math:`\varphi_j^{(k)} = f(c_k u_j + [k = 0]\, b)` is the input of token j to the recurrence
-at token j + k, through tap k of the convolution. All choices of f are in this file.
+at token j + k, through tap k of the convolution.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from captum_ssm import kernels
 from captum_ssm._capture import FrozenLayer, FrozenModel
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._lazy import cached_property
 from captum_ssm._memory import tile_entries
+from captum_ssm.attr._scan_part import PIECE, ScanPart
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.composed import sum_of
@@ -33,18 +33,8 @@ ACTIVATIONS = ("silu", "taylor1", "taylor2", "relu", "identity", "gate")
 
 TILE = 1 << 25  # numbers before the output projection that are kept at a time
 MOST_ROWS = 64  # of a tile: the recurrences' kernels make rows by blocks of so many
-PIECE = 1 << 19  # numbers of the maps' rows that are made at a time
 BLOCK = 512  # vectors that are made, and reduced, at a time
 ROUNDED = 256  # width from which on a product takes longer than to round what is multiplied
-
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": nn.functional.silu,
-    # Expansions of SiLU around zero, of the first and the second order.
-    "taylor1": lambda x: x / 2,
-    "taylor2": lambda x: x / 2 + x.square() / 4,
-    "relu": torch.relu,
-    "identity": lambda x: x,
-}
 
 
 class Contributions:
@@ -68,7 +58,7 @@ class Contributions:
             )
         self.mixers = mixers
         self.parts = [
-            _Part.of(scan, mixer.out_weight, order, weight, activation, mask)
+            ScanPart.of(scan, mixer.out_weight, order, weight, activation, mask)
             for mixer in mixers
             for scan, order, weight in mixer.scans_in_order()
         ]
@@ -119,27 +109,30 @@ class Contributions:
         return self._dots(direction, lambda operator: operator.matrix("mean"))
 
     def _dots(self, direction: Tensor, read: Callable[[TokenOperator], Tensor]) -> Tensor:
-        found = []
+        dots = []
         for part in self.parts:
-            taps = [(lag, read(one) * one.channels) for lag, one in part.scored(direction)]
+            taps = [
+                (lag, read(operator) * operator.channels)
+                for lag, operator in part.scored(direction)
+            ]
             out = torch.zeros_like(taps[0][1])
             for lag, values in taps:
                 out[..., : self.length - lag] += values[..., lag:]
             for dim in range(1, out.dim()):
                 out = part.restore(out, dim)
-            found.append(out)
-        return sum_of(found)
+            dots.append(out)
+        return sum_of(dots)
 
     def tiles(self, rows: Tensor) -> list[Tensor]:
         """Ascending rows ``(R,)``, cut into tiles whose vectors are made together."""
-        found, entries = [], tile_entries(TILE)
+        tiles, entries = [], tile_entries(TILE)
         per_column = self.batch * self.weight.shape[1]
         while len(rows):
             count = entries // (per_column * self.columns(rows[:MOST_ROWS]))
             count = max(1, min(MOST_ROWS, count))
-            found.append(rows[:count])
+            tiles.append(rows[:count])
             rows = rows[count:]
-        return found
+        return tiles
 
     def columns(self, rows: Tensor) -> int:
         """How many tokens, from the first on, the rows may read."""
@@ -199,11 +192,11 @@ class Contributions:
         """Whether a vector is a sum over few maps, as those of attention's heads."""
         return all(part.is_sum_of_maps for part in self.parts)
 
-    def distances(self, rows: Tensor, outputs: Tensor, own: Tensor | None) -> Tensor:
+    def distances(self, rows: Tensor, outputs: Tensor, residual: Tensor | None) -> Tensor:
         """The l1 distances of the outputs of some rows ``(R,)`` from their vectors of maps.
 
-        They are ``(B, R, C)``, of the first columns. ``own (B, R, E)`` is added to the vector of a
-        row's own token.
+        They are ``(B, R, C)``, of the first columns. ``residual (B, R, E)`` is added to the vector
+        of a row's own token.
         """
         columns, index = self.columns(rows), rows.expand(self.batch, -1)
         maps = torch.cat([part.maps(index)[..., :columns] for part in self.parts], 1)
@@ -214,12 +207,12 @@ class Contributions:
             last = min(columns, first + width)
             values = torch.cat([part.projected(slice(first, last)) for part in self.parts], 2)
             out[..., first:last] = kernels.map_distances(maps[:, first:last], values, outputs)
-            if own is None:
+            if residual is None:
                 continue
             row = ((rows >= first) & (rows < last)).nonzero()[:, 0]
             token = rows[row]
             entries = maps[:, token, :, row].movedim(0, 1)[:, :, None]  # (B, n, 1, M)
-            vectors = (entries @ values[:, token - first])[:, :, 0] + own[:, row]
+            vectors = (entries @ values[:, token - first])[:, :, 0] + residual[:, row]
             out[:, row, token] = (vectors - outputs[:, row]).abs().sum(-1)
         return out
 
@@ -239,134 +232,10 @@ class Contributions:
 
         def block(rows: slice, chosen: slice) -> Tensor:
             projected = torch.cat([part.projected(chosen) for part in self.parts], 2)
-            found = projected.mT @ maps[:, :, rows, chosen].permute(0, 3, 1, 2)  # (B, c, E, r)
-            return found.permute(0, 2, 3, 1)
+            vectors = projected.mT @ maps[:, :, rows, chosen].permute(0, 3, 1, 2)  # (B, c, E, r)
+            return vectors.permute(0, 2, 3, 1)
 
         return block
-
-
-@dataclass(frozen=True)
-class _Part:
-    # One scan of a mixer in its own order of the tokens, the output projection's weight, the inputs
-    # of its recurrence by lag, its row factors, and the position of each token in the scan.
-    mixer: FrozenMixer
-    weight: Tensor
-    lagged: list[Tensor]
-    left: Tensor | None
-    order: Tensor | None
-    position: Tensor | None
-
-    @classmethod
-    def of(
-        cls,
-        mixer: FrozenMixer,
-        projection: Tensor,
-        order: Tensor | None,
-        weight: float,
-        activation: str,
-        mask: Tensor | None,
-    ) -> _Part:
-        if order is not None and bool((order.diff() == 1).all()):
-            order = None
-        if mask is not None and order is not None:
-            mask = mask[:, order]
-        lagged = _lagged_values(mixer, activation, mask)
-        if weight != 1.0:
-            lagged = [weight * values for values in lagged]
-        position = None if order is None else torch.argsort(order)
-        return cls(mixer, projection, lagged, mixer.left, order, position)
-
-    @property
-    def is_sum_of_maps(self) -> bool:
-        """Whether T_ij is a sum over maps of their entry times a vector of token j, as attention's.
-
-        Row factors, taps and skips differ by channel.
-        """
-        _, _, D, M = self.mixer.recurrence.sizes
-        rest = (self.left, self.position, self.mixer.skip)
-        return M < D and len(self.lagged) == 1 and all(one is None for one in rest)
-
-    def maps(self, index: Tensor) -> Tensor:
-        """The rows ``index (B, R)`` of the maps, ``(B, M, R, L)``."""
-        return self.mixer.recurrence.map_rows(index, 0, self.mixer.recurrence.sizes[3])
-
-    def projected(self, tokens: slice) -> Tensor:
-        """What each map adds of some tokens, ``(B, c, M, E)``."""
-        M = self.mixer.recurrence.sizes[3]
-        values = self.lagged[0][:, tokens].unflatten(2, (M, -1))
-        return torch.einsum("emp,bcmp->bcme", self.weight.unflatten(1, (M, -1)), values)
-
-    def restore(self, values: Tensor, dim: int) -> Tensor:
-        # From the scan's order of the tokens to the model's.
-        return values if self.position is None else values.index_select(dim, self.position)
-
-    def total(self) -> Tensor:
-        y = self.mixer.mix(sum_of(self.lagged))
-        if self.left is not None:
-            y = y * self.left
-        return y @ self.weight.mT
-
-    def scored(self, direction: Tensor) -> Iterator[tuple[int, TokenOperator]]:
-        # One operator per tap; the sum over their channels is the dot product with the direction.
-        direction = direction if self.order is None else direction[:, self.order]
-        score = direction @ self.weight  # (B, L, D)
-        if self.left is not None:
-            score = score * self.left
-        for lag, values in enumerate(self.lagged):
-            recurrence, skip = self.mixer.recurrence, self.mixer.skip
-            yield lag, recurrence.compose(left=score, skip=skip, right=values)
-
-    @cached_property
-    def values(self) -> Tensor:
-        # By lag, the inputs of the recurrence with tokens last, as they are read: (K, B, D, L).
-        return torch.stack([values.mT for values in self.lagged])
-
-    def fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        # z (B, D, R, C): what each token adds to the rows index (B, R), with row factors.
-        if self.position is None:
-            yield from self._fill(z, index)
-            return
-        ordered = torch.empty_like(z)
-        for _ in self._fill(ordered, self.position[index]):
-            pass
-        torch.index_select(ordered, 3, self.position, out=z)
-        yield slice(0, z.shape[1]), z
-
-    def _fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        # So many maps at a time that what is made of them stays in the cache.
-        recurrence = self.mixer.recurrence
-        B, L, D, M = recurrence.sizes
-        P, R = D // M, index.shape[1]
-        left = None if self.left is None else _at(self.left.mT, index)  # (B, D, R)
-        skipped = self._skipped(left, index)
-        step = max(1, PIECE // (B * R * L * P))
-        for first in range(0, M, step):
-            last = min(M, first + step)
-            part = slice(first * P, last * P)
-            out = z[:, part]
-            kernels.tap_rows(
-                recurrence.map_rows(index, first, last),
-                self.values[:, :, part],
-                None if left is None else left[:, part],
-                out,
-            )
-            for column, value in skipped:
-                column = column[:, None].expand(-1, out.shape[1], -1)
-                out.scatter_add_(3, column[..., None], value[:, part, :, None])
-            yield part, out
-
-    def _skipped(self, left: Tensor | None, index: Tensor) -> list[tuple[Tensor, Tensor]]:
-        # What reaches the rows (B, R) by the skip, by lag: its columns, and values (B, D, R).
-        if self.mixer.skip is None:
-            return []
-        factor = _at(self.mixer.skip.expand_as(self.lagged[0]).mT, index)
-        factor = factor if left is None else factor * left
-        found = []
-        for lag, values in enumerate(self.values):
-            column = index - lag
-            inside = (column >= 0)[:, None]
-            found.append((column.clamp(min=0), factor * _at(values, index) * inside))
-        return found
 
 
 def _even_slices(length: int, most: int) -> Iterator[slice]:
@@ -383,32 +252,3 @@ def _may_be_rounded(weight: Tensor) -> bool:
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     is_fast = any(has for name, has in capabilities.items() if name.endswith("bf16"))
     return is_fast and torch.get_float32_matmul_precision() == "medium"
-
-
-def _at(values: Tensor, index: Tensor) -> Tensor:
-    # Tokens index (B, R) of values (B, D, L): (B, D, R).
-    return values.gather(2, index[:, None].expand(-1, values.shape[1], -1))
-
-
-def _lagged_values(mixer: FrozenMixer, activation: str, mask: Tensor | None) -> list[Tensor]:
-    # By lag, the input of token s - lag to the recurrence at token s: (B, L, D) each.
-    if mixer.conv is None:
-        return [mixer.values]
-    taps, u = mixer.conv.flip(-1), mixer.inputs  # by lag
-    out = []
-    for lag in range(taps.shape[1]):
-        if lag >= u.shape[1]:
-            break
-        shifted = nn.functional.pad(u, (0, 0, lag, 0))[:, : u.shape[1]] * taps[:, lag]
-        if lag == 0 and mixer.conv_bias is not None:
-            shifted = shifted + mixer.conv_bias  # once, to the current token
-        if mixer.activation is None:
-            value = shifted
-        elif activation == "gate":
-            value = mixer.activation * shifted
-        else:
-            value = _FUNCTIONS[activation](shifted)
-            if mask is not None:  # a frozen activation includes the model's mask
-                value = value * mask[..., None]
-        out.append(value)
-    return out

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request
+from captum_ssm._capture.cuts import Port
 from captum_ssm._capture.finite import check_finite
 from captum_ssm._capture.recording import require_graph
 from captum_ssm._capture.wiring import Wiring
@@ -41,38 +42,33 @@ from captum_ssm.scans import FunctionCall, intercepted
 _RULED = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
 
 
-@dataclass(frozen=True)
-class _Visit:
-    # A call of a mixer, where it was cut off, the norm that feeds it, and whether what feeds it may
-    # be another one. The cut has the stream before the mixer in the graph, and its values.
-    call: MixerCall
-    entry: Point | None
-    exit: Point
-    norm: MixerCall | None
-    is_apart: bool
-
-    def cut(self, is_given_stream: bool | None) -> _Cut:
-        if self.norm is not None and not is_given_stream:
-            x = next(tensors_in((self.norm.args, self.norm.kwargs)))
-            stream = Point.of(x).before_move(self.norm.channels) if x.requires_grad else None
-            return _Cut(self.exit, stream, first_input(self.norm).detach())
-        is_known = not self.is_apart if is_given_stream is None else is_given_stream
-        stream = self.entry.before_move(self.call.channels) if self.entry and is_known else None
-        return _Cut(self.exit, stream, self.call.tokens().detach())
-
-
 class _Cut(NamedTuple):
+    # Where a mixer was cut off: what it returned, the stream before it where the graph has it, and
+    # the values of that stream.
     exit: Point
     stream: Point | None
     before: Tensor
 
 
-def _cuts(frozen: FrozenModel, visits: Sequence[_Visit]) -> list[_Cut]:
-    stages = frozen.wiring.stages
-    return [
-        visit.cut(stages[layer.stage].is_given_stream)
-        for layer, visit in zip(frozen.layers, visits, strict=True)
-    ]
+def _cut(
+    frozen: FrozenModel,
+    index: int,
+    call: MixerCall,
+    port: Port,
+    norm: MixerCall | None,
+    *,
+    is_fed: bool,
+) -> _Cut:
+    # The cut at the index-th call of a mixer, with the norm that feeds it, if one is known. Where
+    # the wiring does not say whether the mixer is given the stream itself, ``is_fed`` does.
+    is_given_stream = frozen.wiring.stages[frozen.layers[index].stage].is_given_stream
+    if norm is not None and not is_given_stream:
+        x = next(tensors_in((norm.args, norm.kwargs)))
+        stream = Point.of(x).before_move(norm.channels) if x.requires_grad else None
+        return _Cut(port.exit, stream, first_input(norm).detach())
+    is_known = is_fed if is_given_stream is None else is_given_stream
+    stream = port.entry.before_move(call.channels) if port.entry and is_known else None
+    return _Cut(port.exit, stream, call.tokens().detach())
 
 
 @dataclass(frozen=True)
@@ -90,32 +86,31 @@ class ScoreGraph:
 
     @classmethod
     def of(cls, frozen: FrozenModel) -> ScoreGraph | None:
-        """That of the run that a model was frozen at, if it was kept and tells all of it.
+        """The score graph of the frozen run; None if the graph was not kept or lacks rules.
 
-        None where a function has no rule, which the replacement of its module may have, where a
+        A function without a rule may have one where its module is replaced. None also where a
         mixer's stream is not known to be the input of a norm that is a module, and for ids.
         """
-        live, ways = frozen.live, frozen.wiring.inputs
+        live, input_maps = frozen.live, frozen.wiring.inputs
         if live is None or live.score is None or not _obeys_rules(live.request.module):
             return None
         inputs = live.request.inputs
-        if len(ways) != len(inputs) or not all(x.is_floating_point() for x in inputs):
+        if len(input_maps) != len(inputs) or not all(x.is_floating_point() for x in inputs):
             return None
-        norms = [one for one in live.others if is_norm(one.module)]
-        visits = []
-        for call, port in zip(live.calls, live.ports, strict=True):
-            norm = feeding_norm(call, [one for one in norms if one.order < call.order])
-            visits.append(_Visit(call, port.entry, port.exit, norm, is_apart=True))
-        cuts = _cuts(frozen, visits)
+        norms = [call for call in live.others if is_norm(call.module)]
+        cuts = []
+        for k, (call, port) in enumerate(zip(live.calls, live.ports, strict=True)):
+            norm = feeding_norm(call, [norm for norm in norms if norm.order < call.order])
+            cuts.append(_cut(frozen, k, call, port, norm, is_fed=False))
         if any(cut.stream is None for cut in cuts):
             return None
-        # It begins at the inputs themselves.
-        graph = cls(cuts, live.score, [(way.leaf, way.values) for way in ways], list)
+        # The graph begins at the inputs themselves.
+        graph = cls(cuts, live.score, [(one.leaf, one.values) for one in input_maps], list)
         with graph._ruled() as carries:
             return None if without_rule(carries) else graph
 
     def coefficients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """By cut, those of the score at what the mixer returned, and at the stream before it.
+        """By cut, the score's coefficients at what the mixer returned, and at the stream before it.
 
         Zero at a mixer that the score does not read; None where no graph leads to the stream.
         """
@@ -129,16 +124,17 @@ class ScoreGraph:
             gradients = torch.autograd.grad(
                 self.score.sum(), edges, allow_unused=True, retain_graph=True
             )
-        found = {p: g.detach() for p, g in zip(points, gradients, strict=True) if g is not None}
-        pairs = []
+        pairs = zip(points, gradients, strict=True)
+        at = {point: g.detach() for point, g in pairs if g is not None}
+        coefficients = []
         for end, stream, _ in self.cuts:
-            at_exit, at_stream = found.get(end), None if stream is None else found.get(stream)
+            at_exit, at_stream = at.get(end), None if stream is None else at.get(stream)
             if at_exit is None:
                 at_exit = torch.zeros(end.shape, dtype=end.dtype, device=end.device)
             if stream is not None and at_stream is not None and stream.channels is not None:
                 at_stream = at_stream.movedim(stream.channels, -1)
-            pairs.append((at_exit, at_stream))
-        return pairs
+            coefficients.append((at_exit, at_stream))
+        return coefficients
 
     def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
         """What each input adds to the score past the mixers and a stream before them, in its shape.
@@ -146,8 +142,8 @@ class ScoreGraph:
         The direction holds the score's coefficients at the stream, channels last. Nothing where all
         that the score reads goes through the stream.
         """
-        root = Point.of(self.score, None)
-        if not any(is_read_past(root, point, stream) for point, _ in self.starts):
+        score = Point.of(self.score, None)
+        if not any(is_read_past(score, point, stream) for point, _ in self.starts):
             return []
         edges, values = [point.edge for point, _ in self.starts], [x for _, x in self.starts]
         options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
@@ -189,15 +185,16 @@ class _Norms(TorchFunctionMode):
 class CutMixers(Rules):
     """A run in which what a mixer returns starts a new graph, and all else is frozen."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, frozen: FrozenModel) -> None:
         super().__init__(request)
-        self._visits: list[_Visit] = []
+        self._frozen = frozen
+        self._cuts: list[_Cut] = []
         self._norms: list[MixerCall] = []
         self._is_after_norm = False
 
     def begin(self) -> None:
         super().begin()
-        self._visits.clear()
+        self._cuts.clear()
         self._norms.clear()
 
     @contextmanager
@@ -220,23 +217,26 @@ class CutMixers(Rules):
             return super().__call__(call)
         check_finite(call)
         self.made.append(None)
-        norm, given = feeding_norm(call, self._norms), call.given_tokens()
-        entry = Point.of(given) if given.requires_grad else None
+        norm, tokens = feeding_norm(call, self._norms), call.given_tokens()
+        entry = Point.of(tokens) if tokens.requires_grad else None
         output = call.output.detach().clone().requires_grad_()
-        self._visits.append(_Visit(call, entry, Point.of(output), norm, self._is_after_norm))
+        port = Port(call.path, entry, Point.of(output))
+        # No norm between the last mixer and this one: it is given the stream itself.
+        is_fed = not self._is_after_norm
+        self._cuts.append(_cut(self._frozen, len(self._cuts), call, port, norm, is_fed=is_fed))
         self._is_after_norm = False
         return with_first(call.result, output)
 
-    def graph(self, frozen: FrozenModel, score: Tensor) -> ScoreGraph:
-        """The graph of the run that computed ``score (B,)``, of the same request as ``frozen``."""
+    def graph(self, score: Tensor) -> ScoreGraph:
+        """The graph of the run that computed ``score (B,)``."""
         starts = self.starts()
 
         def of_inputs(relevance: list[Tensor]) -> list[Tensor]:
             of_start = dict(zip(map(id, starts), relevance, strict=True))
             return self.of_inputs(lambda leaves: [of_start[id(leaf)] for leaf in leaves])
 
-        points = [(Point.of(one), one) for one in starts]
-        return ScoreGraph(_cuts(frozen, self._visits), score, points, of_inputs)
+        points = [(Point.of(start), start) for start in starts]
+        return ScoreGraph(self._cuts, score, points, of_inputs)
 
 
 def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
@@ -248,19 +248,19 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
         UnsupportedModelError: where relevance could be lost, or counted twice, on the way.
     """
     _check_shares(frozen.require_wiring())
-    found: dict[int, list[_Mixer]] = {}
+    mixers: dict[int, list[_Mixer]] = {}
     pairs = graph.coefficients()
     for layer, cut, pair in zip(frozen.layers, graph.cuts, pairs, strict=True):
-        found.setdefault(layer.stage, []).append((layer, cut, *pair))
-    steps = {stage: _step(group, frozen.shape[0]) for stage, group in found.items()}
+        mixers.setdefault(layer.stage, []).append((layer, cut, *pair))
+    steps = {stage: _step(group, frozen.shape[0]) for stage, group in mixers.items()}
     stream, direction = next(
         (cut.stream, at_stream)
-        for _, cut, _, at_stream in found[min(found)]
+        for _, cut, _, at_stream in mixers[min(mixers)]
         if cut.stream is not None and at_stream is not None
     )
     past = graph.relevance_past(stream, direction)
     score = graph.score.detach().to(frozen.layers[0].call.dtype)
-    scaled = {one.name: one for step in steps.values() for one in step.layers}
+    scaled = {layer.name: layer for step in steps.values() for layer in step.layers}
     layers = [scaled[layer.name] for layer in frozen.layers]
     return Decomposition(replace(frozen, live=None, layers=layers), steps, score, past)
 

@@ -26,36 +26,36 @@ def of_inputs(
     ``(B, L)`` of the model's tokens, where it tells which is which patch, to be interpolated in a
     mode, or in that of the grid.
     """
-    found = []
+    shaped = []
     for k, row in enumerate(relevance):
         tensor = frozen.request.inputs[k]
         if frozen.mask is not None and row.shape == frozen.mask.shape:
             row = row * frozen.mask
-        found.append(_of_input(k, row, frozen, feature_share, mode).to(tensor.device).detach())
-    return format_output(frozen.request.packed, tuple(found))
+        shaped.append(_of_input(k, row, frozen, feature_share, mode).to(tensor.device).detach())
+    return format_output(frozen.request.packed, tuple(shaped))
 
 
 def _of_input(
     k: int, row: Tensor, frozen: FrozenModel, feature_share: str, mode: str | None
 ) -> Tensor:
-    request, ways, grid = frozen.request, frozen.wiring.inputs, frozen.grid
+    request, input_maps, grid = frozen.request, frozen.wiring.inputs, frozen.grid
     tensor = request.inputs[k]
     if not tensor.is_floating_point():
         return row.view(tensor.shape)
     if grid is not None:
         grid = grid if mode is None else replace(grid, mode=mode)
         row = grid.pixels(row, tuple(tensor.shape[2:])).flatten(1)
-    if not ways:  # a run on a server, or of 32 tokens: embeddings
+    if not input_maps:  # a run on a server, or of 32 tokens: embeddings
         return (row[..., None] / tensor.shape[-1]).expand(tensor.shape).contiguous()
-    way = ways[k]
-    if row.shape[1] * way.leaf.width != tensor[0].numel():
+    input_map = input_maps[k]
+    if row.shape[1] * input_map.leaf.width != tensor[0].numel():
         raise ValueError(
             f"inputs has shape {tuple(tensor.shape)}: which token is which patch is not known of "
             "this model; give it a method token_grid(height, width) that returns a "
             "captum_ssm.models.TokenGrid."
         )
     if feature_share == "linear" and not request.is_embedded(k):
-        share = way.features().to(row)
+        share = input_map.features().to(row)
     else:
-        share = row.new_ones(1, 1, way.leaf.width) / way.leaf.width
-    return way.shaped(row[..., None] * share)
+        share = row.new_ones(1, 1, input_map.leaf.width) / input_map.leaf.width
+    return input_map.shaped(row[..., None] * share)

@@ -234,10 +234,10 @@ class StageMaps:
         Each way past the mixers counts once: also that inside of a mixer which adds its input to
         what it returns, as Inkling's convolutions do.
         """
-        found = {stage - back for back in self.wiring.stages[stage].around}
+        stages = {stage - back for back in self.wiring.stages[stage].around}
         if chosen is not None and any(part.adds_input for part in chosen.parts):
-            found.add(stage)
-        return found
+            stages.add(stage)
+        return stages
 
     def _part(self, layer: FrozenLayer) -> MixerMap:
         mixer = layer.mixer
@@ -272,9 +272,9 @@ def raw_row(maps: StageMaps) -> list[Tensor]:
         return {stage: row}
 
     wiring.back(query, ask, to_inputs=False)
-    found = wiring.back([torch.zeros_like(w) for w in query], add)
+    rows = wiring.back([torch.zeros_like(w) for w in query], add)
     read = sum(stage in asked for stage in maps.stages)  # by the output
-    return [row / max(1, read) for row in found]
+    return [row / max(1, read) for row in rows]
 
 
 def rollout_row(maps: StageMaps) -> list[Tensor]:
@@ -292,10 +292,10 @@ def rollout_row(maps: StageMaps) -> list[Tensor]:
             return {min(streams, default=stage): w}
         if maps.options.normalize_rows:
             w = _over(w, len(streams) + m.row_sums())
-        found = dict.fromkeys(streams, w)
+        before = dict.fromkeys(streams, w)
         row = m.rmatvec(w)
-        found[stage] = row + w if stage in streams else row
-        return found
+        before[stage] = row + w if stage in streams else row
+        return before
 
     return maps.wiring.back(maps.frozen.require_query(), step)
 
@@ -335,8 +335,8 @@ def _carrying(w: Tensor, tiles: list[slice], tolerance: float) -> Iterator[slice
     share = (weight / weight.sum(0).clamp(min=1e-30)).amax(1)
     least = share.argsort()
     skipped = int((share[least].cumsum(0) <= tolerance).sum())
-    kept = set(least[skipped:].tolist())
-    return (at for i, at in enumerate(tiles) if i in kept)
+    made = set(least[skipped:].tolist())
+    return (at for i, at in enumerate(tiles) if i in made)
 
 
 def _over(values: Tensor, sums: Tensor) -> Tensor:

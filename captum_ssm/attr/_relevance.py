@@ -43,22 +43,22 @@ def coefficients_at(
     require_graph(score)
     with torch.inference_mode(False), torch.enable_grad():
         first = leaves if starts is None else starts
-        nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in first]
+        nodes = [torch.autograd.graph.get_gradient_edge(start).node for start in first]
         with ruled([score.grad_fn], nodes) as carries:
             connected = carries[score.grad_fn]
             unknown, share = without_rule(carries), None
             if connected:
-                found = gradients_at(leaves, score, retain_graph=bool(unknown))
+                gradients = gradients_at(leaves, score, retain_graph=bool(unknown))
             if connected and unknown:
                 with stopped(carries):
                     rest = torch.autograd.grad(score.sum(), list(leaves), allow_unused=True)
-                share = _share(times(leaves, found), times(leaves, rest))
+                share = _share(times(leaves, gradients), times(leaves, rest))
         if not connected:
             gradients_at(leaves, score)  # raises if there is no gradient either
             raise of_constants()
     warn_of_unruled(unknown, share)
     _warn_of_added(added_coefficients(carries))
-    return found
+    return gradients
 
 
 def warn_of_unruled(functions: Collection[str], share: float | None = None) -> None:
@@ -88,9 +88,11 @@ def _warn_of_added(coefficients: Collection[str]) -> None:
 
 def _share(whole: Sequence[Tensor], rest: Sequence[Tensor]) -> float:
     # The size of the relevance that goes through a part, as a share of it and the rest's.
-    kept = sum(float(one.abs().sum()) for one in rest)
-    lost = sum(float((one - other).abs().sum()) for one, other in zip(whole, rest, strict=True))
-    return lost / (lost + kept) if lost else 0.0
+    through_rules = sum(float(part.abs().sum()) for part in rest)
+    lost = sum(
+        float((part - remaining).abs().sum()) for part, remaining in zip(whole, rest, strict=True)
+    )
+    return lost / (lost + through_rules) if lost else 0.0
 
 
 def of_constants() -> ValueError:

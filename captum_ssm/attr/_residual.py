@@ -47,14 +47,14 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
     final, direction = _read_out(frozen, groups[-1])
     # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
     # embeddings) is in no step; what comes of it is local to the tokens.
-    found = [(group, _stream_before(group[0], frozen)) for group in groups]
-    found = [(group, before) for group, before in found if before.shape == final.shape]
-    streams = [*(before for _, before in found[1:]), final]
+    read = [(group, _stream_before(group[0], frozen)) for group in groups]
+    read = [(group, before) for group, before in read if before.shape == final.shape]
+    streams = [*(before for _, before in read[1:]), final]
     steps: dict[int, Step] = {}
     scaled: dict[int, FrozenLayer] = {}
-    for (own, before), following in zip(found, streams, strict=True):
-        group = _multiplied(own, before, _stream_after(own, frozen.others, following), live)
-        scaled |= dict(zip(map(id, own), group, strict=True))
+    for (mixers, before), following in zip(read, streams, strict=True):
+        group = _multiplied(mixers, before, _stream_after(mixers, frozen.others, following), live)
+        scaled |= dict(zip(map(id, mixers), group, strict=True))
         mixed = output_of(group).to(before.dtype)
         is_alone = frozen.wiring.stages[group[0].stage].around == ()
         if is_alone or (following is not final and torch.equal(following, mixed)):
@@ -116,20 +116,22 @@ def _scales_of_graph(
 ) -> Tensor | None:
     # What a stream's channels have of those of each mixer's output, (E, mixers), at one token, if
     # the stream is in the graph of the run as the input of a module that was recorded.
-    given = () if live is None else map(first_input, live.others)
-    stream = next((x for x in given if x.data_ptr() == after.data_ptr() and x.requires_grad), None)
+    recorded = () if live is None else map(first_input, live.others)
+    stream = next(
+        (x for x in recorded if x.data_ptr() == after.data_ptr() and x.requires_grad), None
+    )
     if live is None or stream is None or stream.shape != after.shape:
         return None
     ports = dict(zip((call.order for call in live.calls), live.ports, strict=True))
     exits = [ports[layer.source.order].exit for layer in group]
-    if any(one.shape != stream.shape for one in exits):
+    if any(point.shape != stream.shape for point in exits):
         return None
     with torch.inference_mode(False), torch.enable_grad():
-        found = torch.autograd.grad(
-            stream.sum(), [one.edge for one in exits], retain_graph=True, allow_unused=True
+        gradients = torch.autograd.grad(
+            stream.sum(), [point.edge for point in exits], retain_graph=True, allow_unused=True
         )
     zero = torch.zeros_like(stream)
-    return torch.stack([(zero if g is None else g)[0, -1] for g in found], -1).detach()
+    return torch.stack([(zero if g is None else g)[0, -1] for g in gradients], -1).detach()
 
 
 def _local(following: Tensor, before: Tensor, mixed: Tensor) -> Tensor:
@@ -198,7 +200,7 @@ def _pulled_back(call: MixerCall) -> Tensor:
 
 def _stream_before(layer: FrozenLayer, frozen: FrozenModel) -> Tensor:
     call, is_given = layer.call, frozen.wiring.stages[layer.stage].is_given_stream
-    norm = feeding_norm(call, [one for one in frozen.others if one.order < call.order])
+    norm = feeding_norm(call, [other for other in frozen.others if other.order < call.order])
     if norm is not None and not is_given:
         return first_input(norm)
     if is_given is False:

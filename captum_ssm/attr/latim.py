@@ -6,19 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from captum_ssm._captum import format_output
 from captum_ssm._capture import FrozenModel, Request
 from captum_ssm._capture.model import extract_logits
-from captum_ssm._capture.target import token_ids
-from captum_ssm._errors import TargetError
-from captum_ssm._integers import as_integers
 from captum_ssm._nested import tensors_in
 from captum_ssm._workspace import workspace
 from captum_ssm.attr._base import TokenAttribution, delta
-from captum_ssm.attr._chain import Decomposition
+from captum_ssm.attr._chain import Decomposition, logits_of_tokens
 from captum_ssm.attr._contributions import Contributions
 from captum_ssm.attr._grids import CutMixers, ScoreGraph, grids_of
 from captum_ssm.attr._layer_map import LOGIT, layer_error, layer_map, norm_order, query_row
@@ -311,16 +307,16 @@ class LaTIM(TokenAttribution):
         return_error_bound: bool,
     ) -> None:
         whole = aggregation == LOGIT and layer is None
-        given = f"for aggregation {aggregation!r} and layer {layer!r}; expected"
+        of_choices = f"for aggregation {aggregation!r} and layer {layer!r}; expected"
         if grid is not None and not whole:
             raise ValueError(
-                f"grid is {grid!r}, {given} grid only for aggregation='alti_logit' with "
+                f"grid is {grid!r}, {of_choices} grid only for aggregation='alti_logit' with "
                 "layer=None. A layer's own map is returned by interactions()."
             )
         if not 0 <= tolerance < 1 or ((tolerance or return_error_bound) and not whole):
             raise ValueError(
                 f"tolerance is {tolerance!r} and return_error_bound is {return_error_bound!r}, "
-                f"{given} a share of at least 0 and less than 1, and either of them only for "
+                f"{of_choices} a share of at least 0 and less than 1, and either of them only for "
                 "aggregation='alti_logit' with layer=None."
             )
 
@@ -330,7 +326,7 @@ class LaTIM(TokenAttribution):
 
         def summed(*given: Any, **_: Any) -> Tensor:
             logits = extract_logits(request.run(given[:count]))
-            return _chosen_logits(logits, target).sum(1)
+            return logits_of_tokens(logits, target).sum(1)
 
         return self._run_score(replace(request, forward_func=summed), None, None)
 
@@ -370,7 +366,7 @@ class LaTIM(TokenAttribution):
     def _cut_graph(self, frozen: FrozenModel, arguments: Arguments) -> ScoreGraph:
         # The graph of another run, in which modules whose graph has no rules are replaced.
         request = with_leaves(frozen.request)
-        cut = CutMixers(request)
+        cut = CutMixers(request, frozen)
         run = self._run(
             request,
             arguments.position,
@@ -380,7 +376,7 @@ class LaTIM(TokenAttribution):
             also=has_a_rule,
             substitution=cut,
         )
-        return cut.graph(frozen, run.require_score())
+        return cut.graph(run.require_score())
 
     def _run_score(self, request: Request, target: Any, position: Any) -> FrozenModel:
         # The score's direction in the residual stream is read after the last mixer.
@@ -395,24 +391,8 @@ class LaTIM(TokenAttribution):
         )
 
 
-def _chosen_logits(logits: Tensor, target: Tensor | None) -> Tensor:
-    if logits.dim() != 3:
-        raise ValueError(
-            f"the model returns an output of shape {tuple(logits.shape)}; interactions with "
-            "aggregation='alti_logit' need logits (B, L, V), one row per token."
-        )
-    token = logits.argmax(-1) if target is None else as_integers(target, logits.device)
-    if token is None or token.shape != logits.shape[:2]:
-        given = f"shape {tuple(target.shape)} and {target.dtype}" if torch.is_tensor(target) else ""
-        raise TargetError(
-            f"target is {given or repr(target)}; expected one token id per position, "
-            f"integers of shape {tuple(logits.shape[:2])}."
-        )
-    return logits.gather(-1, token_ids(token, logits.shape[-1])[..., None])[..., 0]
-
-
 def _is_one_text(arguments: Arguments, batch: int) -> bool:
     # Whether the inputs are one text expanded to a batch: all rows share their memory.
-    given = arguments.inputs, arguments.additional_forward_args
-    batched = [x for x in tensors_in(given) if x.dim() and x.shape[0] == batch]
+    tensors = tensors_in((arguments.inputs, arguments.additional_forward_args))
+    batched = [x for x in tensors if x.dim() and x.shape[0] == batch]
     return batch > 1 and bool(batched) and not any(x.stride(0) for x in batched)

@@ -113,12 +113,12 @@ class MambaLRP(TokenAttribution):
             rules, frozen = self._ruled(request, position, target, wiring=True)
         score = frozen.require_score()
         settle(model, made_of | structure([score.grad_fn]))
-        found = rules.relevance(score)
+        relevance = rules.relevance(score)
         frozen.warn_of_padding()
         warn_of_unknown(model, frozen.wiring.refused or frozen.wiring.unknown or None)
         result = format_output(
             request.packed,
-            tuple(map(partial(_of_input, frozen), request.inputs, found)),
+            tuple(map(partial(_of_input, frozen), request.inputs, relevance)),
         )
         return (result, delta(score, result)) if arguments.return_convergence_delta else result
 
@@ -216,23 +216,23 @@ class Rules(Substitution):
         leaves: list[Leaves] = [
             [(x, None)] if x.is_floating_point() else self._leaves(x) for x in inputs
         ]
-        found = iter(relevance_of([leaf for part in leaves for leaf, _ in part]))
+        remaining = iter(relevance_of([leaf for part in leaves for leaf, _ in part]))
         return [
-            sum_of([_of_entries(entries, next(found), x) for _, entries in part])
+            sum_of([_of_entries(entries, next(remaining), x) for _, entries in part])
             for x, part in zip(inputs, leaves, strict=True)
         ]
 
     def _leaves(self, ids: Tensor) -> Leaves:
         # The embeddings of ids, from one table or several, and the entries that they are of.
-        found = [
-            ((leaf, entries), module, is_view(given, ids))
-            for module, given, leaf in self.embedded
-            if (entries := entries_of(given, ids)) is not None
+        embeddings = [
+            ((leaf, entries), module, is_view(indices, ids))
+            for module, indices, leaf in self.embedded
+            if (entries := entries_of(indices, ids)) is not None
         ]
-        # What was given the very ids embeds tokens, whichever table it is. Of equal copies, which
-        # may be positions, only the model's own table is known to do so.
-        surely = [leaf for leaf, module, view in found if view or module is self.table]
-        leaves = surely or [leaf for leaf, _, _ in found]
+        # The table that was given the very ids embeds tokens, whichever it is. Among equal copies,
+        # which may be positions, only the model's own table is known to do so.
+        surely = [leaf for leaf, module, view in embeddings if view or module is self.table]
+        leaves = surely or [leaf for leaf, _, _ in embeddings]
         known = torch.zeros(ids.numel(), dtype=torch.bool)
         for _, entries in leaves:
             known[entries] = True
@@ -243,7 +243,7 @@ class Rules(Substitution):
                 "not known; expected all, as a whole or in views of them, such as columns. Explain "
                 "the embeddings instead, or pass what is no ids in additional_forward_args."
             )
-        if not surely and len({id(module) for _, module, _ in found}) > 1:
+        if not surely and len({id(module) for _, module, _ in embeddings}) > 1:
             raise ValueError(
                 "several embedding tables were given ids equal to the inputs (positions, perhaps), "
                 "so the one that embeds the tokens is not known; give the model a "
@@ -253,12 +253,12 @@ class Rules(Substitution):
 
     def _embedding(self, call: MixerCall) -> Tensor | None:
         # Asked for the ids themselves. So may be a table of positions: it is told apart later.
-        given = next(tensors_in((call.args, call.kwargs)))
-        ids = (one for one in self.inputs if not one.is_floating_point())
-        if all(entries_of(given, one) is None for one in ids):
+        indices = next(tensors_in((call.args, call.kwargs)))
+        ids = (x for x in self.inputs if not x.is_floating_point())
+        if all(entries_of(indices, x) is None for x in ids):
             return None
         leaf = call.output.detach().clone().requires_grad_(True)
-        self.embedded.append((call.module, given, leaf))
+        self.embedded.append((call.module, indices, leaf))
         return leaf
 
 
@@ -266,9 +266,9 @@ def _of_entries(entries: Tensor | None, relevance: Tensor, inputs: Tensor) -> Te
     # Relevance of an input of floats, or of embeddings of some entries of one of ids.
     if entries is None:
         return relevance
-    found = relevance.new_zeros(inputs.numel())
-    found.index_add_(0, entries.flatten().to(found.device), relevance.sum(-1).flatten())
-    return found.view(inputs.shape)
+    total = relevance.new_zeros(inputs.numel())
+    total.index_add_(0, entries.flatten().to(total.device), relevance.sum(-1).flatten())
+    return total.view(inputs.shape)
 
 
 def with_leaves(request: Request) -> Request:
