@@ -152,8 +152,8 @@ class Alti:
         return carried, bound
 
     def _near_some(self, chosen: Tensor, weight: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-        # n of some rows, (B, r, C), of which some are only upper bounds, and by how much these may
-        # be too large in all, (B, r).
+        # n (B, r, C) of some rows, in which some entries are only upper bounds, and by how much
+        # these may be too large in all, (B, r).
         B, C = self.parts.batch, self.parts.columns(chosen)
         y = self.output[:, chosen]
         directions = y.sign() @ self.parts.weight  # (B, r, D)
@@ -172,7 +172,7 @@ class Alti:
             while len(wanted):
                 near[b].view(-1)[wanted] = self._near_pairs(b, z[b], wanted, chosen)
                 most[b].view(-1)[wanted] = 0
-                # Those with the least to lose may stay as they are.
+                # Vectors with the least to lose may stay as they are.
                 total = near[b].sum(-1, keepdim=True).clamp(min=1e-30)
                 lost = (2 * weight[b, chosen, None] * most[b] / total).view(-1)
                 ranked = lost.sort()
@@ -216,7 +216,8 @@ def of_tiles(tiles: Iterator[tuple[Tensor, Tensor]], length: int) -> Tensor:
 
 
 def _squares(z: Tensor) -> Tensor:
-    # Of vectors (B, D, r, C): (B, r, C). A sum over the first of many axes is slow in PyTorch.
+    # The squared norms (B, r, C) of vectors (B, D, r, C). A sum over the first of many axes is slow
+    # in PyTorch.
     total = torch.zeros_like(z[:, 0])
     for block in z.split(64, 1):
         total += (block * block).sum(1)

@@ -34,7 +34,7 @@ from captum_ssm._workspace import workspace
 from captum_ssm.attr._inputs import FEATURE_SHARES, of_inputs
 from captum_ssm.attr._options import RESULTS, Arguments, Option, documented, options_of
 
-# Options by their names of before.
+# Options by the names that they had before.
 RENAMED = {"stage": "grid"}
 
 
@@ -78,7 +78,7 @@ class TokenAttribution(Attribution):
             default options: ``"linear"`` or ``"quadratic"``.
 
     Raises:
-        TypeError: for a ``forward_func`` or ``model`` that is no model, such as a class or a
+        TypeError: for a ``forward_func`` or ``model`` that is not a model, such as a class or a
             configuration, and with ``remote`` for what has no name on a server.
         ValueError: for a plain callable without ``model``, an unknown ``interpolate_mode`` or
             ``feature_share``.
@@ -232,8 +232,8 @@ class TokenAttribution(Attribution):
         """What attributions that claim to add up leave out, ``(B,)``.
 
         The same number as that of ``attribute(..., return_convergence_delta=True)``, for any
-        attributions: what the method decomposes less their sum. Not where patches are interpolated
-        to pixels, whose sum is another than that of tokens: there ask ``attribute``.
+        attributions: what the method decomposes minus their sum. Where patches are interpolated to
+        pixels the sum is another than that of tokens: ask ``attribute`` there.
 
         Args:
             attributions (Tensor or tuple of one Tensor): of the shape of ``inputs``.
@@ -255,13 +255,13 @@ class TokenAttribution(Attribution):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        # Around everything after the run of the model.
+        # Everything after the run of the model happens in this context.
         with memory_limit(self.memory_limit), exact_arithmetic():
             yield
 
     def _known_model(self) -> Any:
         if self.model is None and not is_model(self.forward_func):
-            # Captum's wrappers put a function of theirs in the place of the model it runs.
+            # Captum's wrappers put a function of theirs in the place of the model that it runs.
             return self._constructed_with if is_model(self._constructed_with) else None
         return self.model
 
@@ -336,7 +336,7 @@ def no_delta(name: str) -> ValueError:
 
 
 def delta(claimed: Tensor, attributions: Any) -> Tensor:
-    """What attributions should add up to, ``(B,)``, less what they do."""
+    """What attributions should add up to, ``(B,)``, minus what they add up to."""
     tensors = attributions if is_tuple(attributions) else (attributions,)
     total = torch.stack([tensor.flatten(1).double().sum(1) for tensor in tensors]).sum(0)
     return (claimed.detach().to(total) - total).to(claimed.dtype)

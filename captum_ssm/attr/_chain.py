@@ -138,7 +138,7 @@ class Decomposition:
         return rows, claimed, bound
 
     def claimed(self) -> Tensor:
-        """What relevance claims to add up to, ``(B,)``: the score less the mixers' bias terms."""
+        """What relevance claims to add up to, ``(B,)``: the score minus the mixers' bias terms."""
         # The activation changes what relevance misses, not what is decomposed.
         bias = [
             dot(direction, Contributions.of(self.frozen, group, "gate").bias())
@@ -168,7 +168,7 @@ class Decomposition:
         return total
 
     def _nothing(self) -> list[Tensor]:
-        # Zeros for the tokens that each read of the output is of.
+        # Zeros for the tokens that the output reads, (B, T) for each of its reads.
         wiring, B = self.frozen.wiring, self.frozen.shape[0]
         zeros = []
         for read, _ in wiring.output:

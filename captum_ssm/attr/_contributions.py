@@ -71,7 +71,7 @@ class Contributions:
     def of(
         cls, frozen: FrozenModel, layers: Sequence[FrozenLayer], activation: str
     ) -> Contributions:
-        """Those of a layer of a frozen model, or of layers side by side."""
+        """The contributions to a layer of a frozen model, or to layers side by side."""
         return cls([layer.mixer for layer in layers], activation, frozen.mask_of(layers[0]))
 
     def project(self, z: Tensor) -> Tensor:

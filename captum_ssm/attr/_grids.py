@@ -242,7 +242,7 @@ class CutMixers(Rules):
 def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     """How the score reads the layers, each on its own tokens.
 
-    The graph is that of the run that the model was frozen at, or of another one of its request.
+    ``graph`` comes from the run that the model was frozen at, or from another run of its request.
 
     Raises:
         UnsupportedModelError: where relevance could be lost, or counted twice, on the way.

@@ -1,4 +1,4 @@
-r"""From per-channel operators to one map a layer, and from maps to a row of relevance.
+r"""From per-channel operators to one map per layer, and from maps to a row of relevance.
 
 A layer's map is :math:`M = f(g \odot \mathrm{red}_d[\alpha^d])`: the channels reduced, rows
 scaled by a gradient where a method has one, then the published choices f. Rows of it are summed
@@ -97,7 +97,7 @@ class MapOptions:
         """The options of a method called with ``choices``.
 
         Raises:
-            TypeError: for a name that is no option.
+            TypeError: for a name that is not an option.
         """
         known = tuple(MapChoices.__annotations__)
         unknown = [name for name in choices if name not in known]
@@ -330,7 +330,7 @@ def rollout_matrix(maps: StageMaps) -> Tensor:
 
 
 def _carrying(w: Tensor, tiles: list[slice], tolerance: float) -> Iterator[slice]:
-    # The tiles of rows less those of least weight, which together carry at most the tolerance.
+    # The tiles of rows without those of least weight, which together carry at most the tolerance.
     weight = torch.stack([w[:, at].abs().sum(1) for at in tiles])  # one row per tile, (tiles, B)
     share = (weight / weight.sum(0).clamp(min=1e-30)).amax(1)
     least = share.argsort()

@@ -114,8 +114,8 @@ def _multiplied(
 def _scales_of_graph(
     group: list[FrozenLayer], after: Tensor, live: Recording | None
 ) -> Tensor | None:
-    # What a stream's channels have of those of each mixer's output, (E, mixers), at one token, if
-    # the stream is in the graph of the run as the input of a module that was recorded.
+    # How strongly each channel of the stream takes in each mixer's output, (E, mixers), at one
+    # token. None unless the stream is in the graph of the run, as the input of a recorded module.
     recorded = () if live is None else map(first_input, live.others)
     stream = next(
         (x for x in recorded if x.data_ptr() == after.data_ptr() and x.requires_grad), None
@@ -135,7 +135,7 @@ def _scales_of_graph(
 
 
 def _local(following: Tensor, before: Tensor, mixed: Tensor) -> Tensor:
-    # What is rounding of the stream's sum is nothing that a layer adds.
+    # Rounding of the stream's sum is not something that a layer adds.
     local = following - before - mixed
     rounding = 4 * torch.finfo(local.dtype).eps * (before.abs() + mixed.abs())
     return torch.where(local.abs() > rounding, local, 0)
@@ -214,7 +214,7 @@ def _stream_before(layer: FrozenLayer, frozen: FrozenModel) -> Tensor:
 def feeding_norm(call: MixerCall, norms: Sequence[MixerCall]) -> MixerCall | None:
     """The last of some earlier norms whose output went into the mixer.
 
-    Up to a multiplier or the zeroing of padding.
+    They may differ by a multiplier, or by the zeroing of padding.
     """
     tokens = call.tokens()
     for norm in reversed(norms):

@@ -91,7 +91,7 @@ class ScanPart:
         return torch.einsum("emp,bcmp->bcme", self.weight.unflatten(1, (M, -1)), values)
 
     def restore(self, values: Tensor, dim: int) -> Tensor:
-        # From the scan's order of the tokens to the model's.
+        # The values, from the scan's order of the tokens to the model's.
         return values if self.position is None else values.index_select(dim, self.position)
 
     def total(self) -> Tensor:
@@ -116,7 +116,7 @@ class ScanPart:
         return torch.stack([values.mT for values in self.lagged])
 
     def fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        # z (B, D, R, C): what each token adds to the rows index (B, R), with row factors.
+        # Writes to z (B, D, R, C) what each token adds to the rows index (B, R), with row factors.
         if self.position is None:
             yield from self._fill(z, index)
             return
@@ -127,7 +127,7 @@ class ScanPart:
         yield slice(0, z.shape[1]), z
 
     def _fill(self, z: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        # So many maps at a time that what is made of them stays in the cache.
+        # Few enough maps at a time that what is made of them stays in the cache.
         recurrence = self.mixer.recurrence
         B, L, D, M = recurrence.sizes
         P, R = D // M, index.shape[1]

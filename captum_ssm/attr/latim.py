@@ -97,7 +97,7 @@ class LaTIM(TokenAttribution):
         """Relevance of each input token.
 
         The delta of ``"alti_logit"`` is what the activation makes the decomposition miss, zero
-        for ``"gate"``: the score, or with ``layer`` what that layer adds to it, less the bias
+        for ``"gate"``: the score, or with ``layer`` what that layer adds to it, minus the bias
         terms and the sum of relevance: that of tokens, where it is interpolated. The other
         aggregations decompose nothing; how much of a layer's output its vectors miss is returned by
         :meth:`layer_errors`.
@@ -105,8 +105,8 @@ class LaTIM(TokenAttribution):
         Where layers work on several grids of tokens, or it is not known how the score reads the
         last stream, MLPs and all else between mixers are frozen as in MambaLRP. The delta then
         also holds the bias terms outside of mixers; with ``grid`` it is the part of the score that
-        the grid's residual stream carries past all later grids' mixers, less the mixers' bias terms
-        and the sum of relevance.
+        the grid's residual stream carries past all later grids' mixers, minus the mixers' bias
+        terms and the sum of relevance.
 
         Args:
             layer (int or str, optional): explain one layer's map, by index (negative from the
@@ -321,7 +321,7 @@ class LaTIM(TokenAttribution):
             )
 
     def _run_sum(self, request: Request, target: Tensor | None) -> FrozenModel:
-        # Frozen for every token at once: the score is the sum of one logit per position.
+        # The model frozen for every token at once: the score is the sum of one logit per position.
         count = len(request.inputs)
 
         def summed(*given: Any, **_: Any) -> Tensor:

@@ -56,7 +56,7 @@ class MambaLRP(TokenAttribution):
     - a norm's denominator is a constant, and any other denominator.
 
     What is left is linear in the embeddings, so that :math:`R_j = \sum_e x_{je}\,\partial s /
-    \partial x_{je}` adds up to the score less what the bias terms contribute, through MLPs,
+    \partial x_{je}` adds up to the score minus what the bias terms contribute, through MLPs,
     experts, gates and soft caps alike. Mixers and norms are replaced by frozen forms that return
     the same values. What a frozen mixer computes, by the very operations that relevance is
     propagated through, is compared with what the mixer returned. The other rules are attached to
@@ -95,7 +95,7 @@ class MambaLRP(TokenAttribution):
     def _attribute(self, arguments: Arguments) -> Any:
         """Relevance of each entry of the inputs, or of each token, for the target.
 
-        The delta is the score less the sum of relevance: what the bias terms contribute, and what
+        The delta is the score minus the sum of relevance: what the bias terms contribute, and what
         parts of the model that could not be frozen fail to conserve.
         """
         inputs, target, position = arguments.inputs, arguments.target, arguments.position
@@ -148,8 +148,8 @@ def has_a_rule(module: nn.Module) -> bool:
 
 
 def _is_activation(module: nn.Module) -> bool:
-    # Those of torch are single nodes of the graph, with a rule of their own; that of tanh does
-    # not know the argument where tanh saturates.
+    # Activations of torch are single nodes of the graph, with a rule of their own; the rule of
+    # tanh does not know the argument where tanh saturates.
     return isinstance(module, nn.Tanh) or type(module).__module__ == "transformers.activations"
 
 
@@ -241,7 +241,7 @@ class Rules(Substitution):
                 f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
                 f"{tuple(ids.shape)}, by torch.nn.Embedding, so the start of the propagation is "
                 "not known; expected all, as a whole or in views of them, such as columns. Explain "
-                "the embeddings instead, or pass what is no ids in additional_forward_args."
+                "the embeddings instead, or pass what is not ids in additional_forward_args."
             )
         if not surely and len({id(module) for _, module, _ in embeddings}) > 1:
             raise ValueError(
@@ -252,7 +252,7 @@ class Rules(Substitution):
         return leaves
 
     def _embedding(self, call: MixerCall) -> Tensor | None:
-        # Asked for the ids themselves. So may be a table of positions: it is told apart later.
+        # A table that was given the ids. A table of positions may be too: `_leaves` tells.
         indices = next(tensors_in((call.args, call.kwargs)))
         ids = (x for x in self.inputs if not x.is_floating_point())
         if all(entries_of(indices, x) is None for x in ids):
@@ -272,7 +272,7 @@ def _of_entries(entries: Tensor | None, relevance: Tensor, inputs: Tensor) -> Te
 
 
 def with_leaves(request: Request) -> Request:
-    """The same request, its floating inputs leaves of a graph."""
+    """The request with its floating inputs as leaves of a graph."""
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
@@ -282,7 +282,7 @@ def with_leaves(request: Request) -> Request:
 
 
 def _of_input(frozen: FrozenModel, tensor: Tensor, relevance: Tensor) -> Tensor:
-    # Padding has none.
+    # Padding has no relevance.
     mask = frozen.mask
     if mask is not None and relevance.shape[:2] == mask.shape and relevance.dim() <= 3:
         relevance = relevance * mask.reshape(*mask.shape, *[1] * (relevance.dim() - 2))
