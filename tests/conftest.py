@@ -107,6 +107,14 @@ def seeded() -> None:
     torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    from captum_ssm.mixers import _registry
+
+    monkeypatch.setattr(_registry, "_REGISTRY", dict(_registry._REGISTRY))
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """Words w3, w4, ... as ids 3, 4, ..., after three special tokens, for the tiny models."""

@@ -66,6 +66,27 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """A model, or what a class or function makes, with random weights in float64, in eval mode."""
+    module = model if isinstance(model, nn.Module) else model()
+    return randomize(module).double().eval()
+
+
+def without_biases(model: nn.Module, *also: str) -> nn.Module:
+    """The model with what nobody's relevance holds set to zero: its bias terms.
+
+    The bias of a step (``dt_proj.bias``) is inside of a frozen coefficient, and stays.
+
+    Args:
+        also (str): the ends of the names of more parameters to set to zero.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", *also)) and "dt_" not in name:
+                parameter.zero_()
+    return model
+
+
 def built_once(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Models of the same arguments are copies of one, which take half the time.
 
@@ -237,3 +258,23 @@ OUTPUT_FORMS = {
     "dict": lambda logits: {"hidden": 2 * logits, "logits": logits},
     "object": lambda logits: SimpleNamespace(loss=None, logits=logits),
 }
+
+
+class Words:
+    """The smallest tokenizer Captum's interface takes: words ``w3 w4 ...``, by their number."""
+
+    def encode(self, text, add_special_tokens=True, return_tensors=None):
+        found = [int(word[1:]) for word in text.split()]
+        return torch.tensor([found]) if return_tensors == "pt" else found
+
+    def decode(self, token_ids):
+        return " ".join(f"w{int(i)}" for i in token_ids)
+
+    def convert_ids_to_tokens(self, token_ids):
+        return [f"w{i}" for i in token_ids]
+
+    def convert_tokens_to_ids(self, tokens):
+        return [int(token[1:]) for token in tokens]
+
+
+WORDS = Words()

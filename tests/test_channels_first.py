@@ -7,7 +7,7 @@ import pytest
 import torch
 import wild
 from methods import each_method
-from models import randomize
+from models import randomize, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -158,9 +158,7 @@ def test_a_token_is_removed_as_from_the_twin():
 )
 def test_relevance_adds_up_to_the_score(method, kind):
     first, _, x = twins(kind)
-    for name, parameter in first.named_parameters():
-        if name.endswith("bias"):
-            nn.init.zeros_(parameter)
+    without_biases(first)
     options = {"activation": "gate"} if method is LaTIM else {}
     found, delta = method(first).attribute(x, target=2, return_convergence_delta=True, **options)
     torch.testing.assert_close(found.flatten(1).sum(1), first(x)[:, 2], rtol=1e-3, atol=1e-5)

@@ -12,8 +12,8 @@ import torch
 from families import TRANSFORMERS_4, build, modeling_of
 from methods import MAPS, METHODS, OF_A_TARGET, each, each_method
 from models import VOCABULARY, Classifier, ids, recast, tiny
-from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import nn
+from unchanged import assert_unchanged, fingerprint
 
 from captum_ssm import (
     InputError,

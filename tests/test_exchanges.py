@@ -5,8 +5,9 @@ from __future__ import annotations
 import inputs
 import pytest
 import torch
-from inputs import E, made, noise, options
+from inputs import E, noise, options
 from methods import MAPS, METHODS, assert_close, each
+from models import made, without_biases
 from torch import Tensor, nn
 
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
@@ -57,14 +58,6 @@ class Unclear(Groups):
 
 def wiring_of(model: nn.Module, x: Tensor):
     return freeze(Request.of(model, None, x, None), query=False).wiring
-
-
-def without_biases(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if name.endswith("bias") and "dt_proj" not in name:
-                value.zero_()
-    return model
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models import tiny
-from test_explain import vim
+from vision_models import vim
 
 from captum_ssm import Explanation, LaTIM, explain
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import inputs
 import pytest
 import torch
-from inputs import FORMS, IDS, E, made, noise, options
+from inputs import FORMS, IDS, E, noise, options
 from methods import MAPS, METHODS, assert_close, each, each_method
-from models import ids, tiny
+from models import ids, made, tiny, without_biases
 from torch import Tensor, nn
 
 from captum_ssm import (
@@ -48,13 +48,7 @@ def test_the_table_of_the_documentation():
 @pytest.mark.parametrize("name", FORMS)
 def test_relevance_per_entry_adds_up_to_the_score(name):
     form = FORMS[name]
-    model = made(form.model)
-    with torch.no_grad():
-        for key, value in model.named_parameters():
-            if key.endswith("bias") and value.dim() == 1 and "dt_proj" not in key:
-                value.zero_()
-        if isinstance(model, inputs.Tabular):
-            model.bias.zero_()
+    model = without_biases(made(form.model))
     found = MambaLRP(model).attribute(form.inputs, form.target, return_convergence_delta=True)
     relevance, delta = found
     parts = relevance if isinstance(relevance, tuple) else (relevance,)
@@ -466,11 +460,7 @@ class Prefixed(nn.Module):
 @each_method
 def test_positions_are_those_of_the_tokens_that_a_model_is_given(method):
     # Zeros before the tokens change nothing, once nothing has a bias term.
-    model, tokens = Prefixed().eval(), ids(1, 7)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "bias" in name and "dt_proj" not in name:
-                p.zero_()
+    model, tokens = without_biases(Prefixed().eval()), ids(1, 7)
     for more in ({"target": (3, 5)}, {"target": 5, "position": 3}, {"target": 5}):
         found = method(model).attribute(tokens, **more, **options(method))
         expected = method(model.model).attribute(tokens, **more, **options(method))

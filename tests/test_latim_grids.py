@@ -9,7 +9,7 @@ import pytest
 import torch
 from inputs import noise
 from methods import assert_close
-from models import randomize
+from models import made, without_biases
 from torch import Tensor, nn
 
 from captum_ssm import LaTIM, UnsupportedModelError
@@ -59,10 +59,6 @@ class Bare(nn.Module):
         for layer in self.layers:
             h = layer(h)
         return h
-
-
-def made(model: nn.Module) -> nn.Module:
-    return randomize(model).double().eval()
 
 
 def mixing(vectors: Tensor, before: Tensor, output: Tensor) -> Tensor:
@@ -147,11 +143,7 @@ def test_what_one_layer_adds():
     ids=["MLPs", "no norm", "no last norm", "a head of all tokens", "image", "U-shape"],
 )
 def test_without_bias_terms_relevance_is_the_score(model, x, target):
-    model = made(model())
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
+    model = without_biases(made(model))
     score = model(x)[(slice(None), *(target if isinstance(target, tuple) else (target,)))]
     found, delta = LaTIM(model).attribute(
         x, target, activation="gate", return_convergence_delta=True

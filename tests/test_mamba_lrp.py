@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import FAMILIES, build, padded
-from models import VOCABULARY, WithOutput
-from test_vision import images, isotropic, small
+from models import VOCABULARY, WithOutput, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
+from vision_models import images, isotropic, small
 
 from captum_ssm import (
     FrozenMixer,
@@ -32,18 +32,6 @@ from captum_ssm.models import BidirectionalMamba
 
 def ids_for(count: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(1, 30, (count, length), generator=torch.Generator().manual_seed(0))
-
-
-def without_biases(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # The step's bias sits inside the frozen coefficients and stays.
-            if name.endswith("bias") and "dt" not in name:
-                parameter.zero_()
-            # What is added to an image's patches is nobody's either.
-            if name.startswith(("cls_token", "pos_embed")):
-                parameter.zero_()
-    return model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,7 +69,7 @@ VISION = {
 
 @pytest.mark.parametrize("kind", VISION)
 def test_relevance_of_pixels_sums_to_the_logit(kind: str) -> None:
-    model, x = without_biases(VISION[kind]()), images()
+    model, x = without_biases(VISION[kind](), "cls_token", "pos_embed"), images()
     relevance, delta = MambaLRP(model).attribute(x, target=3, return_convergence_delta=True)
     assert relevance.shape == x.shape
     torch.testing.assert_close(relevance.sum((1, 2, 3)), model(x)[:, 3], rtol=1e-6, atol=1e-9)

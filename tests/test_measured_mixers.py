@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import wild
-from models import randomize
+from models import randomize, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Mamba2Config, MambaConfig
@@ -298,9 +298,7 @@ def test_channels_in_the_batch_of_a_scan():
 
 
 def test_relevance_goes_through_a_group_norm():
-    model, x = nn.Sequential(GroupNormed(), GroupNormed()), tokens(1, 7, 6)
-    for name, p in model.named_parameters():
-        p.data.mul_(0 if "bias" in name else 1)
+    model, x = without_biases(nn.Sequential(GroupNormed(), GroupNormed())), tokens(1, 7, 6)
     found = MambaLRP(model).attribute(x, target=(5, 1)).sum()
     torch.testing.assert_close(found, model(x)[0, 5, 1], rtol=1e-3, atol=1e-6)
 
@@ -446,14 +444,6 @@ def test_what_cannot_be_measured_either_is_refused_in_words():
     model = wild.Stack(named_like_a_registered_class(type("Other", (nn.Linear,), {}))(6, 6)).eval()
     with pytest.raises(UnsupportedModelError, match=r"layers\.0 is a .* cannot be measured"):
         hidden_attention(model, tokens(2, 7, 6))
-
-
-def without_biases(model):
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-    return model
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,9 +15,9 @@ import torch
 from families import build, padded
 from models import tiny
 from peak_memory import calls
-from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from unchanged import assert_unchanged, fingerprint
 
 from captum_ssm import (
     InputError,

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from methods import assert_close
+from models import without_biases
 from random_models import Model
 
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError
@@ -60,9 +61,7 @@ def check_rollouts(seeds) -> float:
 def check_sums(seeds) -> None:
     for seed in seeds:
         model, x = made(seed)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "token")):
-                parameter.data.zero_()
+        without_biases(model, "token")
         score = model(x)[:, 2].detach()
         if not bool((score != 0).all() and score.isfinite().all()):  # of a constant token
             continue

@@ -4,6 +4,7 @@ import pytest
 import torch
 import wild
 from methods import METHODS, OF_A_TARGET, each_method
+from models import without_biases
 from proofs import proven
 from rwkv import (
     WIDTH,
@@ -161,8 +162,7 @@ def test_maps_of_rwkv7_are_those_of_its_scan(time_mix):
 
 @pytest.mark.filterwarnings("ignore:.*token shift")
 def test_relevance_of_rwkv7_adds_up_to_the_score(time_mix):
-    for name, p in time_mix.named_parameters():
-        p.data.mul_(0 if name.endswith("bias") else 1)
+    without_biases(time_mix)
     found, delta = MambaLRP(time_mix).attribute(
         x := given(), target=(6, 3), return_convergence_delta=True
     )

@@ -8,8 +8,7 @@ from typing import Literal
 import pytest
 import torch
 from captum.attr import TextTokenInput
-from models import ids, tiny
-from test_generation import WORDS
+from models import WORDS, ids, tiny
 
 from captum_ssm import SSMLLMAttribution, estimate
 from captum_ssm.attr import TokenAttribution, methods

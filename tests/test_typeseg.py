@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import without_biases
 
 from captum_ssm import (
     LaTIM,
@@ -74,11 +75,7 @@ def test_every_method_explains_it(model, method):
 
 
 def test_relevance_adds_up_to_the_logit_where_no_bias_adds_to_it():
-    bare = typeseg_model.TypeSeg().eval()
-    with torch.no_grad():
-        for name, parameter in bare.named_parameters():
-            if name.endswith("bias") and "dt_proj" not in name:
-                parameter.zero_()
+    bare = without_biases(typeseg_model.TypeSeg().eval())
     ids, target = typeseg_model.ids_of(TEXT), (TEXT.index("alert"), 2)
     with torch.no_grad():
         logit = bare(ids)[0, target[0], target[1]]

@@ -1,0 +1,46 @@
+"""Small vision models, and images for them."""
+
+import torch
+from models import randomize
+from torch import Tensor, nn
+
+from captum_ssm.models import SS2D, VisionMamba, vision_mamba
+
+
+def small(size=(12, 20), **changes) -> VisionMamba:
+    """A random model of 15 patches, 3 x 5, in float64."""
+    torch.manual_seed(0)
+    options = {"classes": 5, "width": 8, "depth": 2, "state": 4, "dt_rank": 2} | changes
+    return randomize(VisionMamba(size, 4, **options)).double().eval()
+
+
+def images(count: int = 2, size=(12, 20), colours: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, colours, *size, generator=generator, dtype=torch.float64)
+
+
+class Isotropic(nn.Module):
+    """A vision model of SS2D mixers, pooled by mean."""
+
+    def __init__(self, grid=(3, 5), **options) -> None:
+        super().__init__()
+        self.patch_embed = vision_mamba.PatchEmbed(3, 8, (4, 4), (4, 4))
+        self.mixers = nn.ModuleList(SS2D(8, grid, state=4, **options) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch_embed(pixels)
+        for mixer, norm in zip(self.mixers, self.norms, strict=True):
+            x = x + mixer(norm(x))
+        return self.head(x.mean(1))
+
+
+def isotropic(**options) -> Isotropic:
+    torch.manual_seed(0)
+    return randomize(Isotropic(**options)).double().eval()
+
+
+def vim():
+    torch.manual_seed(0)
+    return VisionMamba(image_size=16, patch_size=8, classes=3, width=16, depth=2).eval()
