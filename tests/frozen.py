@@ -9,7 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture import FrozenLayer, Request, freeze
-from captum_ssm.mixers import COMPONENTS, FrozenMixer
+from captum_ssm.mixers import COMPONENTS, FrozenMixer, MixerCall
+from captum_ssm.mixers.measured import freeze_measured
+
+
+def recorded(module: nn.Module, *args: Tensor) -> MixerCall:
+    """A call of a module, as a run of its model records it."""
+    with torch.no_grad():
+        return MixerCall("mixer", module, args, {}, module(*args))
+
+
+def measured(module: nn.Module, *args: Tensor) -> FrozenMixer:
+    """What is measured of a module in eval mode; it returns what the module returns."""
+    call = recorded(module.eval(), *args)
+    mixer = freeze_measured(call)
+    rounding = {} if call.output.dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(mixer.output(), call.output, **rounding)
+    return mixer
 
 
 def frozen_layers(

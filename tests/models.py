@@ -7,11 +7,11 @@ import json
 import math
 from collections.abc import Callable
 from functools import cache, partial, wraps
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from folders import TESTS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -142,7 +142,7 @@ def tiny(
 @cache
 def golden(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, object]]:
     """Published outputs of ``golden/``: the tensors, the model's weights and configuration."""
-    with np.load(Path(__file__).parent / "golden" / f"{name}.npz") as z:
+    with np.load(TESTS / "golden" / f"{name}.npz") as z:
         config = json.loads(str(z["config_json"]))
         found = {key: torch.from_numpy(z[key]) for key in z.files if key != "config_json"}
     weights = {key[3:]: found.pop(key) for key in list(found) if key.startswith("sd/")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from inputs import noise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,8 +17,7 @@ def mixer() -> nn.Module:
 
 
 def tokens(batch: int = 2, length: int = 7, seed: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, length, E, generator=generator, dtype=torch.float64)
+    return noise(batch, length, E, seed=seed)
 
 
 class Stack(nn.Module):

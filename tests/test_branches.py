@@ -3,6 +3,7 @@
 import pytest
 import torch
 import wild
+from frozen import measured, recorded
 from methods import OF_A_TARGET, each_method
 from models import without_biases
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from captum_ssm import (
     hidden_attention,
     supported,
 )
-from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.measured import freeze_measured
 
 HEADS, WIDTH, SIDE = 2, 8, 4
@@ -115,11 +115,6 @@ class Checkpointed(Layer):
         return mlstm(*args)
 
 
-def recorded(module, x):
-    with torch.no_grad():
-        return MixerCall("mixer", module, (x,), {}, module(x))
-
-
 def tokens(B=1):
     return torch.randn(B, L, WIDTH)
 
@@ -129,8 +124,7 @@ def tokens(B=1):
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_branch_is_measured(norm, image, back):
     layer, x = Layer(norm, image, back).eval(), tokens(2)
-    mixer = freeze_measured(recorded(layer, x))
-    torch.testing.assert_close(mixer.output(), layer(x), rtol=1e-4, atol=1e-5)
+    mixer = measured(layer, x)
     # The hidden attention is that of the scan alone, of impulses in its values.
     calls = []
     layer.scan = lambda *args: (calls.append(args), mlstm(*args))[1]

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import zlib
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from folders import ROOT
 from models import tiny
 from vision_models import vim
 
@@ -114,7 +114,7 @@ def test_it_opens_without_torch(found, tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == found.relevance().tolist()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import inputs
 import pytest
 import torch
+from folders import ROOT
 from inputs import FORMS, IDS, E, noise, options
 from methods import MAPS, METHODS, assert_close, each, each_method
 from models import ids, made, tiny, without_biases
@@ -27,7 +27,7 @@ from captum_ssm import (
 )
 from captum_ssm._capture import Request, freeze
 
-PAGE = Path(__file__).parent.parent / "docs" / "how_to" / "any_input.md"
+PAGE = ROOT / "docs" / "how_to" / "any_input.md"
 OF_TOKENS = [method for method in METHODS if method is not MambaLRP]
 
 

@@ -10,12 +10,12 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier, Event
 
 import pytest
 import torch
 from families import HYBRIDS, NO_STREAM, build
+from folders import ROOT
 from methods import METHODS, each_method
 from models import S6_FAMILIES, Classifier, embed, ids, tiny
 from torch import nn
@@ -314,7 +314,7 @@ assert hasattr(object, "save")  # it is the user's now
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # nnsight reads its source
         file.write(code)
         file.flush()
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-W", "ignore", file.name]
         subprocess.run(command, check=True, timeout=300, env=environment)
 

@@ -2,19 +2,19 @@
 
 import gc
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from captum.attr import TextTokenInput
+from folders import ROOT
 from models import WORDS, ids, tiny
 
 from captum_ssm import SSMLLMAttribution, estimate
 from captum_ssm.attr import TokenAttribution, methods
 from captum_ssm.cli import main
 
-COPYING = str(Path(__file__).parents[1] / "tutorials" / "models" / "copying-mamba")
+COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
 
 
 def distance_decay():

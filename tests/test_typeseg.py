@@ -1,10 +1,10 @@
 """A trained model that no adapter knows: the bidirectional Mamba of the package typeseg."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from folders import ROOT
 from models import without_biases
 
 from captum_ssm import (
@@ -18,7 +18,7 @@ from captum_ssm import (
 )
 
 typeseg = pytest.importorskip("typeseg", reason="pip install --no-deps typeseg==0.2.7")
-sys.path.append(str(Path(__file__).parents[1] / "tutorials"))
+sys.path.append(str(ROOT / "tutorials"))
 import typeseg_model  # noqa: E402
 
 TEXT = "<p>Hi</p>\n<script>alert('x');</script>\n"

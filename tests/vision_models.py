@@ -1,7 +1,8 @@
 """Small vision models, and images for them."""
 
 import torch
-from models import randomize
+from inputs import noise
+from models import made
 from torch import Tensor, nn
 
 from captum_ssm.models import SS2D, VisionMamba, vision_mamba
@@ -11,12 +12,11 @@ def small(size=(12, 20), **changes) -> VisionMamba:
     """A random model of 15 patches, 3 x 5, in float64."""
     torch.manual_seed(0)
     options = {"classes": 5, "width": 8, "depth": 2, "state": 4, "dt_rank": 2} | changes
-    return randomize(VisionMamba(size, 4, **options)).double().eval()
+    return made(VisionMamba(size, 4, **options))
 
 
 def images(count: int = 2, size=(12, 20), colours: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, colours, *size, generator=generator, dtype=torch.float64)
+    return noise(count, colours, *size, seed=1)
 
 
 class Isotropic(nn.Module):
@@ -38,7 +38,7 @@ class Isotropic(nn.Module):
 
 def isotropic(**options) -> Isotropic:
     torch.manual_seed(0)
-    return randomize(Isotropic(**options)).double().eval()
+    return made(Isotropic(**options))
 
 
 def vim():

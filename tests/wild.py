@@ -7,6 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def tokens(batch: int = 2, length: int = 7, width: int = 6) -> Tensor:
+    """Random tokens, by default as wide as the mixers here."""
+    return torch.randn(batch, length, width)
+
+
 def scan(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
     """S6, token by token: x and delta ``(B, L, D)``, B and C ``(B, L, N)``."""
     h, out = x.new_zeros(len(x), *A.shape), []
