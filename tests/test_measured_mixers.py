@@ -10,6 +10,7 @@ import pytest
 import torch
 import wild
 from frozen import measured, recorded
+from group_normed import ChannelsInBatch, channel_scan
 from models import randomize, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -196,43 +197,8 @@ def test_where_only_the_scan_can_be_measured_the_others_say_what_is_missing():
         LaTIM(model).interactions(x, 0)
 
 
-def channel_scan(kv: Tensor, a: Tensor) -> Tensor:
-    """A gated sum, (B, L, D)."""
-    h, out = torch.zeros_like(kv[:, 0]), []
-    for t in range(kv.shape[1]):
-        h = a[:, t] * h + kv[:, t]
-        out.append(h)
-    return torch.stack(out, 1)
-
-
 def log_scan(log_values: Tensor, log_coeffs: Tensor) -> Tensor:
     return channel_scan(log_values.exp(), log_coeffs.exp())
-
-
-class ChannelsInBatch(nn.Module):
-    """A gated sum of one channel after another, all of them in the batch; then a group norm."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.into = nn.Linear(width, 3 * width)
-        self.norm = nn.GroupNorm(2, width)
-        self.out = nn.Linear(width, width)
-
-    def scanned(self, v: Tensor, a: Tensor) -> Tensor:
-        B, L, D = v.shape
-        v, a = (t.mT.reshape(B * D, L, 1) for t in (v, a))
-        return channel_scan(v, a).view(B, D, L).mT
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, v, a = self.into(x).chunk(3, -1)
-        return self.out(q * self.scanned(v, a.sigmoid()))
-
-
-class GroupNormed(ChannelsInBatch):
-    def forward(self, x: Tensor) -> Tensor:
-        q, v, a = self.into(x).chunk(3, -1)
-        y = self.scanned(v, a.sigmoid())
-        return self.out(q * self.norm(y.flatten(0, 1)).view_as(y))
 
 
 class Flattens(wild.Mixer):
@@ -284,12 +250,6 @@ def test_channels_in_the_batch_of_a_scan():
     decay = module.into(x).chunk(3, -1)[2].sigmoid()
     matrix = mixer.operator("hidden").matrix()
     torch.testing.assert_close(matrix[..., 5, 3], decay[:, 4] * decay[:, 5])
-
-
-def test_relevance_goes_through_a_group_norm():
-    model, x = without_biases(nn.Sequential(GroupNormed(), GroupNormed())), tokens(1)
-    found = MambaLRP(model).attribute(x, target=(5, 1)).sum()
-    torch.testing.assert_close(found, model(x)[0, 5, 1], rtol=1e-3, atol=1e-6)
 
 
 def test_logarithms_of_values_have_maps_and_no_relevance():
@@ -433,24 +393,6 @@ def test_what_cannot_be_measured_either_is_refused_in_words():
     model = wild.Stack(named_like_a_registered_class(type("Other", (nn.Linear,), {}))(6, 6)).eval()
     with pytest.raises(UnsupportedModelError, match=r"layers\.0 is a .* cannot be measured"):
         hidden_attention(model, tokens(2, 7, 6))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_relevance_adds_up_to_the_score_without_biases(kind):
-    model, x = without_biases(wild.Stack(kind(), kind()).eval()), tokens()
-    relevance, delta = MambaLRP(model).attribute(x, target=(3, 1), return_convergence_delta=True)
-    score = model(x)[:, 3, 1].detach()
-    torch.testing.assert_close(relevance.sum((1, 2)), score, rtol=1e-4, atol=1e-5)
-    assert float(delta.abs().max()) < 1e-5 * max(1.0, float(score.abs().max()))
-
-
-def test_relevance_of_known_and_unknown_mixers_in_one_model():
-    model = without_biases(wild.Stack(KNOWN["mamba"](), wild.Mixer(16), width=16).eval())
-    x = tokens(1, 6, 16)
-    score = model(x)[:, 3, 1].detach()
-    relevance = MambaLRP(model).attribute(x, target=(3, 1))
-    assert isinstance(find_adapter(model.layers[1]), MeasuredAdapter)
-    torch.testing.assert_close(relevance.sum((1, 2)), score, rtol=1e-4, atol=1e-5)
 
 
 def test_relevance_is_that_of_the_adapter(monkeypatch):

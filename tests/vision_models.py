@@ -1,5 +1,7 @@
 """Small vision models, and images for them."""
 
+from functools import partial
+
 import torch
 from inputs import noise
 from models import made
@@ -44,3 +46,12 @@ def isotropic(**options) -> Isotropic:
 def vim():
     torch.manual_seed(0)
     return VisionMamba(image_size=16, patch_size=8, classes=3, width=16, depth=2).eval()
+
+
+VISION = {
+    "both ways": small,
+    "one way": partial(small, bimamba_type="none"),
+    "layer norm": partial(small, norm="layer", layer_scale=0.3),
+    "four ways": isotropic,
+    "four ways, no gate": partial(isotropic, gated=False),
+}
