@@ -55,6 +55,14 @@ def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
         assert error <= 1e-5 * expected.abs().max(), layer.name
 
 
+def assert_shows_what_is_read(maps: Tensor, module: nn.Module, x: Tensor) -> None:
+    """Rows of maps ``(L, L)`` have entries for the tokens that the output reads, and no others."""
+    x = x.clone().requires_grad_()
+    for i, y in enumerate(module(x)[0].sum(-1)):
+        (g,) = torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(maps[i] != 0, (g[0] != 0).any(-1))
+
+
 def alter_a_head(projection: nn.Module) -> None:
     """Make a mixer compute something else in one head, which an output projection is given."""
     projection.forward = with_a_head_altered(projection.forward)

@@ -39,7 +39,6 @@ from captum_ssm import LaTIM, MambaLRP
 from captum_ssm.models import BidirectionalMamba
 
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-9}
-Score = Callable[[Tensor], Tensor]
 
 
 def assert_adds_up(
@@ -144,16 +143,6 @@ NORMS = {
     "a batch norm": nn.BatchNorm2d,
     "a batch norm without weights": partial(nn.BatchNorm2d, affine=False),
 }
-WILD = (
-    wild.Mixer,
-    wild.Backward,
-    wild.LooksAhead,
-    wild.BothWays,
-    wild.InBatch,
-    wild.HalfScanned,
-    wild.Normed,
-    wild.TwoBranches,
-)
 
 
 class Case(NamedTuple):
@@ -188,7 +177,7 @@ CASES = {
     **{f"pixels, {name}": Case(model, images, 3) for name, model in VISION.items()},
     **{
         f"measured: {kind.__name__}": Case(partial(stacked, kind, kind), wild.tokens, (3, 1))
-        for kind in WILD
+        for kind in wild.KINDS
     },
     "a known and a measured mixer": Case(
         partial(stacked, mamba, partial(wild.Mixer, 16), width=16),

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch
-from frozen import recorded
+from frozen import assert_shows_what_is_read, recorded
 from models import randomize
 from torch import nn
 from torch.nn import functional as F
-from wild import tokens
+from wild import Kernel, tokens
 
 from captum_ssm import (
     LaTIM,
@@ -204,23 +204,6 @@ class Joined(Block):
         return torch.cat(out, dim=1) + self.skipped(v)
 
 
-class Kernel(torch.autograd.Function):
-    """Stands for a fused kernel: no Python function is called with the arguments of a scan."""
-
-    @staticmethod
-    def forward(ctx, x, run):
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            return torch.autograd.grad(ctx.run(x), x, gradient)[0], None
-
-
 class Fused(Block):
     def forward(self, x):
         return self.out_proj(Kernel.apply(self.in_proj(x), self.inner))
@@ -320,14 +303,6 @@ LOOPS = (
 )
 
 
-def assert_shows_what_is_read(maps, module, x):
-    """Whether each row of maps (L, L) has an entry for every token that the output reads."""
-    x = x.clone().requires_grad_()
-    for i, y in enumerate(module(x)[0].sum(-1)):
-        (g,) = torch.autograd.grad(y, x, retain_graph=True)
-        assert torch.equal(maps[i] != 0, (g[0] != 0).any(-1))
-
-
 @pytest.mark.parametrize("kind", [*LOOPS, Fused])
 def test_what_is_written_is_found(kind):
     adapter, call = found(kind(), tokens(2, 15))
@@ -336,7 +311,7 @@ def test_what_is_written_is_found(kind):
 
 
 @pytest.mark.parametrize("kind", [*LOOPS, Fused])
-def test_a_map_shows_every_token_that_the_output_reads_and_no_other(kind):
+def test_a_map_of_a_loop_shows_every_token_that_is_read_and_no_other(kind):
     module, x = kind(), tokens(1, 9, 6)
     adapter, call = found(module, x)
     assert_shows_what_is_read(adapter(call).operator("unified").matrix("mean")[0], module, x)
@@ -356,7 +331,7 @@ def test_four_directions_over_an_image():
     )
 
 
-def test_a_convolution_that_looks_ahead_is_part_of_the_hidden_map():
+def test_a_convolution_that_looks_two_tokens_ahead_of_a_loop_is_part_of_the_hidden_map():
     adapter, call = found(LooksAhead(), tokens(1))
     maps = adapter(call).operator().matrix("mean")[0]
     assert torch.equal(maps != 0, torch.ones(7, 7).tril(2).bool())
@@ -448,7 +423,7 @@ def test_a_variant_that_nobody_wrote_down_is_explained(kind):
 
 
 @pytest.mark.parametrize("kind", [*LOOK_ALIKES, FusedAlike])
-def test_a_module_that_looks_like_a_mixer_is_refused(kind):
+def test_a_loop_that_is_no_scan_is_refused(kind):
     with pytest.raises(UnsupportedModelError):
         hidden_attention(Model(kind()).eval(), tokens(2, 15), formulation="unified")
 

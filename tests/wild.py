@@ -195,3 +195,24 @@ class ConstantNorm(nn.Module):
     def forward(self, x):
         size = (x.var(-1, unbiased=False, keepdim=True) + self.norm.eps).sqrt().detach()
         return (x - x.mean(-1, keepdim=True)) / size * self.norm.weight + self.norm.bias
+
+
+# One of each kind over tokens ``(B, L, 6)``.
+KINDS = (Mixer, Backward, LooksAhead, BothWays, InBatch, HalfScanned, Normed, TwoBranches)
+
+
+class Kernel(torch.autograd.Function):
+    """Stands for a fused kernel: no Python function is called with the arguments of a scan."""
+
+    @staticmethod
+    def forward(ctx, x, run):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(ctx.run(x), x, gradient)[0], None
