@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-# That mixers are exact is tested of every family, everywhere.
-EXACT = "test_the_unified_operator_and_the_biases_are_the_mixer"
+# In fast runs, a product of methods (or families) and other cases keeps one case in so many.
+KEPT_ONE_IN = 3
 
 # Nothing that imports leave is garbage, and looking for it takes a quarter of their time.
 gc.disable()
@@ -21,48 +21,69 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave families like others to slow runs, and out what needs a CUDA device without one."""
-    of_family = [
-        (item.callspec.params["family"], item)
-        for item in items
-        if "family" in getattr(getattr(item, "callspec", None), "params", ())
-    ]
-    if of_family:
-        from families import ALIKE  # with all of transformers, which tests of kernels do not need
+    """Mark as slow what fast runs leave out, and deselect what needs a missing CUDA device.
 
-        for family, item in of_family:
-            if family in ALIKE and item.originalname != EXACT:
-                item.add_marker(pytest.mark.slow)
-    for item in _of_products(items):
-        item.add_marker(pytest.mark.slow)
+    A test that has to run in full, always, says so: ``@pytest.mark.every_case``.
+    """
+    thinned = [item for item in items if not item.get_closest_marker("every_case")]
+    for left_out_of in (_of_similar_families, _thinned_products):
+        for item in left_out_of(thinned):
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
-    left_out = [item for item in items if item.get_closest_marker("cuda")]
-    items[:] = [item for item in items if item not in set(left_out)]
-    config.hook.pytest_deselected(items=left_out)
+    on_cuda = {item for item in items if item.get_closest_marker("cuda")}
+    items[:] = [item for item in items if item not in on_cuda]
+    config.hook.pytest_deselected(items=on_cuda)
 
 
-def _of_products(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    # Of a test of each method, or family, in several other respects: what of the product is left to
-    # slow runs. Of three methods one stays for each of the others, another one for the next.
-    tests: dict[Any, dict[pytest.Item, tuple[str, str]]] = {}
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _of_similar_families(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of families that are explained by the adapters of other families in the tests."""
+    of_family = [item for item in items if "family" in _parameters(item)]
+    if not of_family:
+        return []
+    from families import ALIKE  # It imports all of transformers, which kernels' tests do not need.
+
+    return [item for item in of_family if _parameters(item)["family"] in ALIKE]
+
+
+def _thinned_products(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases that fast runs leave out of tests of methods (or families) times other cases.
+
+    The cases that stay lie on diagonals, so that each method and each other case is still run:
+
+    ============  =======  ======  ==========
+    .             no mask  a mask  in a tuple
+    ============  =======  ======  ==========
+    MambaLRP      runs
+    MambaRollout                   runs
+    LaTIM                  runs
+    RawAttention  runs
+    ============  =======  ======  ==========
+    """
+    products: dict[Any, list[tuple[pytest.Item, str, str]]] = {}
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is None or item.get_closest_marker("slow") or item.originalname == EXACT:
+        parameters = _parameters(item)
+        axis = next((name for name in ("method", "family") if name in parameters), None)
+        if axis is None or len(parameters) == 1 or item.get_closest_marker("slow"):
             continue
-        axis = next((name for name in ("method", "family") if name in callspec.params), None)
-        if axis is None or len(callspec.params) == 1:
-            continue
-        value = callspec.params[axis]
-        one = value if isinstance(value, str) else getattr(value, "__name__", str(value))
-        test = tests.setdefault((item.path, item.originalname), {})
-        test[item] = one, callspec.id.replace(one, "", 1)
-    for test in tests.values():
-        ones, others = (list(dict.fromkeys(pair[k] for pair in test.values())) for k in (0, 1))
-        step = min(3, len(ones), len(others))
-        for item, (one, other) in test.items():
-            if (ones.index(one) + others.index(other)) % step:
-                yield item
+        value = parameters[axis]
+        row = value if isinstance(value, str) else getattr(value, "__name__", str(value))
+        column = item.callspec.id.replace(row, "", 1)
+        products.setdefault((item.path, item.originalname), []).append((item, row, column))
+    left_out = []
+    for cases in products.values():
+        rows = list(dict.fromkeys(row for _, row, _ in cases))
+        columns = list(dict.fromkeys(column for _, _, column in cases))
+        step = min(KEPT_ONE_IN, len(rows), len(columns))
+        for item, row, column in cases:
+            is_on_a_diagonal = (rows.index(row) + columns.index(column)) % step == 0
+            if not is_on_a_diagonal:
+                left_out.append(item)
+    return left_out
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +105,14 @@ def seeded() -> None:
     That of the CPU: torch.manual_seed would also keep a stack trace per kind of device and test.
     """
     torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    from captum_ssm.mixers import _registry
+
+    monkeypatch.setattr(_registry, "_REGISTRY", dict(_registry._REGISTRY))
 
 
 @pytest.fixture(scope="session")

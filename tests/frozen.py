@@ -9,7 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture import FrozenLayer, Request, freeze
-from captum_ssm.mixers import COMPONENTS, FrozenMixer
+from captum_ssm.mixers import COMPONENTS, FrozenMixer, MixerCall
+from captum_ssm.mixers.measured import freeze_measured
+
+
+def recorded(module: nn.Module, *args: Tensor) -> MixerCall:
+    """A call of a module, as a run of its model records it."""
+    with torch.no_grad():
+        return MixerCall("mixer", module, args, {}, module(*args))
+
+
+def measured(module: nn.Module, *args: Tensor) -> FrozenMixer:
+    """What is measured of a module in eval mode; it returns what the module returns."""
+    call = recorded(module.eval(), *args)
+    mixer = freeze_measured(call)
+    rounding = {} if call.output.dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(mixer.output(), call.output, **rounding)
+    return mixer
 
 
 def frozen_layers(
@@ -37,6 +53,14 @@ def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
     for found in (mixer.output(), affine_output(mixer), mixer.detach_coefficients().output()):
         error = (found * real - expected).abs().max()
         assert error <= 1e-5 * expected.abs().max(), layer.name
+
+
+def assert_shows_what_is_read(maps: Tensor, module: nn.Module, x: Tensor) -> None:
+    """Rows of maps ``(L, L)`` have entries for the tokens that the output reads, and no others."""
+    x = x.clone().requires_grad_()
+    for i, y in enumerate(module(x)[0].sum(-1)):
+        (g,) = torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(maps[i] != 0, (g[0] != 0).any(-1))
 
 
 def alter_a_head(projection: nn.Module) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import randomize
+from models import made
 from torch import Tensor, nn
 
 from captum_ssm import UnsupportedModelError
@@ -240,10 +240,6 @@ FORMS = {
     "an output per step": Form(PerStep, noise(2, 8, 5), (3, 2)),
     "segmentation, a U-shape": Form(UShape, noise(2, 3, 16, 16), (2, 5, 5)),
 }
-
-
-def made(model: Callable[[], nn.Module]) -> nn.Module:
-    return randomize(model()).double().eval()
 
 
 def options(method: type) -> dict[str, str]:

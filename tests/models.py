@@ -7,11 +7,11 @@ import json
 import math
 from collections.abc import Callable
 from functools import cache, partial, wraps
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from folders import TESTS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -63,6 +63,27 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
             else:
                 value = normal(p, 1 / math.sqrt(p.shape[-1] if p.dim() < 4 else 4))
             p.copy_(value.to(p.dtype))
+    return model
+
+
+def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """A model, or what a class or function makes, with random weights in float64, in eval mode."""
+    module = model if isinstance(model, nn.Module) else model()
+    return randomize(module).double().eval()
+
+
+def without_biases(model: nn.Module, *also: str) -> nn.Module:
+    """The model with what nobody's relevance holds set to zero: its bias terms.
+
+    The bias of a step (``dt_proj.bias``) is inside of a frozen coefficient, and stays.
+
+    Args:
+        also (str): the ends of the names of more parameters to set to zero.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", *also)) and "dt_" not in name:
+                parameter.zero_()
     return model
 
 
@@ -121,7 +142,7 @@ def tiny(
 @cache
 def golden(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, object]]:
     """Published outputs of ``golden/``: the tensors, the model's weights and configuration."""
-    with np.load(Path(__file__).parent / "golden" / f"{name}.npz") as z:
+    with np.load(TESTS / "golden" / f"{name}.npz") as z:
         config = json.loads(str(z["config_json"]))
         found = {key: torch.from_numpy(z[key]) for key in z.files if key != "config_json"}
     weights = {key[3:]: found.pop(key) for key in list(found) if key.startswith("sd/")}
@@ -237,3 +258,23 @@ OUTPUT_FORMS = {
     "dict": lambda logits: {"hidden": 2 * logits, "logits": logits},
     "object": lambda logits: SimpleNamespace(loss=None, logits=logits),
 }
+
+
+class Words:
+    """The smallest tokenizer Captum's interface takes: words ``w3 w4 ...``, by their number."""
+
+    def encode(self, text, add_special_tokens=True, return_tensors=None):
+        found = [int(word[1:]) for word in text.split()]
+        return torch.tensor([found]) if return_tensors == "pt" else found
+
+    def decode(self, token_ids):
+        return " ".join(f"w{int(i)}" for i in token_ids)
+
+    def convert_ids_to_tokens(self, token_ids):
+        return [f"w{i}" for i in token_ids]
+
+    def convert_tokens_to_ids(self, tokens):
+        return [int(token[1:]) for token in tokens]
+
+
+WORDS = Words()

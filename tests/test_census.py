@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import transformers
 from families import FAMILIES, build
+from folders import ROOT
 from models import ids
 
 from captum_ssm.mixers import registered
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import census  # noqa: E402
+import census
 
 TABLE = census.load()
 # How a class may stand in the table.

@@ -6,11 +6,11 @@ import shlex
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from families import build
+from folders import ROOT
 from models import SHARED, VOCABULARY, ids, tiny, word_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +33,6 @@ from captum_ssm.attr import methods
 from captum_ssm.cli import main
 from captum_ssm.cli._explain import DEFAULT_METHOD
 
-ROOT = Path(__file__).parents[1]
 COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
 # q w e r t y u i o p a s d f g h <SEP> q w e
 READ = "16,22,4,17,19,24,20,8,14,15,0,18,3,5,6,7,26,16,22,4"

@@ -20,8 +20,8 @@ import torch
 import torch._dynamo
 from methods import METHODS, each_method
 from models import ids, tiny
-from test_leaves_no_trace import fingerprint
 from torch import nn
+from unchanged import fingerprint
 
 import captum_ssm
 from captum_ssm import InputError, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError

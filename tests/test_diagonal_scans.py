@@ -3,19 +3,14 @@
 import pytest
 import torch
 import wild
+from frozen import measured, recorded
 from torch import nn
 from torch.nn import functional as F
 
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
-from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.measured import freeze_measured
 
 LENGTHS = (1, 2, 3, 63, 65, 100)
-
-
-def recorded(module, x):
-    with torch.no_grad():
-        return MixerCall("mixer", module, (x,), {}, module(x))
 
 
 def joined(one, other):
@@ -80,8 +75,7 @@ def as_double(module):
 def test_a_complex_recurrence_has_four_real_maps_for_each_state(scan, length):
     module = as_double(LRU(scan))
     x = torch.randn(2, length, 6, dtype=torch.float64)
-    mixer = freeze_measured(recorded(module, x))
-    torch.testing.assert_close(mixer.output(), module(x))
+    mixer = measured(module, x)
     power = torch.arange(length)[:, None] - torch.arange(length)
     power = -power if scan is backward else power
     decay = torch.exp(torch.complex(-module.rate.exp(), module.angle)).detach()
@@ -210,8 +204,7 @@ def test_maps_are_what_the_function_returns_of_impulses(kind, length, monkeypatc
     name, owner = ("scan", wild) if kind is OneRate else ("online_scan", globals())
     scan = owner[name] if kind is Online else wild.scan
 
-    mixer = freeze_measured(recorded(module, x))
-    torch.testing.assert_close(mixer.output(), module(x))
+    mixer = measured(module, x)
 
     def noted(*args, **kwargs):
         calls.append((args, kwargs))

@@ -28,7 +28,8 @@ from captum_ssm.page import notebook_bundle
 
 matplotlib.use("Agg")
 
-ROOT = Path(__file__).parents[1]
+from folders import ROOT
+
 DOCS = ROOT / "docs"
 # Those of a build, which may be under way, are none.
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")])
@@ -111,10 +112,7 @@ def namespace(folder: Path):
 
 
 @pytest.mark.parametrize("test", examples())
-def test_an_example_of_a_docstring_runs(test, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        captum_ssm.mixers._registry, "_REGISTRY", dict(captum_ssm.mixers._registry._REGISTRY)
-    )
+def test_an_example_of_a_docstring_runs(test, tmp_path, own_registry):
     test.globs = namespace(tmp_path)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     report = []

@@ -12,8 +12,9 @@ import torch
 from families import TRANSFORMERS_4, build, modeling_of
 from methods import MAPS, METHODS, OF_A_TARGET, each, each_method
 from models import VOCABULARY, Classifier, ids, recast, tiny
-from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch import nn
+from unchanged import assert_unchanged, fingerprint
+from wild import Kernel
 
 from captum_ssm import (
     InputError,
@@ -48,25 +49,6 @@ class NoMixer(nn.Module):
         return self.rnn(self.embedding(tokens))[0]
 
 
-class CheckpointFunction(torch.autograd.Function):
-    """A library's own checkpointing: the part runs once more, with a graph, in a backward pass."""
-
-    @staticmethod
-    def forward(ctx, run, x):
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            (found,) = torch.autograd.grad(ctx.run(leaf), leaf, gradient)
-        return None, found
-
-
 class Checkpointed(nn.Module):
     """A model that checkpoints a block by another function than PyTorch's."""
 
@@ -80,7 +62,7 @@ class Checkpointed(nn.Module):
     def forward(self, tokens):
         embeddings = self.get_input_embeddings()(tokens)
         run = self.model.backbone
-        hidden = CheckpointFunction.apply(lambda e: run(inputs_embeds=e)[0], embeddings)
+        hidden = Kernel.apply(embeddings, lambda e: run(inputs_embeds=e)[0])
         return self.model.lm_head(hidden)
 
 

@@ -4,10 +4,10 @@ import dataclasses
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from folders import TESTS
 from sharded_scores import SAMPLES, all_scores
 
 from captum_ssm.metrics import Curve, Interval, SegmentationScores, evaluate, segmentation
@@ -28,7 +28,7 @@ def leaves(scores: object, path: str = "") -> dict[str, object]:
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one_to_the_last_bit(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    script = Path(__file__).with_name("sharded_scores.py")
+    script = TESTS / "sharded_scores.py"
     done = subprocess.run(
         [*command, "2", str(script), str(tmp_path / "found")],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

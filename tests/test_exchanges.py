@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import inputs
 import pytest
 import torch
-from inputs import E, made, noise, options
+from groups import SIDE, Groups
+from inputs import noise, options
 from methods import MAPS, METHODS, assert_close, each
+from models import made
 from torch import Tensor, nn
 
-from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
+from captum_ssm import MambaRollout, UnsupportedModelError, hidden_attention
 from captum_ssm._capture import Request, freeze
-
-SIDE = 4
-
-
-class Groups(inputs.Classifier):
-    """Groups of mixers, a convolution behind each, and perhaps a stream around both."""
-
-    def __init__(self, layers: int = 2, *, skip: bool = True) -> None:
-        super().__init__()
-        self.skip = skip
-        self.inp = nn.Conv2d(3, E, 1)
-        self.groups = nn.ModuleList(inputs.Body(layers) for _ in range(2))
-        self.convs = nn.ModuleList(nn.Conv2d(E, E, 3, padding=1) for _ in range(2))
-
-    def conv(self, k: int, h: Tensor) -> Tensor:
-        return self.convs[k](h.mT.reshape(len(h), E, SIDE, SIDE)).flatten(2).mT
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inp(x).flatten(2).mT
-        for k, group in enumerate(self.groups):
-            y = self.conv(k, group(h))
-            h = h + y if self.skip else y
-        return self.head(self.norm(h.mean(1)))
-
-
-class OnImages(Groups):
-    """The stream is an image, of which each group is given other views as tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inp(x)
-        for group, conv in zip(self.groups, self.convs, strict=True):
-            h = h + conv(group.on_image(h))
-        return self.head(self.norm((h + self.inp(x)).mean((2, 3))))
 
 
 class Unclear(Groups):
@@ -57,14 +25,6 @@ class Unclear(Groups):
 
 def wiring_of(model: nn.Module, x: Tensor):
     return freeze(Request.of(model, None, x, None), query=False).wiring
-
-
-def without_biases(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if name.endswith("bias") and "dt_proj" not in name:
-                value.zero_()
-    return model
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -116,17 +76,6 @@ def test_every_method_runs_through_them(method, skip):
     assert bool(found.any())
     alone = method(model).attribute(x[1:], 1, **options(method))
     assert_close(found[1:], alone, 0.2 if method in MAPS else 0.3)
-
-
-@pytest.mark.parametrize("method", [LaTIM, MambaLRP])
-@pytest.mark.parametrize("kind", [Groups, OnImages])
-def test_relevance_adds_up_to_the_score(kind, method):
-    model, x = without_biases(made(kind)), noise(2, 3, SIDE, SIDE)
-    relevance, delta = method(model).attribute(
-        x, 1, return_convergence_delta=True, **options(method)
-    )
-    assert_close(relevance.sum((1, 2, 3)), model(x)[:, 1], 1e-9)
-    assert float(delta.abs().max()) < 1e-9
 
 
 def test_what_is_not_clear_is_refused():

@@ -5,14 +5,13 @@ import re
 import pytest
 import torch
 from families import build
-from models import VOCABULARY, ids, tiny, word_tokenizer
-from test_generation import WORDS
+from models import VOCABULARY, WORDS, ids, tiny, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from vision_models import vim
 
 from captum_ssm import InputError, MemoryLimitError, TargetError, explain, hidden_attention
 from captum_ssm.attr import LaTIM, methods
-from captum_ssm.models import VisionMamba
 
 TEXT, TARGET = "w3 w4 w5 w6 w7", "w8 w9"
 READ = torch.tensor([[3, 4, 5, 6, 7, 8]])
@@ -330,11 +329,6 @@ def test_the_model_is_left_as_it_was(tokenizer):
     for name, p in model.named_parameters():
         assert p.grad is None
         assert torch.equal(p, before[name])
-
-
-def vim():
-    torch.manual_seed(0)
-    return VisionMamba(image_size=16, patch_size=8, classes=3, width=16, depth=2).eval()
 
 
 def test_images():

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import zlib
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from folders import ROOT
 from models import tiny
-from test_explain import vim
+from vision_models import vim
 
 from captum_ssm import Explanation, LaTIM, explain
 
@@ -114,7 +114,7 @@ def test_it_opens_without_torch(found, tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == found.relevance().tolist()

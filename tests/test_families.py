@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from families import (
     padded,
     skip_what_fails_by_itself,
 )
+from folders import ROOT
 from frozen import alter_a_head, assert_reconstructs, frozen_layers
 from methods import each_method
 from models import S6_FAMILIES, ids
@@ -52,6 +52,7 @@ from captum_ssm.operators import SoftmaxOperator
 IGNORE_LEFT_PADDING = ("recurrent_gemma", "rwkv", "xlstm", "xlstm_fused", "lfm2")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("length", [1, 2, 11, 19])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_unified_operator_and_the_biases_are_the_mixer(family, length):
@@ -392,9 +393,7 @@ def test_arguments_that_have_no_names_anywhere():
     assert call.tokens("x") is x
 
 
-def test_the_librarys_own_adapters_have_one_class_each(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-
+def test_the_librarys_own_adapters_have_one_class_each(own_registry):
     def freeze_other(call):
         raise NotImplementedError
 
@@ -407,9 +406,8 @@ def test_the_librarys_own_adapters_have_one_class_each(monkeypatch):
     assert find_adapter(build("mamba").backbone.layers[0].mixer) is freeze_other
 
 
-def test_the_page_on_adding_a_family_runs(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    page = (Path(__file__).parents[1] / "docs" / "add_a_family.md").read_text()
+def test_the_page_on_adding_a_family_runs(own_registry):
+    page = (ROOT / "docs" / "add_a_family.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 8
     space: dict[str, object] = {"__name__": "add_a_family"}
@@ -421,7 +419,7 @@ def test_the_page_on_adding_a_family_runs(monkeypatch):
 
 
 def test_the_page_of_families_names_every_mixer():
-    page = (Path(__file__).parents[1] / "docs" / "families.md").read_text()
+    page = (ROOT / "docs" / "families.md").read_text()
     missing = [name for name in registered() if f"`{name.rpartition('.')[2]}`" not in page]
     assert not missing
 

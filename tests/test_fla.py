@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from families import TRANSFORMERS_4
+from folders import TESTS
 
-HERE = Path(__file__).parent / "fla"
+HERE = TESTS / "fla"
 
 
 def run(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from captum.attr import LayerIntegratedGradients, Saliency, TextTokenInput
 from families import build
-from models import VOCABULARY, ids, tiny, word_tokenizer
+from models import VOCABULARY, WORDS, Words, ids, tiny, word_tokenizer
 from torch import Tensor, nn
 
 from captum_ssm import (
@@ -36,26 +36,6 @@ METHODS = {
     "lrp": (MambaLRP, {}),
 }
 PROMPT, CONTINUATION = 6, 4
-
-
-class Words:
-    """The smallest tokenizer Captum's interface takes: words ``w3 w4 ...``, by their number."""
-
-    def encode(self, text, add_special_tokens=True, return_tensors=None):
-        found = [int(word[1:]) for word in text.split()]
-        return torch.tensor([found]) if return_tensors == "pt" else found
-
-    def decode(self, token_ids):
-        return " ".join(f"w{int(i)}" for i in token_ids)
-
-    def convert_ids_to_tokens(self, token_ids):
-        return [f"w{i}" for i in token_ids]
-
-    def convert_tokens_to_ids(self, tokens):
-        return [int(token[1:]) for token in tokens]
-
-
-WORDS = Words()
 
 
 def sample(length: int = PROMPT + CONTINUATION) -> tuple[Tensor, str, str]:

@@ -3,7 +3,6 @@
 import re
 import sys
 import warnings
-from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -14,7 +13,8 @@ import captum_ssm
 
 matplotlib.use("Agg")
 
-ROOT = Path(__file__).parents[1]
+from folders import ROOT
+
 PAGES = {
     page.stem: re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     for page in sorted((ROOT / "docs" / "how_to").glob("*.md"))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,11 +26,7 @@ class Changes(nn.Module):
         self.values, self.other = nn.Linear(6, 16, bias=False), nn.Linear(6, 8, bias=False)
         self.mixer, self.head = BidirectionalMamba(8, state=4), nn.Linear(8, 3, bias=False)
         self.change, self.last = change, last
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name.endswith("bias") and "dt" not in name:
-                    parameter.zero_()
-        self.double().eval()
+        without_biases(self).double().eval()
 
     def forward(self, x: Tensor) -> Tensor:
         RUNS.append(x)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import inputs
 import pytest
 import torch
-from inputs import FORMS, IDS, E, made, noise, options
+from folders import ROOT
+from inputs import FORMS, IDS, E, noise, options
 from methods import MAPS, METHODS, assert_close, each, each_method
-from models import ids, tiny
+from models import ids, made, tiny, without_biases
 from torch import Tensor, nn
 
 from captum_ssm import (
@@ -27,7 +27,7 @@ from captum_ssm import (
 )
 from captum_ssm._capture import Request, freeze
 
-PAGE = Path(__file__).parent.parent / "docs" / "how_to" / "any_input.md"
+PAGE = ROOT / "docs" / "how_to" / "any_input.md"
 OF_TOKENS = [method for method in METHODS if method is not MambaLRP]
 
 
@@ -43,26 +43,6 @@ def tensors(form: inputs.Form) -> tuple[Tensor, ...]:
 
 def test_the_table_of_the_documentation():
     assert inputs.table() in PAGE.read_text()
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_relevance_per_entry_adds_up_to_the_score(name):
-    form = FORMS[name]
-    model = made(form.model)
-    with torch.no_grad():
-        for key, value in model.named_parameters():
-            if key.endswith("bias") and value.dim() == 1 and "dt_proj" not in key:
-                value.zero_()
-        if isinstance(model, inputs.Tabular):
-            model.bias.zero_()
-    found = MambaLRP(model).attribute(form.inputs, form.target, return_convergence_delta=True)
-    relevance, delta = found
-    parts = relevance if isinstance(relevance, tuple) else (relevance,)
-    assert [part.shape for part in parts] == [one.shape for one in tensors(form)]
-    score = sum(part.flatten(1).sum(1) for part in parts)
-    assert delta.abs().max() < 1e-9 * score.abs().max()
-    # No entry that is read has the relevance of another.
-    assert all(len(part.unique()) >= part.count_nonzero() > 0 for part in parts)
 
 
 @pytest.mark.parametrize("name", ["series `(B, L, F)`", "patches of a series", "table `(B, F)`"])
@@ -466,11 +446,7 @@ class Prefixed(nn.Module):
 @each_method
 def test_positions_are_those_of_the_tokens_that_a_model_is_given(method):
     # Zeros before the tokens change nothing, once nothing has a bias term.
-    model, tokens = Prefixed().eval(), ids(1, 7)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "bias" in name and "dt_proj" not in name:
-                p.zero_()
+    model, tokens = without_biases(Prefixed().eval()), ids(1, 7)
     for more in ({"target": (3, 5)}, {"target": 5, "position": 3}, {"target": 5}):
         found = method(model).attribute(tokens, **more, **options(method))
         expected = method(model.model).attribute(tokens, **more, **options(method))

@@ -16,11 +16,12 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from folders import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
+
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 SKIPPED = shutil.ignore_patterns(
     ".*", "build", "dist", "out", "_build", "*.so", "*.egg-info", "__pycache__"

@@ -15,10 +15,10 @@ import torch
 from families import FAMILIES, TRANSFORMERS_4, build
 from methods import METHODS, assert_close, each_method
 from models import embed, ids, tiny
-from test_leaves_no_trace import assert_unchanged, fingerprint, tensors_alive
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from unchanged import assert_unchanged, fingerprint, tensors_alive
 
 from captum_ssm import (
     LaTIM,

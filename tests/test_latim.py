@@ -425,18 +425,23 @@ def test_a_row_needs_no_vectors_of_later_tokens(monkeypatch, block) -> None:
         assert sum(widths) < 0.8 * L * L
 
 
-def test_targets_of_one_text_share_its_vectors(monkeypatch) -> None:
+@pytest.fixture
+def batches(monkeypatch) -> list[int]:
+    """The number of examples whose vectors are made, call by call."""
+    counts, own = [], _contributions.Contributions.unprojected
+
+    def counted(self, index, *rest):
+        counts.append(len(index))
+        return own(self, index, *rest)
+
+    monkeypatch.setattr(_contributions.Contributions, "unprojected", counted)
+    return counts
+
+
+def test_targets_of_one_text_share_its_vectors(monkeypatch, batches) -> None:
     monkeypatch.setattr(_alti, "NARROW", 0)
     latim, ids = LaTIM(build("mamba")), ids_for(1, 17)
     targets = [(16, 3), (16, 7), (11, 5)]
-    batches = []
-    made = _contributions.Contributions.unprojected
-
-    def counted(self, index, *rest):
-        batches.append(len(index))
-        return made(self, index, *rest)
-
-    monkeypatch.setattr(_contributions.Contributions, "unprojected", counted)
     for tolerance in (0.0, 0.05):
         options = {"tolerance": tolerance, "return_error_bound": True}
         expected = [latim.attribute(ids, target=[one], **options) for one in targets]
@@ -485,15 +490,7 @@ def test_progress_is_shown_where_asked_and_long_work_is_announced(
     assert any("LaTIM, layers: about" in message for message in caplog.messages)
 
 
-def test_answers_and_contrasts_of_an_explanation_share_the_vectors_too(monkeypatch) -> None:
-    batches = []
-    made = _contributions.Contributions.unprojected
-
-    def counted(self, index, *rest):
-        batches.append(len(index))
-        return made(self, index, *rest)
-
-    monkeypatch.setattr(_contributions.Contributions, "unprojected", counted)
+def test_answers_and_contrasts_of_an_explanation_share_the_vectors_too(batches) -> None:
     asks = [Ask(L - 1, 3), Ask(L - 1, 5), Ask(L - 1, 3, 5), Ask(L - 1, 5, 3)]
     found, _ = rows(LaTIM(build("mamba")), ids_for(1), asks)
     assert set(batches) == {1}

@@ -9,60 +9,14 @@ import pytest
 import torch
 from inputs import noise
 from methods import assert_close
-from models import randomize
+from models import made
 from torch import Tensor, nn
+from two_grids import E, Layer, TwoGrids
 
 from captum_ssm import LaTIM, UnsupportedModelError
 from captum_ssm._capture import FrozenModel, Request, freeze
 from captum_ssm.attr._grids import CutMixers, ScoreGraph
 from captum_ssm.models import BidirectionalMamba
-
-E = 16
-
-
-class Layer(nn.Module):
-    def __init__(self, mlp: bool) -> None:
-        super().__init__()
-        self.norm, self.mixer = nn.LayerNorm(E), BidirectionalMamba(E, state=4)
-        self.norm2, self.up, self.down = nn.LayerNorm(E), nn.Linear(E, 24), nn.Linear(24, E)
-        self.mlp = mlp
-
-    def forward(self, h: Tensor) -> Tensor:
-        h = h + self.mixer(self.norm(h))
-        return h + self.down(nn.functional.gelu(self.up(self.norm2(h)))) if self.mlp else h
-
-
-class TwoGrids(nn.Module):
-    """8 tokens, then every second of them, so that the transport between is known exactly."""
-
-    def __init__(self, mlp: bool = False) -> None:
-        super().__init__()
-        self.inp, self.merge = nn.Linear(3, E), nn.Conv1d(E, E, 1, stride=2)
-        self.fine, self.coarse = Layer(mlp), Layer(mlp)
-        self.norm, self.head = nn.LayerNorm(E), nn.Linear(E, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.fine(self.inp(x))
-        h = self.coarse(self.merge(h.mT).mT)
-        return self.head(self.norm(h).mean(1))
-
-
-class Bare(nn.Module):
-    """One grid, and the last stream is the output."""
-
-    def __init__(self, mlp: bool = False) -> None:
-        super().__init__()
-        self.inp, self.layers = nn.Linear(3, E), nn.ModuleList([Layer(mlp), Layer(mlp)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inp(x)
-        for layer in self.layers:
-            h = layer(h)
-        return h
-
-
-def made(model: nn.Module) -> nn.Module:
-    return randomize(model).double().eval()
 
 
 def mixing(vectors: Tensor, before: Tensor, output: Tensor) -> Tensor:
@@ -132,33 +86,6 @@ def test_what_one_layer_adds():
     ]
     whole = latim.attribute(x, 1, activation="gate")
     assert_close(whole.sum(), fine.sum() + coarse.sum() + streams[0], 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("model", "x", "target"),
-    [
-        (lambda: TwoGrids(mlp=True), noise(2, 8, 3), 1),
-        (Bare, noise(2, 8, 3), (5, 7)),
-        (lambda: Bare(mlp=True), noise(2, 8, 3), (5, 7)),
-        (lambda: nn.Sequential(Bare(), nn.Flatten(), nn.Linear(8 * E, 4)), noise(2, 8, 3), 1),
-        (inputs.Hierarchy, noise(2, 3, 16, 16), 1),
-        (inputs.UShape, noise(2, 3, 16, 16), (2, 5, 5)),
-    ],
-    ids=["MLPs", "no norm", "no last norm", "a head of all tokens", "image", "U-shape"],
-)
-def test_without_bias_terms_relevance_is_the_score(model, x, target):
-    model = made(model())
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-    score = model(x)[(slice(None), *(target if isinstance(target, tuple) else (target,)))]
-    found, delta = LaTIM(model).attribute(
-        x, target, activation="gate", return_convergence_delta=True
-    )
-    assert found.shape == x.shape
-    assert_close(found.flatten(1).sum(1), score, 1e-9)
-    assert delta.abs().max() <= 1e-9 * score.abs().max()
 
 
 def test_a_mode_interpolates_from_the_grid():

@@ -10,58 +10,24 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier, Event
 
 import pytest
 import torch
 from families import HYBRIDS, NO_STREAM, build
+from folders import ROOT
 from methods import METHODS, each_method
 from models import S6_FAMILIES, Classifier, embed, ids, tiny
 from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from unchanged import assert_unchanged, fingerprint, tensors_alive
 
 import captum_ssm
 from captum_ssm import LaTIM, hidden_attention
 from captum_ssm._capture import Request, freeze
 from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import attention
-
-HOOKS = [
-    name
-    for name in vars(nn.Module())
-    if "hooks" in name and isinstance(getattr(nn.Module(), name), dict)
-]
-
-
-def fingerprint(model: nn.Module) -> dict[str, object]:
-    """Everything about a model that a caller could find changed."""
-    modules = dict(model.named_modules())
-    return {
-        "modules": {name: id(m) for name, m in modules.items()},
-        "classes": {name: type(m) for name, m in modules.items()},
-        "attributes": {name: list(m.__dict__) for name, m in modules.items()},
-        "hooks": {name: [len(getattr(m, h)) for h in HOOKS] for name, m in modules.items()},
-        "training": {name: m.training for name, m in modules.items()},
-        "forward": {
-            name: m.__dict__[key]
-            for name, m in modules.items()
-            for key in ("forward", "__nnsight__")
-            if key in m.__dict__
-        },
-        "identities": {n: (id(p), p.data_ptr()) for n, p in model.named_parameters()},
-        "values": {n: raw(p) for n, p in model.state_dict().items()},
-        "requires_grad": {n: p.requires_grad for n, p in model.named_parameters()},
-        "grad": {n: p.grad for n, p in model.named_parameters()},
-        "config": getattr(getattr(model, "config", None), "to_dict", dict)(),
-        "grad mode": torch.is_grad_enabled(),
-        "random state": raw(torch.get_rng_state()),
-    }
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().flatten().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.fixture
@@ -70,17 +36,6 @@ def only_new_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def tensors_alive() -> int:
-    gc.collect()
-    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-
-def assert_unchanged(model: nn.Module, before: dict[str, object]) -> None:
-    after = fingerprint(model)
-    for aspect, value in before.items():
-        assert after[aspect] == value, aspect
 
 
 @each_method
@@ -359,7 +314,7 @@ assert hasattr(object, "save")  # it is the user's now
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # nnsight reads its source
         file.write(code)
         file.flush()
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-W", "ignore", file.name]
         subprocess.run(command, check=True, timeout=300, env=environment)
 

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from inputs import noise
 from methods import assert_close
 from models import randomize
 from torch import nn
@@ -44,12 +45,12 @@ class Base(nn.Module):
         return x + self.b(x)
 
 
-def made(forward):
+def with_forward(forward):
     return type("Model", (Base,), {"forward": forward})().double().eval()
 
 
 def tokens():
-    return torch.randn(1, L, E, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return noise(1, L, E, seed=2)
 
 
 def after(mixer, x, rows):
@@ -104,7 +105,7 @@ POOLS = {
 @pytest.mark.parametrize("method", [MambaRollout, MambaAttribution])
 def test_rows_are_weighed_as_the_score_reads_them(name, method):
     head, read = POOLS[name]
-    model, x = made(lambda m, x: head(m, m.towards(x))), tokens()
+    model, x = with_forward(lambda m, x: head(m, m.towards(x))), tokens()
     (_, _), _, (h, rows) = rollout(model, x, model.a, model.b)
     w = read(model, h).double().detach().flatten()
     request = Request.of(model, None, x)
@@ -116,7 +117,7 @@ def test_rows_are_weighed_as_the_score_reads_them(name, method):
 
 
 def test_a_flat_head_is_read_with_its_weights():
-    model, x = made(lambda m, x: m.flat(m.towards(x).flatten(1))), tokens()
+    model, x = with_forward(lambda m, x: m.flat(m.towards(x).flatten(1))), tokens()
     w = model.flat.weight[1].detach().view(L, E).abs().sum(1)
     frozen = freeze(Request.of(model, None, x), target=1, gradients=True)
     assert_close(frozen.require_query()[0][0], w / w.sum(), 1e-9)
@@ -128,7 +129,7 @@ def test_what_the_score_reads_past_its_tokens_is_followed(place):
         h = x + m.a(x)
         return m.head((h + m.b(h))[:, -1] + 5 * [x, h][place][:, 0])
 
-    model, x = made(forward), tokens()
+    model, x = with_forward(forward), tokens()
     states = rollout(model, x, model.a, model.b)
     expected = (states[2][1][0, -1] + 5 * states[place][1][0, 0]) / 6
     assert_close(MambaRollout(model).attribute(x).sum(-1)[0], expected, 1e-9)
@@ -153,7 +154,7 @@ def test_tokens_in_other_places_are_followed_past_mixers(place, order):
         h = h + m.c(h)
         return m.head((h + 2 * move(states[1]))[:, -1])
 
-    model, x = made(forward), tokens()
+    model, x = with_forward(forward), tokens()
     mixers = (model.a, model.b) if place == 0 else (model.a, model.b, model.c)
     states = rollout(model, x, *mixers)
     h, rows = states[-1]
@@ -269,7 +270,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_unknown_or_hidden_is_refused(name):
-    model, x = made(REFUSED[name]), tokens()
+    model, x = with_forward(REFUSED[name]), tokens()
     for method in (MambaRollout, MambaAttribution):
         with pytest.raises(UnsupportedModelError):
             method(model).attribute(x, target=1)
@@ -315,7 +316,7 @@ PLACES = {
 def test_scans_are_found_wherever_they_stand(name):
     relevance = []
     for is_frozen in (False, True):
-        model, x = made(PLACES[name]), tokens()
+        model, x = with_forward(PLACES[name]), tokens()
         model.own, model.flag = randomize(Own(is_frozen)).double(), name != "behind a flag"
         if name in ("behind a flag", "in longer inputs"):
             MambaLRP(model).attribute(x[:, :5], target=1)
@@ -326,7 +327,7 @@ def test_scans_are_found_wherever_they_stand(name):
 
 def test_a_recurrence_that_cannot_be_frozen_is_said():
     model, x = (
-        made(lambda m, x: m.head((lambda h: h + m.gru(h)[0])(m.towards(x)).mean(1))),
+        with_forward(lambda m, x: m.head((lambda h: h + m.gru(h)[0])(m.towards(x)).mean(1))),
         tokens(),
     )
     for _ in range(2):
@@ -338,7 +339,7 @@ def test_a_recurrence_that_cannot_be_frozen_is_said():
 
 @pytest.mark.parametrize("name", POOLS)
 def test_plain_models_balance(name):
-    model, x = made(lambda m, x: POOLS[name][0](m, m.towards(x))), tokens()
+    model, x = with_forward(lambda m, x: POOLS[name][0](m, m.towards(x))), tokens()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wiring = freeze(Request.of(model, None, x)).wiring

@@ -4,12 +4,12 @@ import gc
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import modeling_of
+from folders import ROOT
 from peak_memory import resident
 from transformers import MambaConfig, MambaModel
 
@@ -17,7 +17,7 @@ from captum_ssm import MambaRollout, kernels
 from captum_ssm.operators import DiagonalOperator
 
 # Last, so that files of the same name here come first.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 from end_to_end import fast_scan
 
 # Peak resident memory of the process, in bytes, since :func:`reset_peak`.

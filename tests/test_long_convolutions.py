@@ -3,7 +3,10 @@
 import pytest
 import torch
 import wild
+from frozen import measured
+from long_convolutions import S4D, D, L, TokensLast, response
 from methods import MAPS, OF_A_TARGET, each, each_method
+from models import without_biases
 from proofs import proven
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,8 +22,6 @@ from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.measured import freeze_measured
 from captum_ssm.operators import ToeplitzOperator
 from captum_ssm.operators.part import part_of
-
-D, L = 4, 9
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -48,13 +49,6 @@ def test_a_toeplitz_operator_is_its_matrix(causal):
     assert torch.equal(some.matrix(), matrix[1:, 1:3])
 
 
-def response(width: int = D, length: int = L) -> Tensor:
-    """The impulse response of a diagonal model with a few states, (D, L)."""
-    step = torch.arange(length)
-    decay = (0.5 + 0.5 * torch.rand(width, 3, 1)) ** step
-    return (torch.randn(width, 3, 1) * decay).sum(1)
-
-
 def fftconv(u, k, D):
     """As Hyena's code writes it: (B, D, L) and (D, L)."""
     n = 2 * u.shape[-1]
@@ -74,29 +68,6 @@ def test_a_function_that_convolves_is_proven():
     assert proven(lambda u, k, D: fftconv(u, k.flip(-1), D), u=u, k=k, D=skip) is None
 
 
-class S4D(nn.Module):
-    """Channels first, as S4D's own code; a GLU after the output projection."""
-
-    def __init__(self, glu: bool = True, way: str = "past", width: int = 6) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(response(width, 2 * L if way == "both" else L))
-        self.D = nn.Parameter(torch.randn(width))
-        layers = [nn.Conv1d(width, 2 * width if glu else width, 1)]
-        self.output = nn.Sequential(*layers, *([nn.GLU(dim=-2)] if glu else []))
-        self.way = way
-
-    def product(self, u: Tensor, k: Tensor) -> Tensor:
-        return u * k
-
-    def convolved(self, u: Tensor) -> Tensor:
-        length, n = u.shape[-1], 2 * u.shape[-1]
-        k = torch.fft.rfft(self.kernel, n=n)
-        return torch.fft.irfft(self.product(torch.fft.rfft(u, n=n), k), n=n)[..., :length]
-
-    def forward(self, u: Tensor) -> Tensor:
-        return self.output(F.gelu(self.convolved(u) + u * self.D[:, None]))
-
-
 class Einsum(S4D):
     """As S4's: several kernels in general, here one."""
 
@@ -105,21 +76,6 @@ class Einsum(S4D):
         k, x = torch.fft.rfft(self.kernel[None], n=n), torch.fft.rfft(u, n=n)
         product = torch.einsum("bhl,chl->bchl", x, k)
         return torch.fft.irfft(product, n=n)[..., :length].flatten(1, 2)
-
-
-class TokensLast(nn.Module):
-    """A residual stream whose channels stand before its tokens."""
-
-    def __init__(self, *layers: nn.Module, width: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in layers)
-        self.head = nn.Linear(width, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + layer(norm(x).mT).mT
-        return self.head(x)
 
 
 def tokens(B=1, width=6):
@@ -155,14 +111,11 @@ def test_every_method_explains_an_s4d(method):
     assert found[7:].max() < 1e-5 * found.max()
 
 
-def test_relevance_adds_up_and_contributions_do_without_a_glu():
-    plain, gated = TokensLast(S4D(glu=False), S4D(glu=False)), TokensLast(S4D(), S4D())
-    for model in (plain, gated):
-        for name, p in model.eval().named_parameters():
-            p.data.mul_(0 if name.endswith("bias") else 1)
-        x = tokens()
-        found = MambaLRP(model).attribute(x, target=(6, 3)).sum()
-        torch.testing.assert_close(found, model(x)[0, 6, 3], rtol=1e-3, atol=1e-5)
+def test_contributions_add_up_without_a_glu():
+    plain, gated = (
+        without_biases(TokensLast(S4D(glu=glu), S4D(glu=glu)).eval()) for glu in (False, True)
+    )
+    x = tokens()
     _, delta = LaTIM(plain).attribute(
         x, target=(6, 3), aggregation="alti_logit", return_convergence_delta=True
     )
@@ -206,10 +159,9 @@ class Hyena(nn.Module):
 
 def test_the_map_of_a_hyena_acts_on_its_values():
     module, x = Hyena().eval(), tokens(2)
+    mixer = measured(module, x)
     with torch.no_grad():
-        mixer = freeze_measured(MixerCall("mixer", module, (x,), {}, module(x)))
         x2, x1, v = module.parts(x)
-    torch.testing.assert_close(mixer.output(), module(x), rtol=1e-4, atol=1e-5)
     lags = torch.arange(L)[:, None] - torch.arange(L)
     toeplitz = torch.where(lags >= 0, module.kernel.detach()[:, lags.clamp(min=0)], 0)
     torch.testing.assert_close(mixer.operator("hidden").matrix()[1], toeplitz)
@@ -252,11 +204,7 @@ class ScanOnly(wild.Mixer):
 
 
 def test_the_gates_own_projection_is_not_the_output_projection():
-    module, x = ScanOnly(inner=6).eval(), tokens(2)
-    with torch.no_grad():
-        mixer = freeze_measured(MixerCall("mixer", module, (x,), {}, module(x)))
-    assert mixer.out_gate is None
-    torch.testing.assert_close(mixer.output(), module(x), rtol=1e-4, atol=1e-5)
+    assert measured(ScanOnly(inner=6), tokens(2)).out_gate is None
 
 
 def test_supported_says_that_all_but_latim_work_with_a_glu():

@@ -4,15 +4,14 @@ import importlib
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from folders import ROOT
 
 from captum_ssm.attr import methods
 from captum_ssm.metrics import alignment_scores, hit_rate
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 COPYING = {

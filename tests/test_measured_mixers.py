@@ -9,12 +9,15 @@ from itertools import pairwise
 import pytest
 import torch
 import wild
-from models import randomize
+from frozen import assert_shows_what_is_read, measured, recorded
+from group_normed import ChannelsInBatch, channel_scan
+from models import randomize, without_biases
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Mamba2Config, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+from wild import KINDS, tokens
 
 import captum_ssm.interventions
 import captum_ssm.models.vision_mamba
@@ -28,7 +31,7 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers import find_adapter, find_mixers
 from captum_ssm.mixers._registry import how_known
 from captum_ssm.mixers.discovery import MeasuredAdapter, discover
 from captum_ssm.mixers.measured import freeze_measured
@@ -37,42 +40,18 @@ from captum_ssm.models import SS2D, BidirectionalMamba
 from captum_ssm.models.ss2d import scan_orders
 from captum_ssm.scans import FunctionCall, KeptScans
 
-KINDS = (
-    wild.Mixer,
-    wild.Backward,
-    wild.LooksAhead,
-    wild.BothWays,
-    wild.InBatch,
-    wild.HalfScanned,
-    wild.Normed,
-    wild.TwoBranches,
-)
-
-
-def recorded(module, x):
-    with torch.no_grad():
-        return MixerCall("mixer", module, (x,), {}, module(x))
-
-
-def tokens(*shape):
-    return torch.randn(*(shape or (2, 7, 6)))
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_measured_mixer_returns_what_its_module_returns(kind):
-    call = recorded(kind().eval(), tokens())
-    mixer = freeze_measured(call)
-    torch.testing.assert_close(mixer.output(), call.output, rtol=1e-4, atol=1e-5)
+    mixer = measured(kind(), tokens())
     assert mixer.operator("unified").matrix("mean").shape == (2, 7, 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_map_shows_every_token_that_the_output_reads_and_no_other(kind):
-    module, x = kind().eval(), tokens(1, 7, 6).requires_grad_()
+    module, x = kind().eval(), tokens(1)
     maps = freeze_measured(recorded(module, x)).operator("unified").matrix("mean")[0]
-    for i, y in enumerate(module(x)[0].sum(-1)):
-        (g,) = torch.autograd.grad(y, x, retain_graph=True)
-        assert torch.equal(maps[i] != 0, (g[0] != 0).any(-1))
+    assert_shows_what_is_read(maps, module, x)
 
 
 def with_slow_convolution(monkeypatch):
@@ -106,7 +85,7 @@ def test_what_is_measured_is_what_an_adapter_reads(name, monkeypatch):
 
 
 def test_four_directions_stacked_in_channels_come_apart():
-    mixer = freeze_measured(recorded(wild.FourWays().eval(), tokens(2, 3, 4, 6)))
+    mixer = freeze_measured(recorded(wild.FourWays().eval(), torch.randn(2, 3, 4, 6)))
     assert isinstance(mixer, FrozenScans)
     for found, expected in zip(mixer.orders, scan_orders((3, 4)), strict=True):
         assert torch.equal(found, expected)
@@ -122,7 +101,7 @@ def test_directions_stacked_in_the_batch_come_apart():
 
 
 def test_early_rows_of_two_scans_in_the_order_of_the_tokens():
-    model, x = without_biases(wild.Stack(wild.TwoBranches(), wild.TwoBranches())), tokens(1, 7, 6)
+    model, x = without_biases(wild.Stack(wild.TwoBranches(), wild.TwoBranches())), tokens(1)
     relevance = LaTIM(model).attribute(x, 2, position=3, activation="gate")
     torch.testing.assert_close(relevance.sum(), model(x)[0, 3, 2], rtol=1e-4, atol=1e-6)
     assert not relevance[:, 4:].any()
@@ -130,7 +109,7 @@ def test_early_rows_of_two_scans_in_the_order_of_the_tokens():
 
 def test_a_convolution_that_looks_ahead_is_part_of_the_hidden_map():
     module = wild.LooksAhead().eval()
-    maps = freeze_measured(recorded(module, tokens(1, 7, 6))).operator().matrix("mean")[0]
+    maps = freeze_measured(recorded(module, tokens(1))).operator().matrix("mean")[0]
     read = torch.ones(7, 7).tril(1).bool()
     assert torch.equal(maps != 0, read)
 
@@ -170,7 +149,7 @@ class Chain(wild.Mixer):
     "kind",
     [Residual, Attends, AttendsAfter, Branch, Again, Chain],
 )
-def test_a_module_that_looks_like_a_mixer_is_refused(kind):
+def test_a_mixer_with_more_than_a_scan_cannot_be_measured(kind):
     with pytest.raises(UnsupportedModelError, match="cannot be measured"):
         freeze_measured(recorded(kind().eval(), tokens()))
 
@@ -178,7 +157,7 @@ def test_a_module_that_looks_like_a_mixer_is_refused(kind):
 def test_a_scan_of_what_another_one_returned_has_no_map():
     model = wild.Stack(Again()).eval()
     with pytest.raises(UnsupportedModelError, match="given what another one returned"):
-        hidden_attention(model, tokens(1, 7, 6))
+        hidden_attention(model, tokens(1))
 
 
 class Grouped(wild.Mixer):
@@ -194,7 +173,7 @@ class Grouped(wild.Mixer):
 
 def test_where_only_the_scan_can_be_measured_the_others_say_what_is_missing():
     model = wild.Stack(Grouped()).eval()
-    x = tokens(1, 7, 6)
+    x = tokens(1)
     (maps,) = hidden_attention(model, x).values()
     assert maps.shape == (1, 8, 7, 7)
     assert MambaRollout(model).attribute(x).shape == x.shape
@@ -205,43 +184,8 @@ def test_where_only_the_scan_can_be_measured_the_others_say_what_is_missing():
         LaTIM(model).interactions(x, 0)
 
 
-def channel_scan(kv: Tensor, a: Tensor) -> Tensor:
-    """A gated sum, (B, L, D)."""
-    h, out = torch.zeros_like(kv[:, 0]), []
-    for t in range(kv.shape[1]):
-        h = a[:, t] * h + kv[:, t]
-        out.append(h)
-    return torch.stack(out, 1)
-
-
 def log_scan(log_values: Tensor, log_coeffs: Tensor) -> Tensor:
     return channel_scan(log_values.exp(), log_coeffs.exp())
-
-
-class ChannelsInBatch(nn.Module):
-    """A gated sum of one channel after another, all of them in the batch; then a group norm."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.into = nn.Linear(width, 3 * width)
-        self.norm = nn.GroupNorm(2, width)
-        self.out = nn.Linear(width, width)
-
-    def scanned(self, v: Tensor, a: Tensor) -> Tensor:
-        B, L, D = v.shape
-        v, a = (t.mT.reshape(B * D, L, 1) for t in (v, a))
-        return channel_scan(v, a).view(B, D, L).mT
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, v, a = self.into(x).chunk(3, -1)
-        return self.out(q * self.scanned(v, a.sigmoid()))
-
-
-class GroupNormed(ChannelsInBatch):
-    def forward(self, x: Tensor) -> Tensor:
-        q, v, a = self.into(x).chunk(3, -1)
-        y = self.scanned(v, a.sigmoid())
-        return self.out(q * self.norm(y.flatten(0, 1)).view_as(y))
 
 
 class Flattens(wild.Mixer):
@@ -271,16 +215,14 @@ class Twice(wild.Stack):
 
 
 def test_an_output_projection_may_be_given_all_examples_tokens():
-    module, x = Flattens().eval(), tokens(3, 7, 6)
-    mixer = freeze_measured(recorded(module, x))
-    torch.testing.assert_close(mixer.output(), module(x), rtol=1e-4, atol=1e-5)
+    mixer = measured(Flattens(), tokens(3, 7, 6))
     assert mixer.out_weight.shape == (6, 8)
 
 
 def test_what_a_module_asserts_of_its_axes_is_no_error_of_a_trial():
     model = Twice(NotWhole(), NotWhole()).eval()
     with pytest.raises(UnsupportedModelError, match="NotWhole"):
-        RawAttention(model).attribute(tokens(1, 7, 6))
+        RawAttention(model).attribute(tokens(1))
 
 
 class LogSpace(ChannelsInBatch):
@@ -297,16 +239,8 @@ def test_channels_in_the_batch_of_a_scan():
     torch.testing.assert_close(matrix[..., 5, 3], decay[:, 4] * decay[:, 5])
 
 
-def test_relevance_goes_through_a_group_norm():
-    model, x = nn.Sequential(GroupNormed(), GroupNormed()), tokens(1, 7, 6)
-    for name, p in model.named_parameters():
-        p.data.mul_(0 if "bias" in name else 1)
-    found = MambaLRP(model).attribute(x, target=(5, 1)).sum()
-    torch.testing.assert_close(found, model(x)[0, 5, 1], rtol=1e-3, atol=1e-6)
-
-
 def test_logarithms_of_values_have_maps_and_no_relevance():
-    model, x = nn.Sequential(LogSpace(), LogSpace()), tokens(1, 7, 6)
+    model, x = nn.Sequential(LogSpace(), LogSpace()), tokens(1)
     row = MambaRollout(model).attribute(x, position=4).abs()
     assert bool((row[:, :5] > 0).any(-1).all())
     assert not bool((row[:, 5:] > 0).any())
@@ -351,7 +285,7 @@ def test_registered_classes_win_and_are_not_looked_into():
 
 
 def test_methods_find_unknown_mixers_by_themselves():
-    model, x = wild.Stack(*(kind() for kind in KINDS)).eval(), tokens(1, 7, 6)
+    model, x = wild.Stack(*(kind() for kind in KINDS)).eval(), tokens(1)
     assert not list(find_mixers(model))
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     assert len(hidden_attention(model, x)) == len(KINDS)
@@ -448,36 +382,10 @@ def test_what_cannot_be_measured_either_is_refused_in_words():
         hidden_attention(model, tokens(2, 7, 6))
 
 
-def without_biases(model):
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-    return model
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_relevance_adds_up_to_the_score_without_biases(kind):
-    model, x = without_biases(wild.Stack(kind(), kind()).eval()), tokens()
-    relevance, delta = MambaLRP(model).attribute(x, target=(3, 1), return_convergence_delta=True)
-    score = model(x)[:, 3, 1].detach()
-    torch.testing.assert_close(relevance.sum((1, 2)), score, rtol=1e-4, atol=1e-5)
-    assert float(delta.abs().max()) < 1e-5 * max(1.0, float(score.abs().max()))
-
-
-def test_relevance_of_known_and_unknown_mixers_in_one_model():
-    model = without_biases(wild.Stack(KNOWN["mamba"](), wild.Mixer(16), width=16).eval())
-    x = tokens(1, 6, 16)
-    score = model(x)[:, 3, 1].detach()
-    relevance = MambaLRP(model).attribute(x, target=(3, 1))
-    assert isinstance(find_adapter(model.layers[1]), MeasuredAdapter)
-    torch.testing.assert_close(relevance.sum((1, 2)), score, rtol=1e-4, atol=1e-5)
-
-
 def test_relevance_is_that_of_the_adapter(monkeypatch):
     with_slow_convolution(monkeypatch)
     mixer = randomize(BidirectionalMamba(6, state=3))
-    model, x = wild.Stack(mixer).eval(), tokens(1, 7, 6)
+    model, x = wild.Stack(mixer).eval(), tokens(1)
     theirs = MambaLRP(model).attribute(x, target=(3, 1))
 
     class Unknown(nn.Module):
@@ -502,7 +410,7 @@ def test_a_scan_that_is_none_any_more_is_found_out():
             step, B, C = self.x_proj(v).split([8, 3, 3], -1)
             return changing(v, F.softplus(step), -self.rates.exp(), B, C, self.D, self.late)
 
-    model, x = wild.Stack(Changing()).eval(), tokens(1, 7, 6)
+    model, x = wild.Stack(Changing()).eval(), tokens(1)
     MambaLRP(model).attribute(x, target=(3, 1))
     model.layers[0].late = True
     code = changing.__code__
@@ -526,7 +434,7 @@ def test_half_precision():
 
 def test_two_threads_explain_two_models():
     models = [wild.Stack(wild.Mixer(), wild.Backward()).eval() for _ in range(2)]
-    x, found = tokens(1, 7, 6), [None, None]
+    x, found = tokens(1), [None, None]
 
     def explain(i):
         found[i] = MambaLRP(models[i]).attribute(x, target=(3, 1))
@@ -578,8 +486,7 @@ def test_a_padded_batch_that_a_module_packs(side):
     mask = torch.ones(3, 7)
     if side is not None:
         mask[1, slice(0, 4) if side == "left" else slice(3, 7)] = 0
-    with torch.no_grad():
-        call = MixerCall("mixer", module, (x, mask), {}, module(x, mask))
+    call = recorded(module, x, mask)
     mixer = freeze_measured(call, {attention})
     torch.testing.assert_close(mixer.output() * mask[..., None], call.output)
     maps = mixer.operator("hidden").matrix()
@@ -591,8 +498,7 @@ def test_a_padded_batch_that_a_module_packs(side):
 def test_a_kernel_that_takes_half_precision_only():
     torch.manual_seed(0)
     module, x = Unpadding().bfloat16().eval(), torch.randn(1, 7, 6).bfloat16()
-    with torch.no_grad():
-        call = MixerCall("mixer", module, (x,), {}, module(x))
+    call = recorded(module, x)
     mixer = freeze_measured(call, {attention})
     error = (mixer.output() - call.output.float()).abs().max()
     assert float(error) <= 2e-2 * float(call.output.abs().max())
@@ -608,7 +514,7 @@ class ByName(wild.Mixer):
 
 
 def test_a_scan_function_says_which_arguments_it_takes_while_it_is_watched():
-    model, x = wild.Stack(ByName()).eval(), tokens(1, 7, 6)
+    model, x = wild.Stack(ByName()).eval(), tokens(1)
     assert len(hidden_attention(model, x)) == 1
     assert MambaRollout(model).attribute(x).shape == x.shape
     assert "__signature__" not in vars(wild.scan)
@@ -633,7 +539,7 @@ class Counted(wild.Mixer):
 
 @pytest.mark.parametrize("method", [MambaRollout, MambaAttribution])
 def test_a_scan_that_was_run_is_not_run_again(method, monkeypatch):
-    model, x = wild.Stack(Counted(), Counted()).eval(), tokens(1, 7, 6)
+    model, x = wild.Stack(Counted(), Counted()).eval(), tokens(1)
     expected = method(model).attribute(x, target=(3, 1))  # the first call also looks for mixers
     RAN.clear()
     torch.testing.assert_close(method(model).attribute(x, target=(3, 1)), expected)
@@ -645,7 +551,7 @@ def test_a_scan_that_was_run_is_not_run_again(method, monkeypatch):
 
 
 def test_what_a_mixer_changes_in_place_is_run_again():
-    model, x = wild.Stack(Counted()).eval(), tokens(1, 7, 6)
+    model, x = wild.Stack(Counted()).eval(), tokens(1)
     plain = MambaRollout(model).attribute(x, target=(3, 1))
     model.layers[0].changes = True
     RAN.clear()

@@ -8,16 +8,16 @@ import subprocess
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from families import build, padded
+from folders import ROOT
 from models import tiny
 from peak_memory import calls
-from test_leaves_no_trace import assert_unchanged, fingerprint
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from unchanged import assert_unchanged, fingerprint
 
 from captum_ssm import (
     InputError,
@@ -35,7 +35,6 @@ from captum_ssm.attr import methods
 from captum_ssm.models import VisionMamba
 
 L = 23
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import wild
+from frozen import recorded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,7 +17,6 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.measured import freeze_measured
 from captum_ssm.operators import DiagonalOperator, MovedOperator
 
@@ -162,11 +162,6 @@ KINDS = (*TEXT, *IMAGES)
 
 def given(kind: type) -> Tensor:
     return torch.randn(2, 6, 6, 6) if kind in IMAGES else torch.randn(2, 8, 6)
-
-
-def recorded(module: nn.Module, x: Tensor) -> MixerCall:
-    with torch.no_grad():
-        return MixerCall("mixer", module, (x,), {}, module(x))
 
 
 def jacobian(module: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:

@@ -4,12 +4,12 @@ import io
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pages
 import pytest
+from folders import TESTS
 
 from captum_ssm.page import page_html, widget
 
@@ -18,7 +18,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
     pytest.skip("there is no chromium to open pages with", allow_module_level=True)
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = TESTS / "golden"
 STRONGEST_FOR, STRONGEST_AGAINST = "rgb(185, 84, 11)", "rgb(31, 102, 168)"
 
 

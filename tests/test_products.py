@@ -3,6 +3,7 @@
 import pytest
 import torch
 import wild
+from frozen import measured, recorded
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,7 +15,6 @@ from captum_ssm import (
     hidden_attention,
     supported,
 )
-from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.measured import freeze_measured
 from captum_ssm.operators import PermutedOperator
 
@@ -89,11 +89,6 @@ class InLine(nn.Module):
         return self.out(F.silu(self.gate(x)) * y if self.gate is not None else y)
 
 
-def recorded(module, x):
-    with torch.no_grad():
-        return MixerCall("mixer", module, (x,), {}, module(x))
-
-
 def explained(kind, written, length):
     torch.manual_seed(length)
     module = InLine(kind, written).double().eval()
@@ -156,10 +151,8 @@ class AllAtOnce(InLine):
 @pytest.mark.parametrize("length", [3, 4, 5, 12])
 def test_a_product_of_many_factors_and_a_last_layer_by_einsum(length):
     module = AllAtOnce().double()
-    call = recorded(module, torch.randn(2, length, 12, dtype=torch.float64))
-    mixer = freeze_measured(call)
+    mixer = measured(module, torch.randn(2, length, 12, dtype=torch.float64))
     torch.testing.assert_close(mixer.recurrence.matrix(), module.weights)
-    torch.testing.assert_close(mixer.output(), call.output)
 
 
 class Odd(InLine):
@@ -188,10 +181,7 @@ class InWindows(InLine):
 
 @pytest.mark.parametrize("length", [8, 12])
 def test_windows_in_a_module_are_blocks_of_its_map(length):
-    module = InWindows().double()
-    call = recorded(module, torch.randn(2, length, 12, dtype=torch.float64))
-    mixer = freeze_measured(call)
-    torch.testing.assert_close(mixer.output(), call.output)
+    mixer = measured(InWindows().double(), torch.randn(2, length, 12, dtype=torch.float64))
     windowed = mixer.scans[0].recurrence
     assert isinstance(windowed, PermutedOperator)
     assert windowed.windows == length // 4
@@ -230,9 +220,7 @@ class Trained(InLine):
 
 @pytest.mark.parametrize("length", [4, 8, 9])
 def test_a_layer_trained_at_test_time_is_linear_in_its_values_where_its_loss_is(length):
-    module = Trained().double()
-    call = recorded(module, torch.randn(2, length, 12, dtype=torch.float64))
-    torch.testing.assert_close(freeze_measured(call).output(), call.output)
+    measured(Trained().double(), torch.randn(2, length, 12, dtype=torch.float64))
     module = Trained(torch.tanh).double()
     call = recorded(module, torch.randn(2, length, 12, dtype=torch.float64))
     if length > 4:  # within the first chunk the layer is what it was

@@ -14,11 +14,11 @@ import pytest
 import torch
 from methods import each_method
 from models import ids
+from running_mean import RunningMean, freeze_running_mean
 from torch import nn
 
 import captum_ssm
 from captum_ssm import (
-    FrozenMixer,
     MambaAttribution,
     MambaRollout,
     RawAttention,
@@ -28,10 +28,9 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm._capture import Request, freeze
-from captum_ssm.mixers import _registry as registry
 from captum_ssm.mixers import find_adapter, registered
-from captum_ssm.operators import DiagonalOperator
 
+pytestmark = pytest.mark.usefixtures("own_registry")
 NAMES = (
     *("LaTIM", "MambaAttribution", "MambaLRP", "MambaRollout", "RawAttention"),
     *("UnifiedImplicitAttention", "SSMLLMAttribution", "hidden_attention"),
@@ -196,46 +195,9 @@ def test_there_is_one_way_down():
                 assert rank(taken) <= rank(module), f"{module} imports {taken}"
 
 
-class RunningMean(nn.Module):
-    """A toy mixer: y_i = W (mean of the tokens up to i), scaled by a decay."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.out_proj = nn.Linear(width, width)
-        self.rate = nn.Parameter(torch.linspace(0.1, 1, width))
-
-    def decay(self, token: torch.Tensor) -> torch.Tensor:
-        return torch.exp(-self.rate)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, out = torch.zeros_like(x[:, 0]), []
-        for token in x.unbind(1):
-            h = self.decay(token) * h + token
-            out.append(h)
-        return self.out_proj(torch.stack(out, 1))
-
-
-def freeze_running_mean(call, error: float = 0.0) -> FrozenMixer:
-    """The adapter of :class:`RunningMean`."""
-    x, rate = call.tokens("x"), call.parameter(call.module.rate)
-    one = torch.ones_like(x)
-    state = torch.ones(*x.shape[:2], 1, 1, dtype=x.dtype)
-    return FrozenMixer(
-        recurrence=DiagonalOperator(one, one * (1 + error), -rate[:, None], state, state),
-        inputs=x,
-        out_proj=lambda y: call.linear(call.module.out_proj, y),
-        out_weight=call.parameter(call.module.out_proj.weight),
-    )
-
-
 def toy() -> nn.Module:
     parts = {"embedding": nn.Embedding(37, 8), "mixer": RunningMean(), "head": nn.Linear(8, 5)}
     return nn.Sequential(OrderedDict(parts))
-
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 def assert_explained(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import build, modeling_of
-from test_leaves_no_trace import assert_unchanged, fingerprint
+from unchanged import assert_unchanged, fingerprint
 
 from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, ReconstructionError
 from captum_ssm._capture import Request, Substitution, freeze

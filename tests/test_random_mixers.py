@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from frozen import recorded
+from inputs import noise
 from random_mixers import LENGTH, WIDTH, RandomMixer
 
 from captum_ssm import UnsupportedModelError
-from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.mixers import FrozenMixer
 from captum_ssm.mixers.measured import freeze_measured
 
 EVERY = ("conv", "activation", "gate", "norm", "skip")
 FEW, MANY = range(40), range(40, 600)
 
 
-def made(seed: int) -> tuple[RandomMixer, torch.Tensor]:
-    module = RandomMixer(seed).double().eval()
-    generator = torch.Generator().manual_seed(seed)
-    return module, torch.randn(1, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
-
-
 def frozen(module: RandomMixer, x: torch.Tensor) -> FrozenMixer | None:
     """None where it is refused, or has hidden maps alone."""
-    with torch.no_grad():
-        call = MixerCall("mixer", module, (x,), {}, module(x))
+    call = recorded(module, x)
     try:
         mixer = freeze_measured(call)
         mixer.operator("unified")
@@ -37,7 +32,7 @@ def check_maps(seeds: range) -> float:
     """Compares maps with what an impulse finds; the share of mixers that are refused."""
     refused = 0
     for seed in seeds:
-        module, x = made(seed)
+        module, x = RandomMixer(seed).double().eval(), noise(1, LENGTH, WIDTH, seed=seed)
         mixer = frozen(module, x)
         if mixer is None:
             refused += 1

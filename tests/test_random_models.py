@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+from inputs import noise
 from methods import assert_close
+from models import without_biases
 from random_models import Model
 
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError
@@ -16,10 +18,9 @@ FEW = range(30)
 MANY = range(30, 400)
 
 
-def made(seed: int) -> tuple[Model, torch.Tensor]:
+def drawn(seed: int) -> tuple[Model, torch.Tensor]:
     model = Model(seed).double().eval()
-    generator = torch.Generator().manual_seed(seed)
-    return model, torch.randn(model.shape, generator=generator, dtype=torch.float64)
+    return model, noise(*model.shape, seed=seed)
 
 
 def explained(method, model, x, *args, **options):
@@ -41,7 +42,7 @@ def check_rollouts(seeds) -> float:
     """Compares rollouts with what is known of them; the share of models that are refused."""
     refused = 0
     for seed in seeds:
-        model, x = made(seed)
+        model, x = drawn(seed)
         expected = model.rollout(x)
         if not bool((expected.abs() < 1e3).all()):  # a recurrence that explodes
             continue
@@ -59,10 +60,8 @@ def check_rollouts(seeds) -> float:
 
 def check_sums(seeds) -> None:
     for seed in seeds:
-        model, x = made(seed)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "token")):
-                parameter.data.zero_()
+        model, x = drawn(seed)
+        without_biases(model, "token")
         score = model(x)[:, 2].detach()
         if not bool((score != 0).all() and score.isfinite().all()):  # of a constant token
             continue

@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib.colors import LogNorm
 from models import ids, randomize, tiny
-from test_public_names import RunningMean, freeze_running_mean, own_registry  # noqa: F401
+from running_mean import RunningMean, freeze_running_mean
 from torch import Tensor, nn
 
 from captum_ssm import (
@@ -110,7 +110,7 @@ def test_a_decay_is_found_and_nothing_after_the_query(position):
     assert field.area(0.5).side == field.area(0.5).places  # a window that ends at the query
 
 
-def test_implicit_maps_of_a_known_decay(own_registry):  # noqa: F811
+def test_implicit_maps_of_a_known_decay(own_registry):
     register_mixer(RunningMean, freeze_running_mean)
     torch.manual_seed(0)
     model = nn.Sequential(RunningMean(), RunningMean(), nn.Linear(8, 5)).double()

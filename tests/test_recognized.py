@@ -4,9 +4,11 @@ import time
 
 import pytest
 import torch
+from frozen import assert_shows_what_is_read, recorded
 from models import randomize
 from torch import nn
 from torch.nn import functional as F
+from wild import Kernel, tokens
 
 from captum_ssm import (
     LaTIM,
@@ -17,7 +19,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._capture.discovery import _reproduces
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers import find_adapter, find_mixers
 from captum_ssm.mixers._registry import how_known
 from captum_ssm.mixers.discovery import MeasuredAdapter, discover
 from captum_ssm.mixers.s6 import freeze_s6
@@ -202,23 +204,6 @@ class Joined(Block):
         return torch.cat(out, dim=1) + self.skipped(v)
 
 
-class Kernel(torch.autograd.Function):
-    """Stands for a fused kernel: no Python function is called with the arguments of a scan."""
-
-    @staticmethod
-    def forward(ctx, x, run):
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            return torch.autograd.grad(ctx.run(x), x, gradient)[0], None
-
-
 class Fused(Block):
     def forward(self, x):
         return self.out_proj(Kernel.apply(self.in_proj(x), self.inner))
@@ -289,21 +274,11 @@ class FourWays(nn.Module):
         return Kernel.apply(x.flatten(1, 2), self.held[0]).unflatten(1, x.shape[1:3])
 
 
-def recorded(module, x):
-    module = module.eval()
-    with torch.no_grad():
-        return MixerCall("mixer", module, (x,), {}, module(x))
-
-
 def found(module, x):
     """The adapter that is found for a module, and its recorded call."""
     adapters = discover(module.eval(), lambda: module(x), _reproduces)
     assert list(adapters) == [module]
-    return adapters[module], recorded(module, x)
-
-
-def tokens(*shape):
-    return torch.randn(*(shape or (2, 15, 6)))
+    return adapters[module], recorded(module.eval(), x)
 
 
 LOOPS = (
@@ -328,35 +303,27 @@ LOOPS = (
 )
 
 
-def assert_shows_what_is_read(maps, module, x):
-    """Whether each row of maps (L, L) has an entry for every token that the output reads."""
-    x = x.clone().requires_grad_()
-    for i, y in enumerate(module(x)[0].sum(-1)):
-        (g,) = torch.autograd.grad(y, x, retain_graph=True)
-        assert torch.equal(maps[i] != 0, (g[0] != 0).any(-1))
-
-
 @pytest.mark.parametrize("kind", [*LOOPS, Fused])
 def test_what_is_written_is_found(kind):
-    adapter, call = found(kind(), tokens())
+    adapter, call = found(kind(), tokens(2, 15))
     assert adapter is freeze_s6 if kind is Fused else isinstance(adapter, MeasuredAdapter)
     torch.testing.assert_close(adapter(call).output(), call.output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [*LOOPS, Fused])
-def test_a_map_shows_every_token_that_the_output_reads_and_no_other(kind):
+def test_a_map_of_a_loop_shows_every_token_that_is_read_and_no_other(kind):
     module, x = kind(), tokens(1, 9, 6)
     adapter, call = found(module, x)
     assert_shows_what_is_read(adapter(call).operator("unified").matrix("mean")[0], module, x)
 
 
 def test_without_a_norm():
-    adapter, call = found(SSDBlock(norm=False), tokens())
+    adapter, call = found(SSDBlock(norm=False), tokens(2, 15))
     torch.testing.assert_close(adapter(call).output(), call.output, rtol=1e-4, atol=1e-5)
 
 
 def test_four_directions_over_an_image():
-    adapter, call = found(FourWays(), tokens(2, 3, 4, 6))
+    adapter, call = found(FourWays(), torch.randn(2, 3, 4, 6))
     mixer = adapter(call)
     assert isinstance(mixer, FrozenScans)
     torch.testing.assert_close(
@@ -364,8 +331,8 @@ def test_four_directions_over_an_image():
     )
 
 
-def test_a_convolution_that_looks_ahead_is_part_of_the_hidden_map():
-    adapter, call = found(LooksAhead(), tokens(1, 7, 6))
+def test_a_convolution_that_looks_two_tokens_ahead_of_a_loop_is_part_of_the_hidden_map():
+    adapter, call = found(LooksAhead(), tokens(1))
     maps = adapter(call).operator().matrix("mean")[0]
     assert torch.equal(maps != 0, torch.ones(7, 7).tril(2).bool())
 
@@ -456,14 +423,14 @@ def test_a_variant_that_nobody_wrote_down_is_explained(kind):
 
 
 @pytest.mark.parametrize("kind", [*LOOK_ALIKES, FusedAlike])
-def test_a_module_that_looks_like_a_mixer_is_refused(kind):
+def test_a_loop_that_is_no_scan_is_refused(kind):
     with pytest.raises(UnsupportedModelError):
-        hidden_attention(Model(kind()).eval(), tokens(), formulation="unified")
+        hidden_attention(Model(kind()).eval(), tokens(2, 15), formulation="unified")
 
 
 @pytest.mark.parametrize("kind", [LateB, LateSSD])
 def test_keys_of_other_tokens_are_coefficients_like_all(kind):
-    adapter, call = found(kind(), tokens())
+    adapter, call = found(kind(), tokens(2, 15))
     torch.testing.assert_close(adapter(call).output(), call.output, rtol=1e-4, atol=1e-5)
 
 
@@ -473,7 +440,7 @@ def test_a_step_whose_recurrence_adds_next_to_nothing_is_told_apart(twice):
     with torch.no_grad():
         module.in_proj.weight.mul_(0.5)
         module.dt_proj.bias.sub_(4 if twice else 8)
-    adapter, call = found(module, tokens().double())
+    adapter, call = found(module, tokens(2, 15).double())
     mixer = adapter(call)
     wrong = mixer.output() - call.output
     adds = mixer.recurrence_share(mixer.gated_output()).amin()
@@ -509,7 +476,7 @@ def test_every_method_explains_a_recognized_mixer(kind, method):
 
 def test_a_recognized_mixer_is_explained_like_a_registered_one():
     mixer = randomize(BidirectionalMamba(6, state=3)).eval()
-    model, x = Model(mixer).eval(), tokens(1, 7, 6)
+    model, x = Model(mixer).eval(), tokens(1)
     theirs = [hidden_attention(model, x)["layers.0"]]
     theirs += [m(model).attribute(x, target=(3, 1)) for m in METHODS[1:]]
 
@@ -570,15 +537,17 @@ def test_tokens_in_tuples():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype):
-    adapter, call = found(Block().to(dtype), tokens().to(dtype))
+    adapter, call = found(Block().to(dtype), tokens(2, 15).to(dtype))
     rebuilt, wide = adapter(call).output(), dtype is torch.float64
     assert float((rebuilt - call.output).norm() / rebuilt.norm()) < (1e-6 if wide else 4e-2)
     with pytest.raises(UnsupportedModelError):
-        hidden_attention(Model(Noisy()).to(dtype).eval(), tokens().to(dtype), formulation="unified")
+        hidden_attention(
+            Model(Noisy()).to(dtype).eval(), tokens(2, 15).to(dtype), formulation="unified"
+        )
 
 
 def test_the_layers_of_an_image():
-    model, x = Model(FourWays(), FourWays()).eval(), tokens(1, 3, 4, 6)
+    model, x = Model(FourWays(), FourWays()).eval(), torch.randn(1, 3, 4, 6)
     maps = hidden_attention(model, x.requires_grad_())
     assert [m.shape for m in maps.values()] == [(1, 12, 12, 12)] * 2
     assert [find_adapter(m) for m in model.layers] == [freeze_ss2d] * 2
@@ -602,7 +571,7 @@ def refusal(model, x):
 def test_the_error_names_what_is_missing():
     why = r"layers.1 \(Noisy\).* a loop in Block.scanned mixes channels or tokens"
     with pytest.raises(UnsupportedModelError, match=why):
-        LaTIM(Model(Noisy(), Noisy()).eval()).attribute(tokens(), target=(3, 1))
+        LaTIM(Model(Noisy(), Noisy()).eval()).attribute(tokens(2, 15), target=(3, 1))
 
 
 class Unread(nn.Module):
@@ -616,7 +585,7 @@ class Unread(nn.Module):
 
 
 def test_the_error_names_a_loop_that_is_no_scan():
-    said = refusal(Model(Unread()), tokens())
+    said = refusal(Model(Unread()), tokens(2, 15))
     assert "layers.0 (Unread) calls a loop in Unread.forward, which does not return" in said
     assert "docs/add_a_family.md" in said
 
@@ -631,7 +600,7 @@ def running(x, dt, A, B, C):
 
 
 def test_the_error_names_a_function_that_is_no_scan():
-    said = refusal(Model(CallsNoScan()), tokens())
+    said = refusal(Model(CallsNoScan()), tokens(2, 15))
     assert "layers.0 (CallsNoScan) calls running, which does not return" in said
 
 

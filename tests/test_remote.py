@@ -3,10 +3,10 @@
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from folders import TESTS
 from methods import assert_close, each_method
 from models import ids, tiny
 from nnsight_server import receive, send
@@ -35,7 +35,7 @@ def checkpoint(request, tokenizer, tmp_path_factory):
 @pytest.fixture(scope="module")
 def process():
     """A process that holds the models and lacks this package."""
-    command = [sys.executable, Path(__file__).with_name("nnsight_server.py")]
+    command = [sys.executable, TESTS / "nnsight_server.py"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         yield running
         running.stdin.close()

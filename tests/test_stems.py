@@ -5,8 +5,9 @@ from __future__ import annotations
 import inputs
 import pytest
 import torch
-from inputs import made, noise, options
+from inputs import noise, options
 from methods import METHODS, assert_close, each
+from models import made
 from torch import Tensor, nn
 from torch.nn.functional import pad
 

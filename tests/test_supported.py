@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build
-from models import ids, tiny
-from test_wiring import FLIP, Merging, Stack, attention, in_order, made, shift, tokens
+from models import ids, made, tiny
+from stacks import FLIP, Merging, Stack, attention, in_order, shift, tokens
 
 from captum_ssm import UnsupportedModelError, supported
 from captum_ssm.models import VisionMamba

@@ -3,20 +3,19 @@
 import gc
 import re
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from captum.attr import TextTokenInput
-from models import ids, tiny
-from test_generation import WORDS
+from folders import ROOT
+from models import WORDS, ids, tiny
 
 from captum_ssm import MambaRollout, SSMLLMAttribution, estimate
 from captum_ssm.attr import TokenAttribution, methods
 from captum_ssm.cli import main
 
-COPYING = str(Path(__file__).parents[1] / "tutorials" / "models" / "copying-mamba")
+COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
 
 
 def distance_decay():

@@ -1,10 +1,10 @@
 """A trained model that no adapter knows: the bidirectional Mamba of the package typeseg."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from folders import ROOT
 
 from captum_ssm import (
     LaTIM,
@@ -17,7 +17,7 @@ from captum_ssm import (
 )
 
 typeseg = pytest.importorskip("typeseg", reason="pip install --no-deps typeseg==0.2.7")
-sys.path.append(str(Path(__file__).parents[1] / "tutorials"))
+sys.path.append(str(ROOT / "tutorials"))
 import typeseg_model  # noqa: E402
 
 TEXT = "<p>Hi</p>\n<script>alert('x');</script>\n"
@@ -71,16 +71,3 @@ def test_every_method_explains_it(model, method):
     # Both directions are read.
     assert float(row[:position].abs().max()) > 0
     assert float(row[position + 1 :].abs().max()) > 0
-
-
-def test_relevance_adds_up_to_the_logit_where_no_bias_adds_to_it():
-    bare = typeseg_model.TypeSeg().eval()
-    with torch.no_grad():
-        for name, parameter in bare.named_parameters():
-            if name.endswith("bias") and "dt_proj" not in name:
-                parameter.zero_()
-    ids, target = typeseg_model.ids_of(TEXT), (TEXT.index("alert"), 2)
-    with torch.no_grad():
-        logit = bare(ids)[0, target[0], target[1]]
-    total = MambaLRP(bare).attribute(ids, target=target).sum()
-    assert float((total - logit).abs()) < 1e-3 * float(logit.abs())

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from inputs import noise
 from methods import MAPS, assert_close
-from models import randomize
+from models import made
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
@@ -215,8 +216,8 @@ def test_a_rollout_is_the_product(name, monkeypatch):
         return torch.einsum("bt,bts->bs", w, self.matrix())
 
     monkeypatch.setattr(Transport, "rmatvec", carried)
-    model = randomize(Model(SHAPES[name])).double().eval()
-    x = torch.randn(1, L, E, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    model = made(Model(SHAPES[name]))
+    x = noise(1, L, E, seed=3)
     states = model.states(x)
     read = reads(model, states, (1, 5))
     frozen = freeze(Request.of(model, None, x), target=(1, 5), gradients=True)
@@ -247,8 +248,8 @@ def test_a_rollout_is_the_product(name, monkeypatch):
 @pytest.mark.usefixtures("few_probes")
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_method_of_maps_runs(name):
-    model = randomize(Model(SHAPES[name])).double().eval()
-    x = torch.randn(2, L, E, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    model = made(Model(SHAPES[name]))
+    x = noise(2, L, E, seed=3)
     for method in MAPS:
         found = method(model).attribute(x, target=(1, 5))
         # An example of a batch gets what it gets by itself.
@@ -257,7 +258,7 @@ def test_every_method_of_maps_runs(name):
 
 @pytest.mark.parametrize("grids", ["two", "three"])
 def test_a_whole_rollout_has_one_axis_of_output_tokens(grids):
-    model = randomize(Model(SHAPES[f"a head that reads {grids} grids"])).double().eval()
+    model = made(Model(SHAPES[f"a head that reads {grids} grids"]))
     x = torch.randn(1, L, E, dtype=torch.float64)
     with pytest.raises(UnsupportedModelError, match=r"read from stages of .*8.* tokens.*attribute"):
         MambaRollout(model).rollout(x)

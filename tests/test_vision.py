@@ -7,6 +7,7 @@ from methods import each
 from models import golden, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
+from vision_models import images, isotropic, small
 
 from captum_ssm import (
     LaTIM,
@@ -18,23 +19,11 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm._capture import Request, freeze
-from captum_ssm.models import SS2D, BidirectionalMamba, TokenGrid, VisionMamba, _s6, vision_mamba
+from captum_ssm.models import BidirectionalMamba, TokenGrid, VisionMamba, _s6
 from captum_ssm.models.vision_mamba import find_cls
 
 GOLDEN, WEIGHTS, CONFIG = golden("vim_tiny")
 CLS = ("start", "middle", "end", "ends", None)
-
-
-def small(size=(12, 20), **changes) -> VisionMamba:
-    """A random model of 15 patches, 3 x 5, in float64."""
-    torch.manual_seed(0)
-    options = {"classes": 5, "width": 8, "depth": 2, "state": 4, "dt_rank": 2} | changes
-    return randomize(VisionMamba(size, 4, **options)).double().eval()
-
-
-def images(count: int = 2, size=(12, 20), colours: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, colours, *size, generator=generator, dtype=torch.float64)
 
 
 def test_golden_logits_and_mixers():
@@ -173,28 +162,6 @@ def test_errors_of_loading():
     for bad in ({"cls": "left"}, {"pool": "max"}, {"norm": "batch"}, {"bimamba_type": "v3"}):
         with pytest.raises(ValueError, match="; expected"):
             small(**bad)
-
-
-class Isotropic(nn.Module):
-    """A vision model of SS2D mixers, pooled by mean."""
-
-    def __init__(self, grid=(3, 5), **options) -> None:
-        super().__init__()
-        self.patch_embed = vision_mamba.PatchEmbed(3, 8, (4, 4), (4, 4))
-        self.mixers = nn.ModuleList(SS2D(8, grid, state=4, **options) for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        x = self.patch_embed(pixels)
-        for mixer, norm in zip(self.mixers, self.norms, strict=True):
-            x = x + mixer(norm(x))
-        return self.head(x.mean(1))
-
-
-def isotropic(**options) -> Isotropic:
-    torch.manual_seed(0)
-    return randomize(Isotropic(**options)).double().eval()
 
 
 MIXERS = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from captum.attr import visualization as captum_visualization
+from folders import ROOT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -626,7 +627,7 @@ def test_without_a_screen_and_without_ipython(tmp_path):
         "assert 'matplotlib.pyplot' not in sys.modules or not "
         "sys.modules['matplotlib.pyplot'].get_fignums()\n"
     )
-    environment = {"PATH": "", "MPLBACKEND": "Agg", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {"PATH": "", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         env=environment | {"HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)},

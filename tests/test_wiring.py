@@ -12,7 +12,8 @@ import torch
 import wild
 from families import build
 from methods import METHODS, assert_close, each
-from models import ids, randomize, tiny
+from models import ids, made, tiny
+from stacks import FLIP, SHUFFLE, E, Merging, Stack, attention, in_order, mixer, shift, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,7 +34,6 @@ from captum_ssm._nested import tensors_in
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 
-E = 16
 THROUGH_LAYERS = [MambaRollout, MambaAttribution, UnifiedImplicitAttention, RawAttention]
 
 
@@ -41,37 +41,6 @@ THROUGH_LAYERS = [MambaRollout, MambaAttribution, UnifiedImplicitAttention, RawA
 def as_if_wide(monkeypatch):
     """Measured by products of rank one, as models of real widths are."""
     monkeypatch.setattr(mixing, "_WIDE", 0)
-
-
-def mixer() -> nn.Module:
-    return BidirectionalMamba(E, state=4, bimamba_type="none")
-
-
-def tokens(batch: int = 2, length: int = 7, seed: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, length, E, generator=generator, dtype=torch.float64)
-
-
-class Stack(nn.Module):
-    """Residual layers; ``update`` says how a layer's mixers are called, and a head follows."""
-
-    def __init__(self, update, layers: int = 2, mixers: int = 2, head: int = 5) -> None:
-        super().__init__()
-        self.update = update
-        self.mixers = nn.ModuleList(
-            nn.ModuleList(mixer() for _ in range(mixers)) for _ in range(layers)
-        )
-        self.norms = nn.ModuleList(nn.LayerNorm(E) for _ in range(layers))
-        self.norm_f, self.head = nn.LayerNorm(E), nn.Linear(E, head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, own in zip(self.norms, self.mixers, strict=True):
-            x = x + self.update(norm(x), *own)
-        return self.head(self.norm_f(x))
-
-
-def made(module: nn.Module) -> nn.Module:
-    return randomize(module).double().eval()
 
 
 def matrix(module: nn.Module, x: Tensor) -> Tensor:
@@ -84,13 +53,6 @@ def permuted(values: Tensor, order: Tensor) -> Tensor:
     """A map over tokens ``x[:, order]`` as one over the tokens x."""
     back = torch.argsort(order)
     return values[:, back][:, :, back]
-
-
-def in_order(order: Tensor):
-    return lambda x, one, two: one(x) + two(x[:, order])[:, torch.argsort(order)]
-
-
-FLIP, SHUFFLE = torch.arange(7).flip(0), torch.tensor([3, 0, 6, 1, 5, 2, 4])
 
 
 @torch.no_grad()
@@ -355,21 +317,6 @@ def test_windows_in_the_batch():
         assert method(model).attribute(x, target=(6, 1)).isfinite().all()
 
 
-class Merging(nn.Module):
-    """Two stages of tokens with a strided convolution between them, pooled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = mixer(), mixer()
-        self.merge = nn.Conv1d(E, E, 3, stride=2, padding=1)
-        self.head = nn.Linear(E, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.first(x)
-        x = self.merge(x.mT).mT
-        return self.head((x + self.second(x)).mean(1))
-
-
 def test_tokens_that_are_merged_are_carried_by_a_transport():
     model, x = made(Merging()), tokens(2, 8)
     frozen = freeze(Request.of(model, None, x))
@@ -422,10 +369,6 @@ def test_a_token_that_is_dropped_gets_nothing():
     assert bool((row[:, 0] == 0).all())
 
 
-def shift(x, one, two):
-    return one(x) + two(x) + 0.3 * F.pad(x, (0, 0, 1, 0))[:, :-1]
-
-
 def test_a_little_mixing_by_no_mixer_is_said():
     model, x = made(Stack(shift)), tokens()
     for method in THROUGH_LAYERS:
@@ -435,10 +378,6 @@ def test_a_little_mixing_by_no_mixer_is_said():
         warnings.simplefilter("error")
         MambaLRP(model).attribute(x, target=(3, 1))
         hidden_attention(model, x)
-
-
-def attention(x, one, two):
-    return one(x) + (x @ x.mT).softmax(-1) @ two(x)
 
 
 def recurrence(x, one, two):

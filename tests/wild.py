@@ -7,6 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def tokens(batch: int = 2, length: int = 7, width: int = 6) -> Tensor:
+    """Random tokens, by default as wide as the mixers here."""
+    return torch.randn(batch, length, width)
+
+
 def scan(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
     """S6, token by token: x and delta ``(B, L, D)``, B and C ``(B, L, N)``."""
     h, out = x.new_zeros(len(x), *A.shape), []
@@ -190,3 +195,24 @@ class ConstantNorm(nn.Module):
     def forward(self, x):
         size = (x.var(-1, unbiased=False, keepdim=True) + self.norm.eps).sqrt().detach()
         return (x - x.mean(-1, keepdim=True)) / size * self.norm.weight + self.norm.bias
+
+
+# One of each kind over tokens ``(B, L, 6)``.
+KINDS = (Mixer, Backward, LooksAhead, BothWays, InBatch, HalfScanned, Normed, TwoBranches)
+
+
+class Kernel(torch.autograd.Function):
+    """Stands for a fused kernel: no Python function is called with the arguments of a scan."""
+
+    @staticmethod
+    def forward(ctx, x, run):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(ctx.run(x), x, gradient)[0], None

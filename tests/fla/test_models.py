@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fla.models
 import pytest
-import torch
-from models import VOCABULARY, ids, randomize
+from models import VOCABULARY, ids, randomize, without_biases
 from torch import Tensor, nn
 
 from captum_ssm import LaTIM, MambaLRP
@@ -24,11 +23,7 @@ def build(name: str, **options: object) -> nn.Module:
         **options,
     )
     model = randomize(getattr(fla.models, f"{name}ForCausalLM")(config)).eval()
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if path.endswith("bias") and "dt" not in path:
-                parameter.zero_()
-    return model
+    return without_biases(model)
 
 
 def assert_adds_up(model: nn.Module, tokens: Tensor) -> None:
