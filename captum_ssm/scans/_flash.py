@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from captum_ssm.operators import LinearAttentionOperator, SubstepOperator
 from captum_ssm.scans._arguments import unit_length
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import register_scan
+from captum_ssm.scans._form import Candidate, register_scan
 from captum_ssm.scans._heads import Heads, register_heads
 
 

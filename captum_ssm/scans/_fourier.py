@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from captum_ssm.operators import ToeplitzOperator
 from captum_ssm.scans._arguments import per_channel, working_dtype
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import register_scan
+from captum_ssm.scans._form import Candidate, register_scan
 
 TRANSFORMS = (torch.fft.rfft, torch.fft.fft, torch.fft.irfft)
 # How many transforms of a run are remembered: a convolution's two stand close to each other.

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from captum_ssm.operators import LinearAttentionOperator, TokenOperator
 from captum_ssm.scans._arguments import QKV, unit_length, working_dtype
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import Build, register_scan
+from captum_ssm.scans._form import Build, Candidate, register_scan
 
 _NAMES = QKV | {
     "heads": ("H", "num_heads", "n_head", "n_heads"),

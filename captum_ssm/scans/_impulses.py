@@ -14,7 +14,7 @@ from torch import Tensor
 from captum_ssm._nested import first_of
 from captum_ssm.operators import WeightsOperator
 from captum_ssm.scans._calls import FunctionCall, not_intercepted
-from captum_ssm.scans._candidate import Candidate
+from captum_ssm.scans._form import Candidate
 
 _NAMES = (
     ("q", "query", "queries"),

@@ -1,4 +1,4 @@
-"""Forms of linear attention: with decay, with the delta rule, RWKV's, and xLSTM's mLSTM."""
+"""Forms of linear attention: with decay, with the delta rule, RWKV's, xLSTM's mLSTM, and WKV."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from captum_ssm.operators import (
     SumOperator,
     TokenOperator,
     mlstm_operator,
+    wkv_operator,
 )
-from captum_ssm.scans._arguments import log_decays
-from captum_ssm.scans._candidate import Candidate
+from captum_ssm.scans._arguments import log_decays, working_dtype
+from captum_ssm.scans._form import Candidate, register_scan
 from captum_ssm.scans._heads import Heads, register_heads
 
 
@@ -86,6 +87,31 @@ def mlstm(given: Heads, i: Tensor, f: Tensor, eps: float = 1e-6) -> Iterator[Can
     gates = (t.to(given.q).reshape(shape) for t in (i, f))
     operator = mlstm_operator(given.q, given.k, *gates, width=given.v.shape[-1], eps=eps)
     yield given.candidate(operator)
+
+
+@register_scan(
+    names={
+        "k": ("key",),
+        "v": ("value",),
+        "decay": ("w", "time_decay"),
+        "bonus": ("u", "time_first"),
+    }
+)
+def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Iterator[Candidate]:
+    """RWKV-4 and Vision-RWKV: k and v ``(B, L, D)``, decay and bonus one per channel.
+
+    It averages earlier tokens or all of them. The decay is given as it is, as its logarithm, or
+    with its sign turned.
+    """
+    D = v.shape[-1]
+    if v.dim() != 3 or k.shape != v.shape or decay.numel() != D or bonus.numel() != D:
+        return
+    dtype = working_dtype(k, v)
+    key, w, u = k.to(dtype), decay.to(dtype).reshape(-1), bonus.to(dtype).reshape(-1)
+    for two_way, rate in product((False, True), (w.exp(), w, -w)):
+        yield Candidate(
+            operator=wkv_operator(key, rate, u, two_way=two_way), values=v, layouts=("BLD",)
+        )
 
 
 def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[TokenOperator]:

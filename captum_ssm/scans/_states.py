@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from captum_ssm.operators import LinearAttentionOperator
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import is_of_form, register_scan
+from captum_ssm.scans._form import Candidate, is_of_form, register_scan
 
 _FUNCTORCH = torch._C._functorch
 
