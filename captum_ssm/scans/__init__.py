@@ -66,6 +66,7 @@ from captum_ssm.scans._proof import Scan as Scan
 from captum_ssm.scans._proof import ScanCalls as ScanCalls
 from captum_ssm.scans._proof import first_tensor as first_tensor
 from captum_ssm.scans._proof import prove as prove
+from captum_ssm.scans._proof import silenced as silenced
 from captum_ssm.scans._states import is_hidden as is_hidden
 
 __all__ = ["Candidate", "register_scan"]

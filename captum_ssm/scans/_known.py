@@ -115,8 +115,8 @@ def online(
             continue
         dtype = working_dtype(x, dt, q, k)
         query, key = (_per_head(t.to(dtype), v.shape[-1]) for t in (groups[0], groups[1]))
-        given = step.to(dtype) if bias is None else step.to(dtype) + bias.to(dtype)
-        for rate, divided in product((given, torch.sigmoid(given)), (True, False)):
+        steps = step.to(dtype) if bias is None else step.to(dtype) + bias.to(dtype)
+        for rate, divided in product((steps, torch.sigmoid(steps)), (True, False)):
             rate = rate[..., None]
             rate = rate / (1 + rate * key.square().sum(-1, True)) if divided else rate
             yield Candidate(
@@ -216,11 +216,11 @@ def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[
         v, a, *z = (t.mT if last else t for t in (x, decay, gate) if torch.is_tensor(t))
         for log_decay in log_decays(a.unsqueeze(-1), a.to(working_dtype(x, decay)).unsqueeze(-1)):
             step = -log_decay[..., 0]
-            one = torch.ones_like(step)
-            state = one[..., :1, None]
+            ones = torch.ones_like(step)
+            state = ones[..., :1, None]
             for values in (v, v.exp()):
                 yield Candidate(
-                    operator=DiagonalOperator(step, one, -one[0, 0, :, None], state, state),
+                    operator=DiagonalOperator(step, ones, -ones[0, 0, :, None], state, state),
                     values=values,
                     layouts=("BDL",) if last else ("BLD",),
                     gates=tuple(z),
@@ -310,7 +310,7 @@ def _skip(D: Tensor | None, v: Tensor) -> Tensor | None:
 
 
 def _in_heads(operator: TokenOperator, x: Tensor, D: Tensor | None, z: Tensor | None) -> Candidate:
-    # Of x and z (B, L, H, P).
+    # The candidate of x and z (B, L, H, P).
     return Candidate(
         operator=operator,
         values=x.flatten(2),

@@ -17,7 +17,7 @@ from captum_ssm.operators import TokenOperator, WeightsOperator
 from captum_ssm.scans._arguments import working_dtype
 from captum_ssm.scans._calls import FunctionCall, handled_by, is_loop, is_product, not_intercepted
 from captum_ssm.scans._form import Candidate, ScanForm, forms_of
-from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
+from captum_ssm.scans._impulses import candidates_by_impulses, measurable_values
 from captum_ssm.scans._kept import KeptScans
 from captum_ssm.scans._packed import joined, sequences
 
@@ -31,7 +31,7 @@ TOLERANCE = {
 }
 # Where the recurrence adds less than this, the rounding of the rest may be more than is tolerated.
 _SMALL = 1e-2
-# By tolerance, the share of which one rounding of the rest is as much as is tolerated.
+# For each tolerance, the share at which one rounding of the rest is as much as is tolerated.
 _HIDDEN = {error: torch.finfo(dtype).eps / error for dtype, error in TOLERANCE.items()}
 
 
@@ -82,16 +82,6 @@ def prove(call: FunctionCall, result: Any) -> Scan | None:
         return None
     scans = (_proven(call, form, want, enlarged=False) for form in forms_of(list(call.arguments)))
     return next((scan for scan in scans if scan is not None), None)
-
-
-def prove_by_impulses(call: FunctionCall, want: Tensor) -> Scan | None:
-    """The call as a scan, if it is linear in its values head by head: its maps are measured."""
-    compared = (
-        scan
-        for candidate in candidates_by_impulses(call, want.detach())
-        for scan, _ in _compared(call, candidate, want)
-    )
-    return next((scan for scan in compared if scan.error <= _tolerance(call, want)), None)
 
 
 def _of_product(call: FunctionCall) -> Scan | None:
@@ -156,9 +146,7 @@ class ScanCalls:
             return self._find_in_each(parts, result)
         scan = prove(call, result)
         if scan is None and not self.forms_only:
-            want = first_tensor(result)
-            if want is not None and can_be_measured(call, want) and _adds_to_inner(call, want):
-                return prove_by_impulses(call, want)
+            return _proven_by_impulses(call, first_tensor(result))
         return scan
 
     def _find_in_each(self, parts: list[tuple[FunctionCall, slice]], result: Any) -> Scan | None:
@@ -187,6 +175,19 @@ class ScanCalls:
             row[name] = torch.cat([x.expand_as(s.values) for x, s in pairs], 1) if in_all else None
         operator = joined([scan.operator for scan in scans], [at for _, at in parts])
         return replace(first, operator=operator, error=max(scan.error for scan in scans), **row)
+
+
+def _proven_by_impulses(call: FunctionCall, want: Tensor | None) -> Scan | None:
+    # The call as a scan, if it is linear in its values head by head, and does more than the scans
+    # inside of it: its maps are measured.
+    name = None if want is None else measurable_values(call, want)
+    if want is None or name is None or not _adds_to_inner(call, want):
+        return None
+    for candidate in candidates_by_impulses(call, name, want.detach()):
+        for scan, _ in _compared(call, candidate, want):
+            if scan.error <= _tolerance(call, want):
+                return scan
+    return None
 
 
 def silenced(result: Any) -> Any:

@@ -48,10 +48,13 @@ def attention_of_tokens(
     used = v.detach().flatten(0, -2).any(0).nonzero()[:, 0]
     v = v[..., : int(used[-1]) + 1] if len(used) else v
     wide = torch.promote_types(q.dtype, torch.float32)
+    query, key, values = (t.transpose(1, 2) for t in (q, k, v))
     yield from softmax_candidates(
-        *(t.transpose(1, 2) for t in (q, k, v)),
-        layouts=(layout,),
-        scale=scale,
+        query,
+        key,
+        values,
+        (layout,),
+        scale,
         bias=_bias(q.to(wide), causal, window, decay),
         softcap=softcap or None,
         sinks=None if sinks is None else sinks.to(wide),
