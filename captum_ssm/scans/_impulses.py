@@ -9,6 +9,7 @@ times.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,10 @@ def measurable_values(call: FunctionCall, returned: Tensor) -> str | None:
     """
     arguments = call.arguments
     names = [next((n for n in known if n in arguments), "") for known in _NAMES]
-    q, k, v = (arguments.get(name) for name in names)
-    if not all(torch.is_tensor(t) and t.dim() == returned.dim() for t in (q, k, v)):
+    tensors: list[Any] = [arguments.get(name) for name in names]
+    if not all(torch.is_tensor(t) and t.dim() == returned.dim() for t in tensors):
         return None
+    q, k, v = tensors
     if returned.dim() not in _LAYOUTS or not v.is_floating_point():
         return None
     if v.shape[-1] != returned.shape[-1] or k.shape[:-1] != v.shape[:-1]:
