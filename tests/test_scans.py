@@ -20,6 +20,7 @@ from captum_ssm.operators import DiagonalOperator
 from captum_ssm.scans import (
     Candidate,
     _form,
+    _heads,
     candidate_functions,
     intercepted,
     not_intercepted,
@@ -309,6 +310,14 @@ def test_the_page_on_scan_forms_runs(monkeypatch):
     decay = mixer.speed.detach().sigmoid()[:, None, None] ** lags.clamp(min=0) * (lags >= 0)
     gate = F.silu(mixer.enter(x).chunk(2, -1)[1]).detach()
     torch.testing.assert_close(map_of[0], decay * gate[0].mT[..., None])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 12])
+def test_head_width(width):
+    v = torch.randn(2, 12)
+    factor = torch.randn(2, 12 // width, 1).expand(-1, -1, width).flatten(1)
+    assert _heads._head_width(v, factor * v) == width
+    assert _heads._head_width(v, torch.randn(2, 12)) == 1
 
 
 def test_what_cannot_be_registered():

@@ -19,6 +19,8 @@ from captum_ssm.operators import LinearAttentionOperator, TokenOperator
 from captum_ssm.scans._arguments import QKV, unit_length, working_dtype
 from captum_ssm.scans._form import Build, Candidate, register_scan
 
+# The largest share of a result that may not be explained by one factor per head.
+_UNEXPLAINED = 0.05
 _NAMES = QKV | {
     "heads": ("H", "num_heads", "n_head", "n_heads"),
     "unit": ("use_qk_l2norm_in_kernel",),
@@ -159,7 +161,9 @@ def _taken_apart(
 
 
 def _head_width(v: Tensor, y: Tensor) -> int:
-    # A recurrence returns the value (B, D) of the first token, by one factor per head.
+    # A recurrence returns the value (B, D) of the first token, by one factor per head: the widest
+    # heads for which that holds are taken. Made for RWKV-5 and 6, whose kernels take heads side by
+    # side and say nowhere how wide they are.
     def share_left(width: int) -> float:
         value, result = (t.double().unflatten(-1, (-1, width)) for t in (v, y))
         factor = (value * result).sum(-1, True) / value.square().sum(-1, True).clamp(min=1e-300)
@@ -167,4 +171,4 @@ def _head_width(v: Tensor, y: Tensor) -> int:
 
     D = v.shape[-1]
     widths = (width for width in range(D, 0, -1) if D % width == 0)
-    return next(width for width in widths if width == 1 or share_left(width) < 0.05)
+    return next(width for width in widths if width == 1 or share_left(width) < _UNEXPLAINED)

@@ -72,7 +72,8 @@ def _of_shift(rerun: Rerun, direction: Direction, rows: Tensor) -> float:
 
 def _reads_neighbors(strength_of: Callable[[int], Tensor], length: int) -> bool:
     # Whether two tokens read the same few offsets, and hardly anything else. The neighbors of a
-    # token may be those of an image's patch, above and below it.
+    # token may be those of an image's patch, above and below it. Made for RWKV's token shift and
+    # Vision-RWKV's shift by a quarter of the channels to each side.
     # Late enough that a causal recurrence would show.
     t = length - 1 - length // 4
     tokens = (t, max(0, t - 2))
