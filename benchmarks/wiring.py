@@ -34,7 +34,7 @@ from captum_ssm._capture import Request
 from captum_ssm._capture import record as record_module
 from captum_ssm._capture.record import record
 from captum_ssm.metrics import bootstrap
-from captum_ssm.mixers.discovery import scans_frozen
+from captum_ssm.mixers.frozen_scans import scans_frozen
 from captum_ssm.scans import FunctionCall, candidate_functions, intercepted
 
 SHAPE = {"vocab_size": 1000, "hidden_size": 768}

@@ -26,6 +26,7 @@ from captum_ssm import (
     hidden_attention,
     supported,
 )
+from captum_ssm.mixers.measured import _shift
 from captum_ssm.scans import FunctionCall, prove
 
 B, L, D = 2, 7, 2 * WIDTH
@@ -184,3 +185,17 @@ def test_a_scripted_mixer_is_refused_in_words():
     model = nn.Sequential(torch.jit.trace(nn.Linear(D, D), given()))
     with pytest.raises(UnsupportedModelError, match="PYTORCH_JIT=0"):
         MambaLRP(model).attribute(given(), target=(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "is_near"),
+    [((0,), True), ((0, -1), True), ((0, 1, -1, 4, -4), True), (range(-16, 1), False)],
+    ids=["itself", "RWKV", "Vision-RWKV", "a recurrence"],
+)
+def test_reads_neighbors(offsets, is_near):
+    def strength_of(token):
+        strength = torch.zeros(16)
+        strength[[token + offset for offset in offsets if 0 <= token + offset < 16]] = 1
+        return strength
+
+    assert _shift._reads_neighbors(strength_of, 16) is is_near

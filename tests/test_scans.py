@@ -1,7 +1,9 @@
 """Scans recorded by what they are called with, proven, and exchanged."""
 
+import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +11,16 @@ import wild
 from proofs import proven
 from torch.nn import functional as F
 
+import captum_ssm
+from captum_ssm.attr import MambaRollout
+from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers._registry import how_known
+from captum_ssm.mixers.measured import freeze_measured
 from captum_ssm.operators import DiagonalOperator
 from captum_ssm.scans import (
     Candidate,
     _form,
+    _heads,
     candidate_functions,
     intercepted,
     not_intercepted,
@@ -278,6 +286,38 @@ def test_a_form_of_a_user(monkeypatch):
 
     assert proven(running, **given).error < 1e-5
     assert running in candidate_functions()
+
+
+def test_the_page_on_scan_forms_runs(monkeypatch):
+    monkeypatch.setattr(_form, "_FORMS", dict(_form._FORMS))
+    page = Path(__file__).parents[1] / "docs" / "development" / "add_a_scan_form.md"
+    code, form, use = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    names = {}
+    exec(code, names)
+    model, ids = names["Model"]().eval(), torch.randint(11, (1, 12))
+    with pytest.raises(captum_ssm.UnsupportedModelError):
+        MambaRollout(model).attribute(ids)
+    exec(form, names)
+    exec(use, names)
+    assert names["relevance"].shape == (1, 12)
+    mixers = names["model"].mixers
+    assert [how_known(mixer) for mixer in mixers] == ["measured"] * 2
+    x = torch.randn(1, 7, 8)
+    mixer = mixers[0]
+    frozen = freeze_measured(MixerCall("mixer", mixer, (x,), {}, mixer(x).detach()))
+    map_of = frozen.operator("unified").matrix()
+    lags = torch.arange(7)[:, None] - torch.arange(7)
+    decay = mixer.speed.detach().sigmoid()[:, None, None] ** lags.clamp(min=0) * (lags >= 0)
+    gate = F.silu(mixer.enter(x).chunk(2, -1)[1]).detach()
+    torch.testing.assert_close(map_of[0], decay * gate[0].mT[..., None])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 12])
+def test_head_width(width):
+    v = torch.randn(2, 12)
+    factor = torch.randn(2, 12 // width, 1).expand(-1, -1, width).flatten(1)
+    assert _heads._head_width(v, factor * v) == width
+    assert _heads._head_width(v, torch.randn(2, 12)) == 1
 
 
 def test_what_cannot_be_registered():

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -62,9 +61,9 @@ def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
     Attention is no matter: its probabilities are constants wherever they are computed.
     """
     known = known_of(model)
-    known.unknown = found = known.unknown if refused is None else refused
-    if found is not None and "Softmax" not in found and "ScaledDotProduct" not in found:
-        why = found.partition(". ")[0]
+    known.unknown = unknown = known.unknown if refused is None else refused
+    if unknown is not None and "Softmax" not in unknown and "ScaledDotProduct" not in unknown:
+        why = unknown.partition(". ")[0]
         warnings.warn(
             f"{why}: its coefficients are not held constant, so relevance may not add up to the "
             "score. The convergence delta says by how much.",
@@ -122,20 +121,20 @@ def _find_others(modules: set[nn.Module], copies: Copies, run: Callable[[], Any]
     for module in modules:
         known_of(module).is_of_its_name = False
     try:
-        found = _discovered(copies, run)
+        adapters = _discovered(copies, run)
     except BaseException:
         for module in modules:
             known_of(module).is_of_its_name = None
         raise
-    inside = {part for module in found for part in module.modules()}
-    rest = {m for m in modules - inside if found.keys().isdisjoint(m.modules())}
-    remember(found | dict.fromkeys(rest, _refuse))
+    inside = {part for module in adapters for part in module.modules()}
+    rest = {m for m in modules - inside if adapters.keys().isdisjoint(m.modules())}
+    remember(adapters | dict.fromkeys(rest, _refuse))
 
 
 def _discovered(copies: Copies, run: Callable[[], Any]) -> dict[nn.Module, Freeze]:
     # By the user's modules.
-    found = discover(copies.root, run, _reproduces)
-    return {original(module): freeze for module, freeze in found.items()}
+    adapters = discover(copies.root, run, _reproduces)
+    return {original(module): freeze for module, freeze in adapters.items()}
 
 
 def _refuse(call: MixerCall) -> FrozenMixer:
@@ -152,21 +151,19 @@ def _refuse(call: MixerCall) -> FrozenMixer:
 def _calls_of(
     alike: dict[str, set[nn.Module]], request: Request, copies: Copies
 ) -> dict[str, MixerCall]:
-    # By look, the first call of the copy of a module that has it.
+    # For each look, the first call of the copy of a module that has it.
     calls: dict[str, MixerCall] = {}
+    look_of_copy = {copies.of(m): look for look, modules in alike.items() for m in modules}
 
-    def note(look: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if look not in calls:
+    def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if (look := look_of_copy[module]) not in calls:
             call = MixerCall("", module, args, kwargs, result)
             calls[look] = map_tensors(lambda x: x.detach().clone(), call)
 
     with torch.no_grad(), ExitStack() as hooks:
-        for look, modules in alike.items():
-            for module in map(copies.of, modules):
-                handle = module.register_forward_hook(
-                    partial(note, look), with_kwargs=True, prepend=True
-                )
-                hooks.enter_context(handle)
+        for module in look_of_copy:
+            handle = module.register_forward_hook(note, with_kwargs=True, prepend=True)
+            hooks.enter_context(handle)
         request.run()
     return calls
 
@@ -220,7 +217,7 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
         return False
     refuse_scripted(model)
     with quiet(), on_thrown_away(request) as (of_copies, copies):
-        found = _discovered(copies, of_copies.run)
-    remember(found)
+        adapters = _discovered(copies, of_copies.run)
+    remember(adapters)
     known_of(model).is_searched, known_of(model).unknown = True, None
-    return bool(found)
+    return bool(adapters)

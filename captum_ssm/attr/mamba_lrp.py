@@ -34,7 +34,8 @@ from captum_ssm.attr._options import Arguments
 from captum_ssm.attr._relevance import relevance_at
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._parts import activation_factor
-from captum_ssm.mixers.discovery import MeasuredAdapter, scans_frozen
+from captum_ssm.mixers.discovery import MeasuredAdapter
+from captum_ssm.mixers.frozen_scans import scans_frozen
 from captum_ssm.operators.composed import sum_of
 
 # Where relevance of an input is read, and of which entries it is; None for all.

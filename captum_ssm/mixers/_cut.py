@@ -38,6 +38,7 @@ from captum_ssm.scans import (
     first_tensor,
     intercepted,
     is_product,
+    silenced,
 )
 
 
@@ -86,7 +87,7 @@ class CutNorm:
     output: Point
 
     def along(self, channels: int) -> CutNorm:
-        """The same with its channels on another axis."""
+        """This norm with its channels on another axis."""
         ends = (replace(end, channels=channels) for end in (self.inputs, self.output))
         return CutNorm(*ends)
 
@@ -134,23 +135,17 @@ def run_cut(
     Raises:
         UnsupportedModelError: for a module that does not return one token for each given one.
     """
-    given, kwargs = token_argument(call), without_caches(call.kwargs)
+    recorded, kwargs = token_argument(call), without_caches(call.kwargs)
     with torch.inference_mode(False), torch.enable_grad(), copied(call.module) as copies:
+        working = torch.promote_types(recorded.dtype, torch.float32)
         module = copies.root
-        working = torch.promote_types(given.dtype, torch.float32)
         if silent or working != call.output.dtype:
-            module = copy.deepcopy(module)
-            # Complex numbers stay complex.
-            module._apply(lambda x: x.to(working) if x.is_floating_point() else x)
-        if silent:
-            for name, parameter in module.named_parameters():
-                if name.endswith("bias"):
-                    parameter.data.zero_()
-        leaf = given.detach().to(working, copy=True).requires_grad_()
+            module = _in_dtype(module, working, without_bias=silent)
+        leaf = recorded.detach().to(working, copy=True).requires_grad_()
         tokens = leaf.clone()
 
         def put(value: Any) -> Any:
-            if torch.is_tensor(value) and _is_same(value, given):
+            if torch.is_tensor(value) and _is_same(value, recorded):
                 return tokens
             if torch.is_tensor(value):
                 value = value.detach()
@@ -158,7 +153,7 @@ def run_cut(
                 return value.to(working) if half else value
             return value
 
-        half = given.dtype if given.dtype.itemsize == 2 else None
+        half = recorded.dtype if recorded.dtype.itemsize == 2 else None
         run, fused = CutRun(leaf, leaf, silent, without=without), fused_functions()
 
         def handle(call: FunctionCall) -> Any:
@@ -166,8 +161,10 @@ def run_cut(
             run.called |= plain is None
             return scans(replace(call, half=half)) if plain is None else plain(call)
 
-        kept = None if silent else call.scans
-        scans = ScanCalls(lambda call, scan, result: _cut(call, scan, result, run), kept=kept)
+        known_results = None if silent else call.scans
+        scans = ScanCalls(
+            lambda call, scan, result: _cut(call, scan, result, run), kept=known_results
+        )
         known = candidate_functions() if functions is None else functions
         with (
             unfused(module),
@@ -178,14 +175,24 @@ def run_cut(
         ):
             again = replace(call, args=tree_map(put, call.args), kwargs=tree_map(put, kwargs))
             again = again.run(module)
-    found = first_tensor(again.result)
-    assert found is not None
-    run.output = found
-    can_tell = not silent and found.requires_grad
+    output = first_tensor(again.result)
+    assert output is not None
+    run.output = output
+    can_tell = not silent and output.requires_grad
     mistaken = _without_mistaken(run) if can_tell else frozenset()
     if not mistaken:
         return run
     return run_cut(call, functions, without=without | mistaken)
+
+
+def _in_dtype(module: nn.Module, dtype: torch.dtype, *, without_bias: bool) -> nn.Module:
+    # A copy of the module in a dtype; complex numbers stay complex.
+    module = copy.deepcopy(module)
+    module._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    for name, parameter in module.named_parameters():
+        if without_bias and name.endswith("bias"):
+            parameter.data.zero_()
+    return module
 
 
 def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
@@ -195,11 +202,11 @@ def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
     starts = [Point.of(run.tokens), *(Point.of(cut.leaf) for cut in run.scans)]
     for cut in [cut for cut in reversed(run.scans) if is_product(cut.function)]:
         leaf = Point.of(cut.leaf)
-        values = {one: one.values for one in run.scans if one.values is not None}
-        reading = [one for one, at in values.items() if any(dependencies([at], [leaf]))]
+        values = {other: other.values for other in run.scans if other.values is not None}
+        reading = [other for other, at in values.items() if any(dependencies([at], [leaf]))]
         if mistaken.intersection(reading):
             continue
-        is_right = all(_is_by_token(values[one], leaf) for one in reading)
+        is_right = all(_is_by_token(values[other], leaf) for other in reading)
         is_right = is_right and any(dependencies([cut.values], starts))
         with ruled([root.edge.node], [leaf.edge.node]) as carries:
             is_read = carries[root.edge.node]
@@ -215,18 +222,18 @@ def _without_mistaken(run: CutRun) -> frozenset[Callable[..., Any]]:
 
 def _is_by_token(root: Point, leaf: Point) -> bool:
     # Whether the rows of each sequence of a leaf (B', L, D') are read by tokens of their own.
-    found = readers(root, leaf)
-    if found is None:
+    read_by = readers(root, leaf)
+    if read_by is None:
         return False
-    ordered = found.view(leaf.shape[0], -1).sort(1).values
+    ordered = read_by.view(leaf.shape[0], -1).sort(1).values
     return not bool(((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)).any())
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _is_same(x: Tensor, y: Tensor) -> bool:
     # Whether two arguments are one: as attention is given its tokens three times. A recorded call
     # holds each of them detached.
-    same = one.shape == other.shape and one.stride() == other.stride()
-    return same and one.dtype == other.dtype and address(one) == address(other)
+    same = x.shape == y.shape and x.stride() == y.stride()
+    return same and x.dtype == y.dtype and address(x) == address(y)
 
 
 def token_argument(call: MixerCall) -> Tensor:
@@ -241,11 +248,11 @@ def token_argument(call: MixerCall) -> Tensor:
         fits = shape is not None and tuple(value.shape[:-1]) == shape[:-1]
         if fits and value.is_floating_point() and value.dim() >= 3:
             return value
-    given = [tuple(value.shape) for value in tensors_in((call.args, call.kwargs))]
+    shapes = [tuple(value.shape) for value in tensors_in((call.args, call.kwargs))]
     raise UnsupportedModelError(
-        f"{call.path} ({type(call.module).__name__}) holds a scan, takes tensors of shapes {given} "
-        f"and returns {shape}; expected tokens (B, L, E) and one token for each of them. Register "
-        "an adapter with captum_ssm.register_mixer(module_type, freeze)."
+        f"{call.path} ({type(call.module).__name__}) holds a scan, takes tensors of shapes "
+        f"{shapes} and returns {shape}; expected tokens (B, L, E) and one token for each of them. "
+        "Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
     )
 
 
@@ -254,7 +261,7 @@ def _cut(call: FunctionCall, scan: Scan, result: Any, run: CutRun) -> Any:
     values = Point.of(scan.values) if scan.values.requires_grad else None
     run.scans.append(CutScan(scan, leaf, values, call.source))
     if run.silent:
-        return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
+        return silenced(result)
     return scan.result(leaf.clone(), result)
 
 
@@ -294,7 +301,7 @@ class _Layers(TorchFunctionMode):
         return func(*args, **kwargs) if y is None else y
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        # By a weight, which does not depend on the tokens.
+        # A product by a weight, which does not depend on the tokens.
         tokens, is_weight = [Point.of(self.run.tokens)], weight.dtype == x.dtype
         if weight.requires_grad and is_weight:
             is_weight = not any(dependencies([Point.of(weight)], tokens))
@@ -305,10 +312,10 @@ class _Layers(TorchFunctionMode):
         x, weight, bias = _named(("input", "weight", "bias"), args, kwargs)
         if x.requires_grad:
             axis = -1 if func is F.linear else 1
-            given, found = (one.detach().movedim(axis, -1) for one in (x, y))
+            inputs, output = (t.detach().movedim(axis, -1) for t in (x, y))
             weight, bias = weight.detach().flatten(1), None if bias is None else bias.detach()
             ends = Point.of(x, axis), Point.of(y, axis)
-            self.run.linears.append(CutLinear(given, ends[0], found, ends[1], weight, bias))
+            self.run.linears.append(CutLinear(inputs, ends[0], output, ends[1], weight, bias))
         return y
 
     def _convolution(self, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -369,5 +376,5 @@ _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "gro
 
 def _named(names: tuple[str, ...], args: Any, kwargs: Any) -> list[Any]:
     # Arguments of a convolution or of a linear layer, whose order is the same.
-    given = dict(zip(_CONVOLUTION, args, strict=False)) | kwargs
-    return [given.get(name) for name in names]
+    by_name = dict(zip(_CONVOLUTION, args, strict=False)) | kwargs
+    return [by_name.get(name) for name in names]

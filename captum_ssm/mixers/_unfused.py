@@ -1,9 +1,9 @@
 """Fused parts of flash-linear-attention, run by their equations while a module is measured.
 
-And the norms of mamba-ssm that also add the residual stream.
+The norms of mamba-ssm that also add the residual stream are here too.
 
-Their kernels are nodes of the autograd graph that tell nothing of what they do to which token. The
-results are the same up to rounding, and are compared with what the module returned.
+Fused kernels are nodes of the autograd graph that do not say what they do to which token. The
+equations give the same results up to rounding, and are compared with what the module returned.
 """
 
 from __future__ import annotations
@@ -44,29 +44,28 @@ def unfused(module: nn.Module) -> Iterator[None]:
 
 def fused_functions() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
     """Fused functions of the process, each with what computes a call of it by its equation."""
-    found: dict[Callable[..., Any], Callable[[FunctionCall], Any]] = {}
     if "fla.modules" not in sys.modules:
-        return found
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fla.modules."):
-            for known, plain in _PLAIN_FUNCTIONS.items():
-                function = vars(module).get(known)
-                if isinstance(function, FunctionType) and function.__name__ == known:
-                    found[function] = plain
-    return found
+        return {}
+    modules = [vars(m) for name, m in sys.modules.items() if name.startswith("fla.modules.")]
+    return {
+        function: _norm_linear
+        for module in modules
+        for name in ("rms_norm_linear", "rms_norm_swish_gate_linear")
+        if isinstance(function := module.get(name), FunctionType) and function.__name__ == name
+    }
 
 
 def fused_norms() -> dict[Callable[..., Any], Callable[[FunctionCall], Any]]:
     """Functions of the process that add a residual stream and norm it, as those of mamba-ssm."""
-    found: dict[Callable[..., Any], Callable[[FunctionCall], Any]] = {}
+    functions: dict[Callable[..., Any], Callable[[FunctionCall], Any]] = {}
     for module in list(sys.modules.values()):
         for name in ("layer_norm_fn", "rms_norm_fn"):
             function = getattr(module, "__dict__", {}).get(name)
             if isinstance(function, FunctionType):
                 names = function.__code__.co_varnames[: function.__code__.co_argcount]
                 if {"x", "weight", "bias", "residual", "prenorm", "eps"}.issubset(names):
-                    found[function] = _added_norm
-    return found
+                    functions[function] = _added_norm
+    return functions
 
 
 def _put_back(part: nn.Module, forward: Any) -> None:
@@ -81,12 +80,20 @@ def _is_more(args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(args) or any(v is not None and v is not False for v in kwargs.values())
 
 
+def _normed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, size: int | None = None
+) -> Tensor:
+    # The root mean square norm of each group of so many channels, in float32.
+    size = size or x.shape[-1]
+    y = F.rms_norm(x.float().unflatten(-1, (-1, size)), (size,), eps=eps).flatten(-2)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
 def _rms_norm(norm: Any, fused: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if _is_more(args, kwargs):
         return fused(x, *args, **kwargs)
-    y = F.rms_norm(x.float(), x.shape[-1:], eps=norm.eps)
-    y = y if norm.weight is None else y * norm.weight
-    return (y if norm.bias is None else y + norm.bias).to(x.dtype)
+    return _normed(x, norm.weight, norm.bias, norm.eps).to(x.dtype)
 
 
 def _gated_norm(norm: Any, fused: Any, x: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -96,15 +103,10 @@ def _gated_norm(norm: Any, fused: Any, x: Tensor, g: Tensor, *args: Any, **kwarg
 
 
 def _grouped_norm(norm: Any, fused: Any, x: Tensor, z: Tensor | None = None) -> Any:
-    y = x.float()
-    if z is not None and not norm.norm_before_gate:
-        y = y * F.silu(z.float())
-    size = norm.group_size or y.shape[-1]
-    y = F.rms_norm(y.unflatten(-1, (-1, size)), (size,), eps=norm.eps).flatten(-2) * norm.weight
-    y = y if norm.bias is None else y + norm.bias
-    if z is not None and norm.norm_before_gate:
-        y = y * F.silu(z.float())
-    return y.to(x.dtype)
+    gate = 1.0 if z is None else F.silu(z.float())
+    before, after = (1.0, gate) if norm.norm_before_gate else (gate, 1.0)
+    y = _normed(x.float() * before, norm.weight, norm.bias, norm.eps, norm.group_size)
+    return (y * after).to(x.dtype)
 
 
 def _short_conv(
@@ -129,35 +131,27 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 def _norm_linear(call: FunctionCall) -> Any:
     """A norm, a gate where one is given, and a linear layer."""
-    given = call.arguments
-    if given["residual"] is not None or given["prenorm"]:
+    options = call.arguments
+    if options["residual"] is not None or options["prenorm"]:
         return call.run()
-    x, gate, weight, bias = given["x"], given.get("g"), given["norm_weight"], given["norm_bias"]
-    y = F.rms_norm(x.float(), x.shape[-1:], eps=given["eps"])
-    y = y if weight is None else y * weight
-    y = y if bias is None else y + bias
+    x, gate = options["x"], options.get("g")
+    y = _normed(x, options["norm_weight"], options["norm_bias"], options["eps"])
     y = y if gate is None else y * F.silu(gate.float())
-    return F.linear(y.to(x.dtype), given["linear_weight"].to(x.dtype), given["linear_bias"])
+    return F.linear(y.to(x.dtype), options["linear_weight"].to(x.dtype), options["linear_bias"])
 
 
 def _added_norm(call: FunctionCall) -> Any:
-    given = call.arguments
+    options = call.arguments
     more = ("x1", "weight1", "bias1", "rowscale", "dropout_p")
-    if any(torch.is_tensor(given.get(name)) or given.get(name) for name in more):
+    if any(torch.is_tensor(options.get(name)) or options.get(name) for name in more):
         return call.run()
-    x, weight, bias = given["x"], given["weight"], given["bias"]
-    added = x if given["residual"] is None else x + given["residual"]
-    added = added.float() if given.get("residual_in_fp32") else added
-    if given.get("is_rms_norm", call.function.__name__ == "rms_norm_fn"):
-        y = F.rms_norm(added, x.shape[-1:], weight, given["eps"])
+    x, weight, bias = options["x"], options["weight"], options["bias"]
+    added = x if options["residual"] is None else x + options["residual"]
+    added = added.float() if options.get("residual_in_fp32") else added
+    if options.get("is_rms_norm", call.function.__name__ == "rms_norm_fn"):
+        y = F.rms_norm(added, x.shape[-1:], weight, options["eps"])
         y = y if bias is None else y + bias
     else:
-        y = F.layer_norm(added, x.shape[-1:], weight, bias, given["eps"])
+        y = F.layer_norm(added, x.shape[-1:], weight, bias, options["eps"])
     y = y.to(x.dtype)
-    return (y, added) if given["prenorm"] else y
-
-
-_PLAIN_FUNCTIONS: dict[str, Callable[[FunctionCall], Any]] = {
-    "rms_norm_linear": _norm_linear,
-    "rms_norm_swish_gate_linear": _norm_linear,
-}
+    return (y, added) if options["prenorm"] else y

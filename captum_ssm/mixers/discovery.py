@@ -8,7 +8,7 @@ fused, it is a module that computes what one of the library's own adapters says.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,18 +17,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from captum_ssm._blocks import bound
-from captum_ssm._errors import ReconstructionError, UnsupportedModelError
+from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import detached, map_tensors, same_values, tensors_in
-from captum_ssm._rules import is_constant
 from captum_ssm.mixers._call import TOKENS_FIRST, MixerCall
 from captum_ssm.mixers._cut import is_depthwise, token_argument
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
-from captum_ssm.mixers._registry import Freeze, find_adapter, find_mixers, known_of, own_adapters
-from captum_ssm.mixers._unfused import fused_functions, unfused
+from captum_ssm.mixers._registry import Freeze, find_adapter, known_of, own_adapters
 from captum_ssm.mixers.measured import FrozenRecurrence, freeze_measured
 from captum_ssm.mixers.measured._rerun import NotMeasured
 from captum_ssm.scans import (
@@ -61,13 +58,13 @@ class MeasuredAdapter:
         known = _SHARED.get()
         if known is None:
             return freeze_measured(call, self.functions)
-        given = detached((call.args, call.kwargs, call.result))
+        recorded = detached((call.args, call.kwargs, call.result))
         of_module = known.setdefault(call.module, [])
-        found = next((mixer for one, mixer in of_module if same_values(one, given)), None)
-        if found is None:
-            found = freeze_measured(call, self.functions)
-            of_module.append((given, found))
-        return found
+        mixer = next((mixer for one, mixer in of_module if same_values(one, recorded)), None)
+        if mixer is None:
+            mixer = freeze_measured(call, self.functions)
+            of_module.append((recorded, mixer))
+        return mixer
 
 
 _SHARED: ContextVar[dict[nn.Module, list[tuple[Any, FrozenMixer]]] | None] = ContextVar(
@@ -189,19 +186,19 @@ def discover(
     Returns:
         dict: an adapter for each mixer; empty if none was found.
     """
-    found = _Found(model)
+    calls = _Found(model)
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        found.noting_modules(),
-        intercepted(partial(found.handle, ScanCalls(found.take))),
+        calls.noting_modules(),
+        intercepted(partial(calls.handle, ScanCalls(calls.take))),
     ):
         run()
-    for module, name in found.unproven.items():
+    for module, name in calls.unproven.items():
         why = f"calls {name}, which does not return what a scan of its arguments does"
         known_of(module).miss = why
-    trials = _Trials(frozenset(function for _, function, _ in found.scans))
-    functions = _around_scans(found.scans, trials)
+    trials = _Trials(frozenset(function for _, function, _ in calls.scans))
+    functions = _around_scans(calls.scans, trials)
     inside = {part for module in functions for part in module.modules() if part is not module}
     adapters: dict[nn.Module, Freeze] = {}
     whole: set[nn.Module] = set()  # mixers that are measured as a whole, and their parts
@@ -212,7 +209,7 @@ def discover(
             whole.update(module.modules() if trial.is_whole else ())
     like = {
         kind: next((freeze for freeze in own_adapters() if reproduces(freeze, call)), None)
-        for kind, call in found.firsts.items()
+        for kind, call in calls.firsts.items()
         if whole.isdisjoint(call.module.modules())
     }
     inner: set[nn.Module] = set()
@@ -287,12 +284,12 @@ class _Trials:
                 continue
             if length is not None and not _may_have(visit, length):
                 continue
-            found = self._measured(visit, partly=best is None and partly is None)
-            missed = found if found.why else missed
-            if found.is_partly:
-                partly = visit.module, found
-            if found.is_whole:
-                best, convolutions = (visit.module, found), visit.convolutions
+            trial = self._measured(visit, partly=best is None and partly is None)
+            missed = trial if trial.why else missed
+            if trial.is_partly:
+                partly = visit.module, trial
+            if trial.is_whole:
+                best, convolutions = (visit.module, trial), visit.convolutions
             elif best is not None:
                 break
         if length is not None:
@@ -306,10 +303,10 @@ class _Trials:
             best = _Trial()
             # Channels first, as convolutions take them, or tokens first, where that explains more.
             for channels in (-1, 1, TOKENS_FIRST):
-                found = self._tried(visit.call(channels), partly=partly)
-                if found.is_whole or (found.is_partly and not best.is_partly):
-                    best = found
-                if best.is_whole or found.is_none:
+                trial = self._tried(visit.call(channels), partly=partly)
+                if trial.is_whole or (trial.is_partly and not best.is_partly):
+                    best = trial
+                if best.is_whole or trial.is_none:
                     break
             self.known[look] = best
         return self.known[look]
@@ -321,14 +318,14 @@ class _Trials:
             return _Trial()
         used: set[Callable[..., Any]] = set()
         try:
-            found = freeze_measured(call, self.functions, partly=partly, used=used)
+            frozen = freeze_measured(call, self.functions, partly=partly, used=used)
         except UnsupportedModelError as error:
             # A scan of no mixer is none however the tokens stand; products depend on that.
             is_none = isinstance(error, NotMeasured) and token_product not in self.functions
             return _Trial(is_none=is_none, why=f"but {getattr(error, 'why', error)}")
         finally:
             self.used.update(f for f in used if not is_product(f))
-        is_part = isinstance(found, FrozenRecurrence)
+        is_part = isinstance(frozen, FrozenRecurrence)
         products = frozenset(filter(is_product, used))
         return _Trial(call.channels, is_whole=not is_part, is_partly=is_part, products=products)
 
@@ -347,19 +344,19 @@ class _Trial:
 
 def _no_tokens(visit: _Visit) -> str:
     # Why a module that calls a scan, and those around it, are no mixers.
-    given = [tuple(x.shape) for x in tensors_in((visit.args, visit.kwargs))]
+    shapes = [tuple(x.shape) for x in tensors_in((visit.args, visit.kwargs))]
     output = first_tensor(visit.result)
     returned = None if output is None else tuple(output.shape)
     return (
-        f"takes tensors of shapes {given} and returns {returned}; expected tokens (B, L, E) and "
+        f"takes tensors of shapes {shapes} and returns {returned}; expected tokens (B, L, E) and "
         "one token for each, of it or of a module around it"
     )
 
 
 def _may_have(visit: _Visit, length: int) -> bool:
     # Whether tokens of a call can be parted into sequences of a length.
-    given = [x for x in tensors_in((visit.args, visit.kwargs)) if x.dim() >= 3]
-    sizes = [x[0].numel() // x.shape[axis] for x in given if x.numel() for axis in (-1, 1)]
+    tensors = [x for x in tensors_in((visit.args, visit.kwargs)) if x.dim() >= 3]
+    sizes = [x[0].numel() // x.shape[axis] for x in tensors if x.numel() for axis in (-1, 1)]
     return any(size % length == 0 for size in sizes)
 
 
@@ -369,85 +366,3 @@ def _takes_tokens(call: MixerCall) -> bool:
     except UnsupportedModelError:
         return False
     return True
-
-
-@contextmanager
-def scans_frozen(model: nn.Module) -> Iterator[None]:
-    """Let the scans of measured mixers run with their coefficients held constant.
-
-    They return the very values that they return otherwise, linear in their values (and in their
-    gate) on the graph. Fused norms run by their equations, whose nodes there are rules for.
-
-    Raises:
-        ReconstructionError: from the run, for a scan that is none on the tokens of this run.
-    """
-    mixers = [(module, find_adapter(module)) for _, module in find_mixers(model)]
-    measured = {m: a.functions for m, a in mixers if isinstance(a, MeasuredAdapter)}
-    # The rule of PyTorch's softmax attention is attached to the graph.
-    functions = frozenset().union(*measured.values()) - {F.scaled_dot_product_attention}
-    fused = fused_functions() if measured else {}
-    frozen = _FrozenCalls(measured, functions, fused)
-    with ExitStack() as stack:
-        for module in measured:
-            stack.enter_context(unfused(module))
-            stack.callback(module.register_forward_pre_hook(frozen.enter, prepend=True).remove)
-            stack.callback(module.register_forward_hook(frozen.leave, always_call=True).remove)
-        if functions:
-            stack.enter_context(intercepted(frozen.handle, [*functions, *fused]))
-        yield
-
-
-class _FrozenCalls:
-    # Calls of scans inside of measured modules, in this thread.
-    def __init__(
-        self,
-        measured: Mapping[nn.Module, frozenset[Callable[..., Any]]],
-        functions: frozenset[Callable[..., Any]],
-        fused: Mapping[Callable[..., Any], Callable[[FunctionCall], Any]],
-    ) -> None:
-        self.measured, self.functions, self.fused = measured, functions, fused
-        self.calls, self.thread = ScanCalls(self._take), threading.get_ident()
-        self.taken: list[int] = []  # before each module on the stack
-
-    def handle(self, call: FunctionCall) -> Any:
-        """What a function returns, its scan linear in its values."""
-        if not self.taken:
-            return call.run()
-        if call.source in self.fused:
-            return self.fused[call.source](call)
-        before, result = self.calls.taken, self.calls(call)
-        if self.calls.taken == before:
-            raise ReconstructionError(
-                f"{call.function.__qualname__} was called with the arguments of a scan and does "
-                "not return what the scan returns, as it did when the model was first run; "
-                "expected the same recurrence on all tokens. Register its form with "
-                "captum_ssm.register_scan, or an adapter of the module with "
-                "captum_ssm.register_mixer."
-            )
-        return result
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Before a measured module is called."""
-        if threading.get_ident() == self.thread:
-            self.taken.append(self.calls.taken)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After it returned, or raised."""
-        if threading.get_ident() != self.thread:
-            return
-        none = self.taken.pop() == self.calls.taken
-        if none and output is not None and self.functions & self.measured[module]:
-            raise ReconstructionError(
-                f"{type(module).__name__} called none of its scans, which it called when the model "
-                "was first run; expected the same calls in every run. Register an adapter with "
-                "captum_ssm.register_mixer(module_type, freeze)."
-            )
-
-    def _take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
-        if is_constant(scan.values):
-            raise UnsupportedModelError(
-                f"{scan.name} is given the logarithms of its values; expected values, as an "
-                "exponential counts as a constant and no relevance would go through. Use "
-                "MambaRollout, or register an adapter with captum_ssm.register_mixer."
-            )
-        return scan.result(scan.mixed, result)

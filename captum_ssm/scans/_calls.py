@@ -121,14 +121,14 @@ def intercepted(
     bodies = [f for f in known.difference(_BUILT_IN) if isinstance(f, FunctionType)]
     built_in, around = {f for f in known if is_built_in(f)}, _THIS.handler
 
-    def own(call: FunctionCall) -> Any:
+    def handled(call: FunctionCall) -> Any:
         if not known.isdisjoint((call.source, _anywhere(call.source))):
             return handler(call)
         return call.run() if around is None else around(call)
 
     with (
         exchanged(bodies, _handled),
-        handled_by(own),
+        handled_by(handled),
         _BuiltIn(built_in, without) if built_in else nullcontext(),
     ):
         yield
@@ -182,21 +182,21 @@ def candidate_functions() -> list[Callable[..., Any]]:
     # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
     # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
     functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
-    telling, found = telling_names(), []
+    telling, candidates = telling_names(), list[Callable[..., Any]]()
     for function, code in zip(functions, own_codes(functions), strict=True):
         names = code.co_varnames
         # Quick tests first: a process has tens of thousands of functions.
-        if all(not one.isdisjoint(names) for one in telling) and _is_candidate(function, code):
-            found.append(function)
-    return [*found, *_BUILT_IN]
+        if not any(known.isdisjoint(names) for known in telling) and _is_candidate(function, code):
+            candidates.append(function)
+    return [*candidates, *_BUILT_IN]
 
 
 def _is_candidate(function: FunctionType, code: CodeType) -> bool:
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     module = function.__module__ or ""
-    own = module.startswith("captum_ssm.") and not module.startswith("captum_ssm.models.")
+    is_ours = module.startswith("captum_ssm.") and not module.startswith("captum_ssm.models.")
     # An autograd function's forward does not know the graph.
-    if own or module == "torch" or module.startswith("torch.") or "ctx" in names[:1]:
+    if is_ours or module == "torch" or module.startswith("torch.") or "ctx" in names[:1]:
         return False
     if not any(True for _ in forms_of(names)):
         return False
@@ -229,8 +229,8 @@ def _handled(
     if not is_associative(call.arguments):
         return handler(call)
 
-    def handled(states: Callable[..., Any], *given: Any) -> Any:
-        return handler(FunctionCall(states, given, {}, function))
+    def handled(states: Callable[..., Any], *args: Any) -> Any:
+        return handler(FunctionCall(states, args, {}, function))
 
     with not_intercepted():
         result = call.run()
@@ -262,29 +262,25 @@ class _BuiltIn(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and func in self.known:
             return handler(FunctionCall(func, args, kwargs, func))
         if func in TRANSFORMS and fourier_convolution in self.known:
-            convolve = partial(_handed, handler, fourier_convolution, fourier_convolution)
+            convolve = partial(_handled_as, handler, fourier_convolution, fourier_convolution)
             return self.transforms.run(func, args, kwargs, convolve)
         if func in PRODUCTS:
-            return run_product(
-                func, args, kwargs, self._is_known, partial(_handed, handler, token_product)
-            )
+            multiply = partial(_handled_as, handler, token_product)
+            return run_product(func, args, kwargs, self._is_known, multiply)
         if func in GATHERS:
-            return run_gather(func, args, kwargs, self._is_known_loop, partial(_looped, handler))
+            return run_gather(func, args, kwargs, self._is_known, partial(_handled_as, handler))
         return func(*args, **kwargs)
 
-    def _is_known_loop(self, loop: TokenLoop) -> bool:
-        return token_loop in self.known or loop in self.known
-
-    def _is_known(self, product: TokenProduct) -> bool:
-        is_any = token_product in self.known and product not in self.without
-        return is_any or product in self.known
+    def _is_known(self, place: TokenProduct | TokenLoop) -> bool:
+        is_any = _anywhere(place) in self.known and place not in self.without
+        return is_any or place in self.known
 
 
-def _handed(
-    handler: Handler, function: Callable[..., Any], source: Callable[..., Any], *args: Any
+def _handled_as(
+    handler: Handler,
+    function: Callable[..., Any],
+    source: Callable[..., Any],
+    *args: Any,
+    **named: Any,
 ) -> Any:
-    return handler(FunctionCall(function, args, {}, source))
-
-
-def _looped(handler: Handler, ran: TokenLoop, source: TokenLoop, variables: dict[str, Any]) -> Any:
-    return handler(FunctionCall(ran, (), variables, source))
+    return handler(FunctionCall(function, args, named, source))

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from captum_ssm.operators import LinearAttentionOperator, SubstepOperator
 from captum_ssm.scans._arguments import unit_length
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import register_scan
+from captum_ssm.scans._form import Candidate, register_scan
 from captum_ssm.scans._heads import Heads, register_heads
 
 
@@ -27,10 +26,9 @@ from captum_ssm.scans._heads import Heads, register_heads
         "sigmoid": ("use_beta_sigmoid_in_kernel",),
         "double": ("allow_neg_eigval",),
     },
-    shared=True,
 )
 def kimi_delta(
-    given: Heads,
+    heads: Heads,
     g: Tensor,
     beta: Tensor,
     rate: Tensor,
@@ -40,7 +38,7 @@ def kimi_delta(
     double: bool = False,
 ) -> Iterator[Candidate]:
     """The delta rule whose decay per key dimension, g, and beta are given before activations."""
-    if g.dim() != 4 or g.shape[:3] != given.v.shape[:3]:
+    if g.dim() != 4 or g.shape[:3] != heads.v.shape[:3]:
         return
     step = g if bias is None else g + bias.view(g.shape[-2:])
     speed = rate.exp().view(-1, 1)
@@ -50,19 +48,19 @@ def kimi_delta(
         log_decay = lower_bound * torch.sigmoid(speed * step)
     b = torch.sigmoid(beta) if sigmoid else beta
     b = b * 2 if double else b
-    yield given.delta(log_decay, write=given.k * b[..., None], probe=given.k)
+    yield heads.delta(log_decay, write=heads.k * b[..., None], probe=heads.k)
 
 
-@register_heads(shared=True)
-def closed_loop_delta(given: Heads, p: Tensor, g: Tensor, beta: Tensor) -> Iterator[Candidate]:
+@register_heads()
+def closed_loop_delta(heads: Heads, p: Tensor, g: Tensor, beta: Tensor) -> Iterator[Candidate]:
     """Comba: the state is read with p, a key of its own, before a value is written."""
-    H = given.v.shape[2]
-    if p.dim() != 4 or not g.shape == beta.shape == given.v.shape[:3] or H % p.shape[2]:
+    H = heads.v.shape[2]
+    if p.dim() != 4 or not g.shape == beta.shape == heads.v.shape[:3] or H % p.shape[2]:
         return
-    p = (unit_length(p.float()) if given.unit else p.float()).repeat_interleave(H // p.shape[2], 2)
+    p = (unit_length(p.float()) if heads.unit else p.float()).repeat_interleave(H // p.shape[2], 2)
     # The kernels read the state before it decays, the naive form after.
     for probe in (p * torch.exp(-g.float())[..., None], p):
-        yield given.delta(g, write=given.k * beta[..., None], probe=probe)
+        yield heads.delta(g, write=heads.k * beta[..., None], probe=probe)
 
 
 @register_scan(names={"steps": ("num_householder",), "unit": ("use_qk_l2norm_in_kernel",)})
@@ -95,20 +93,20 @@ def delta_product(
     yield Candidate(operator=SubstepOperator(inner, steps), values=values, layouts=("BLSHP",))
 
 
-@register_heads({"erase": ("b",), "write": ("w",)}, shared=True)
-def two_gate_delta(given: Heads, g: Tensor, erase: Tensor, write: Tensor) -> Iterator[Candidate]:
+@register_heads({"erase": ("b",), "write": ("w",)})
+def two_gate_delta(heads: Heads, g: Tensor, erase: Tensor, write: Tensor) -> Iterator[Candidate]:
     """Gated DeltaNet 2: a gate for what is erased, per key dimension, and one for each value."""
-    if not g.shape == erase.shape == given.k.shape or write.shape != given.v.shape:
+    if not g.shape == erase.shape == heads.k.shape or write.shape != heads.v.shape:
         return
-    found = given.delta(g, write=given.k, probe=given.k * erase)
-    yield replace(found, operator=found.operator.scaled(None, write.flatten(2).to(given.k)))
+    ungated = heads.delta(g, write=heads.k, probe=heads.k * erase)
+    yield replace(ungated, operator=ungated.operator.scaled(None, write.flatten(2).to(heads.k)))
 
 
 @register_heads(
     {"slow_decay": ("g_atk",), "slow_beta": ("beta_atk",), "center": ("log_atk_scale",)}
 )
 def preconditioned_delta(
-    given: Heads,
+    heads: Heads,
     g: Tensor,
     beta: Tensor,
     slow_decay: Tensor,
@@ -118,7 +116,7 @@ def preconditioned_delta(
     eps: float = 1e-6,
 ) -> Iterator[Candidate]:
     """The delta rule that writes keys divided by how often their dimensions were written."""
-    k = given.k
+    k = heads.k
     if slow_decay.shape != k.shape[:3]:
         return
     ones = torch.ones_like(k[..., :1])
@@ -127,20 +125,20 @@ def preconditioned_delta(
     ).matvec(k.square().flatten(2))
     rest = torch.log(seen.view_as(k) + eps) - center.view(-1, 1)
     factor = torch.as_tensor(x).pow(-rest / (1 + rest.abs())).to(k)
-    yield given.delta(g, write=k * factor * beta[..., None], probe=k)
+    yield heads.delta(g, write=k * factor * beta[..., None], probe=k)
 
 
-@register_heads({"ridge": ("lamb",), "iterations": ("max_CG_iteration",)}, shared=True)
+@register_heads({"ridge": ("lamb",), "iterations": ("max_CG_iteration",)})
 def mesa(
-    given: Heads, g: Tensor, beta: Tensor, ridge: Tensor, iterations: int | None = None
+    heads: Heads, g: Tensor, beta: Tensor, ridge: Tensor, iterations: int | None = None
 ) -> Iterator[Candidate]:
     """MesaNet: linear attention whose query solves ``(H + diag(ridge)) x = q``, H that of keys.
 
     H of a token is the decayed sum of ``beta k k^T``: H x is itself linear attention, of the values
     k read with x, so that the solve needs no matrix per token.
     """
-    q, k = given.q, given.k
-    if not g.shape == beta.shape == given.v.shape[:3]:
+    q, k = heads.q, heads.k
+    if not g.shape == beta.shape == heads.v.shape[:3]:
         return
     key, decay = k * beta[..., None].to(k), g[..., None].to(k)
 
@@ -150,17 +148,17 @@ def mesa(
 
     # The kernels stop short of the solution by a number that they add to denominators.
     for steps, eps in ((iterations or 30, 1e-5), (2 * k.shape[-1], 1e-30)):
-        yield given.linear(_conjugate_gradients(of_keys, q, steps, eps), key, decay)
+        yield heads.linear(_conjugate_gradients(of_keys, q, steps, eps), key, decay)
 
 
-@register_heads({"decay": ("g",)}, shared=True)
-def slots(given: Heads, s: Tensor, decay: Tensor | None = None) -> Iterator[Candidate]:
+@register_heads({"decay": ("g",)})
+def slots(heads: Heads, s: Tensor, decay: Tensor | None = None) -> Iterator[Candidate]:
     """Gated slot attention: queries read slots of keys, a softmax of that reads slots of values.
 
     Without a decay (ABC) each slot holds a mean, weighted by the exponentials of s.
     """
-    H = given.q.shape[2]
-    if s.dim() != 4 or s.shape[:2] != given.k.shape[:2] or H % s.shape[2]:
+    H = heads.q.shape[2]
+    if s.dim() != 4 or s.shape[:2] != heads.k.shape[:2] or H % s.shape[2]:
         return
     if decay is None:
         total = s.float().logcumsumexp(1)
@@ -168,50 +166,50 @@ def slots(given: Heads, s: Tensor, decay: Tensor | None = None) -> Iterator[Cand
         s = torch.exp(s.float() - total)
     if s.shape != decay.shape:
         return
-    s, decay = (t.repeat_interleave(H // t.shape[2], 2).to(given.q) for t in (s, decay))
+    s, decay = (t.repeat_interleave(H // t.shape[2], 2).to(heads.q) for t in (s, decay))
     M = s.shape[-1]
     # A head per slot of keys: each slot has a decay of its own.
     first = LinearAttentionOperator(
-        given.query.repeat_interleave(M, 2),
-        given.k.repeat_interleave(M, 2),
+        heads.query.repeat_interleave(M, 2),
+        heads.k.repeat_interleave(M, 2),
         decay.flatten(2)[..., None],
         width=1,
     )
     query = first.matvec(s.flatten(2)).view(s.shape).softmax(-1)
-    yield given.linear(query, s, decay)
+    yield heads.linear(query, s, decay)
 
 
 @register_heads({"normed": ("normalize",)})
-def normalized_linear(given: Heads, normed: bool | None = None) -> Iterator[Candidate]:
+def normalized_linear(heads: Heads, normed: bool | None = None) -> Iterator[Candidate]:
     """Linear attention without decay, perhaps divided by the sum of its weights."""
     if normed is not None:
-        yield _without_decay(given, given.query, given.k, 1e-10 if normed else None)
+        yield _without_decay(heads, heads.query, heads.k, 1e-10 if normed else None)
 
 
 @register_heads({"normed": ("use_norm", "use_normalize"), "scaled": ("use_scale",)})
 def squared(
-    given: Heads, normed: bool | None = None, scaled: bool | None = None, eps: float = 1e-6
+    heads: Heads, normed: bool | None = None, scaled: bool | None = None, eps: float = 1e-6
 ) -> Iterator[Candidate]:
     """Based, whose weights are ``1 + s + s^2 / 2`` of the products s, and ReBased: ``s^2``."""
     if normed is None:
         return
-    q, k = given.q if scaled is False and given.scale is None else given.query, given.k
+    q, k = heads.q if scaled is False and heads.scale is None else heads.query, heads.k
 
     def outer(t: Tensor) -> Tensor:
         return (t[..., :, None] * t[..., None, :]).flatten(-2)
 
     query, key = outer(q), outer(k)
     if scaled is None:  # Based
-        one = torch.ones_like(q[..., :1])
-        query, key = torch.cat([one, q, query / 2], -1), torch.cat([one, k, key], -1)
-    yield _without_decay(given, query, key, eps if normed else None)
+        ones = torch.ones_like(q[..., :1])
+        query, key = torch.cat([ones, q, query / 2], -1), torch.cat([ones, k, key], -1)
+    yield _without_decay(heads, query, key, eps if normed else None)
 
 
-def _without_decay(given: Heads, query: Tensor, key: Tensor, eps: float | None) -> Candidate:
-    # Divided by the sum of its weights, and by eps, if that is given.
+def _without_decay(heads: Heads, query: Tensor, key: Tensor, eps: float | None) -> Candidate:
+    # Divided by the sum of its weights, and by eps, if that is heads.
     if eps is not None:
         query = query / ((query * key.cumsum(1)).sum(-1, keepdim=True) + eps)
-    return given.linear(query, key, torch.zeros_like(query[..., 0]))
+    return heads.linear(query, key, torch.zeros_like(query[..., 0]))
 
 
 def _conjugate_gradients(

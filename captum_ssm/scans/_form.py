@@ -10,7 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.scans._candidate import Candidate
+from captum_ssm.operators import TokenOperator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    r"""What a scan function may have computed: :math:`y = g \odot (\alpha v + s \odot v)`.
+
+    Args:
+        operator (TokenOperator): :math:`\alpha`.
+        values (Tensor): v, ``(B, L, D)``, with its graph.
+        layouts (tuple of str): the layouts in which the function may return y: ``"BLD"``,
+            ``"BDL"``, ``"BLHP"``, ``"BHLP"`` or, of one example, ``"LHP"`` (heads of P channels);
+            ``"BLSHP"``, whose sum over S steps is returned as ``"BLHP"``.
+        skip (Tensor, optional): s, broadcasts to ``(B, L, D)``. The function may leave it out.
+            Default: None
+        gates (tuple of Tensor, optional): what g may be, ``(B, L, D)`` each, with its graph; or no
+            gate. Default: ()
+
+    Examples::
+
+        >>> dt, v, (B, C) = torch.rand(1, 5, 4), torch.randn(1, 5, 4), torch.randn(2, 1, 5, 1, 3)
+        >>> operator = DiagonalOperator(dt, dt, -torch.ones(4, 3), B, C)
+        >>> Candidate(operator=operator, values=v, layouts=("BLD",)).values.shape
+        torch.Size([1, 5, 4])
+    """
+
+    operator: TokenOperator
+    values: Tensor
+    layouts: tuple[str, ...]
+    skip: Tensor | None = None
+    gates: tuple[Tensor, ...] = ()
+
 
 Build = Callable[..., Iterable[Candidate]]
 _FORMS: dict[str, ScanForm] = {}
@@ -18,7 +49,8 @@ _FORMS: dict[str, ScanForm] = {}
 
 @dataclass(frozen=True)
 class ScanForm:
-    # A form with the names of its roles. Roles without a default have to be there, as tensors.
+    # A registered form, with the names that its roles may have. A call has to have the roles that
+    # have no default, as tensors.
     build: Build
     names: Mapping[str, frozenset[str]]
     needed: tuple[str, ...]
@@ -28,24 +60,20 @@ class ScanForm:
         """Whether a function with these parameters has all the roles that are needed."""
         return not any(self.names[role].isdisjoint(parameters) for role in self.needed)
 
-    def roles(self, parameters: Sequence[str]) -> dict[str, str] | None:
-        """Which of a function's parameters play which role; None if one is missing."""
-        found = {}
-        for role, names in self.names.items():
-            name = next((p for p in parameters if p in names), None)
-            if name is not None:
-                found[role] = name
-        return found if all(role in found for role in self.needed) else None
+    def roles(self, parameters: Sequence[str]) -> dict[str, str]:
+        """By role, which of the parameters of a function that fits plays it."""
+        played_by = {
+            role: next((p for p in parameters if p in names), None)
+            for role, names in self.names.items()
+        }
+        return {role: name for role, name in played_by.items() if name is not None}
 
-    def arguments(self, given: Mapping[str, Any], returned: Tensor) -> dict[str, Any] | None:
-        """The arguments of a call by role; None where this cannot be a call of the form."""
-        roles = self.roles(list(given))
-        if roles is None:
-            return None
-        found = {role: given[name] for role, name in roles.items()}
+    def arguments(self, call: Mapping[str, Any], returned: Tensor) -> dict[str, Any] | None:
+        """The arguments of a call by role; None where one that is needed is not a tensor."""
+        by_role = {role: call[name] for role, name in self.roles(list(call)).items()}
         if "returned" in self.names:
-            found["returned"] = returned
-        return found if all(torch.is_tensor(found[role]) for role in self.needed) else None
+            by_role["returned"] = returned
+        return by_role if all(torch.is_tensor(by_role[role]) for role in self.needed) else None
 
 
 def register_scan(

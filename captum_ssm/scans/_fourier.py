@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from captum_ssm.operators import ToeplitzOperator
 from captum_ssm.scans._arguments import per_channel, working_dtype
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import register_scan
+from captum_ssm.scans._form import Candidate, register_scan
 
 TRANSFORMS = (torch.fft.rfft, torch.fft.fft, torch.fft.irfft)
 # How many transforms of a run are remembered: a convolution's two stand close to each other.
@@ -75,20 +74,20 @@ class Transforms:
         :func:`fourier_convolution` does.
         """
         whole = function(*args, **kwargs)
-        given = _taken(args, kwargs)
-        if given is None:
+        arguments = _taken(args, kwargs)
+        if arguments is None:
             return whole
-        x, n, norm = given
+        x, n, norm = arguments
         if function is not torch.fft.irfft:
             if x.is_floating_point():
                 transform = whole[..., : (n or x.shape[-1]) // 2 + 1]
                 self._known = [*self._known, (transform, x, n or x.shape[-1])][-_REMEMBERED:]
             return whole
         n = n or 2 * (x.shape[-1] - 1)
-        found = self._factors(x, n)
-        if found is None:
+        factors = self._factors(x, n)
+        if factors is None:
             return whole
-        values, kernel, scale = found
+        values, kernel, scale = factors
         scale = scale * {"forward": n, "ortho": n**0.5}.get(norm, 1)
         y = convolve(values, kernel * scale, n)
         y = y.reshape(*whole.shape[:-1], y.shape[-1])
@@ -96,10 +95,10 @@ class Transforms:
 
     def _factors(self, product: Tensor, n: int) -> tuple[Tensor, Tensor, float] | None:
         # Values (B, D, L), kernel (D, K) and c of two transforms whose product this is, times c.
-        for one in reversed(self._known):
-            for other in self._known:
-                (a, x, n_x), (b, k, n_k) = one, other
-                fits = other is not one and n_x == n_k == n and x.dim() == 3
+        for first in reversed(self._known):
+            for second in self._known:
+                (a, x, n_x), (b, k, n_k) = first, second
+                fits = second is not first and n_x == n_k == n and x.dim() == 3
                 if not fits or k.numel() != x[0].numel() // x.shape[-1] * k.shape[-1]:
                     continue
                 if product.numel() != a.numel() or product.shape[0] != len(x):
@@ -116,8 +115,8 @@ class Transforms:
 
 def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int | None, str] | None:
     # The tensor, the length and the norm of a transform along the last axis.
-    given = dict(zip(("input", "n", "dim", "norm"), args, strict=False)) | kwargs
-    x = given.get("input")
-    if not torch.is_tensor(x) or given.get("dim", -1) not in (-1, x.dim() - 1):
+    arguments = dict(zip(("input", "n", "dim", "norm"), args, strict=False)) | kwargs
+    x = arguments.get("input")
+    if not torch.is_tensor(x) or arguments.get("dim", -1) not in (-1, x.dim() - 1):
         return None
-    return x, given.get("n"), given.get("norm") or "backward"
+    return x, arguments.get("n"), arguments.get("norm") or "backward"

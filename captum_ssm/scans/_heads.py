@@ -17,9 +17,10 @@ from torch import Tensor
 
 from captum_ssm.operators import LinearAttentionOperator, TokenOperator
 from captum_ssm.scans._arguments import QKV, unit_length, working_dtype
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import Build, register_scan
+from captum_ssm.scans._form import Build, Candidate, register_scan
 
+# The largest share of a result that may not be explained by one factor per head.
+_UNEXPLAINED = 0.05
 _NAMES = QKV | {
     "heads": ("H", "num_heads", "n_head", "n_heads"),
     "unit": ("use_qk_l2norm_in_kernel",),
@@ -61,8 +62,8 @@ class Heads:
     ) -> Candidate:
         """Linear attention; the decay is one per head, ``(B, L, H)``, or ``(B, L, H, 1 or N)``."""
         log_decay = log_decay if log_decay.dim() == 4 else log_decay[..., None]
-        given = {"query": query, "key": key, "log_decay": log_decay} | others
-        tensors: Any = {name: t if t is None else t.to(self.q) for name, t in given.items()}
+        coefficients = {"query": query, "key": key, "log_decay": log_decay} | others
+        tensors: Any = {name: t if t is None else t.to(self.q) for name, t in coefficients.items()}
         return self.candidate(LinearAttentionOperator(**tensors, width=self.v.shape[-1]))
 
     def delta(self, log_decay: Tensor, *, write: Tensor, probe: Tensor) -> Candidate:
@@ -75,7 +76,6 @@ def register_heads(
     *,
     enlarge: Sequence[str] = (),
     layouts: Sequence[tuple[str, ...]] = (("BLHP",),),
-    shared: bool = False,
 ) -> Callable[[Build], Build]:
     """Register a form of scans: a function of :class:`Heads` and of the other arguments.
 
@@ -85,28 +85,28 @@ def register_heads(
         layouts (sequence of tuple, optional): by layout of the arguments, ``"BLHP"`` or ``"BHLP"``,
             that one and others of the result. With both, heads may also stand side by side,
             ``(B, L, H P)``, as in RWKV's kernels. Default: tokens before heads
-        shared (bool, optional): several heads of values may share a query and a key, or several
-            queries a key and a value. Default: False
     """
 
     def register(build: Build) -> Build:
         _, *others = inspect.signature(build).parameters.values()
 
         @functools.wraps(build)
-        def form(**given: Any) -> Iterator[Candidate]:
-            apart = _taken_apart(**given) if len(layouts) > 1 else None
+        def form(**arguments: Any) -> Iterator[Candidate]:
+            apart = _taken_apart(**arguments) if len(layouts) > 1 else None
             for candidate in () if apart is None else form(**apart):
                 if candidate.layouts[0] == "BLHP":
                     yield replace(candidate, layouts=("BLD",))
-            for one in layouts:
-                moved = {role: _tokens_first(t, one[0], given["q"]) for role, t in given.items()}
-                found = _heads(one, shared, **moved)
-                if found is not None:
+            for axes in layouts:
+                moved = {
+                    role: _tokens_first(t, axes[0], arguments["q"]) for role, t in arguments.items()
+                }
+                heads = _heads(axes, **moved)
+                if heads is not None:
                     yield from build(
-                        found, **{p.name: moved.get(p.name, p.default) for p in others}
+                        heads, **{p.name: moved.get(p.name, p.default) for p in others}
                     )
 
-        roles = [*inspect.signature(_heads).parameters.values()][2:-1]
+        roles = [*inspect.signature(_heads).parameters.values()][1:-1]
         roles = sorted([*roles, *others], key=lambda p: p.default is not p.empty)
         form.__signature__ = inspect.Signature(roles)  # type: ignore[attr-defined]
         register_scan(form, names=_NAMES | dict(names or {}), enlarge=enlarge)
@@ -117,7 +117,6 @@ def register_heads(
 
 def _heads(
     layouts: tuple[str, ...],
-    shared: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -127,13 +126,12 @@ def _heads(
     returned: Tensor | None = None,
     **others: Any,
 ) -> Heads | None:
-    # None for what are no heads of the same tokens.
+    # None for what are not heads of the same tokens. Several heads of values may share a query and
+    # a key, or several queries a key and a value.
     if not q.dim() == k.dim() == v.dim() == 4 or q.shape[-1] != k.shape[-1]:
         return None
     H = max(t.shape[2] for t in (q, k, v))
     if not q.shape[:2] == k.shape[:2] == v.shape[:2] or any(H % t.shape[2] for t in (q, k, v)):
-        return None
-    if not shared and not q.shape[2] == k.shape[2] == v.shape[2]:
         return None
     returned = None if returned is None or returned.shape != v.shape else returned
     dtype = working_dtype(q, k, v)
@@ -157,13 +155,15 @@ def _taken_apart(
     if heads and v.shape[-1] % heads:
         return None
     width = v.shape[-1] // heads if heads else _head_width(v[:, 0], returned[:, 0])
-    given = others | {"v": v}
-    same = [role for role, t in given.items() if torch.is_tensor(t) and t.shape == v.shape]
-    return given | {role: given[role].unflatten(-1, (-1, width)) for role in same}
+    arguments = others | {"v": v}
+    same = [role for role, t in arguments.items() if torch.is_tensor(t) and t.shape == v.shape]
+    return arguments | {role: arguments[role].unflatten(-1, (-1, width)) for role in same}
 
 
 def _head_width(v: Tensor, y: Tensor) -> int:
-    # A recurrence returns the value (B, D) of the first token, by one factor per head.
+    # A recurrence returns the value (B, D) of the first token, by one factor per head: the widest
+    # heads for which that holds are taken. Made for RWKV-5 and 6, whose kernels take heads side by
+    # side and say nowhere how wide they are.
     def share_left(width: int) -> float:
         value, result = (t.double().unflatten(-1, (-1, width)) for t in (v, y))
         factor = (value * result).sum(-1, True) / value.square().sum(-1, True).clamp(min=1e-300)
@@ -171,4 +171,4 @@ def _head_width(v: Tensor, y: Tensor) -> int:
 
     D = v.shape[-1]
     widths = (width for width in range(D, 0, -1) if D % width == 0)
-    return next(width for width in widths if width == 1 or share_left(width) < 0.05)
+    return next(width for width in widths if width == 1 or share_left(width) < _UNEXPLAINED)

@@ -8,20 +8,23 @@ times.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from captum_ssm._nested import first_of
 from captum_ssm.operators import WeightsOperator
 from captum_ssm.scans._calls import FunctionCall, not_intercepted
-from captum_ssm.scans._candidate import Candidate
+from captum_ssm.scans._form import Candidate
 
 _NAMES = (
     ("q", "query", "queries"),
     ("k", "key", "keys"),
     ("v", "value", "values"),
 )
-# By the number of axes, layouts with the axes of tokens and heads.
+# For each number of axes, the layouts with the axes of tokens and heads.
 _LAYOUTS: dict[int, tuple[tuple[str, int, int | None], ...]] = {
     3: (("BLD", 1, None),),
     4: (("BLHP", 1, 2), ("BHLP", 2, 1)),
@@ -30,33 +33,29 @@ _LAYOUTS: dict[int, tuple[tuple[str, int, int | None], ...]] = {
 _LARGEST = 1 << 28
 
 
-def can_be_measured(call: FunctionCall, returned: Tensor) -> bool:
-    """Whether a call takes q, k and v and returns a result for each token.
+def measurable_values(call: FunctionCall, returned: Tensor) -> str | None:
+    """The name of a call's values, if it takes q, k and v and returns a result for each token.
 
-    They have four axes each, or three, ``(B, L, N)``, where there is one head.
-    Not where the maps would have more than 2^28 numbers (4096 tokens of 16 heads).
+    They have four axes each, or three, ``(B, L, N)``, where there is one head. None for another
+    call, and where the maps would have more than 2^28 numbers (4096 tokens of 16 heads).
     """
-    names = _roles(call)
-    if names is None:
-        return False
-    q, k, v = (call.arguments[name] for name in names)
-    if not all(torch.is_tensor(t) and t.dim() in (3, 4) for t in (q, k, v, returned)):
-        return False
-    if len({t.dim() for t in (q, k, v, returned)}) > 1:
-        return False
-    if not v.is_floating_point() or v.shape[-1] != returned.shape[-1]:
-        return False
-    if returned.shape[:-1].numel() * max(returned.shape[1:-1]) > _LARGEST:
-        return False
-    return k.shape[:-1] == v.shape[:-1] and q.shape[:-1] == returned.shape[:-1]
+    arguments = call.arguments
+    names = [next((n for n in known if n in arguments), "") for known in _NAMES]
+    tensors: list[Any] = [arguments.get(name) for name in names]
+    if not all(torch.is_tensor(t) and t.dim() == returned.dim() for t in tensors):
+        return None
+    q, k, v = tensors
+    if returned.dim() not in _LAYOUTS or not v.is_floating_point():
+        return None
+    if v.shape[-1] != returned.shape[-1] or k.shape[:-1] != v.shape[:-1]:
+        return None
+    numbers = returned.shape[:-1].numel() * max(returned.shape[1:-1])
+    return names[2] if q.shape[:-1] == returned.shape[:-1] and numbers <= _LARGEST else None
 
 
-def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candidate]:
+def candidates_by_impulses(call: FunctionCall, name: str, returned: Tensor) -> Iterator[Candidate]:
     """What a call computes if it is linear in its values, with heads last or before the tokens."""
-    names = _roles(call)
-    assert names is not None
-    name = names[2]
-    v, found = call.arguments[name], []
+    v = call.arguments[name]
     for layout, tokens, heads in _LAYOUTS[v.dim()]:
         groups = returned.shape[heads] // v.shape[heads] if heads else 1
         if v.shape[tokens] != returned.shape[tokens]:
@@ -66,12 +65,10 @@ def candidates_by_impulses(call: FunctionCall, returned: Tensor) -> list[Candida
         weights = _weights(call, name, tokens)
         if weights is None:
             continue
-        value = v if tokens == 1 else v.transpose(1, 2)
-        value = value.repeat_interleave(groups, 2).flatten(2) if heads else value
-        weights = weights if heads else weights[:, None]
-        operator = WeightsOperator(weights, width=v.shape[-1])
-        found.append(Candidate(operator=operator, values=value, layouts=(layout,)))
-    return found
+        values = v if tokens == 1 else v.transpose(1, 2)
+        values = values.repeat_interleave(groups, 2).flatten(2) if heads else values
+        operator = WeightsOperator(weights if heads else weights[:, None], width=v.shape[-1])
+        yield Candidate(operator=operator, values=values, layouts=(layout,))
 
 
 def _weights(call: FunctionCall, name: str, tokens: int) -> Tensor | None:
@@ -86,13 +83,7 @@ def _weights(call: FunctionCall, name: str, tokens: int) -> Tensor | None:
         with torch.no_grad(), not_intercepted():
             y = first_of(call.with_arguments({name: impulses}).run())
         columns.append(y[..., : len(at)])
-    found = torch.cat(columns, -1)
-    found = found.transpose(1, 2) if tokens == 1 and v.dim() == 4 else found
-    wide = torch.promote_types(found.dtype, torch.float32)
-    return found.to(wide) if bool(found.isfinite().all()) else None
-
-
-def _roles(call: FunctionCall) -> list[str] | None:
-    given = call.arguments
-    found = [next((n for n in names if n in given), None) for names in _NAMES]
-    return None if None in found else [str(name) for name in found]
+    maps = torch.cat(columns, -1)
+    maps = maps.transpose(1, 2) if tokens == 1 and v.dim() == 4 else maps
+    wide = torch.promote_types(maps.dtype, torch.float32)
+    return maps.to(wide) if bool(maps.isfinite().all()) else None

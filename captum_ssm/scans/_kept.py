@@ -33,9 +33,9 @@ class KeptScans:
 
     def find(self, call: FunctionCall) -> Any | None:
         """What the same call returned, unless that was changed in place since."""
-        for own, result, versions in self._calls:
-            is_same = own.source is call.source and own.half is call.half
-            if is_same and same_values((own.args, own.kwargs), (call.args, call.kwargs)):
+        for known, result, versions in self._calls:
+            is_same = known.source is call.source and known.half is call.half
+            if is_same and same_values((known.args, known.kwargs), (call.args, call.kwargs)):
                 return result if _versions(result) == versions else None
         return None
 
@@ -46,13 +46,13 @@ class KeptScans:
     def _run(self, call: FunctionCall) -> Any:
         with not_intercepted():
             result = call.run()
-        kept = detached((call, result))
-        tensors = [*tensors_in((kept[0].args, kept[0].kwargs)), *tensors_in(kept[1])]
+        recorded = detached((call, result))
+        tensors = [*tensors_in((recorded[0].args, recorded[0].kwargs)), *tensors_in(recorded[1])]
         size = sum({address(x): x.nbytes for x in tensors}.values())
-        # Of tensors made under inference mode nothing says whether they were changed since.
+        # Nothing says whether tensors made under inference mode were changed since.
         if size <= self.room and not any(x.is_inference() for x in tensors):
             self.room -= size
-            self._calls.append((*kept, _versions(kept[1])))
+            self._calls.append((*recorded, _versions(recorded[1])))
         return result
 
 

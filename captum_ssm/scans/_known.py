@@ -17,13 +17,18 @@ from captum_ssm.operators import (
     ConvolvedOperator,
     DiagonalOperator,
     LinearAttentionOperator,
-    SoftmaxOperator,
     SumOperator,
     TokenOperator,
 )
-from captum_ssm.scans._arguments import QKV, SCALE, log_decays, per_channel, working_dtype
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import register_scan
+from captum_ssm.scans._arguments import (
+    QKV,
+    SCALE,
+    log_decays,
+    per_channel,
+    softmax_candidates,
+    working_dtype,
+)
+from captum_ssm.scans._form import Candidate, register_scan
 
 _SSM: dict[str, tuple[str, ...]] = {
     "x": ("u", "xs", "v", "X", "hidden_states"),
@@ -110,8 +115,8 @@ def online(
             continue
         dtype = working_dtype(x, dt, q, k)
         query, key = (_per_head(t.to(dtype), v.shape[-1]) for t in (groups[0], groups[1]))
-        given = step.to(dtype) if bias is None else step.to(dtype) + bias.to(dtype)
-        for rate, divided in product((given, torch.sigmoid(given)), (True, False)):
+        steps = step.to(dtype) if bias is None else step.to(dtype) + bias.to(dtype)
+        for rate, divided in product((steps, torch.sigmoid(steps)), (True, False)):
             rate = rate[..., None]
             rate = rate / (1 + rate * key.square().sum(-1, True)) if divided else rate
             yield Candidate(
@@ -211,11 +216,11 @@ def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[
         v, a, *z = (t.mT if last else t for t in (x, decay, gate) if torch.is_tensor(t))
         for log_decay in log_decays(a.unsqueeze(-1), a.to(working_dtype(x, decay)).unsqueeze(-1)):
             step = -log_decay[..., 0]
-            one = torch.ones_like(step)
-            state = one[..., :1, None]
+            ones = torch.ones_like(step)
+            state = ones[..., :1, None]
             for values in (v, v.exp()):
                 yield Candidate(
-                    operator=DiagonalOperator(step, one, -one[0, 0, :, None], state, state),
+                    operator=DiagonalOperator(step, ones, -ones[0, 0, :, None], state, state),
                     values=values,
                     layouts=("BDL",) if last else ("BLD",),
                     gates=tuple(z),
@@ -242,35 +247,16 @@ def softmax_attention(
         q, k, v = (t.unsqueeze(1) for t in (q, k, v))
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
         layouts = ("BLD",)
-    if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[2] == k.shape[2] == v.shape[2]):
+    if q.dim() != 4 or k.dim() != 4:
         return
-    if q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3]:
-        return
-    query, key = q.to(working_dtype(q, k, v)), k.to(working_dtype(q, k, v))
-    key, value = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (key, v))
-    bias: Tensor | None = query.new_zeros(1, 1, 1, 1)
+    zero = q.new_zeros(1, 1, 1, 1, dtype=working_dtype(q, k, v))
+    bias: Tensor | None = None if causal else zero
     if mask is not None and mask.dim() <= 4:
-        if not _broadcasts(mask, (*q.shape[:3], k.shape[2])):
+        if not _broadcasts(mask, (*q.shape[:-1], k.shape[-2])):
             return
-        bias = (
-            query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
-            if (mask.dtype == torch.bool)
-            else mask.to(query)
-        )
-        bias = bias.reshape(*[1] * (4 - bias.dim()), *bias.shape)
-    elif causal:
-        bias = None
-    yield Candidate(
-        operator=SoftmaxOperator(
-            query=query,
-            key=key,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            width=v.shape[-1],
-            bias=bias,
-        ),
-        values=value.transpose(1, 2).flatten(2),
-        layouts=layouts,
-    )
+        is_seen = mask.dtype == torch.bool
+        bias = zero.masked_fill(~mask, -torch.inf) if is_seen else zero + mask.to(zero)
+    yield from softmax_candidates(q, k, v, layouts, scale, bias=bias)
 
 
 def _broadcasts(t: Tensor, shape: tuple[int, ...]) -> bool:
@@ -324,7 +310,7 @@ def _skip(D: Tensor | None, v: Tensor) -> Tensor | None:
 
 
 def _in_heads(operator: TokenOperator, x: Tensor, D: Tensor | None, z: Tensor | None) -> Candidate:
-    # Of x and z (B, L, H, P).
+    # The candidate of x and z (B, L, H, P).
     return Candidate(
         operator=operator,
         values=x.flatten(2),

@@ -1,4 +1,4 @@
-"""Forms of linear attention: with decay, with the delta rule, RWKV's, and xLSTM's mLSTM."""
+"""Forms of linear attention: with decay, with the delta rule, RWKV's, xLSTM's mLSTM, and WKV."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from captum_ssm.operators import (
     SumOperator,
     TokenOperator,
     mlstm_operator,
+    wkv_operator,
 )
-from captum_ssm.scans._arguments import log_decays
-from captum_ssm.scans._candidate import Candidate
+from captum_ssm.scans._arguments import log_decays, working_dtype
+from captum_ssm.scans._form import Candidate, register_scan
 from captum_ssm.scans._heads import Heads, register_heads
 
 
@@ -26,7 +27,7 @@ from captum_ssm.scans._heads import Heads, register_heads
     layouts=(("BLHP", "BHLP"), ("BHLP", "BLHP")),
 )
 def linear_attention(
-    given: Heads,
+    heads: Heads,
     decay: Tensor | None = None,
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
@@ -37,7 +38,7 @@ def linear_attention(
     decay per head of its own, or look at all tokens. A bonus per key dimension is the weight of
     the token itself, as in RWKV-5 and 6, whose heads may stand side by side.
     """
-    query, key = given.q, given.k
+    query, key = heads.q, heads.k
     decay = decay if torch.is_tensor(decay) else None
     steps = [t for t in (decay, beta) if torch.is_tensor(t)]
     if any(t.dim() > 2 and t.shape[:3] != query.shape[:3] for t in steps):
@@ -46,17 +47,17 @@ def linear_attention(
     if beta is not None:
         write = key * (beta[..., None] if beta.dim() == 3 else beta).to(key)
     erased = {} if beta is None else {"erase": write, "probe": key}
-    own = None
+    to_itself = None
     if bonus is not None and bonus.numel() == query.shape[2:].numel():
-        own = (query * key * bonus.to(query).reshape(query.shape[2:])).sum(-1)
-    scales = (query.shape[-1] ** -0.5, 1.0) if given.scale is None else (given.scale,)
+        to_itself = (query * key * bonus.to(query).reshape(query.shape[2:])).sum(-1)
+    scales = (query.shape[-1] ** -0.5, 1.0) if heads.scale is None else (heads.scale,)
     for factor, log_decay in product(scales, log_decays(decay, query)):
-        bonus = None if own is None else own * factor
-        yield given.linear(query * factor, write, log_decay, bonus=bonus, **erased)
-    if not steps and given.returned is not None:
-        v, y = given.v.detach().to(query), given.returned.to(query)
+        bonus = None if to_itself is None else to_itself * factor
+        yield heads.linear(query * factor, write, log_decay, bonus=bonus, **erased)
+    if not steps and heads.returned is not None:
+        v, y = heads.v.detach().to(query), heads.returned.to(query)
         for operator in _built_in(query, key, v, y):
-            yield given.candidate(operator)
+            yield heads.candidate(operator)
 
 
 @register_heads(
@@ -64,28 +65,53 @@ def linear_attention(
     enlarge=("q",),
     layouts=(("BLHP",), ("BHLP",)),
 )
-def transition(given: Heads, decay: Tensor, read: Tensor, write: Tensor) -> Iterator[Candidate]:
+def transition(heads: Heads, decay: Tensor, read: Tensor, write: Tensor) -> Iterator[Candidate]:
     r"""RWKV-7: :math:`S_t = S_{t-1} (\mathrm{diag}(w_t) + a_t b_t^\top) + v_t k_t^\top`."""
-    if any(t.shape != given.q.shape for t in (decay, read, write)):
+    if any(t.shape != heads.q.shape for t in (decay, read, write)):
         return
-    for log_decay in log_decays(decay, given.q):
+    for log_decay in log_decays(decay, heads.q):
         # The operator reads the state after the decay, the function before.
-        probe = read.to(given.q) * torch.exp(-log_decay)
-        yield given.linear(given.q, given.k, log_decay, probe=probe, erase=-write)
+        probe = read.to(heads.q) * torch.exp(-log_decay)
+        yield heads.linear(heads.q, heads.k, log_decay, probe=probe, erase=-write)
 
 
 @register_heads(
     {"i": ("igate_preact", "i_preact", "igate"), "f": ("fgate_preact", "f_preact", "fgate")},
     layouts=(("BHLP",), ("BLHP",)),
 )
-def mlstm(given: Heads, i: Tensor, f: Tensor, eps: float = 1e-6) -> Iterator[Candidate]:
+def mlstm(heads: Heads, i: Tensor, f: Tensor, eps: float = 1e-6) -> Iterator[Candidate]:
     """xLSTM's mLSTM; the gates i and f before their activations."""
-    shape = given.q.shape[:3]
+    shape = heads.q.shape[:3]
     if i.shape != f.shape or i.numel() != shape.numel():
         return
-    gates = (t.to(given.q).reshape(shape) for t in (i, f))
-    operator = mlstm_operator(given.q, given.k, *gates, width=given.v.shape[-1], eps=eps)
-    yield given.candidate(operator)
+    gates = (t.to(heads.q).reshape(shape) for t in (i, f))
+    operator = mlstm_operator(heads.q, heads.k, *gates, width=heads.v.shape[-1], eps=eps)
+    yield heads.candidate(operator)
+
+
+@register_scan(
+    names={
+        "k": ("key",),
+        "v": ("value",),
+        "decay": ("w", "time_decay"),
+        "bonus": ("u", "time_first"),
+    }
+)
+def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Iterator[Candidate]:
+    """RWKV-4 and Vision-RWKV: k and v ``(B, L, D)``, decay and bonus one per channel.
+
+    It averages earlier tokens or all of them. The decay is given as it is, as its logarithm, or
+    with its sign turned.
+    """
+    D = v.shape[-1]
+    if v.dim() != 3 or k.shape != v.shape or decay.numel() != D or bonus.numel() != D:
+        return
+    dtype = working_dtype(k, v)
+    key, w, u = k.to(dtype), decay.to(dtype).reshape(-1), bonus.to(dtype).reshape(-1)
+    for two_way, rate in product((False, True), (w.exp(), w, -w)):
+        yield Candidate(
+            operator=wkv_operator(key, rate, u, two_way=two_way), values=v, layouts=("BLD",)
+        )
 
 
 def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[TokenOperator]:
@@ -109,12 +135,12 @@ def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[Toke
     time = torch.arange(v.shape[1], device=v.device, dtype=v.dtype)[None, :, None, None]
     for _ in range(4):
         operator = attention(scale, log_decay)
-        found = operator.matvec(flat).view_as(v)
-        slope = time * found - operator.matvec((time * v).flatten(2)).view_as(v)
+        result = operator.matvec(flat).view_as(v)
+        slope = time * result - operator.matvec((time * v).flatten(2)).view_as(v)
         # Least squares in (d log scale, d log decay) per head.
-        aa, ab, bb = dot(found, found), dot(found, slope), dot(slope, slope)
-        left = y - found
-        ra, rb = dot(found, left), dot(slope, left)
+        aa, ab, bb = dot(result, result), dot(result, slope), dot(slope, slope)
+        left = y - result
+        ra, rb = dot(result, left), dot(slope, left)
         determinant = aa * bb - ab * ab
         scale = scale * (1 + (bb * ra - ab * rb) / determinant)
         log_decay = (log_decay + (aa * rb - ab * ra) / determinant).clamp(-9.0, 0.0)
@@ -131,8 +157,8 @@ def _built_in(query: Tensor, key: Tensor, v: Tensor, y: Tensor) -> Iterator[Toke
             bonus=query.new_zeros(query.shape[:3]),  # of the token itself
             width=width,
         )
-        one = attention(scale, torch.zeros_like(scale))
-        return SumOperator((one, PermutedOperator(flipped, backward)))
+        looking_back = attention(scale, torch.zeros_like(scale))
+        return SumOperator((looking_back, PermutedOperator(flipped, backward)))
 
-    found = everywhere(torch.ones_like(scale)).matvec(flat).view_as(v)
-    yield everywhere(dot(found, y) / dot(found, found))
+    result = everywhere(torch.ones_like(scale)).matvec(flat).view_as(v)
+    yield everywhere(dot(result, y) / dot(result, result))

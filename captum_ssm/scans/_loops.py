@@ -52,24 +52,24 @@ def run_gather(
     args: Any,
     kwargs: Any,
     is_known: Callable[[TokenLoop], bool],
-    handle: Callable[[TokenLoop, TokenLoop, dict[str, Any]], Any],
+    handle: Callable[..., Any],
 ) -> Any:
     """What one of :data:`GATHERS` returns.
 
     Args:
         func, args, kwargs: the call.
         is_known (Callable): whether a loop may be a scan.
-        handle (Callable): takes a known one with its result, the same without, and the variables
-            around it, by name; returns what takes the place of the result.
+        handle (Callable): takes a known one with its result, the same without, and by name the
+            variables around it; returns what takes the place of the result.
     """
     returned = func(*args, **kwargs)
-    given = args[0] if args else kwargs.get("tensors")
+    parts = args[0] if args else kwargs.get("tensors")
     is_written = func is Tensor.__setitem__
-    gathered = given if is_written else returned
+    gathered = parts if is_written else returned
     axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if gathered.dim() < 3:
         return returned
-    is_whole = _ends(given, axis) if is_written else 1 < gathered.shape[axis] == len(given)
+    is_whole = _ends(parts, axis) if is_written else 1 < gathered.shape[axis] == len(parts)
     if not is_whole:
         return returned
     frames = frames_in_module(sys._getframe(2))
@@ -78,7 +78,7 @@ def run_gather(
     loop, variables = TokenLoop(frames[0].f_code, frames[0].f_lasti), _variables(frames[0])
     if not is_known(loop) or not any(True for _ in forms_of(list(variables))):
         return returned
-    handled = handle(replace(loop, result=gathered), loop, variables)
+    handled = handle(replace(loop, result=gathered), loop, **variables)
     if is_written and handled is not gathered:
         gathered.detach_().copy_(handled)
     return returned if is_written else handled
@@ -88,8 +88,8 @@ def _variables(frame: FrameType) -> dict[str, Tensor]:
     # The tensors that a frame has names for, and what a scan cannot do without of those of the
     # module whose method it is. The loop may have used others before, such as a bias.
     owner, needed = frame.f_locals.get("self"), needed_names()
-    own = {**owner._buffers, **owner._parameters} if isinstance(owner, nn.Module) else {}
-    named = {**{name: x for name, x in own.items() if name in needed}, **frame.f_locals}
+    of_module = {**owner._buffers, **owner._parameters} if isinstance(owner, nn.Module) else {}
+    named = {**{name: x for name, x in of_module.items() if name in needed}, **frame.f_locals}
     return {name: x for name, x in named.items() if torch.is_tensor(x)}
 
 
@@ -99,7 +99,7 @@ def _ends(written: Tensor, index: Any) -> bool:
         return False
     index = index if isinstance(index, tuple) else (index,)
     shape = written.shape
-    if any(one is Ellipsis for one in index):
+    if any(entry is Ellipsis for entry in index):
         shape, index = shape[::-1], index[::-1]
     pairs = zip(index, shape, strict=False)
-    return any(type(one) is int and 1 < size == one + 1 for one, size in pairs)
+    return any(type(entry) is int and 1 < size == entry + 1 for entry, size in pairs)

@@ -18,8 +18,8 @@ from captum_ssm.scans._calls import FunctionCall
 
 def sequences(call: FunctionCall) -> list[tuple[FunctionCall, slice]] | None:
     """A call for each of the packed sequences, and where its tokens are; None for one sequence."""
-    given = call.arguments
-    bounds = {name: value for name, value in given.items() if name.startswith("cu_seqlens")}
+    arguments = call.arguments
+    bounds = {name: value for name, value in arguments.items() if name.startswith("cu_seqlens")}
     bounds = {name: value for name, value in bounds.items() if torch.is_tensor(value)}
     if not bounds:
         return None
@@ -27,18 +27,18 @@ def sequences(call: FunctionCall) -> list[tuple[FunctionCall, slice]] | None:
     ends = first.tolist()
     if first.dim() != 1 or len(ends) < 3 or any(not torch.equal(b, first) for b in bounds.values()):
         return None
-    found = []
+    parts = []
     for start, stop in pairwise(ends):
         changed: dict[str, Any] = {
             name: value.new_tensor([0, stop - start]) for name, value in bounds.items()
         }
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name.startswith("max_seqlen"):
                 changed[name] = stop - start
             elif torch.is_tensor(value) and name not in bounds:
                 changed[name] = _part(value, start, stop, ends[-1])
-        found.append((call.with_arguments(changed), slice(start, stop)))
-    return found
+        parts.append((call.with_arguments(changed), slice(start, stop)))
+    return parts
 
 
 def joined(operators: Sequence[Any], parts: Sequence[slice]) -> PlacedOperator:
@@ -49,7 +49,7 @@ def joined(operators: Sequence[Any], parts: Sequence[slice]) -> PlacedOperator:
 
 
 def _part(value: Tensor, start: int, stop: int, total: int) -> Tensor:
-    # Of (1, T, ...), or (T, H, N), or with several numbers per token, (1, n T, ...).
+    # The part of (1, T, ...), or (T, H, N), or, with several numbers per token, (1, n T, ...).
     if value.dim() > 1 and value.shape[0] == 1 and value.shape[1] and value.shape[1] % total == 0:
         steps = value.shape[1] // total
         return value[:, start * steps : stop * steps]

@@ -77,13 +77,13 @@ def run_product(
         multiply (Callable): takes the first known one and the arguments of :func:`token_product`,
             and returns what that returns.
     """
-    given, others = args, kwargs
+    multiplied, others = args, kwargs
     added: Tensor | float | None = None
     if func in _ADDED and len(args) == 3:
         beta, scale = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         added = beta * args[0] if beta != 0 else 0.0  # even of what is not finite
-        given, others = args[1:], {}
-    written = None if others else _written(func, given)
+        multiplied, others = args[1:], {}
+    written = None if others else _written(func, multiplied)
     if written is None or any(x.is_complex() for x in written.factors):
         return func(*args, **kwargs)
     frames: list[FrameType] | None = None
@@ -117,20 +117,20 @@ def as_linear(
         return None
     out, sizes = written.out, written.sizes
     for at in (1, 0):
-        own, given = written.letters[at], written.letters[1 - at]
-        summed = "".join(letter for letter in own if letter in given)
-        new = "".join(letter for letter in out if letter not in given)
-        kept = "".join(letter for letter in given if letter in out)
-        whole = set(own) == set(summed + new) and set(given) == set(kept + summed)
-        if not (summed and new and whole) or any(letter in kept for letter in summed):
+        of_weight, of_input = written.letters[at], written.letters[1 - at]
+        summed = "".join(letter for letter in of_weight if letter in of_input)
+        new = "".join(letter for letter in out if letter not in of_input)
+        batch = "".join(letter for letter in of_input if letter in out)
+        whole = set(of_weight) == set(summed + new) and set(of_input) == set(batch + summed)
+        if not (summed and new and whole) or any(letter in batch for letter in summed):
             continue
-        x = written.factors[1 - at].permute([given.index(letter) for letter in kept + summed])
-        weight = written.factors[at].permute([own.index(letter) for letter in new + summed])
-        x, weight = x.flatten(len(kept)), weight.flatten(len(new)).flatten(0, -2)
+        x = written.factors[1 - at].permute([of_input.index(letter) for letter in batch + summed])
+        weight = written.factors[at].permute([of_weight.index(letter) for letter in new + summed])
+        x, weight = x.flatten(len(batch)), weight.flatten(len(new)).flatten(0, -2)
         y = _layer(layer, x, weight) if x.shape[-1] == weight.shape[-1] else None
         if y is not None:
             y = y.unflatten(-1, [sizes[letter] for letter in new])
-            return y.permute([(kept + new).index(letter) for letter in out])
+            return y.permute([(batch + new).index(letter) for letter in out])
     return None
 
 
@@ -155,11 +155,11 @@ class _Written:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each letter's axis; of those that are broadcast, the larger one."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for letters, factor in zip(self.letters, self.factors, strict=True):
             for letter, size in zip(letters, factor.shape, strict=True):
-                found[letter] = max(size, found.get(letter, 1))
-        return found
+                sizes[letter] = max(size, sizes.get(letter, 1))
+        return sizes
 
 
 def _written(func: Any, args: Sequence[Any]) -> _Written | None:
@@ -185,14 +185,16 @@ def _of_equation(equation: str, factors: list[Tensor]) -> _Written | None:
     left, arrow, out = equation.replace(" ", "").partition("->")
     letters = left.split(",")
     free = [x for x in _LETTERS if x not in equation]
-    hidden = [x.dim() - len(one) + 3 for one, x in zip(letters, factors, strict=True)]
-    most = max((n for n, one in zip(hidden, letters, strict=True) if "..." in one), default=0)
+    hidden = [x.dim() - len(axes) + 3 for axes, x in zip(letters, factors, strict=True)]
+    most = max((n for n, axes in zip(hidden, letters, strict=True) if "..." in axes), default=0)
     if not arrow or most > len(free):
         return None
     dots = "".join(free[:most])
-    letters = [one.replace("...", dots[most - n :]) for one, n in zip(letters, hidden, strict=True)]
+    letters = [
+        axes.replace("...", dots[most - n :]) for axes, n in zip(letters, hidden, strict=True)
+    ]
     out = out.replace("...", dots)
-    if any(len(set(one)) < len(one) for one in (*letters, out)):
+    if any(len(set(axes)) < len(axes) for axes in (*letters, out)):
         return None
     return _Written(letters, out, factors)
 
@@ -201,9 +203,12 @@ def _parts(written: _Written) -> Iterator[tuple[int, str, str]]:
     # Which factor may be the values, and the letters of the matrix's rows and columns.
     sizes, out = written.sizes, written.out
     for values in reversed(range(len(written.factors))):
-        own = set(written.letters[values])
+        of_values = set(written.letters[values])
         rest = set().union(*(set(x) for i, x in enumerate(written.letters) if i != values))
-        summed, new = own.difference(out), [letter for letter in out if letter not in own]
+        summed, new = (
+            of_values.difference(out),
+            [letter for letter in out if letter not in of_values],
+        )
         if len(summed) != 1 or not rest.issuperset((*summed, *new)):
             continue
         (columns,) = summed
@@ -227,19 +232,19 @@ def frames_in_module(frame: FrameType | None) -> list[FrameType] | None:
 
     None inside of an autograd function: what that calls does not know the graph.
     """
-    found: list[FrameType] = []
+    frames: list[FrameType] = []
     is_inside = True  # the innermost module
     while frame is not None:
         code, package = frame.f_code, str(frame.f_globals.get("__name__")).partition(".")[0]
         if is_in_autograd_function(frame):
             return None
         is_inside &= not (package == "torch" and code.co_name == "_call_impl")
-        is_inside &= len(found) < _DEEPEST
+        is_inside &= len(frames) < _DEEPEST
         is_ours = code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_MODELS)
         if is_inside and not (is_ours or package in _AROUND):
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _multiplied(
@@ -248,12 +253,12 @@ def _multiplied(
     # The product, by a function of weights (B, L, L) and values (B, L, P): all axes that both have
     # are in B.
     out, rows, columns, sizes = written.out, product.rows, product.columns, written.sizes
-    own, values = written.letters[product.values], written.factors[product.values]
+    of_values, values = written.letters[product.values], written.factors[product.values]
     others = [i for i in range(len(written.factors)) if i != product.values]
     rest = ",".join(written.letters[i] for i in others)
-    examples = own[0] if own[0] == out[0] else ""
+    examples = of_values[0] if of_values[0] == out[0] else ""
     batch = "".join(x for x in out if x in rest + examples and x != rows)
-    channels = "".join(x for x in own if x in out and x not in batch)
+    channels = "".join(x for x in of_values if x in out and x not in batch)
     known = "".join(x for x in f"{batch}{rows}{columns}" if x in rest)
 
     def shape(letters: str) -> list[int]:
@@ -261,7 +266,7 @@ def _multiplied(
 
     weights = torch.einsum(f"{rest}->{known}", *(written.factors[i] for i in others))
     weights = _over(weights, known, f"{batch}{rows}{columns}", sizes)
-    values = _over(values, own, f"{batch}{columns}{channels}", sizes)
+    values = _over(values, of_values, f"{batch}{columns}{channels}", sizes)
     y = multiply(
         weights.reshape(-1, *shape(rows + columns)),
         values.reshape(-1, sizes[columns], math.prod(shape(channels))),

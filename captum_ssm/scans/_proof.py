@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from captum_ssm._nested import first_of, with_first
 from captum_ssm.operators import TokenOperator, WeightsOperator
 from captum_ssm.scans._arguments import working_dtype
 from captum_ssm.scans._calls import FunctionCall, handled_by, is_loop, is_product, not_intercepted
-from captum_ssm.scans._candidate import Candidate, in_layout
-from captum_ssm.scans._form import ScanForm, forms_of
-from captum_ssm.scans._impulses import can_be_measured, candidates_by_impulses
+from captum_ssm.scans._form import Candidate, ScanForm, forms_of
+from captum_ssm.scans._impulses import candidates_by_impulses, measurable_values
 from captum_ssm.scans._kept import KeptScans
 from captum_ssm.scans._packed import joined, sequences
 
@@ -31,7 +31,7 @@ TOLERANCE = {
 }
 # Where the recurrence adds less than this, the rounding of the rest may be more than is tolerated.
 _SMALL = 1e-2
-# By tolerance, the share of which one rounding of the rest is as much as is tolerated.
+# For each tolerance, the share at which one rounding of the rest is as much as is tolerated.
 _HIDDEN = {error: torch.finfo(dtype).eps / error for dtype, error in TOLERANCE.items()}
 
 
@@ -63,7 +63,7 @@ class Scan:
         """What the function returns for other ``mixed (B, L, D)``, at the values of ``of_call``."""
         want = first_tensor(of_call)
         assert want is not None
-        y = in_layout(mixed if self.gate is None else mixed * self.gate, self.layout, want)
+        y = _in_layout(mixed if self.gate is None else mixed * self.gate, self.layout, want)
         assert y is not None
         y = y.to(want.dtype)
         return with_first(of_call, y + (want - y).detach())
@@ -80,23 +80,8 @@ def prove(call: FunctionCall, result: Any) -> Scan | None:
     want = first_tensor(result)
     if want is None or not want.is_floating_point():
         return None
-    for form in forms_of(list(call.arguments)):
-        scan = _proven(call, form, want, enlarged=False)
-        if scan is not None:
-            return scan
-    return None
-
-
-def prove_by_impulses(call: FunctionCall, result: Any) -> Scan | None:
-    """The call as a scan, if it is linear in its values head by head: its maps are measured."""
-    want = first_tensor(result)
-    if want is None or not can_be_measured(call, want):
-        return None
-    for candidate in candidates_by_impulses(call, want.detach()):
-        for scan, _ in _compared(call, candidate, candidate, want):
-            if scan.error <= _tolerance(call, want):
-                return scan
-    return None
+    scans = (_proven(call, form, want, enlarged=False) for form in forms_of(list(call.arguments)))
+    return next((scan for scan in scans if scan is not None), None)
 
 
 def _of_product(call: FunctionCall) -> Scan | None:
@@ -160,19 +145,20 @@ class ScanCalls:
         if parts is not None:
             return self._find_in_each(parts, result)
         scan = prove(call, result)
-        if scan is None and not self.forms_only and _does_more_than_inside(call, result):
-            scan = prove_by_impulses(call, result)
+        if scan is None and not self.forms_only:
+            return _proven_by_impulses(call, first_tensor(result))
         return scan
 
     def _find_in_each(self, parts: list[tuple[FunctionCall, slice]], result: Any) -> Scan | None:
+        # Each sequence of a packed row is proven on its own. The scan is that of the whole row.
         want, scans, results = first_tensor(result), list[Scan](), list[Tensor]()
         for call, _ in parts:
             with torch.no_grad(), not_intercepted():
-                own = first_tensor(call.run())
-            scan = self._find(call, own)
-            if own is None or scan is None:
+                returned = first_tensor(call.run())
+            scan = self._find(call, returned)
+            if returned is None or scan is None:
                 return None
-            results.append(own)
+            results.append(returned)
             scans.append(scan)
         first = scans[0]
         if want is None or any(scan.layout != first.layout for scan in scans):
@@ -181,44 +167,52 @@ class ScanCalls:
         tolerance = _tolerance(parts[0][0], want)
         if whole.shape != want.shape or not (whole - want).norm() <= tolerance * want.norm():
             return None
-        together: dict[str, Any] = {}
+        row: dict[str, Any] = {}
         for name in ("values", "skip", "gate", "mixed"):
-            found = [(getattr(scan, name), scan.values) for scan in scans]
-            is_one = all(x is not None for x, _ in found)
-            together[name] = torch.cat([x.expand_as(v) for x, v in found], 1) if is_one else None
+            tensors = [getattr(scan, name) for scan in scans]
+            in_all = all(x is not None for x in tensors)
+            pairs = zip(tensors, scans, strict=True)
+            row[name] = torch.cat([x.expand_as(s.values) for x, s in pairs], 1) if in_all else None
         operator = joined([scan.operator for scan in scans], [at for _, at in parts])
-        return replace(
-            first, operator=operator, error=max(scan.error for scan in scans), **together
-        )
+        return replace(first, operator=operator, error=max(scan.error for scan in scans), **row)
 
 
-def _does_more_than_inside(call: FunctionCall, result: Any) -> bool:
-    # Whether a call that may be measured returns something where scans inside of it return zeros.
-    want = first_tensor(result)
-    if want is None or not can_be_measured(call, want):
-        return False
+def _proven_by_impulses(call: FunctionCall, want: Tensor | None) -> Scan | None:
+    # The call as a scan, if it is linear in its values head by head, and does more than the scans
+    # inside of it: its maps are measured.
+    name = None if want is None else measurable_values(call, want)
+    if want is None or name is None or not _adds_to_inner(call, want):
+        return None
+    for candidate in candidates_by_impulses(call, name, want.detach()):
+        for scan, _ in _compared(call, candidate, want):
+            if scan.error <= _tolerance(call, want):
+                return scan
+    return None
 
-    def silence(call: FunctionCall, scan: Scan, result: Any) -> Any:
-        return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
 
-    with torch.no_grad(), handled_by(ScanCalls(silence, forms_only=True)):
+def silenced(result: Any) -> Any:
+    """What a function returned, with zeros in place of its numbers."""
+    return tree_map(lambda x: 0 * x if torch.is_tensor(x) else x, result)
+
+
+def _adds_to_inner(call: FunctionCall, want: Tensor) -> bool:
+    # Whether a call returns something where the scans inside of it return zeros.
+    silence = ScanCalls(lambda call, scan, result: silenced(result), forms_only=True)
+    with torch.no_grad(), handled_by(silence):
         rest = first_tensor(call.run())
     return rest is None or float(rest.norm()) > _SMALL * float(want.norm())
 
 
-def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) -> Scan | None:
-    given = form.arguments(call.arguments, want.detach())
-    if given is None:
+def _proven(call: FunctionCall, form: ScanForm, want: Tensor, *, enlarged: bool) -> Scan | None:
+    arguments = form.arguments(call.arguments, want.detach())
+    if arguments is None:
         return None
-    tolerance = max(TOLERANCE.get(given[role].dtype, 1.0) for role in form.needed)
-    tolerance = max(tolerance, _tolerance(call, want))
+    coarsest = max(TOLERANCE.get(arguments[role].dtype, 1.0) for role in form.needed)
+    tolerance = max(coarsest, _tolerance(call, want))
     if tolerance == 1.0:  # not floating point
         return None
-    kept = {role: v.detach() if torch.is_tensor(v) else v for role, v in given.items()}
-    # The same candidates with the graph of their values and gates.
-    pairs = zip(_without_graph(form.build(**kept)), form.build(**given), strict=True)
-    for plain, candidate in pairs:
-        for scan, share in _compared(call, plain, candidate, want):
+    for candidate in form.build(**arguments):
+        for scan, share in _compared(call, candidate, want):
             is_told = enlarged or share >= min(_SMALL, _HIDDEN.get(tolerance, _SMALL))
             if scan.error <= tolerance and is_told:
                 return scan
@@ -229,30 +223,19 @@ def _proven(call: FunctionCall, form: ScanForm, want: Tensor, enlarged: bool) ->
 
 
 def _compared(
-    call: FunctionCall, plain: Candidate, candidate: Candidate, want: Tensor
+    call: FunctionCall, candidate: Candidate, want: Tensor
 ) -> Iterator[tuple[Scan, float]]:
     # Scans with and without the skip and a gate, and the share of the recurrence in the result.
-    operator = plain.operator
+    # The coefficients are constants, the values and gates keep their graph.
+    operator = candidate.operator.detach()
     v = candidate.values.to(operator.dtype)
-    recurrence = operator.matvec(v)
-    skips = (None,) if plain.skip is None else (plain.skip, None)
+    recurrence, name = operator.matvec(v), call.function.__qualname__
+    skips = (None,) if candidate.skip is None else (candidate.skip.detach(), None)
     for skip, gate, layout in product(skips, (*candidate.gates, None), candidate.layouts):
         mixed = recurrence if skip is None else recurrence + skip.to(v) * v
         with torch.no_grad():
             error, share = _error(recurrence, mixed, gate, layout, want)
-        name = call.function.__qualname__
         yield Scan(operator, v, skip, gate, layout, mixed, name, error), share
-
-
-def _without_graph(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    # One at a time: most often the first one is right.
-    rest = iter(candidates)
-    while True:
-        with torch.no_grad():
-            candidate = next(rest, None)
-        if candidate is None:
-            return
-        yield candidate
 
 
 def _tolerance(call: FunctionCall, want: Tensor) -> float:
@@ -264,25 +247,37 @@ def _error(
 ) -> tuple[float, float]:
     # The error relative to what the recurrence adds, and its share of the whole.
     y, added = (t if gate is None else t * gate for t in (mixed, recurrence))
-    y_like = in_layout(y, layout, want)
-    if y_like is None:
+    returned, size = _in_layout(y, layout, want), float(added.norm())
+    if returned is None or size == 0:
         return torch.inf, 1.0
-    size, whole = float(added.norm()), float(want.norm())
-    error = float((y_like - want).norm())
-    if size == 0:
-        return torch.inf, 1.0
-    return error / size, size / max(whole, 1e-300)
+    return float((returned - want).norm()) / size, size / max(float(want.norm()), 1e-300)
 
 
 def _holds_enlarged(call: FunctionCall, form: ScanForm, scan: Scan, share: float) -> bool:
-    # The function itself, called again with the recurrence as large as the rest.
+    # The function itself is called again, with the recurrence as large as the rest.
     if not form.enlarge or is_loop(call.source):
         return False
-    factor = share ** (-1 / len(form.enlarge))
-    roles = form.roles(list(call.arguments)) or {}
-    changed = {roles[role]: call.arguments[roles[role]].detach() * factor for role in form.enlarge}
-    again = call.with_arguments(changed)
+    factor, roles = share ** (-1 / len(form.enlarge)), form.roles(list(call.arguments))
+    names = [roles[role] for role in form.enlarge]
+    again = call.with_arguments({name: call.arguments[name].detach() * factor for name in names})
     with torch.no_grad(), not_intercepted():
         want = first_tensor(again.run())
-        found = None if want is None else _proven(again, form, want, enlarged=True)
-    return found is not None and found.layout == scan.layout
+        enlarged = None if want is None else _proven(again, form, want, enlarged=True)
+    return enlarged is not None and enlarged.layout == scan.layout
+
+
+def _in_layout(y: Tensor, layout: str, like: Tensor) -> Tensor | None:
+    # y (B, L, D) in a function's layout; None where that has another shape than a tensor like it.
+    axes = layout.replace("S", "")
+    if len(axes) != like.dim() or (axes[0] == "L" and len(y) > 1):
+        return None
+    if "H" in axes:
+        H, D = like.shape[axes.index("H")], y.shape[-1]
+        P = like.shape[-1] if axes != layout else D // H
+        if H * P == 0 or D % (H * P):
+            return None
+        y = y.unflatten(-1, (-1, H, P)).sum(2) if axes != layout else y.unflatten(-1, (H, P))
+        # Heads of values that were padded with zeros, to the width of their keys.
+        y = F.pad(y, (0, max(0, like.shape[-1] - P)))
+    y = y[0] if axes[0] == "L" else y.transpose(1, 2) if axes[2] == "L" else y
+    return y if y.shape == like.shape else None

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from captum_ssm.operators import SoftmaxOperator
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import register_scan
+from captum_ssm.scans._arguments import softmax_candidates
+from captum_ssm.scans._form import Candidate, register_scan
 
 
 @register_scan(
@@ -41,30 +40,24 @@ def attention_of_tokens(
     """
     layout = "LHP" if q.dim() == 3 else "BLHP"
     q, k, v = (t[None] if t.dim() == 3 else t for t in (q, k, v))
-    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3]:
-        return
-    if k.shape[1] != q.shape[1] or q.shape[2] % k.shape[2] or k.shape[-1] != q.shape[-1]:
+    if q.dim() != 4 or v.dim() != 4:
         return
     if decay is not None and decay.shape != q.shape[:3]:
         return
     # Values of fewer channels than their keys are padded for flash-attn.
-    used = v.detach().flatten(0, 2).any(0).nonzero()[:, 0]
+    used = v.detach().flatten(0, -2).any(0).nonzero()[:, 0]
     v = v[..., : int(used[-1]) + 1] if len(used) else v
-    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
-    query, key = (t.to(wide).transpose(1, 2) for t in (q, k))
-    yield Candidate(
-        operator=SoftmaxOperator(
-            query,
-            key,
-            q.shape[-1] ** -0.5 if scale is None else scale,
-            v.shape[-1],
-            bias=_bias(query, causal, window, decay),
-            softcap=softcap or None,
-            sinks=None if sinks is None else sinks.to(wide),
-        ),
-        values=v.flatten(2),
-        layouts=(layout,),
+    query, key, values = (t.transpose(1, 2) for t in (q, k, v))
+    yield from softmax_candidates(
+        query,
+        key,
+        values,
+        (layout,),
+        scale,
+        bias=_bias(q.to(wide), causal, window, decay),
+        softcap=softcap or None,
+        sinks=None if sinks is None else sinks.to(wide),
     )
 
 
@@ -75,7 +68,7 @@ def _bias(
     after = 0 if causal else after
     if (before, after) == (-1, 0) and decay is None:
         return None
-    at = torch.arange(query.shape[2], device=query.device)
+    at = torch.arange(query.shape[1], device=query.device)
     distance = at[:, None] - at
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if before >= 0:

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from captum_ssm.operators import LinearAttentionOperator
-from captum_ssm.scans._candidate import Candidate
-from captum_ssm.scans._form import is_of_form, register_scan
+from captum_ssm.scans._form import Candidate, is_of_form, register_scan
 
 _FUNCTORCH = torch._C._functorch
 
@@ -65,30 +64,30 @@ def diagonal_states(state_decay: Tensor, state_inputs: Tensor) -> Iterator[Candi
     )
 
 
-def is_associative(given: dict[str, Any]) -> bool:
+def is_associative(arguments: dict[str, Any]) -> bool:
     """Whether the arguments of a call, by name, are those of an associative scan of two tensors."""
-    is_one = is_of_form("associative_scan", given)
-    return is_one and any(map(_are_two, given.values()))
+    is_scan = is_of_form("associative_scan", arguments)
+    return is_scan and any(map(_are_two, arguments.values()))
 
 
 def with_states(
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     result: Any,
     handle: Callable[[Callable[..., Any], Tensor, Tensor], Tensor],
 ) -> Any:
     """What an associative scan returned, with its states handled as those of a function.
 
     Args:
-        given (dict): its arguments by name.
+        arguments (dict): its arguments by name.
         result (Any): what it returned.
         handle (Callable): takes a function with the parameters of :func:`diagonal_states`, and
             its arguments, and returns what takes the place of its result, the states.
     """
-    elems = next(x for x in given.values() if _are_two(x))
+    elems = next(x for x in arguments.values() if _are_two(x))
     if not _are_two(result) or result[1].shape != elems[1].shape:
         return result
-    axis = next((given[name] for name in ("axis", "dim") if name in given), 0)
-    layout, states = _Layout(result[1], axis, bool(given.get("reverse"))), (*elems, result[1])
+    axis = next((arguments[name] for name in ("axis", "dim") if name in arguments), 0)
+    layout, states = _Layout(result[1], axis, bool(arguments.get("reverse"))), (*elems, result[1])
     if not all(map(layout.fits, states)) or len({x.is_complex() for x in states}) > 1:
         return result
     decay, inputs, known = (layout.apart(x) for x in states)

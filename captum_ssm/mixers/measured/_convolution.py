@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._graph import Entries, Point, entries, readers
+from captum_ssm._graph import Entries, Point, readers
 from captum_ssm._lazy import cached_property
-from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers._parts import ImageConv, centered
 from captum_ssm.mixers.measured._directions import Direction
-from captum_ssm.mixers.measured._rerun import Rerun, is_small
+from captum_ssm.mixers.measured._rerun import Rerun, is_small, ruled_entries
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,7 @@ def link_before(rerun: Rerun, direction: Direction) -> tuple[CutConv, Entries | 
     if values is None:
         raise rerun.refused(f"the values of {direction.cut.scan.name} have no graph")
     for conv in reversed(rerun.run.convs):
-        psi = Point.of(conv.leaf, 1)
-        with ruled([values.edge.node], [psi.edge.node]) as carries:
-            if not carries[values.edge.node]:
-                continue
-            link = entries(values, psi, where=direction.where())
+        link = ruled_entries(values, Point.of(conv.leaf, 1), where=direction.where())
         if link is None or bool((link.token >= 0).any()):
             return conv, link
     return None
@@ -134,10 +129,10 @@ def find_convolution(rerun: Rerun, direction: Direction) -> Convolution | None:
     Raises:
         NotMeasured: they come from it by something else than an activation.
     """
-    found = link_before(rerun, direction)
-    if found is None:
+    link_of_conv = link_before(rerun, direction)
+    if link_of_conv is None:
         return None
-    conv, link = found
+    conv, link = link_of_conv
     if link is None:
         raise rerun.refused(f"what it does before {direction.cut.scan.name} mixes channels")
     return _through(rerun, direction, conv, link)
@@ -192,16 +187,16 @@ def input_positions(rerun: Rerun, point: Point, example: Tensor) -> Tensor:
     if bool((example != rows[:, None]).any()):
         raise rerun.refused("a convolution does not run over all tokens of one example")
     at = (rows[:, None] * size + torch.arange(size, device=rows.device)).flatten()
-    found = readers(point, rerun.tokens, tokens=at)
-    if found is None or bool((found < 0).any()):
+    positions = readers(point, rerun.tokens, tokens=at)
+    if positions is None or bool((positions < 0).any()):
         raise rerun.refused(
             "before a convolution it mixes tokens by something that is neither a scan nor a "
             "depthwise convolution"
         )
-    found = found.reshape(rerun.B, rerun.L)
-    if bool((found // size != rows[:, None]).any()):
+    positions = positions.reshape(rerun.B, rerun.L)
+    if bool((positions // size != rows[:, None]).any()):
         raise rerun.refused("a convolution reads other examples of the batch")
-    return found
+    return positions
 
 
 def own_places(rerun: Rerun, conv: CutConv) -> Tensor:

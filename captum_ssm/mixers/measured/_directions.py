@@ -70,15 +70,15 @@ class Direction:
 
     def in_scan(self, x: Tensor) -> Tensor:
         """The direction's part of ``x (B', l, D')``, ``(B, W l, D)`` in the scan's own order."""
-        found = examples(x, self.rows, slice(self.start, self.stop))  # (B W, l, D)
-        return found.reshape(-1, self.length, found.shape[-1])
+        part = examples(x, self.rows, slice(self.start, self.stop))  # (B W, l, D)
+        return part.reshape(-1, self.length, part.shape[-1])
 
     def of(self, x: Tensor, fill: float = 0) -> Tensor:
         """The direction's part of ``x (B', l, D')``, by the tokens that its values are made of."""
-        found = self.in_scan(x)
+        part = self.in_scan(x)
         if self.enters is None:
-            return found
-        return placed(found, self.enters, len(self.order), fill)
+            return part
+        return placed(part, self.enters, len(self.order), fill)
 
     @property
     def places(self) -> Tensor:
@@ -93,11 +93,11 @@ class Direction:
 
         Tokens that are laid side by side have one number.
         """
-        found = torch.full((self.cut.leaf.shape[:2].numel(),), -1, device=self.order.device)
+        numbers = torch.full((self.cut.leaf.shape[:2].numel(),), -1, device=self.order.device)
         places = self.places
         count = torch.arange(places[:, 0].numel(), device=places.device)
-        found[places.flatten()] = count.view(len(places), 1, -1).expand_as(places).flatten()
-        return found
+        numbers[places.flatten()] = count.view(len(places), 1, -1).expand_as(places).flatten()
+        return numbers
 
     def readers(self, rerun: Rerun) -> Tensor | None:
         """By the module's tokens, ``(B, L)``, the number of the token that each is read by.
@@ -107,8 +107,8 @@ class Direction:
         assert self.cut.values is not None
         channels = torch.arange(self.start, self.stop, device=self.order.device)
         at, labels = self.places.flatten(), self.numbers.clamp(min=0)
-        found = readers(self.cut.values, rerun.tokens, channels, tokens=at, labels=labels)
-        return None if found is None else found.view(rerun.B, rerun.L)
+        read_by = readers(self.cut.values, rerun.tokens, channels, tokens=at, labels=labels)
+        return None if read_by is None else read_by.view(rerun.B, rerun.L)
 
     @property
     def values(self) -> Tensor:
@@ -144,11 +144,11 @@ class Direction:
         """What the scan makes of tokens that are none of the module's, ``(B, L, D)``, if any."""
         if self.enters is None or self.lands is None or bool((self.enters >= 0).all()):
             return None
-        given = self.in_scan(self.cut.scan.values.detach()) * (self.enters < 0)[:, None]
-        y = self._inner.matvec(given.reshape(self._inner.sizes[:3])).reshape(given.shape)
-        y = y if self._skip is None else torch.addcmul(y, self._skip, given)
-        found = placed(y, self.lands, len(self.order))
-        return found if bool(found.any()) else None
+        values = self.in_scan(self.cut.scan.values.detach()) * (self.enters < 0)[:, None]
+        y = self._inner.matvec(values.reshape(self._inner.sizes[:3])).reshape(values.shape)
+        y = y if self._skip is None else torch.addcmul(y, self._skip, values)
+        added = placed(y, self.lands, len(self.order))
+        return added if bool(added.any()) else None
 
     @property
     def skip(self) -> Tensor | None:
@@ -164,17 +164,17 @@ class Direction:
 
     def where(self) -> Tensor:
         """The direction's entries among those of the scan, ``(B' L, D')`` bool."""
-        found = torch.zeros(self.cut.leaf.shape, dtype=torch.bool, device=self.cut.leaf.device)
-        found[self.rows, :, self.start : self.stop] = True
-        return found.flatten(0, 1)
+        is_part = torch.zeros(self.cut.leaf.shape, dtype=torch.bool, device=self.cut.leaf.device)
+        is_part[self.rows, :, self.start : self.stop] = True
+        return is_part.flatten(0, 1)
 
 
 def find_directions(rerun: Rerun, projection: Projection, cut: CutScan) -> list[Direction]:
     """The directions of a scan, by what of it reaches the output projection."""
     root, leaf = projection.root, Point.of(cut.leaf)
+    exits = projection.entries(leaf, centered=False)
     with ruled([root.edge.node], [leaf.edge.node], centered=False) as carries:
-        exits = projection.entries(leaf)
-        sizes = [mean_size(node) for node, c in carries.items() if c]
+        sizes = [mean_size(node) for node, is_between in carries.items() if is_between]
         centered = max((root.width if size is None else size for size in sizes), default=0)
     if exits is None:
         raise rerun.refused(f"what it does after {cut.scan.name} mixes channels or tokens")
@@ -208,10 +208,10 @@ def _completed(exits: Entries, shape: tuple[int, ...]) -> Entries | None:
     return Entries(torch.stack([kinds[n] for n in kind_of], 1), channel, exits.factor)
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
+def _agree(first: Tensor, second: Tensor) -> bool:
     # Whether tokens are the same where both are known, at one of them at least.
-    both = (one >= 0) & (other >= 0)
-    return bool(both.any()) and torch.equal(one[both], other[both])
+    both = (first >= 0) & (second >= 0)
+    return bool(both.any()) and torch.equal(first[both], second[both])
 
 
 def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> list[Direction]:
@@ -221,7 +221,7 @@ def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> lis
     kinds, group = torch.unique(table, dim=1, return_inverse=True)
     goes = exits.channel.reshape(rows, length, width)
     factors = exits.factor.reshape(rows, length, width)
-    found: list[Direction] = []
+    directions: list[Direction] = []
     for n in range(kinds.shape[1]):
         channels = (group == n).nonzero()[:, 0]
         start, stop = int(channels[0]), int(channels[-1]) + 1
@@ -236,17 +236,17 @@ def parted(rerun: Rerun, cut: CutScan, exits: Entries, centered: int = 0) -> lis
             if len(order) != rerun.L or bool((order < 0).any()):
                 every = torch.arange(rerun.L, device=order.device)
                 direction = replace(direction, order=every, lands=order)
-            found.append(replace(direction, factor=_factor(direction, factors)))
-    return sorted(found, key=lambda direction: direction.start)
+            directions.append(replace(direction, factor=_factor(direction, factors)))
+    return sorted(directions, key=lambda direction: direction.start)
 
 
 def _factor(direction: Direction, factors: Tensor) -> Tensor:
     # By the module's tokens where the scan's are not these; one where nothing lands.
-    found = direction.in_scan(factors.to(direction.cut.leaf.dtype))
+    factor = direction.in_scan(factors.to(direction.cut.leaf.dtype))
     if direction.lands is None:
-        return found
-    found = placed(found, direction.lands, len(direction.order))
-    return torch.where((found == 0).all(-1, keepdim=True), 1, found)
+        return factor
+    factor = placed(factor, direction.lands, len(direction.order))
+    return torch.where((factor == 0).all(-1, keepdim=True), 1, factor)
 
 
 def _orders(rerun: Rerun, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -259,7 +259,7 @@ def _orders(rerun: Rerun, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, 
     if bool(((lands // L != example[:, None]) & is_read).any()):
         raise rerun.refused("a scan runs over tokens of several examples")
     kinds, group = torch.unique(token, dim=0, return_inverse=True)
-    found: list[tuple[Tensor, Tensor]] = []
+    orders: list[tuple[Tensor, Tensor]] = []
     for n, kind in enumerate(kinds):
         if bool((kind < 0).all()):  # windows of padding
             continue
@@ -277,14 +277,14 @@ def _orders(rerun: Rerun, lands: Tensor, channel: Tensor) -> list[tuple[Tensor, 
             rows = rows.view(B, several)
             if bool((channel[rows].diff(dim=1) <= 0).any()):
                 raise rerun.refused("several scans in one order go to the same channels")
-        found.append((rows, kind))
-    return _joined(sorted(found, key=lambda one: int(one[0].flatten()[0])))
+        orders.append((rows, kind))
+    return _joined(sorted(orders, key=lambda order: int(order[0].flatten()[0])))
 
 
-def _joined(found: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def _joined(orders: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     # Windows that have no token in common, as one: those of an example one after the other.
     joined: list[tuple[list[Tensor], Tensor]] = []
-    for rows, lands in found:
+    for rows, lands in orders:
         for n, (windows, taken) in enumerate(joined):
             apart = not bool(torch.isin(lands[lands >= 0], taken).any())
             if apart and rows.shape == windows[0].shape:

@@ -78,11 +78,13 @@ def _together(
     ones = [torch.ones_like(mixer.inputs) for mixer in mixers]
 
     def placed(name: str) -> Tensor | None:
-        found = [getattr(mixer, name) for mixer in mixers]
-        if all(x is None for x in found):
+        tensors = [getattr(mixer, name) for mixer in mixers]
+        if all(x is None for x in tensors):
             return None
-        pairs = zip(found, ones, strict=True)
-        return operator.placed(one if x is None else x.expand_as(one) for x, one in pairs)
+        pairs = zip(tensors, ones, strict=True)
+        return operator.placed(
+            ones_of_mixer if x is None else x.expand_as(ones_of_mixer) for x, ones_of_mixer in pairs
+        )
 
     inputs, activation = placed("inputs"), placed("activation")
     factors: dict[str, Any] = {name: placed(name) for name in ("skip", "gate", "norm", "offset")}

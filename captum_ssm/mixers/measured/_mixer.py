@@ -20,11 +20,11 @@ from captum_ssm.mixers.measured._convolution import Convolution, find_convolutio
 from captum_ssm.mixers.measured._directions import Direction, find_directions
 from captum_ssm.mixers.measured._examples import freeze_examples
 from captum_ssm.mixers.measured._moved import entered
-from captum_ssm.mixers.measured._offset import with_offset, with_padding
 from captum_ssm.mixers.measured._projection import Projection, find_projection, narrowed
 from captum_ssm.mixers.measured._recurrence import find_recurrence, is_silent
 from captum_ssm.mixers.measured._rerun import NotMeasured, Rerun
 from captum_ssm.mixers.measured._shift import share_of_neighbors
+from captum_ssm.mixers.measured.added_terms import with_added_terms, with_padding
 from captum_ssm.mixers.vision import FrozenScans
 
 
@@ -72,12 +72,12 @@ def freeze_measured(
                 return alone
             if not rerun.run.scans or _is_chain(rerun.run.scans):
                 raise
-            found = find_recurrence(rerun, error.why) if partly else None
-            if found is None or not is_silent(
+            scans = find_recurrence(rerun, error.why) if partly else None
+            if scans is None or not is_silent(
                 run_cut(call, functions, silent=True, without=rerun.run.without)
             ):
                 raise UnsupportedModelError(str(error)) from None
-            return found
+            return scans
 
 
 def _of_examples(
@@ -105,7 +105,7 @@ def _is_chain(scans: Sequence[CutScan]) -> bool:
 
 def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
     scans = rerun.run.scans
-    directions = [one for cut in scans for one in find_directions(rerun, projection, cut)]
+    directions = [d for cut in scans for d in find_directions(rerun, projection, cut)]
     refused: NotMeasured | None = None
     if all(direction.lands is None for direction in directions):
         try:
@@ -117,7 +117,7 @@ def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
         moved = [entered(rerun, direction) for direction in directions]
     except NotMeasured as error:
         raise refused or error from None
-    if refused is not None and all(one.lands_in_place for one in moved):
+    if refused is not None and all(direction.lands_in_place for direction in moved):
         raise refused
     return _of_directions(rerun, projection, moved)
 
@@ -128,8 +128,8 @@ def _of_directions(
     channels = directions[0].channels
     if any(not torch.equal(d.channels, channels) for d in directions):
         raise rerun.refused("its scans go to different channels of the output projection")
-    found = [find_convolution(rerun, direction) for direction in directions]
-    exchanged = share_of_neighbors(rerun, directions, found)
+    convolutions = [find_convolution(rerun, direction) for direction in directions]
+    neighbor_share = share_of_neighbors(rerun, directions, convolutions)
     # Directions of one scan share a norm; each of several scans may have its own.
     norm_of = {
         (d.cut, d.lands is None or n): _norm(rerun, projection, d)
@@ -137,10 +137,11 @@ def _of_directions(
     }
     norms = [norm_of[d.cut, d.lands is None or n] for n, d in enumerate(directions)]
     projection = narrowed(rerun, projection, channels)
-    mixer = _assembled(rerun, projection, directions, found, norms)
+    mixer = _assembled(projection, directions, convolutions, norms)
     mixer = with_padding(mixer, directions)
-    mixer = with_offset(rerun, projection, mixer, directions, found, norms[0][1])
-    return replace(mixer, exchanged=exchanged)
+    after = norms[0][1]
+    mixer = with_added_terms(rerun, projection, mixer, directions, convolutions, after)
+    return replace(mixer, exchanged=neighbor_share)
 
 
 def _norm(
@@ -148,7 +149,7 @@ def _norm(
 ) -> tuple[Tensor | None, Tensor]:
     # The factor of a norm after the scans, and that of what follows it, in the module's order;
     # without such a norm, None and the whole factor.
-    root, channels = projection.root, direction.channels
+    channels = direction.channels
     steps = len(channels) // len(channels.unique())
     channels = channels[: len(channels) // steps]  # the same for each step of a token
     if not torch.equal(channels.repeat(steps), direction.channels):
@@ -162,13 +163,12 @@ def _norm(
         with ruled([norm.inputs.edge.node], [leaf.edge.node]) as carries:
             if not carries[norm.inputs.edge.node]:
                 continue
-        with ruled([root.edge.node], [norm.output.edge.node]) as carries:
-            found = projection.entries(norm.output) if carries[root.edge.node] else None
-        if found is None:
+        link = projection.entries(norm.output)
+        if link is None:
             continue
-        token, channel = (index[found.token >= 0] for index in (found.token, found.channel))
-        after = whole.new_full((rerun.T, root.width), torch.nan)
-        after[token, channel] = found.factor[found.token >= 0].to(whole)
+        is_read = link.token >= 0
+        after = whole.new_full((rerun.T, projection.root.width), torch.nan)
+        after[link.token[is_read], link.channel[is_read]] = link.factor[is_read].to(whole)
         after = after[:, channels].reshape(*whole.shape[:2], -1).repeat(1, 1, steps)
         if not bool(after.isnan().any()):
             return whole / after, after
@@ -176,24 +176,23 @@ def _norm(
 
 
 def _assembled(
-    rerun: Rerun,
     projection: Projection,
     directions: Sequence[Direction],
-    found: Sequence[Convolution | None],
+    convolutions: Sequence[Convolution | None],
     norms: Sequence[tuple[Tensor | None, Tensor]],
 ) -> FrozenMixer:
     # A convolution belongs to its scan where it looks back in the scan's order, unless all scans
     # read one that does not for each of them.
-    pairs = list(zip(directions, found, strict=True))
+    pairs = list(zip(directions, convolutions, strict=True))
     inside = [conv is not None and conv.is_inside(direction) for direction, conv in pairs]
-    shared = found[0]
-    if all(inside) or any(not (shared and conv and conv.does_what(shared)) for conv in found):
-        shared = None
+    first = convolutions[0]
+    is_one = all(first and conv and conv.does_what(first) for conv in convolutions)
+    shared = first if is_one and not all(inside) else None
     # The groups of channels that a norm centers.
     size, D = max(direction.centered for direction in directions), directions[0].values.shape[-1]
     groups = 0 if size == 0 else max(1, D // size)
     scans = []
-    for (direction, conv), (norm, after), own in zip(pairs, norms, inside, strict=True):
+    for (direction, conv), (norm, after), is_inside in zip(pairs, norms, inside, strict=True):
         gate = direction.factor if norm is None else after[:, direction.order]
         scan = FrozenMixer(
             recurrence=direction.operator,
@@ -207,7 +206,7 @@ def _assembled(
             norm=None if norm is None else norm[:, direction.order],
             centered=groups,
         )
-        if conv is not None and own and shared is None:
+        if conv is not None and is_inside and shared is None:
             inputs, taps, bias = conv.inputs[:, direction.order], conv.causal_taps, conv.bias
             if direction.enters is not None:  # with what it reads of padding
                 bias = scan.inputs - ShortConv(inputs, taps).output

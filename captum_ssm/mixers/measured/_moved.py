@@ -30,18 +30,18 @@ def entered(rerun: Rerun, direction: Direction) -> Direction:
         direction = replace(direction, lands=direction.order, factor=factor)
     assert direction.lands is not None
     conv, link = link_before(rerun, direction) or (None, None)
-    found = (
+    numbers = (
         direction.readers(rerun)
         if conv is None or link is None
         else _by_place(rerun, direction, conv, link)
     )
-    if found is None:
+    if numbers is None:
         raise rerun.refused(f"what {direction.cut.scan.name} is given is made of several tokens")
-    every, length = torch.arange(rerun.L, device=found.device), len(direction.lands)
-    example = torch.arange(rerun.B, device=found.device)[:, None]
-    if bool(((found // length != example) & (found >= 0)).any()):
+    every, length = torch.arange(rerun.L, device=numbers.device), len(direction.lands)
+    example = torch.arange(rerun.B, device=numbers.device)[:, None]
+    if bool(((numbers // length != example) & (numbers >= 0)).any()):
         raise rerun.refused("a scan reads other examples of the batch")
-    at = torch.where(found >= 0, found % length, -1)
+    at = torch.where(numbers >= 0, numbers % length, -1)
     if bool((at != at[:1]).any()):
         raise rerun.refused("examples of the batch enter its scans in different orders")
     direction = replace(direction, enters=place_of(at[0], length))

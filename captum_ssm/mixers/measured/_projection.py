@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._graph import Entries, Point, dependencies, entries, readers
-from captum_ssm._rules import ruled
+from captum_ssm._graph import Entries, Point, dependencies, readers
 from captum_ssm.mixers._cut import CutLinear
-from captum_ssm.mixers.measured._rerun import Rerun, is_close
+from captum_ssm.mixers.measured._rerun import Rerun, is_close, ruled_entries
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,16 @@ class Projection:
     gate: Tensor | None = None
     channels: Tensor | None = None
 
-    def entries(self, leaf: Point) -> Entries | None:
+    def entries(self, earlier: Point, *, centered: bool = True) -> Entries | None:
         """The entries of its input that read those of an earlier point, by the module's tokens.
 
-        None where one is read by several. The rules of relevance have to be attached.
+        None where one is read by several.
         """
-        found = entries(self.root, leaf)
-        if found is None:
+        link = ruled_entries(self.root, earlier, centered=centered)
+        if link is None:
             return None
-        token = torch.where(found.token >= 0, self.lands[found.token.clamp(min=0)], -1)
-        return replace(found, token=token)
+        token = torch.where(link.token >= 0, self.lands[link.token.clamp(min=0)], -1)
+        return replace(link, token=token)
 
     @property
     def repeats(self) -> bool:
@@ -81,17 +80,16 @@ def find_projection(rerun: Rerun) -> Projection:
         y, width = linear.output, linear.output.shape[-1]
         if y.numel() // width < rerun.T:
             continue
-        with ruled([root.edge.node], [linear.at_output.edge.node]):
-            link = entries(root, linear.at_output)
-        found = None if link is None else _columns(link, rerun.T, E)
-        if found is None:
+        link = ruled_entries(root, linear.at_output)
+        read = None if link is None else _columns(link, rerun.T, E)
+        if read is None:
             continue
-        lands, columns, factor = found
-        kept = (lands >= 0).nonzero()[:, 0]
-        back = kept[torch.argsort(lands[kept])]
+        lands, columns, factor = read
+        not_cropped = (lands >= 0).nonzero()[:, 0]
+        back = not_cropped[torch.argsort(lands[not_cropped])]
         factor = factor[back].float().view(B, L, E)
-        own = y.detach().reshape(-1, width)[back][:, columns].view_as(flat)
-        if not is_close(own * factor, flat):
+        projected = y.detach().reshape(-1, width)[back][:, columns].view_as(flat)
+        if not is_close(projected * factor, flat):
             continue
         scale, gate = factor[0, 0], None
         if not is_close(scale.expand_as(factor), factor):
@@ -120,10 +118,10 @@ def narrowed(rerun: Rerun, projection: Projection, channels: Tensor) -> Projecti
         return replace(projection, weight=weight)
     side = torch.ones(G, dtype=torch.bool, device=channels.device)
     side[channels] = False
-    found = readers(projection.root, rerun.tokens, side.nonzero()[:, 0])
+    read_by = readers(projection.root, rerun.tokens, side.nonzero()[:, 0])
     here = torch.arange(rerun.T, device=channels.device)
-    lands = None if found is None else projection.lands[found.clamp(min=0)]
-    if found is None or lands is None or bool(((lands != here) & (found >= 0)).any()):
+    lands = None if read_by is None else projection.lands[read_by.clamp(min=0)]
+    if read_by is None or lands is None or bool(((lands != here) & (read_by >= 0)).any()):
         raise rerun.refused("a branch next to its scans mixes tokens")
 
     def apply(y: Tensor) -> Tensor:
@@ -150,16 +148,16 @@ def _columns(link: Entries, T: int, E: int) -> tuple[Tensor, Tensor, Tensor] | N
     # The token that each one lands on, the channel that is read by each of the module's (E,), and
     # the factor of each token; None where they are not read so.
     is_read = link.token >= 0
-    kept = is_read.any(1)
-    columns = is_read[kept].all(0).nonzero()[:, 0]
-    if len(columns) != E or int(kept.sum()) != T or int(is_read.sum()) != T * E:
+    is_landed = is_read.any(1)
+    columns = is_read[is_landed].all(0).nonzero()[:, 0]
+    if len(columns) != E or int(is_landed.sum()) != T or int(is_read.sum()) != T * E:
         return None
-    lands, to = link.token[:, columns[0]], link.channel[kept][0, columns]
+    lands, to = link.token[:, columns[0]], link.channel[is_landed][0, columns]
     at = columns[torch.argsort(to)]
     channels = torch.arange(E, device=at.device)
     differs = (link.token[:, at] != lands[:, None]) | (link.channel[:, at] != channels)
-    if bool(differs[kept].any()):
+    if bool(differs[is_landed].any()):
         return None
-    if not torch.equal(lands[kept].sort().values, torch.arange(T, device=lands.device)):
+    if not torch.equal(lands[is_landed].sort().values, torch.arange(T, device=lands.device)):
         return None
     return lands, at, link.factor[:, at]

@@ -62,26 +62,28 @@ class FrozenRecurrence(FrozenMixer):
 
 def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
     """The scans alone, if their orders can be read off the module's output."""
-    root, found = Point.of(rerun.run.output), []
+    output, directions = Point.of(rerun.run.output), []
     try:
         for cut in rerun.run.scans:
             leaf = Point.of(cut.leaf)
-            lands = readers_by_bits(root, leaf, by_channel=True)
+            lands = readers_by_bits(output, leaf, by_channel=True)
             if lands is None or bool((lands < 0).any()):
                 return None
             ones = torch.ones_like(cut.leaf).flatten(0, 1)
             channels = torch.arange(leaf.width, device=lands.device).expand_as(lands)
-            for one in parted(rerun, cut, Entries(lands, channels, ones)):
-                found.append(one if one.lands is None else entered(rerun, one))
-        convolutions = [find_convolution(rerun, direction) for direction in found]
-        exchanged = share_of_neighbors(rerun, found, convolutions)
+            for direction in parted(rerun, cut, Entries(lands, channels, ones)):
+                directions.append(
+                    direction if direction.lands is None else entered(rerun, direction)
+                )
+        convolutions = [find_convolution(rerun, direction) for direction in directions]
+        exchanged = share_of_neighbors(rerun, directions, convolutions)
     except NotMeasured:
         return None
-    first, orders = found[0], tuple(d.order for d in found)
+    first, orders = directions[0], tuple(d.order for d in directions)
     eye = torch.eye(rerun.E, dtype=first.values.dtype)  # of what the module returned
     call = rerun.call
     return FrozenRecurrence(
-        recurrence=in_image_order([d.operator for d in found], orders),
+        recurrence=in_image_order([d.operator for d in directions], orders),
         inputs=first.values[:, torch.argsort(first.order)],
         out_proj=lambda y: y,
         out_weight=eye.to(first.values.device),
@@ -103,15 +105,15 @@ def is_silent(run: CutRun) -> bool:
     """
     if not run.output.requires_grad:
         return True
-    root, tokens = Point.of(run.output), Point.of(run.tokens)
-    noise = root.noise(torch.Generator().manual_seed(0))[:1]
-    seed = noise.expand(root.tokens, -1).contiguous()
-    (found,) = gradients([root], [seed], [tokens])
-    if found is None or not bool((found != 0).any()):
+    output, tokens = Point.of(run.output), Point.of(run.tokens)
+    noise = output.noise(torch.Generator().manual_seed(0))[:1]
+    seed = noise.expand(output.tokens, -1).contiguous()
+    (by_token,) = gradients([output], [seed], [tokens])
+    if by_token is None or not bool((by_token != 0).any()):
         return True
-    first = found[:1]
+    first = by_token[:1]
     if first.shape == noise.shape:
         factor = (first * noise).sum() / noise.square().sum()
         if is_close(factor * noise, first):
             return False
-    return is_close(first.expand_as(found), found) and readers(root, tokens) is not None
+    return is_close(first.expand_as(by_token), by_token) and readers(output, tokens) is not None

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point
+from captum_ssm._graph import Entries, Point, entries
 from captum_ssm._lazy import cached_property
+from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import CutRun
 
@@ -62,6 +63,14 @@ class Rerun:
     def refused(self, why: str) -> NotMeasured:
         """The error for what cannot be measured."""
         return NotMeasured(self.call, why)
+
+
+def ruled_entries(
+    later: Point, earlier: Point, *, centered: bool = True, where: Tensor | None = None
+) -> Entries | None:
+    """As :func:`entries`, with activations, norms and products by the rules of relevance."""
+    with ruled([later.edge.node], [earlier.edge.node], centered=centered):
+        return entries(later, earlier, where=where)
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:

@@ -12,12 +12,12 @@ from captum_ssm.mixers.measured._convolution import Convolution
 from captum_ssm.mixers.measured._directions import Direction
 from captum_ssm.mixers.measured._rerun import Rerun
 
-# Of the strength with which tokens are read.
+# The share of the strength with which tokens are read that a few neighbors have to hold.
 _ALMOST_ALL = 0.99
 
 
 def share_of_neighbors(
-    rerun: Rerun, directions: Sequence[Direction], found: Sequence[Convolution | None]
+    rerun: Rerun, directions: Sequence[Direction], convolutions: Sequence[Convolution | None]
 ) -> float:
     """The largest share of other tokens in what scans' values are made of, if these are near.
 
@@ -26,25 +26,26 @@ def share_of_neighbors(
     Raises:
         NotMeasured: values are made of other tokens than their own and a few neighbors.
     """
-    pairs = zip(directions, found, strict=True)
+    pairs = zip(directions, convolutions, strict=True)
     return max(
-        _share(rerun, one) if conv is None and one.enters is None else 0.0 for one, conv in pairs
+        _share(rerun, direction) if conv is None and direction.enters is None else 0.0
+        for direction, conv in pairs
     )
 
 
 def _share(rerun: Rerun, direction: Direction) -> float:
-    found = direction.readers(rerun)
-    if found is None:
+    numbers = direction.readers(rerun)
+    if numbers is None:
         return _of_shift(rerun, direction, direction.places[0])
-    lands = direction.order[found % rerun.L]
+    lands = direction.order[numbers % rerun.L]
     is_other = lands != torch.arange(rerun.L, device=lands.device)
-    if bool((is_other & (found >= 0)).any()):
+    if bool((is_other & (numbers >= 0)).any()):
         raise rerun.refused("a scan's result lands on another token than its values come from")
     return 0.0
 
 
 def _of_shift(rerun: Rerun, direction: Direction, rows: Tensor) -> float:
-    # Of the first example, whose tokens are these of the scan's, (k, L) in its order.
+    # The share in the first example, whose tokens are these of the scan, (k, L) in its order.
     values, position = direction.cut.values, torch.argsort(direction.order)
     assert values is not None
     noise = values.noise(torch.Generator().manual_seed(0))
@@ -71,22 +72,23 @@ def _of_shift(rerun: Rerun, direction: Direction, rows: Tensor) -> float:
 
 def _reads_neighbors(strength_of: Callable[[int], Tensor], length: int) -> bool:
     # Whether two tokens read the same few offsets, and hardly anything else. The neighbors of a
-    # token may be those of an image's patch, above and below it.
+    # token may be those of an image's patch, above and below it. Made for RWKV's token shift and
+    # Vision-RWKV's shift by a quarter of the channels to each side.
     # Late enough that a causal recurrence would show.
     t = length - 1 - length // 4
     tokens = (t, max(0, t - 2))
     around = [_by_offset(strength_of(token), token) for token in tokens]
     count = 1 + 2 * max(1, min(4, length // 4))
-    for one, other in (around, around[::-1]):
+    for first, second in (around, around[::-1]):
         # A token at the border reads some of the neighbors.
-        few = torch.topk(one, min(count, len(one))).indices
-        if all(float(x[few].sum()) >= _ALMOST_ALL * float(x.sum()) for x in (one, other)):
+        few = torch.topk(first, min(count, len(first))).indices
+        if all(float(x[few].sum()) >= _ALMOST_ALL * float(x.sum()) for x in (first, second)):
             return True
     return False
 
 
 def _by_offset(strength: Tensor, token: int) -> Tensor:
     # Around the middle: (2 T,).
-    found = strength.new_zeros(2 * len(strength))
-    found[len(strength) - token :][: len(strength)] = strength
-    return found
+    by_offset = strength.new_zeros(2 * len(strength))
+    by_offset[len(strength) - token :][: len(strength)] = strength
+    return by_offset
