@@ -85,6 +85,10 @@ class OpenMixer:
                 rebuilt = Rebuilt(self.call.output, share, self.mixer.rounding, (gated, own))
             check_reconstruction(self.path, self.call, rebuilt, mask)
 
+    def returning_mixed(self, mixed: list[Tensor]) -> Tensor:
+        """The module's output if its scans returned ``mixed`` instead of :attr:`mixed`."""
+        return self.returning(self.mixer.gated_output_of(mixed))
+
     def returning(self, gated: Tensor) -> Tensor:
         """The module's output for another input of its output projection, ``(B, L, D)``."""
         own = self.call.output
