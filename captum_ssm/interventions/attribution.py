@@ -71,10 +71,10 @@ def attribution_patching(
 
         >>> other = input_ids.clone()
         >>> other[0, 2] = 7
-        >>> found = captum_ssm.interventions.attribution_patching(
+        >>> result = captum_ssm.interventions.attribution_patching(
         ...     model, input_ids, other, target=5
         ... )
-        >>> found["values"].effects.shape
+        >>> result["values"].effects.shape
         torch.Size([1, 2, 7])
     """
     if rule not in RULES:
@@ -114,12 +114,12 @@ class _Slopes:
     mixed: list[Tensor]
 
 
-def _effect(component: str, slopes: _Slopes, clean: FrozenLayer, own: FrozenLayer) -> Tensor:
+def _effect(component: str, slopes: _Slopes, clean: FrozenLayer, corrupted: FrozenLayer) -> Tensor:
     # The effect of patching each token, (B, L).
     if component == "output":
-        change = clean.call.output - own.call.output
+        change = clean.call.output - corrupted.call.output
         return (change * slopes.output).reshape(*clean.shape, -1).sum(-1)
-    theirs, mine = clean.mixer, own.mixer
+    theirs, mine = clean.mixer, corrupted.mixer
     if component == "state":
         return _state_effect(slopes.mixed[0], theirs, mine)
     effects = []

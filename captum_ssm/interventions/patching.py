@@ -36,10 +36,10 @@ class Patching:
 
     Examples::
 
-        >>> found = captum_ssm.interventions.activation_patching(
+        >>> result = captum_ssm.interventions.activation_patching(
         ...     model, input_ids.flip(1), input_ids, target=5, layers=0, perturbations_per_eval=7
         ... )
-        >>> found.shares.shape, list(found.rows())
+        >>> result.shares.shape, list(result.rows())
         (torch.Size([1, 1, 7]), ['backbone.layers.0.mixer'])
     """
 
@@ -146,10 +146,10 @@ def activation_patching(
 
         >>> other = input_ids.clone()
         >>> other[0, 2] = 7
-        >>> found = captum_ssm.interventions.activation_patching(
+        >>> result = captum_ssm.interventions.activation_patching(
         ...     model, input_ids, other, target=5, perturbations_per_eval=7
         ... )
-        >>> found.effects.shape
+        >>> result.effects.shape
         torch.Size([1, 2, 7])
     """
     pair = Pair.of(forward_func, model, clean, corrupted, additional_forward_args, check)
@@ -159,14 +159,16 @@ def activation_patching(
     count = runs_at_once(perturbations_per_eval)
     rows = []
     with torch.no_grad(), bar("activation patching", len(names) * L, show_progress) as done:
-        total = Runs(pair.clean, target, position).scores()[0] - (own := runs.scores()[0])
+        total = Runs(pair.clean, target, position).scores()[0] - (
+            corrupted_score := runs.scores()[0]
+        )
         for name in names:
             effects = []
             for tokens in torch.arange(L).split(count):
                 k = len(tokens)
                 at = tokens[:, None].repeat_interleave(B, 0)  # (k B, 1)
                 with edited(pair.model, name, _patch(pair.clean, component, at), check=check):
-                    effects.append(runs.scores(k) - own)
+                    effects.append(runs.scores(k) - corrupted_score)
                 done(k)
             rows.append(torch.cat(effects).T)
     return Patching(torch.stack(rows, 1), total, names)
@@ -243,17 +245,17 @@ def _patch(frozen: FrozenModel, component: str, tokens: Tokens) -> Callable[[Ope
 
     def edit(opened: OpenMixer) -> Tensor:
         layer, operator = by_name[opened.path], opened.mixer.recurrence
-        own, other = opened.call.output, layer.source.output
-        k = own.shape[0] // other.shape[0]
-        if own.shape != (other.shape[0] * k, *other.shape[1:]):
+        current, other = opened.call.output, layer.source.output
+        k = current.shape[0] // other.shape[0]
+        if current.shape != (other.shape[0] * k, *other.shape[1:]):
             raise InputError(
-                f"{opened.path} returns a tensor of shape {tuple(own.shape)} in this run and "
+                f"{opened.path} returns a tensor of shape {tuple(current.shape)} in this run and "
                 f"{tuple(other.shape)} in the one its activations come from; expected inputs of "
                 "the same batch and length."
             )
-        mask = mask_of("tokens", tokens, (operator.batch, operator.length), own.device)
+        mask = mask_of("tokens", tokens, (operator.batch, operator.length), current.device)
         if component == "output":
-            return torch.where(mask.view(*own.shape[:-1], 1), times(other, k), own)
+            return torch.where(mask.view(*current.shape[:-1], 1), times(other, k), current)
         mixer = layer.mixer
         if component == "state":
             return opened.returning_mixed(_with_state(opened, mixer, mask, k))
@@ -276,24 +278,24 @@ def _with_state(opened: OpenMixer, other: FrozenMixer, mask: Tensor, k: int) -> 
             "tokens of a state are expected to be one per example: the state after a token holds "
             "all tokens before it."
         )
-    own, theirs = state_operator(opened.mixer), state_operator(other)
+    current, theirs = state_operator(opened.mixer), state_operator(other)
     examples = torch.arange(theirs.batch, device=mask.device).repeat(k)
     theirs = part_of(theirs, examples, 0, theirs.channels)  # type: ignore[assignment]
     last = mask.int().argmax(1)[:, None]
     at = torch.arange(mask.shape[1], device=mask.device)
     before, after = at <= last, at >= last
     changed: dict[str, Any] = {}
-    is_diagonal = isinstance(own, DiagonalOperator)
+    is_diagonal = isinstance(current, DiagonalOperator)
     # What a state depends on; the other fields say how it is read.
     names = ("dt", "right", "B") if is_diagonal else ("key", "log_decay", "erase", "probe")
     for name in names:
-        mine, his = getattr(own, name), getattr(theirs, name)
-        if mine is not None:
-            mask_of_field = before.view(*before.shape, *[1] * (mine.dim() - 2))
-            changed[name] = torch.where(mask_of_field, his, mine)
-    if getattr(own, "bonus", None) is not None:
+        here, there = getattr(current, name), getattr(theirs, name)
+        if here is not None:
+            mask_of_field = before.view(*before.shape, *[1] * (here.dim() - 2))
+            changed[name] = torch.where(mask_of_field, there, here)
+    if getattr(current, "bonus", None) is not None:
         after = at > last  # a token reads the state before its own write
-    operator: TokenOperator = replace(own, **changed)
+    operator: TokenOperator = replace(current, **changed)
     v, skip = opened.mixer.values, opened.mixer.skip
     values = torch.where(before[..., None], times(other.values, k), v)
     y = operator.matvec(values)

@@ -137,8 +137,8 @@ def states(
 
     Examples::
 
-        >>> found = captum_ssm.interventions.states(model, input_ids, layers=0, positions=None)
-        >>> found["backbone.layers.0.mixer"].values.shape  # after every token
+        >>> result = captum_ssm.interventions.states(model, input_ids, layers=0, positions=None)
+        >>> result["backbone.layers.0.mixer"].values.shape  # after every token
         torch.Size([1, 7, 32, 4])
     """
     request = Request.of(model, None, inputs, additional_forward_args)

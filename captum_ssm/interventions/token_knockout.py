@@ -34,8 +34,8 @@ class LayerSweep:
     Examples::
 
         >>> method = captum_ssm.interventions.TokenKnockout(model)
-        >>> found = method.sweep(input_ids, target=5, window=2, perturbations_per_eval=7)
-        >>> list(found.rows())
+        >>> result = method.sweep(input_ids, target=5, window=2, perturbations_per_eval=7)
+        >>> list(result.rows())
         ['backbone.layers.0.mixer .. backbone.layers.1.mixer']
     """
 
@@ -163,10 +163,10 @@ class TokenKnockout(PerturbationAttribution):
         Examples::
 
             >>> method = captum_ssm.interventions.TokenKnockout(model)
-            >>> found = method.sweep(input_ids, target=5, perturbations_per_eval=7)
-            >>> found.relevance.shape
+            >>> result = method.sweep(input_ids, target=5, perturbations_per_eval=7)
+            >>> result.relevance.shape
             torch.Size([1, 2, 7])
-            >>> rows = found.rows()
+            >>> rows = result.rows()
             >>> figure = captum_ssm.visualization.layer_overview(rows, tokens, scale="shared")
         """
         knocked = self._prepared(

@@ -68,15 +68,15 @@ def value_zeroing(
     if at is None:
         with exact_arithmetic(), bar("value zeroing", L, show_progress) as done:
             mixer = chosen.mixer
-            own = mixer.output()
+            unchanged = mixer.output()
             for j in range(L):
                 zeroed = mixer.projected(mixer.gated_output_of(_without(mixer, torch.tensor([j]))))
-                columns.append(1 - F.cosine_similarity(zeroed, own, -1))
+                columns.append(1 - F.cosine_similarity(zeroed, unchanged, -1))
                 done(1)
         return torch.stack(columns, -1)
     with torch.no_grad(), bar("value zeroing", L, show_progress) as done:
         module, runs = _module(model, at), Runs(frozen, None, None)
-        own = _output(module, at, runs, 1, (B, L))
+        unchanged = _output(module, at, runs, 1, (B, L))
         for tokens in torch.arange(L).split(runs_at_once(perturbations_per_eval)):
             k = len(tokens)
             zero = tokens.repeat_interleave(B)
@@ -86,7 +86,7 @@ def value_zeroing(
 
             with edited(model, chosen.name, edit, check=check):
                 zeroed = _output(module, at, runs, k, (B, L))
-            change = 1 - F.cosine_similarity(zeroed.unflatten(0, (k, B)), own, -1)
+            change = 1 - F.cosine_similarity(zeroed.unflatten(0, (k, B)), unchanged, -1)
             columns += list(change)
             done(k)
     return torch.stack(columns, -1)

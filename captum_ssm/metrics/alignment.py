@@ -37,8 +37,8 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
     Examples::
 
         >>> scores = torch.tensor([[0.9, 0.1, 0.2], [0.3, 0.1, 0.2]])
-        >>> found = alignment_scores(scores, torch.tensor([[1, 0, 0], [1, 0, 0]]))
-        >>> found["auc"], found["recall_at_k"]
+        >>> result = alignment_scores(scores, torch.tensor([[1, 0, 0], [1, 0, 0]]))
+        >>> result["auc"], result["recall_at_k"]
         (1.0, 1.0)
     """
     try:

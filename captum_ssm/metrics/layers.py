@@ -57,8 +57,8 @@ def layer_knockout(
     Examples::
 
         >>> last = lambda ids: model(ids).logits[:, -1]
-        >>> found = layer_knockout(last, input_ids, torch.tensor([token]), model=model)
-        >>> list(found)
+        >>> result = layer_knockout(last, input_ids, torch.tensor([token]), model=model)
+        >>> list(result)
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
     if replacement not in ("zero", "mean"):
@@ -139,7 +139,7 @@ def oversmoothing(
         >>> list(oversmoothing(model, input_ids))
         ['backbone.layers.0', 'backbone.layers.1']
     """
-    root = unwrap(forward_func if model is None else model)
+    network = unwrap(forward_func if model is None else model)
     excluded = list(leave_out)
     similarity: dict[str, Tensor] = {}
 
@@ -150,9 +150,9 @@ def oversmoothing(
         similarity[block] = token_similarity(first.detach()[:, compared])
 
     with ExitStack() as hooks, torch.no_grad():
-        for path, _ in find_mixers(root):
+        for path, _ in find_mixers(network):
             block = path.rpartition(".")[0]
-            handle = root.get_submodule(block).register_forward_hook(partial(compare, block))
+            handle = network.get_submodule(block).register_forward_hook(partial(compare, block))
             hooks.enter_context(handle)
         forward_func(inputs)
     return similarity
@@ -177,8 +177,8 @@ def cls_influence(
 
     Examples::
 
-        >>> found = cls_influence(model, input_ids, 3)
-        >>> found["backbone.layers.0.mixer"].mean(0).shape
+        >>> result = cls_influence(model, input_ids, 3)
+        >>> result["backbone.layers.0.mixer"].mean(0).shape
         torch.Size([7])
     """
     parts = [

@@ -25,8 +25,8 @@ class SegmentationScores:
 
         >>> masks = torch.zeros(2, 4, 4, dtype=torch.long)
         >>> masks[:, :2] = 1
-        >>> found = segmentation(masks.float(), masks)
-        >>> float(found.ap.mean())
+        >>> result = segmentation(masks.float(), masks)
+        >>> float(result.ap.mean())
         1.0
     """
 

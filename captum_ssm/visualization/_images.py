@@ -70,8 +70,8 @@ def image_overlay(
         >>> relevance = MambaAttribution(vim).attribute(images, target=4)
         >>> figure = image_overlay(relevance, images, titles=["a cat", "a dog"])
         >>> methods = {"LRP": MambaLRP(vim), "LaTIM": LaTIM(vim)}
-        >>> found = {name: m.attribute(images[:1], target=4) for name, m in methods.items()}
-        >>> figure = image_overlay(found, images[:1], contours=(0.5,))
+        >>> result = {name: m.attribute(images[:1], target=4) for name, m in methods.items()}
+        >>> figure = image_overlay(result, images[:1], contours=(0.5,))
     """
     if images.dim() != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
         raise ValueError(

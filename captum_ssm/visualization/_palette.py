@@ -43,7 +43,7 @@ def relevance_colors(sign: str = "both") -> LinearSegmentedColormap:
 
 
 def overlay_colors(sign: str) -> LinearSegmentedColormap:
-    """The same hues for use on a picture: zero is transparent instead of paper."""
+    """The color map on top of a picture: zero is transparent instead of paper."""
     # Opacity rises early, so that weak relevance shows on any picture.
     orange, blue = (
         [(*to_rgb(ramp[i]), opacity) for i, opacity in ((3, 0.0), (3, 0.5), (3, 0.8), (4, 0.95))]
