@@ -87,8 +87,8 @@ def find_token_grid(
 ) -> TokenGrid | None:
     """The grid of a model's tokens, or None for inputs that have none, or if it is unknown.
 
-    It is found by a method ``token_grid(height, width)`` of the model or of a module in it; else
-    by an attribute ``patch_embed`` as in timm and in the published Vision Mamba, with its
+    A method ``token_grid(height, width)`` of the model or of a module in it returns it; else it is
+    derived from an attribute ``patch_embed`` as in timm and in the published Vision Mamba, with its
     ``grid_size`` or its convolution ``proj``, and the published flags for the CLS token.
 
     ``images`` are the explained inputs, ``(B, C, *size)``; those among the ``arguments`` of the
@@ -97,8 +97,8 @@ def find_token_grid(
     axes = images.dim() - 2
     if axes not in _LINEAR or not images.is_floating_point():
         return None
-    given = [a for a in arguments.values() if torch.is_tensor(a) and a.dim() == images.dim()]
-    seen = given[0] if given else images
+    passed = [a for a in arguments.values() if torch.is_tensor(a) and a.dim() == images.dim()]
+    seen = passed[0] if passed else images
     size = tuple(map(int, seen.shape[2:]))
     for module in model.modules():
         method = getattr(module, "token_grid", None)
@@ -112,7 +112,7 @@ def find_token_grid(
                     "mixers' sequence."
                 )
             return grid
-    if arguments and not given:
+    if arguments and not passed:
         return None  # the model makes its images of something else, perhaps with other axes
     for module in model.modules():
         embed = getattr(module, "patch_embed", None)

@@ -136,7 +136,7 @@ def test_what_weights_do_not_tell_can_be_said(changes, options, expected):
 
 @pytest.mark.parametrize("kind", ["start", "middle", "end"])
 @pytest.mark.parametrize("shape", [(14, 14), (5, 9)])
-def test_the_cls_position_is_found_from_smooth_positions(kind, shape):
+def test_find_cls_from_smooth_positions(kind, shape):
     generator = torch.Generator().manual_seed(0)
     rows, columns = torch.meshgrid(*(torch.arange(n) / n for n in shape), indexing="ij")
     waves = torch.randn(2, 16, generator=generator) * 4

@@ -1,8 +1,8 @@
 """The user's own run of the model, with the outputs of mixers edited.
 
 Each call of a chosen mixer is frozen at the current input of its layer, so that an edit of an
-earlier layer reaches it, and compared with what the module returned; what the edit changes is added
-to that. Where an edit changes nothing, the module's own values go on,
+earlier layer reaches it, and compared with what the module returned. The change by the edit is
+added to the module's output, so that where an edit changes nothing, the module's own values go on,
 bit by bit.
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import update_wrapper
 from typing import Any
 
@@ -71,90 +71,94 @@ class OpenMixer:
     @cached_property
     def projected(self) -> Tensor | None:
         """What the module's output projection was given, ``(B, L, D)``, where that was kept."""
-        found = self.call.projected(self.mixer.out_weight)
-        return found if found is None or found.shape == self.gated.shape else None
+        recorded = self.call.projected(self.mixer.out_weight)
+        return recorded if recorded is None or recorded.shape == self.gated.shape else None
 
     def check(self, mask: Tensor | None) -> None:
         """Raise `ReconstructionError` unless this is what the module computed."""
-        gated, own = self.gated.detach(), self.projected
+        gated, recorded = self.gated.detach(), self.projected
         with torch.no_grad():
             share = self.mixer.recurrence_share(gated)
-            if own is None:
+            if recorded is None:
                 rebuilt = Rebuilt(self.output.detach(), share, self.mixer.rounding)
             else:
-                rebuilt = Rebuilt(self.call.output, share, self.mixer.rounding, (gated, own))
+                rebuilt = Rebuilt(self.call.output, share, self.mixer.rounding, (gated, recorded))
             check_reconstruction(self.path, self.call, rebuilt, mask)
+
+    def returning_mixed(self, mixed: list[Tensor]) -> Tensor:
+        """The module's output if its scans returned ``mixed`` instead of :attr:`mixed`."""
+        return self.returning(self.mixer.gated_output_of(mixed))
 
     def returning(self, gated: Tensor) -> Tensor:
         """The module's output for another input of its output projection, ``(B, L, D)``."""
-        own = self.call.output
+        output = self.call.output
         if self.projected is None or self.mixer.out_gate is not None:
             change = self.mixer.projected(gated) - self.output
         else:
             change = F.linear(gated - self.gated, self.mixer.out_weight)
-        if own.requires_grad and not change.requires_grad and torch.is_grad_enabled():
+        if output.requires_grad and not change.requires_grad and torch.is_grad_enabled():
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
-                "its coefficients, as mixers are that were measured, so no gradient goes through "
-                "what an intervention changes; expected torch.no_grad(). Or register an adapter "
-                "with captum_ssm.register_mixer(module_type, freeze)."
+                "its coefficients, as all measured mixers are, so no gradient goes through the "
+                "intervention's change; expected torch.no_grad(). Or register an adapter with "
+                "captum_ssm.register_mixer(module_type, freeze)."
             )
-        return own + change.reshape(own.shape).to(own.dtype)
+        return output + change.reshape(output.shape).to(output.dtype)
 
 
-Edit = Callable[[OpenMixer], Tensor | None]
+Edit = Callable[[OpenMixer], Tensor]
 
 
 @contextmanager
 def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Iterator[None]:
-    """Have ``edit`` say what the chosen mixers return, in this thread, while the block runs.
+    """Let ``edit`` compute what the chosen mixers return, in this thread, while the block runs.
 
     Args:
         model (nn.Module or nnsight model): runs its own forward inside the block.
         layers (int, str, slice or sequence, optional): mixers by index or path; None for all.
-        edit (Callable): takes an :class:`OpenMixer`; returns what takes the place of the module's
-            output, or None to leave it.
+        edit (Callable): takes an :class:`OpenMixer` and returns the output that replaces the
+            module's.
         check (bool, optional): compare each frozen mixer with its module. Default: True
 
     Raises:
         ValueError: for a layer that is not there, or that is being edited already.
-        UnsupportedModelError: no mixer is known, or the block did not reach one of them.
+        UnsupportedModelError: no mixer is known, or the block did not reach a chosen one.
     """
-    root = unwrap(resolve_model(model, None))
-    chosen = chosen_layers(root, layers)
+    model = unwrap(resolve_model(model, None))
+    chosen = chosen_layers(model, layers)
     around = _EDITS.get()
     twice = [p for p, m in chosen.items() if any(m in e.paths for e in around.get(m, ()))]
     if twice:
         raise ValueError(
             f"{', '.join(twice)} is edited by another intervention around this one; expected each "
-            "layer in one at a time. Name other layers, or join the two into one."
+            "layer in one intervention at a time. Name other layers, or join the two into one."
         )
-    run = _Edits(root, chosen, edit, check)
-    with workspace(), _noticed(run):
+    edits = _Edits(model, {module: path for path, module in chosen.items()}, edit, check)
+    with workspace(), _noticed(edits):
         yield
-    missed = [path for path in chosen if path not in run.reached]
+    missed = [path for path in chosen if path not in edits.reached]
     if missed:
         raise UnsupportedModelError(
             f"the block did not reach {', '.join(missed)}, so nothing was changed there; expected "
             "it to run the model in this thread. Name the layers that it runs, and leave models "
-            "uncompiled (torch.compile does not see what changes later)."
+            "uncompiled (torch.compile does not see changes that come later)."
         )
 
 
+@dataclass(eq=False)
 class _Edits:
-    # One intervention: its edits of mixers, which do not act within each other.
-    def __init__(
-        self, root: nn.Module, chosen: dict[str, nn.Module], edit: Edit, check: bool
-    ) -> None:
-        self.root, self.edit, self.check = root, edit, check
-        self.paths = {module: path for path, module in chosen.items()}
-        self.reached: set[str] = set()
-        self.mask: Tensor | None = None
-        self.busy = False
+    # The edits of mixers by one intervention; a mixer inside of an edited one is left as it is.
+    model: nn.Module
+    paths: dict[nn.Module, str]
+    edit: Edit
+    check: bool
+    reached: set[str] = field(default_factory=set)
+    mask: Tensor | None = None
+    busy: bool = False
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a module runs: the model's own padding mask."""
-        if original(module) is self.root:
+        if original(module) is self.model:
             mask = bound_arguments(module, args, kwargs).get("attention_mask")
             self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
 
@@ -171,23 +175,21 @@ class _Edits:
         if IS_RECORDED.get():
             raise UnsupportedModelError(
                 f"{path} is edited by an intervention, and a method of frozen mixers was called "
-                "inside of it, which would explain the mixer as it is without; expected methods of "
-                "gradients or perturbations there. Call this one outside of the block."
+                "inside of the block, where it would explain the unedited mixer; expected methods "
+                "of gradients or perturbations there. Call this method outside of the block."
             )
         self.reached.add(path)
         call = replace(call, path=path)
         self.busy = True
         try:
             with without_autocast(), weights_loaded(module):
-                given = replace(call, result=detached(result))
-                found = OpenMixer(path, call, adapter_of(given)(given))
+                plain = replace(call, result=detached(result))
+                opened = OpenMixer(path, call, adapter_of(plain)(plain))
                 if self.check:
-                    found.check(self._mask_of(call))
-                output = self.edit(found)
+                    opened.check(self._mask_of(call))
+                output = self.edit(opened)
         finally:
             self.busy = False
-        if output is None:
-            return call
         return replace(call, result=with_first(result, output))
 
     def _mask_of(self, call: MixerCall) -> Tensor | None:
@@ -205,7 +207,7 @@ _LOCK = threading.Lock()
 @contextmanager
 def _noticed(edits: _Edits) -> Iterator[None]:
     # Calls of the modules that an intervention is about go through it, in this thread.
-    modules = {edits.root, *edits.paths}
+    modules = {edits.model, *edits.paths}
     around = {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
     with ExitStack() as stack:
         undo(stack, _leave, edits, modules)
@@ -229,40 +231,33 @@ def _leave(edits: _Edits, modules: set[nn.Module]) -> None:
             forward = module.__dict__.get("forward")
             if isinstance(forward, _Forward):
                 forward.users.discard(edits)
-                if not forward.users:
-                    forward.put_back(module)
+                if forward.users:
+                    continue
+                if forward.is_instance:
+                    module.__dict__["forward"] = forward.original
+                else:
+                    module.__dict__.pop("forward", None)
 
 
 class _Forward:
     # A module's forward while interventions, of any thread, are about it.
     def __init__(self, module: nn.Module) -> None:
-        self.own, self.is_instance = module.forward, "forward" in module.__dict__
+        self.original, self.is_instance = module.forward, "forward" in module.__dict__
         self.module = module
         self.users: set[_Edits] = set()
-        update_wrapper(self, self.own)
-
-    def put_back(self, module: nn.Module) -> None:
-        """Give the module its own forward."""
-        if self.is_instance:
-            module.__dict__["forward"] = self.own
-        else:
-            module.__dict__.pop("forward", None)
+        update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self.module, self.own, *args, **kwargs)
-
-
-def _forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    around = _EDITS.get().get(original(module), ())
-    for edits in around:
-        edits.enter(module, args, kwargs)
-    if not any(edits.acts_on(module) for edits in around):
-        return own(*args, **kwargs)
-    # What the mixer computes itself is not computed again to freeze it.
-    with LinearCalls() as linears:
-        result = own(*args, **kwargs)
-    call = MixerCall.of("", module, args, kwargs, result, channels=channels_of(module))
-    call = replace(call, linears=linears)
-    for edits in around:
-        call = edits.leave(call)
-    return call.own[2]
+        module, around = self.module, _EDITS.get().get(original(self.module), ())
+        for edits in around:
+            edits.enter(module, args, kwargs)
+        if not any(edits.acts_on(module) for edits in around):
+            return self.original(*args, **kwargs)
+        # The outputs of linear layers are kept, so that freezing the mixer does not compute them.
+        with LinearCalls() as linears:
+            result = self.original(*args, **kwargs)
+        call = MixerCall.of("", module, args, kwargs, result, channels=channels_of(module))
+        call = replace(call, linears=linears)
+        for edits in around:
+            call = edits.leave(call)
+        return call.own[2]

@@ -34,16 +34,11 @@ class Runs:
         """The input k times, the examples of one run after those of another."""
         request = self.frozen.request
         B = request.batch
-
-        def one(value: Any) -> Any:
-            has_examples = torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
-            return times(value, k) if has_examples else value
-
         return replace(
             request,
-            inputs=tuple(map(one, request.inputs)),
-            positional=tuple(map(one, request.positional)),
-            named={name: one(value) for name, value in request.named.items()},
+            inputs=tuple(_repeated(x, k, B) for x in request.inputs),
+            positional=tuple(_repeated(x, k, B) for x in request.positional),
+            named={name: _repeated(x, k, B) for name, x in request.named.items()},
         )
 
     def scores(self, k: int = 1) -> Tensor:
@@ -55,7 +50,10 @@ class Runs:
         call = MixerCall(last.path, last.module, (), {}, times(last.output, k))
         arguments = {} if mask is None else {"attention_mask": times(mask, k)}
         recording = Recording(request, output, [call], [], arguments)
-        target, position = (_repeated(x, k, B) for x in (self.target, self.position))
+        target, position = (
+            x * k if isinstance(x, list) and len(x) == B else _repeated(x, k, B)
+            for x in (self.target, self.position)
+        )
         return read_score(recording, target, position).view(k, B)
 
 
@@ -65,11 +63,9 @@ def times(x: Tensor, k: int) -> Tensor:
 
 
 def _repeated(value: Any, k: int, B: int) -> Any:
-    # A target or a position of each example.
-    if isinstance(value, list):
-        return value * k if len(value) == B else value
-    is_each = torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
-    return times(value, k) if is_each else value
+    # Tensors with one row per example; other values hold for all examples.
+    has_examples = torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
+    return times(value, k) if has_examples else value
 
 
 def runs_at_once(count: Any) -> int:
@@ -81,6 +77,6 @@ def runs_at_once(count: Any) -> int:
 
 @contextmanager
 def bar(what: str, total: int, show: bool) -> Iterator[Callable[[int], Any]]:
-    """A progress bar, where it is asked for; what it yields takes how many were done."""
-    with tqdm(desc=what, total=total, disable=not show) as shown:
-        yield shown.update
+    """A progress bar, if ``show``; the yielded function takes how many steps were done."""
+    with tqdm(desc=what, total=total, disable=not show) as progress:
+        yield progress.update

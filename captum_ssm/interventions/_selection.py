@@ -21,7 +21,7 @@ Layers: TypeAlias = int | str | slice | Sequence[int | str] | None
 def mask_of(
     what: str, chosen: Tokens, shape: tuple[int, int], device: torch.device, of: str = "tokens"
 ) -> Tensor:
-    """The chosen ones as a bool mask ``(B, L)``.
+    """The chosen tokens, heads or channels as a bool mask ``(B, L)``.
 
     Args:
         what (str): the argument's name, for errors.
@@ -42,17 +42,20 @@ def mask_of(
     if isinstance(chosen, slice):
         mask[:, chosen] = True
         return mask
-    found = _as_tensor(chosen, device)
-    if found is not None and found.numel() == 0:
+    try:
+        values = torch.as_tensor(chosen, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        values = None
+    if values is not None and values.numel() == 0:
         return mask
-    if found is not None and found.dtype == torch.bool:
-        if found.shape not in ((L,), (1, L), (B, L)):
+    if values is not None and values.dtype == torch.bool:
+        if values.shape not in ((L,), (1, L), (B, L)):
             raise InputError(
-                f"{what} is a mask of shape {tuple(found.shape)}; the layer is given {L} {of} in "
+                f"{what} is a mask of shape {tuple(values.shape)}; the layer is given {L} {of} in "
                 f"{B} examples: expected ({L},) or ({B}, {L})."
             )
-        return found.expand(B, L)
-    index = None if found is None else as_integers(found, device)
+        return values.expand(B, L)
+    index = None if values is None else as_integers(values, device)
     if index is None or index.dim() > 2:
         raise TypeError(
             f"{what} is {chosen!r}; expected an int, a slice, integers, a bool mask, or None for "
@@ -69,13 +72,6 @@ def mask_of(
         )
     index = (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
     return mask.scatter(1, index, True)
-
-
-def _as_tensor(value: Any, device: torch.device) -> Tensor | None:
-    try:
-        return torch.as_tensor(value, device=device)
-    except (TypeError, ValueError, RuntimeError):
-        return None
 
 
 def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:
@@ -103,7 +99,7 @@ def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:
         wanted = list(layers)  # type: ignore[arg-type]
     if not wanted:
         raise ValueError(f"layers is {layers!r}, which names none; expected at least one.")
-    found = {}
+    chosen = {}
     for item in wanted:
         index = paths.index(item) if item in paths else as_index(item)
         if index is None or not -len(paths) <= index < len(paths):
@@ -111,5 +107,5 @@ def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:
                 f"layers holds {item!r}; this model has {len(paths)} mixers: expected an index "
                 f"0 .. {len(paths) - 1}, or a path: {', '.join(paths)}."
             )
-        found[paths[index]] = mixers[paths[index]]
-    return found
+        chosen[paths[index]] = mixers[paths[index]]
+    return chosen

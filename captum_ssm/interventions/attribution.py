@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,10 +21,9 @@ from captum_ssm.attr.mamba_lrp import Rules, has_a_rule, with_leaves
 from captum_ssm.interventions._editing import OpenMixer, edited
 from captum_ssm.interventions._runs import Runs
 from captum_ssm.interventions._selection import Layers
-from captum_ssm.interventions.patching import Pair, Patching, check_component, state_operator
-from captum_ssm.interventions.states import states_of
+from captum_ssm.interventions.patching import Pair, Patching, check_component
+from captum_ssm.interventions.states import state_operator, states_of, writes
 from captum_ssm.mixers import FrozenMixer, MixerCall
-from captum_ssm.operators import DiagonalOperator, TokenOperator
 
 RULES = ("gradient", "relp")
 
@@ -71,10 +71,10 @@ def attribution_patching(
 
         >>> other = input_ids.clone()
         >>> other[0, 2] = 7
-        >>> found = captum_ssm.interventions.attribution_patching(
+        >>> result = captum_ssm.interventions.attribution_patching(
         ...     model, input_ids, other, target=5
         ... )
-        >>> found["values"].effects.shape
+        >>> result["values"].effects.shape
         torch.Size([1, 2, 7])
     """
     if rule not in RULES:
@@ -88,15 +88,15 @@ def attribution_patching(
         total = Runs(pair.clean, target, position).scores()[0] - runs.scores()[0]
     slopes = (_gradients if rule == "gradient" else _coefficients)(pair, runs, check)
     by_name = [{layer.name: layer for layer in run.layers} for run in (pair.clean, pair.corrupted)]
-    found = {}
+    results = {}
     for component in wanted:
         names = pair.layers(component, layers)
         with exact_arithmetic():
             effects = [
                 _effect(component, slopes[name], *(run[name] for run in by_name)) for name in names
             ]
-        found[component] = Patching(torch.stack(effects, 1), total, names)
-    return found
+        results[component] = Patching(torch.stack(effects, 1), total, names)
+    return results
 
 
 @dataclass(frozen=True)
@@ -113,90 +113,78 @@ class _Slopes:
     values: list[Tensor]
     mixed: list[Tensor]
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [self.output, *self.values, *self.mixed]
 
-    def holding(self, others: Iterator[Tensor]) -> _Slopes:
-        """The same with other tensors, in the order of the leaves."""
-        return _Slopes(
-            next(others), [next(others) for _ in self.values], [next(others) for _ in self.mixed]
-        )
-
-
-def _effect(component: str, slopes: _Slopes, clean: FrozenLayer, own: FrozenLayer) -> Tensor:
-    # Of patching each token, (B, L).
+def _effect(component: str, slopes: _Slopes, clean: FrozenLayer, corrupted: FrozenLayer) -> Tensor:
+    # The effect of patching each token, (B, L).
     if component == "output":
-        change = clean.call.output - own.call.output
+        change = clean.call.output - corrupted.call.output
         return (change * slopes.output).reshape(*clean.shape, -1).sum(-1)
-    theirs, mine = clean.mixer, own.mixer
+    theirs, mine = clean.mixer, corrupted.mixer
     if component == "state":
         return _state_effect(slopes.mixed[0], theirs, mine)
-    found = []
+    effects = []
     scans = zip(theirs.scans_in_order(), mine.scans_in_order(), slopes.values, strict=True)
     for (source, order, _), (scan, _, _), slope in scans:
         effect = ((source.values - scan.values) * slope).sum(-1)
-        found.append(effect if order is None else effect[:, torch.argsort(order)])
-    return torch.stack(found).sum(0)
+        effects.append(effect if order is None else effect[:, torch.argsort(order)])
+    return torch.stack(effects).sum(0)
 
 
 def _state_effect(mixed: Tensor, theirs: FrozenMixer, mine: FrozenMixer) -> Tensor:
     # The slope at the n-th state after a token: what a write into it alone would change.
-    operator = state_operator(mine)
     state_operator(theirs)
     total = mixed.new_zeros(mixed.shape[:2])
-    changes = (a - b for a, b in zip(states_of(theirs), states_of(mine), strict=True))
-    write: TokenOperator
-    for n, change in enumerate(changes):
-        if isinstance(operator, DiagonalOperator):
-            unit = torch.zeros_like(operator.B)
-            unit[..., n] = 1
-            write = replace(operator, B=unit, right=torch.ones_like(operator.right))
-        else:
-            unit = torch.zeros_like(operator.key)
-            unit[..., n] = 1
-            bonus = None if operator.bonus is None else torch.zeros_like(operator.bonus)
-            write = replace(operator, key=unit, bonus=bonus)
-        total += (change * write.rmatvec(mixed)).sum(-1)
+    per_state = zip(writes(state_operator(mine)), states_of(theirs), states_of(mine), strict=True)
+    for write, other, state in per_state:
+        total += ((other - state) * write.rmatvec(mixed)).sum(-1)
     return total
 
 
 def _gradients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
-    # Zeros with a gradient, added where an activation is.
-    leaves: dict[str, _Slopes] = {}
+    # Zeros with a gradient are added to each activation.
+    zeros: dict[str, _Slopes] = {}
 
-    def zeros(x: Tensor) -> Tensor:
+    def zero(x: Tensor) -> Tensor:
         return torch.zeros_like(x).requires_grad_()
 
-    def edit(found: OpenMixer) -> Tensor:
-        scans = [scan for scan, _, _ in found.mixer.scans_in_order()]
-        here = _Slopes(
-            zeros(found.call.output),
-            [zeros(scan.values) for scan in scans],
-            [zeros(y) for y in found.mixed],
-        )
-        leaves[found.path] = here
-        mixed = [
-            scan.mix(scan.values + v) + y
-            for scan, v, y in zip(scans, here.values, here.mixed, strict=True)
+    def edit(opened: OpenMixer) -> Tensor:
+        scans = [scan for scan, _, _ in opened.mixer.scans_in_order()]
+        values, mixed = [zero(scan.values) for scan in scans], [zero(y) for y in opened.mixed]
+        here = zeros[opened.path] = _Slopes(zero(opened.call.output), values, mixed)
+        returned = [
+            scan.mix(scan.values + v) + y for scan, v, y in zip(scans, values, mixed, strict=True)
         ]
-        gated = found.mixer.gated_output_of(mixed)
-        own = found.call.output
-        change = found.mixer.projected(gated) - found.output
-        return own + change.reshape(own.shape).to(own.dtype) + here.output
+        return opened.returning_mixed(returned) + here.output
 
     with torch.inference_mode(False), torch.enable_grad():
         with edited(pair.model, None, edit, check=check):
             score = runs.scores()[0]
-        flat = [leaf for here in leaves.values() for leaf in here.leaves]
-        found = iter(_or_zero(flat, gradients_at(flat, score)))
-    return {name: here.holding(found) for name, here in leaves.items()}
+        return _slopes(zeros, lambda tensors: gradients_at(tensors, score))
+
+
+def _slopes(
+    activations: dict[str, _Slopes], of: Callable[[list[Tensor]], list[Tensor | None]]
+) -> dict[str, _Slopes]:
+    # Coefficients in place of the activations, zero where the score does not depend on one.
+    tensors = [x for a in activations.values() for x in (a.output, *a.values, *a.mixed)]
+    coefficients = (
+        torch.zeros_like(x) if slope is None else slope
+        for x, slope in zip(tensors, of(tensors), strict=True)
+    )
+    return {
+        name: _Slopes(
+            next(coefficients),
+            list(islice(coefficients, len(a.values))),
+            list(islice(coefficients, len(a.mixed))),
+        )
+        for name, a in activations.items()
+    }
 
 
 def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
-    # MambaLRP's, at activations inside of the frozen mixers.
+    # The coefficients of MambaLRP at activations inside of the frozen mixers.
     request = with_leaves(pair.corrupted.request)
-    rules = _Kept(request)
+    rules = _RulesWithActivations(request)
     frozen = freeze(
         request,
         position=runs.position,
@@ -208,30 +196,22 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
         wiring=False,
     )
     names = [layer.name for layer in frozen.layers]
-    if len(rules.kept) != len(names):
+    if len(rules.activations) != len(names):
         raise UnsupportedModelError(
             "a mixer of this model was measured, and runs as it is in relevance propagation, so "
             "its values have no coefficients; expected rule='gradient', or an adapter registered "
             "with captum_ssm.register_mixer(module_type, freeze)."
         )
-    flat = [leaf for here in rules.kept for leaf in here.leaves]
-    coefficients = coefficients_at(flat, frozen.require_score(), rules.starts())
-    found = iter(_or_zero(flat, coefficients))
-    return {n: here.holding(found) for n, here in zip(names, rules.kept, strict=True)}
+    score, starts = frozen.require_score(), rules.starts()
+    activations = dict(zip(names, rules.activations, strict=True))
+    return _slopes(activations, lambda tensors: coefficients_at(tensors, score, starts))
 
 
-def _or_zero(leaves: list[Tensor], found: list[Tensor | None]) -> list[Tensor]:
-    return [
-        torch.zeros_like(leaf) if one is None else one
-        for leaf, one in zip(leaves, found, strict=True)
-    ]
-
-
-class _Kept(Rules):
-    # The rules of MambaLRP, with the activations inside of each mixer kept in the graph.
+class _RulesWithActivations(Rules):
+    # The rules of MambaLRP; the activations inside of each mixer stay in the graph.
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.kept: list[_Slopes] = []
+        self.activations: list[_Slopes] = []
         self.kept_bytes = math.inf
 
     def rebuilt(self, mixer: FrozenMixer, call: MixerCall) -> Rebuilt:
@@ -239,5 +219,6 @@ class _Kept(Rules):
         scans = [scan for scan, _, _ in frozen.scans_in_order()]
         mixed = [scan.mixed for scan in scans]
         rebuilt = Rebuilt.of(frozen, call, mixed)
-        self.kept.append(_Slopes(rebuilt.output, [scan.values for scan in scans], mixed))
+        values = [scan.values for scan in scans]
+        self.activations.append(_Slopes(rebuilt.output, values, mixed))
         return rebuilt

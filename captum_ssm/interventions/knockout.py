@@ -38,16 +38,16 @@ def knockout(
         \sum_{j \in \mathrm{sources}} \alpha_{ij} v_j,
 
     by one masked scan. Gate, norm and output projection follow as the model computes them, a
-    norm's scale anew, and all later layers run on what comes of it (Endy et al., `Mamba Knockout
-    <https://arxiv.org/abs/2505.24244>`_, 2025; of attention Geva et al., 2023). The model is called
-    as ever, by its own forward or by Captum's methods. Gradients with respect to inputs and
-    activations go through what is removed, the coefficients included; the parameters of the
-    edited mixers count as constants in it. Each mixer is frozen at the input that the layer is
-    given in this run, and compared with what the module returned.
+    norm's scale anew, and all later layers run on the result (Endy et al., `Mamba Knockout
+    <https://arxiv.org/abs/2505.24244>`_, 2025; for attention Geva et al., 2023). The model is
+    called as usual, by its own forward or by Captum's methods. Gradients with respect to inputs
+    and activations include the removed part and its coefficients; the parameters of the edited
+    mixers count as constants in it. Each mixer is frozen at the input that the layer has in this
+    run, and compared with what the module returned.
 
-    Positions are those of the tokens as a layer is given them. The skip connection of a mixer, the
-    residual stream, and what is computed token by token are no edges. The short convolution before
-    a scan is part of a token's values.
+    Positions count the tokens of a layer's input. The skip connection of a mixer and the residual
+    stream are not cut: each token keeps its own information. The short convolution before a scan is
+    part of a token's values.
 
     Args:
         model (nn.Module or nnsight model): the model that the block runs.
@@ -95,8 +95,8 @@ def knockout(
             "frozen mixer; expected formulation='hidden'."
         )
 
-    def edit(found: OpenMixer) -> Tensor:
-        mixer = found.mixer
+    def edit(opened: OpenMixer) -> Tensor:
+        mixer = opened.mixer
         operator = mixer.operator(formulation)
         B, L, _, M = operator.sizes
         edges = Edges(
@@ -106,12 +106,12 @@ def knockout(
             keep=keep,
         )
         if formulation == "unified":
-            return found.returning(found.gated - edges.carried(operator, mixer.inputs))
+            return opened.returning(opened.gated - edges.carried(operator, mixer.inputs))
         left = [
             edges.left(y, scan, order, renormalize)
-            for y, (scan, order, _) in zip(found.mixed, mixer.scans_in_order(), strict=True)
+            for y, (scan, order, _) in zip(opened.mixed, mixer.scans_in_order(), strict=True)
         ]
-        return found.returning(mixer.gated_output_of(left))
+        return opened.returning_mixed(left)
 
     with edited(model, layers, edit, check=check):
         yield
@@ -160,8 +160,8 @@ class Edges:
 
     def carried(self, operator: TokenOperator, values: Tensor) -> Tensor:
         """What the edges carry of ``values (B, L, D)``: ``(B, L, D)``."""
-        found = operator.matvec(values * self._written(values)) * self.targets[..., None]
-        return operator.matvec(values) - found if self.keep else found
+        carried = operator.matvec(values * self._written(values)) * self.targets[..., None]
+        return operator.matvec(values) - carried if self.keep else carried
 
     def _written(self, values: Tensor) -> Tensor:
         # The sources' channels, bool, (B, L, D).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm._capture import FrozenLayer, FrozenModel, Request, freeze
+from captum_ssm._capture import FrozenModel, Request, freeze
 from captum_ssm._errors import InputError, UnsupportedModelError
 from captum_ssm._workspace import workspace
 from captum_ssm.interventions._editing import OpenMixer, edited
 from captum_ssm.interventions._runs import Runs, bar, runs_at_once, times
 from captum_ssm.interventions._selection import Layers, Tokens, chosen_layers, mask_of
+from captum_ssm.interventions.states import has_operator, state_operator
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
+from captum_ssm.operators import DiagonalOperator, TokenOperator
 from captum_ssm.operators.part import part_of
 
 COMPONENTS = ("output", "values", "state")
@@ -29,16 +30,16 @@ class Patching:
 
     Args:
         effects (Tensor): ``(B, W, L)``: the score of the corrupted run with a layer's activation
-            at a token patched, less that of the corrupted run.
-        total (Tensor): ``(B,)``: the score of the clean run less that of the corrupted one.
+            at a token patched, minus that of the corrupted run.
+        total (Tensor): ``(B,)``: the score of the clean run minus that of the corrupted one.
         layers (list of str): the paths of the W layers.
 
     Examples::
 
-        >>> found = captum_ssm.interventions.activation_patching(
+        >>> result = captum_ssm.interventions.activation_patching(
         ...     model, input_ids.flip(1), input_ids, target=5, layers=0, perturbations_per_eval=7
         ... )
-        >>> found.shares.shape, list(found.rows())
+        >>> result.shares.shape, list(result.rows())
         (torch.Size([1, 1, 7]), ['backbone.layers.0.mixer'])
     """
 
@@ -97,11 +98,8 @@ def patched(
         ...     logits = model(input_ids).logits
     """
     frozen = _recorded(Request.of(model, None, inputs, additional_forward_args), check)
-    given = {layer.name: layer for layer in frozen.layers}
-    chosen = chosen_layers(model, layers)
-    if component == "state" and layers is None:
-        chosen = {path: m for path, m in chosen.items() if _keeps_state(given[path].mixer)}
-    with edited(model, list(chosen), _patch(given, component, tokens), check=check):
+    chosen = _patched_layers(frozen, component, layers)
+    with edited(model, chosen, _patch(frozen, component, tokens), check=check):
         yield
 
 
@@ -148,30 +146,31 @@ def activation_patching(
 
         >>> other = input_ids.clone()
         >>> other[0, 2] = 7
-        >>> found = captum_ssm.interventions.activation_patching(
+        >>> result = captum_ssm.interventions.activation_patching(
         ...     model, input_ids, other, target=5, perturbations_per_eval=7
         ... )
-        >>> found.effects.shape
+        >>> result.effects.shape
         torch.Size([1, 2, 7])
     """
     pair = Pair.of(forward_func, model, clean, corrupted, additional_forward_args, check)
     names = pair.layers(component, layers)
-    given = {layer.name: layer for layer in pair.clean.layers}
     runs = Runs(pair.corrupted, target, position)
     B, L = pair.corrupted.shape
     count = runs_at_once(perturbations_per_eval)
     rows = []
     with torch.no_grad(), bar("activation patching", len(names) * L, show_progress) as done:
-        total = Runs(pair.clean, target, position).scores()[0] - (own := runs.scores()[0])
+        total = Runs(pair.clean, target, position).scores()[0] - (
+            corrupted_score := runs.scores()[0]
+        )
         for name in names:
-            found = []
+            effects = []
             for tokens in torch.arange(L).split(count):
                 k = len(tokens)
                 at = tokens[:, None].repeat_interleave(B, 0)  # (k B, 1)
-                with edited(pair.model, name, _patch(given, component, at), check=check):
-                    found.append(runs.scores(k) - own)
+                with edited(pair.model, name, _patch(pair.clean, component, at), check=check):
+                    effects.append(runs.scores(k) - corrupted_score)
                 done(k)
-            rows.append(torch.cat(found).T)
+            rows.append(torch.cat(effects).T)
     return Patching(torch.stack(rows, 1), total, names)
 
 
@@ -210,13 +209,10 @@ class Pair:
 
     def layers(self, component: str, layers: Layers) -> list[str]:
         """The names of the chosen layers, whose tokens have to be the model's."""
-        check_component(component)
-        by_name = {layer.name: layer for layer in self.clean.layers}
-        names = list(chosen_layers(self.model, layers))
-        if component == "state" and layers is None:
-            names = [name for name in names if _keeps_state(by_name[name].mixer)]
+        shapes = {layer.name: layer.shape for layer in self.clean.layers}
+        names = _patched_layers(self.clean, component, layers)
         for name in names:
-            if name not in by_name or by_name[name].shape != self.clean.shape:
+            if shapes.get(name) != self.clean.shape:
                 raise UnsupportedModelError(
                     f"{name} is not run, or works on other tokens than the last mixer; expected "
                     "layers that all read the same tokens. Name others in layers."
@@ -234,63 +230,47 @@ def _recorded(request: Request, check: bool) -> FrozenModel:
     return freeze(request, query=False, wiring=False, check=check)
 
 
-def _patch(
-    given: dict[str, FrozenLayer], component: str, tokens: Tokens
-) -> Callable[[OpenMixer], Tensor]:
+def _patched_layers(frozen: FrozenModel, component: str, layers: Layers) -> list[str]:
+    # For states, None stands for the layers that have one.
     check_component(component)
+    names = list(chosen_layers(frozen.request.model, layers))
+    if component != "state" or layers is not None:
+        return names
+    mixers = {layer.name: layer.mixer for layer in frozen.layers}
+    return [name for name in names if name in mixers and has_operator(state_operator, mixers[name])]
 
-    def edit(found: OpenMixer) -> Tensor:
-        layer, operator = given[found.path], found.mixer.recurrence
-        own, other = found.call.output, layer.source.output
-        k = own.shape[0] // other.shape[0]
-        if own.shape != (other.shape[0] * k, *other.shape[1:]):
+
+def _patch(frozen: FrozenModel, component: str, tokens: Tokens) -> Callable[[OpenMixer], Tensor]:
+    by_name = {layer.name: layer for layer in frozen.layers}
+
+    def edit(opened: OpenMixer) -> Tensor:
+        layer, operator = by_name[opened.path], opened.mixer.recurrence
+        current, other = opened.call.output, layer.source.output
+        k = current.shape[0] // other.shape[0]
+        if current.shape != (other.shape[0] * k, *other.shape[1:]):
             raise InputError(
-                f"{found.path} returns a tensor of shape {tuple(own.shape)} in this run and "
+                f"{opened.path} returns a tensor of shape {tuple(current.shape)} in this run and "
                 f"{tuple(other.shape)} in the one its activations come from; expected inputs of "
                 "the same batch and length."
             )
-        mask = mask_of("tokens", tokens, (operator.batch, operator.length), own.device)
+        mask = mask_of("tokens", tokens, (operator.batch, operator.length), current.device)
         if component == "output":
-            return torch.where(mask.view(*own.shape[:-1], 1), times(other, k), own)
+            return torch.where(mask.view(*current.shape[:-1], 1), times(other, k), current)
         mixer = layer.mixer
         if component == "state":
-            return found.returning(found.mixer.gated_output_of(_with_state(found, mixer, mask, k)))
-        scans = zip(mixer.scans_in_order(), found.mixer.scans_in_order(), strict=True)
+            return opened.returning_mixed(_with_state(opened, mixer, mask, k))
+        scans = zip(mixer.scans_in_order(), opened.mixer.scans_in_order(), strict=True)
         mixed = []
         for (source, order, _), (scan, _, _) in scans:
             here = mask if order is None else mask[:, order]
-            mixed.append(
-                scan.mix(torch.where(here[..., None], times(source.values, k), scan.values))
-            )
-        return found.returning(found.mixer.gated_output_of(mixed))
+            values = torch.where(here[..., None], times(source.values, k), scan.values)
+            mixed.append(scan.mix(values))
+        return opened.returning_mixed(mixed)
 
     return edit
 
 
-def state_operator(mixer: FrozenMixer) -> DiagonalOperator | LinearAttentionOperator:
-    """The recurrence whose state can be exchanged for that of another run."""
-    operator = mixer.recurrence
-    is_one = isinstance(operator, (DiagonalOperator, LinearAttentionOperator))
-    if not is_one or mixer.memory is not None:
-        raise UnsupportedModelError(
-            f"this mixer is a {type(operator).__name__}, whose state after a token cannot be "
-            "exchanged for that of another run: it is all keys and values, one of several, or "
-            "scaled by what that run has seen; expected a recurrent layer with one plain state. "
-            "Patch the values or the output, or name other layers."
-        )
-    assert isinstance(operator, (DiagonalOperator, LinearAttentionOperator))
-    return operator
-
-
-def _keeps_state(mixer: FrozenMixer) -> bool:
-    try:
-        state_operator(mixer)
-    except UnsupportedModelError:
-        return False
-    return True
-
-
-def _with_state(found: OpenMixer, other: FrozenMixer, mask: Tensor, k: int) -> list[Tensor]:
+def _with_state(opened: OpenMixer, other: FrozenMixer, mask: Tensor, k: int) -> list[Tensor]:
     # The state after a token is that of a scan whose coefficients and values, up to it, are the
     # other run's. It is read with this run's own coefficients.
     if not bool((mask.sum(1) == 1).all()):
@@ -298,28 +278,26 @@ def _with_state(found: OpenMixer, other: FrozenMixer, mask: Tensor, k: int) -> l
             "tokens of a state are expected to be one per example: the state after a token holds "
             "all tokens before it."
         )
-    own, theirs = state_operator(found.mixer), state_operator(other)
+    current, theirs = state_operator(opened.mixer), state_operator(other)
     examples = torch.arange(theirs.batch, device=mask.device).repeat(k)
     theirs = part_of(theirs, examples, 0, theirs.channels)  # type: ignore[assignment]
     last = mask.int().argmax(1)[:, None]
     at = torch.arange(mask.shape[1], device=mask.device)
     before, after = at <= last, at >= last
     changed: dict[str, Any] = {}
-    names = ("dt", "right", "B") if isinstance(own, DiagonalOperator) else _WRITES
+    is_diagonal = isinstance(current, DiagonalOperator)
+    # What a state depends on; the other fields say how it is read.
+    names = ("dt", "right", "B") if is_diagonal else ("key", "log_decay", "erase", "probe")
     for name in names:
-        mine, his = getattr(own, name), getattr(theirs, name)
-        if mine is not None:
-            changed[name] = torch.where(
-                before.view(*before.shape, *[1] * (mine.dim() - 2)), his, mine
-            )
-    if getattr(own, "bonus", None) is not None:
+        here, there = getattr(current, name), getattr(theirs, name)
+        if here is not None:
+            mask_of_field = before.view(*before.shape, *[1] * (here.dim() - 2))
+            changed[name] = torch.where(mask_of_field, there, here)
+    if getattr(current, "bonus", None) is not None:
         after = at > last  # a token reads the state before its own write
-    operator: TokenOperator = replace(own, **changed)
-    v = found.mixer.values
+    operator: TokenOperator = replace(current, **changed)
+    v, skip = opened.mixer.values, opened.mixer.skip
     values = torch.where(before[..., None], times(other.values, k), v)
     y = operator.matvec(values)
-    y = y if found.mixer.skip is None else torch.addcmul(y, found.mixer.skip, v)
-    return [torch.where(after[..., None], y, found.mixed[0])]
-
-
-_WRITES: Sequence[str] = ("key", "log_decay", "erase", "probe")
+    y = y if skip is None else torch.addcmul(y, skip, v)
+    return [torch.where(after[..., None], y, opened.mixed[0])]

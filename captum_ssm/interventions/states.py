@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from captum_ssm._capture import FrozenLayer, Request, exact_arithmetic, freeze
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm.interventions._selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
+
+StateOperator: TypeAlias = DiagonalOperator | LinearAttentionOperator
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class LayerState:
 
     def features(self) -> np.ndarray:
         """One row per example and position, ``(B R, ...)``, as scikit-learn takes them."""
-        found: np.ndarray = self.values.flatten(0, 1).flatten(1).cpu().numpy()
-        return found
+        rows: np.ndarray = self.values.flatten(0, 1).flatten(1).cpu().numpy()
+        return rows
 
     def by_source(self, position: int) -> Tensor:
         """What each token wrote of the state after one of them, which is their sum.
@@ -55,7 +56,7 @@ class LayerState:
         Returns:
             Tensor: ``(B, L, D, N)`` or ``(B, L, H, K, P)``.
         """
-        operator, v = _memory(self.mixer), self.mixer.values
+        operator, v = memory_of(self.mixer), self.mixer.values
         B, L, D, M = operator.sizes
         row = mask_of("position", position, (1, L), v.device)[0].nonzero()[:, 0]
         with exact_arithmetic():
@@ -80,10 +81,10 @@ class LayerState:
             Tensor: ``(B, R, M)`` float, one per channel or head; infinite where half or more is
             left at the end of the sequence, and NaN where nothing was written (padding).
         """
-        operator = _memory(self.mixer)
+        operator = memory_of(self.mixer)
         B, L, D, _ = operator.sizes
         at = mask_of("positions", positions, (1, L), operator.device)[0].nonzero()[:, 0]
-        found = []
+        lengths = []
         with exact_arithmetic():
             for t in at.tolist():
                 impulse = torch.zeros(B, L, D, dtype=operator.dtype, device=operator.device)
@@ -94,8 +95,8 @@ class LayerState:
                 gone = size <= size[:, :1] / 2
                 steps = gone.int().argmax(1).to(size.dtype)
                 steps = torch.where(gone.any(1), steps, torch.inf)
-                found.append(torch.where(size[:, 0] > 0, steps, torch.nan))
-        return torch.stack(found, 1)
+                lengths.append(torch.where(size[:, 0] > 0, steps, torch.nan))
+        return torch.stack(lengths, 1)
 
 
 def states(
@@ -136,37 +137,26 @@ def states(
 
     Examples::
 
-        >>> found = captum_ssm.interventions.states(model, input_ids, layers=0, positions=None)
-        >>> found["backbone.layers.0.mixer"].values.shape  # after every token
+        >>> result = captum_ssm.interventions.states(model, input_ids, layers=0, positions=None)
+        >>> result["backbone.layers.0.mixer"].values.shape  # after every token
         torch.Size([1, 7, 32, 4])
     """
     request = Request.of(model, None, inputs, additional_forward_args)
     frozen = freeze(request, query=False, check=check)
-    found = {}
-    for layer in frozen.select(layers):
-        if layers is None and not has_state(layer):
-            continue
-        found[layer.name] = _state(layer, positions)
-    if not found:
+    chosen = frozen.select(layers)
+    if layers is None:
+        chosen = [layer for layer in chosen if has_operator(memory_of, layer.mixer)]
+    if not chosen:
         raise UnsupportedModelError(
             f"none of the {len(frozen.layers)} mixers of this model keeps a state of one scan; "
             "expected a recurrent layer."
         )
-    return found
-
-
-def has_state(layer: FrozenLayer) -> bool:
-    """Whether a layer keeps one state."""
-    try:
-        _memory(layer.mixer)
-    except UnsupportedModelError:
-        return False
-    return True
+    return {layer.name: _state(layer, positions) for layer in chosen}
 
 
 def _state(layer: FrozenLayer, positions: Tokens) -> LayerState:
     mixer = layer.mixer
-    operator, values = _memory(mixer), mixer.values
+    operator, values = memory_of(mixer), mixer.values
     L = operator.length
     at = mask_of("positions", positions, (1, L), values.device)[0].nonzero()[:, 0]
     with exact_arithmetic():
@@ -176,10 +166,15 @@ def _state(layer: FrozenLayer, positions: Tokens) -> LayerState:
 
 def states_of(mixer: FrozenMixer) -> Iterator[Tensor]:
     """Each of the N states after every token, ``(B, L, D)``."""
-    return (read.matvec(mixer.values) for read in _reads(_memory(mixer)))
+    return (read.matvec(mixer.values) for read in _reads(memory_of(mixer)))
 
 
-def _memory(mixer: FrozenMixer) -> DiagonalOperator | LinearAttentionOperator:
+def memory_of(mixer: FrozenMixer) -> StateOperator:
+    """The recurrence whose state a mixer keeps.
+
+    Raises:
+        UnsupportedModelError: the mixer keeps no state, or several.
+    """
     operator = mixer.recurrence if mixer.memory is None else mixer.memory()
     if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)):
         return operator
@@ -190,19 +185,57 @@ def _memory(mixer: FrozenMixer) -> DiagonalOperator | LinearAttentionOperator:
     )
 
 
-def _reads(operator: DiagonalOperator | LinearAttentionOperator) -> Iterator[TokenOperator]:
-    # For each of the N states, the operator that returns it: it is read by a unit vector.
-    if isinstance(operator, DiagonalOperator):
-        for n in range(operator.C.shape[-1]):
-            unit = F.one_hot(torch.tensor(n), operator.C.shape[-1]).to(operator.C)
-            yield replace(operator, C=unit.expand_as(operator.C), left=None)
-    else:
-        for n in range(operator.query.shape[-1]):
-            unit = F.one_hot(torch.tensor(n), operator.query.shape[-1]).to(operator.query)
-            yield replace(operator, query=unit.expand_as(operator.query), bonus=None)
+def state_operator(mixer: FrozenMixer) -> StateOperator:
+    """The recurrence whose state can be exchanged for that of another run.
+
+    Raises:
+        UnsupportedModelError: there is no such recurrence.
+    """
+    operator = mixer.recurrence
+    if isinstance(operator, (DiagonalOperator, LinearAttentionOperator)) and mixer.memory is None:
+        return operator
+    raise UnsupportedModelError(
+        f"this mixer is a {type(operator).__name__}, whose state after a token cannot be "
+        "exchanged for that of another run: it is all keys and values, or one of several states, "
+        "or scaled by what that run has seen; expected a recurrent layer with one plain state. "
+        "Patch the values or the output, or name other layers."
+    )
 
 
-def _stacked(parts: list[Tensor], operator: DiagonalOperator | LinearAttentionOperator) -> Tensor:
+def has_operator(of: Callable[[FrozenMixer], StateOperator], mixer: FrozenMixer) -> bool:
+    """Whether :func:`memory_of` or :func:`state_operator` returns an operator for a mixer."""
+    try:
+        of(mixer)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _reads(operator: StateOperator) -> Iterator[TokenOperator]:
+    # For each of the N states, the operator that returns it: a unit vector reads it.
+    for unit in _units(operator.C if isinstance(operator, DiagonalOperator) else operator.query):
+        if isinstance(operator, DiagonalOperator):
+            yield replace(operator, C=unit, left=None)
+        else:
+            yield replace(operator, query=unit, bonus=None)
+
+
+def writes(operator: StateOperator) -> Iterator[TokenOperator]:
+    """For each of the N states, the operator whose tokens write into that state alone."""
+    for unit in _units(operator.B if isinstance(operator, DiagonalOperator) else operator.key):
+        if isinstance(operator, DiagonalOperator):
+            yield replace(operator, B=unit, right=torch.ones_like(operator.right))
+        else:
+            bonus = None if operator.bonus is None else torch.zeros_like(operator.bonus)
+            yield replace(operator, key=unit, bonus=bonus)
+
+
+def _units(vectors: Tensor) -> Iterator[Tensor]:
+    for unit in torch.eye(vectors.shape[-1]).to(vectors):
+        yield unit.expand_as(vectors)
+
+
+def _stacked(parts: list[Tensor], operator: StateOperator) -> Tensor:
     # (B, L, D) for each state: (B, L, D, N), or (B, L, H, N, P).
     if isinstance(operator, DiagonalOperator):
         return torch.stack(parts, -1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ class LayerSweep:
     Examples::
 
         >>> method = captum_ssm.interventions.TokenKnockout(model)
-        >>> found = method.sweep(input_ids, target=5, window=2, perturbations_per_eval=7)
-        >>> list(found.rows())
+        >>> result = method.sweep(input_ids, target=5, window=2, perturbations_per_eval=7)
+        >>> list(result.rows())
         ['backbone.layers.0.mixer .. backbone.layers.1.mixer']
     """
 
@@ -63,7 +64,7 @@ class TokenKnockout(PerturbationAttribution):
             Default: True
 
     Raises:
-        TypeError: for a ``forward_func`` or ``model`` that is no model.
+        TypeError: for a ``forward_func`` or ``model`` that is not a model.
         ValueError: for a plain callable without ``model``.
 
     Examples::
@@ -100,7 +101,7 @@ class TokenKnockout(PerturbationAttribution):
         perturbations_per_eval: int = 1,
         show_progress: bool = False,
     ) -> Any:
-        """Relevance of each token: the score, less that of the run without the edges out of it.
+        """Relevance of each token: the score minus that of the run without the edges out of it.
 
         Args:
             inputs, target, additional_forward_args, position: as for the other methods'
@@ -108,12 +109,12 @@ class TokenKnockout(PerturbationAttribution):
             layers, heads, formulation, renormalize (optional): which edges are removed, as for
                 :func:`knockout`.
             readers (str, optional): which tokens no longer read it: ``"later"``, all others; or
-                ``"query"``, those that the output is read from alone. Default: ``"later"``
+                ``"query"``, only the tokens that the output is read from. Default: ``"later"``
             feature_mask (Tensor, optional): integers ``(B, L)`` or ``(1, L)``; tokens of the same
                 number are removed together, and each gets the relevance of all.
                 Default: None, each by itself
-            perturbations_per_eval (int, optional): tokens (or spans) whose runs are joined to one,
-                in a batch so many times as large. Default: 1
+            perturbations_per_eval (int, optional): tokens (or spans) whose runs are joined into
+                one, in a batch that many times as large. Default: 1
             show_progress (bool, optional): show a progress bar. Default: False
 
         Returns:
@@ -126,11 +127,9 @@ class TokenKnockout(PerturbationAttribution):
         knocked = self._prepared(
             inputs, target, additional_forward_args, position, readers, feature_mask
         )
-        options = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
-        count = runs_at_once(perturbations_per_eval)
-        with bar(self.get_name(), knocked.groups, show_progress) as done:
-            found = knocked.relevance(layers, count, options, done)
-        return of_inputs([found], knocked.runs.frozen, "linear", None)
+        edges = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
+        relevance = knocked.relevance([layers], edges, perturbations_per_eval, show_progress)
+        return of_inputs([relevance[:, 0]], knocked.runs.frozen, "linear", None)
 
     def sweep(
         self,
@@ -164,16 +163,15 @@ class TokenKnockout(PerturbationAttribution):
         Examples::
 
             >>> method = captum_ssm.interventions.TokenKnockout(model)
-            >>> found = method.sweep(input_ids, target=5, perturbations_per_eval=7)
-            >>> found.relevance.shape
+            >>> result = method.sweep(input_ids, target=5, perturbations_per_eval=7)
+            >>> result.relevance.shape
             torch.Size([1, 2, 7])
-            >>> rows = found.rows()
+            >>> rows = result.rows()
             >>> figure = captum_ssm.visualization.layer_overview(rows, tokens, scale="shared")
         """
         knocked = self._prepared(
             inputs, target, additional_forward_args, position, readers, feature_mask
         )
-        options = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
         paths = list(chosen_layers(self._model, None))
         if not 1 <= window <= len(paths) or stride < 1:
             raise ValueError(
@@ -182,16 +180,15 @@ class TokenKnockout(PerturbationAttribution):
             )
         starts = range(0, len(paths) - window + 1, stride)
         windows = [tuple(paths[start : start + window]) for start in starts]
-        count = runs_at_once(perturbations_per_eval)
-        with bar(self.get_name(), knocked.groups * len(windows), show_progress) as done:
-            rows = [knocked.relevance(layers, count, options, done) for layers in windows]
-        return LayerSweep(torch.stack(rows, 1), windows)
+        edges = {"heads": heads, "formulation": formulation, "renormalize": renormalize}
+        relevance = knocked.relevance(windows, edges, perturbations_per_eval, show_progress)
+        return LayerSweep(relevance, windows)
 
     @property
     def _model(self) -> Any:
         if self.model is not None or is_model(self.forward_func):
             return self.model or self.forward_func
-        # Captum's wrappers put a function of theirs in the place of the model it runs.
+        # Captum's wrappers replace forward_func, the model, by a function that runs it.
         return self._constructed_with
 
     def _prepared(
@@ -207,9 +204,8 @@ class TokenKnockout(PerturbationAttribution):
             raise ValueError(f"readers is {readers!r}; expected one of {READERS}.")
         request = Request.of(self.forward_func, self._model, inputs, extra)
         asks = readers == "query"
-        frozen = freeze(
-            request, position=position, target=target if asks else None, query=asks, check=False
-        )
+        query_target = target if asks else None
+        frozen = freeze(request, position=position, target=query_target, query=asks, check=False)
         for layer in frozen.layers:
             if layer.order is not None or layer.shape != frozen.shape:
                 raise UnsupportedModelError(
@@ -238,30 +234,32 @@ class _Knocked:
     query: Tensor | None
     check: bool
 
-    @property
-    def groups(self) -> int:
-        return len(self.spans.unique())
-
     def relevance(
-        self, layers: Layers, count: int, options: dict[str, Any], done: Callable[[int], Any]
+        self, windows: Sequence[Layers], edges: dict[str, Any], count: int, show_progress: bool
     ) -> Tensor:
-        """Of each of the model's tokens, ``(B, L)``."""
-        with torch.no_grad():
+        """The relevance of each of the model's tokens for each window of layers, ``(B, W, L)``."""
+        groups = self.spans.unique()
+        parts = groups.split(runs_at_once(count))
+        B, L = self.spans.shape
+        with (
+            torch.no_grad(),
+            bar("TokenKnockout", len(groups) * len(windows), show_progress) as done,
+        ):
             total = self.runs.scores()[0]
-            found = torch.zeros(self.spans.shape, dtype=total.dtype, device=self.spans.device)
-            for numbers in self.spans.unique().split(count):
+            relevance = total.new_zeros(B, len(windows), L, device=self.spans.device)
+            for w, numbers in product(range(len(windows)), parts):
                 sources = self.spans == numbers[:, None, None]  # (k, B, L)
                 targets = ~sources if self.query is None else ~sources & self.query
                 with knockout(
                     self.runs.frozen.request.model,
                     sources=sources.flatten(0, 1),
                     targets=targets.flatten(0, 1),
-                    layers=layers,
+                    layers=windows[w],
                     check=self.check,
-                    **options,
+                    **edges,
                 ):
                     scores = self.runs.scores(len(numbers))
-                lost = (total - scores).to(found)  # (k, B)
-                found += (lost[..., None] * sources).sum(0)
+                lost = (total - scores).to(relevance)  # (k, B)
+                relevance[:, w] += (lost[..., None] * sources).sum(0)
                 done(len(numbers))
-        return found
+        return relevance

@@ -68,39 +68,39 @@ def value_zeroing(
     if at is None:
         with exact_arithmetic(), bar("value zeroing", L, show_progress) as done:
             mixer = chosen.mixer
-            own = mixer.output()
+            unchanged = mixer.output()
             for j in range(L):
                 zeroed = mixer.projected(mixer.gated_output_of(_without(mixer, torch.tensor([j]))))
-                columns.append(1 - F.cosine_similarity(zeroed, own, -1))
+                columns.append(1 - F.cosine_similarity(zeroed, unchanged, -1))
                 done(1)
         return torch.stack(columns, -1)
     with torch.no_grad(), bar("value zeroing", L, show_progress) as done:
         module, runs = _module(model, at), Runs(frozen, None, None)
-        own = _output(module, at, runs, 1, (B, L))
+        unchanged = _output(module, at, runs, 1, (B, L))
         for tokens in torch.arange(L).split(runs_at_once(perturbations_per_eval)):
             k = len(tokens)
             zero = tokens.repeat_interleave(B)
 
-            def edit(found: OpenMixer, zero: Tensor = zero) -> Tensor:
-                return found.returning(found.mixer.gated_output_of(_without(found.mixer, zero)))
+            def edit(opened: OpenMixer, zero: Tensor = zero) -> Tensor:
+                return opened.returning_mixed(_without(opened.mixer, zero))
 
             with edited(model, chosen.name, edit, check=check):
                 zeroed = _output(module, at, runs, k, (B, L))
-            change = 1 - F.cosine_similarity(zeroed.unflatten(0, (k, B)), own, -1)
+            change = 1 - F.cosine_similarity(zeroed.unflatten(0, (k, B)), unchanged, -1)
             columns += list(change)
             done(k)
     return torch.stack(columns, -1)
 
 
 def _without(mixer: FrozenMixer, tokens: Tensor) -> list[Tensor]:
-    # What the scans return if the value of a token, one per example, is zero.
-    found = []
+    # What the scans return if the value of one token per example is zero.
+    mixed = []
     for scan, order, _ in mixer.scans_in_order():
-        places = torch.arange(scan.values.shape[1], device=scan.values.device)
-        places = places if order is None else order
-        kept = places != tokens.to(places.device)[:, None]
-        found.append(scan.mix(scan.values * kept[..., None]))
-    return found
+        positions = torch.arange(scan.values.shape[1], device=scan.values.device)
+        positions = positions if order is None else order
+        others = positions != tokens.to(positions.device)[:, None]
+        mixed.append(scan.mix(scan.values * others[..., None]))
+    return mixed
 
 
 def _module(model: Any, at: str) -> torch.nn.Module:
@@ -111,15 +111,14 @@ def _module(model: Any, at: str) -> torch.nn.Module:
 
 
 def _output(module: torch.nn.Module, at: str, runs: Runs, k: int, shape: tuple[int, int]) -> Tensor:
-    seen: list[Any] = []
-    with module.register_forward_hook(lambda m, args, output: seen.append(output)):
+    outputs: list[Any] = []
+    with module.register_forward_hook(lambda m, args, output: outputs.append(output)):
         runs.request(k).run()
-    last = seen[-1] if seen else None
-    found = first_of(last)
-    if not torch.is_tensor(found) or tuple(found.shape[:2]) != (shape[0] * k, shape[1]):
-        got = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
+    output = first_of(outputs[-1] if outputs else None)
+    if not torch.is_tensor(output) or tuple(output.shape[:2]) != (shape[0] * k, shape[1]):
+        got = tuple(output.shape) if torch.is_tensor(output) else type(output).__name__
         raise InputError(
             f"the module {at} returned {got} in this run; expected one vector per token, "
             f"({shape[0] * k}, {shape[1]}, E). Name another module."
         )
-    return found.float()
+    return output.float()

@@ -61,8 +61,8 @@ def bootstrap(
 
     Examples::
 
-        >>> found = bootstrap(torch.arange(100.0))
-        >>> found.value, found.low < found.value < found.high
+        >>> result = bootstrap(torch.arange(100.0))
+        >>> result.value, result.low < result.value < result.high
         (49.5, True)
     """
     B = values[0].shape[0]

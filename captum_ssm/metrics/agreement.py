@@ -1,4 +1,4 @@
-"""Agreement of relevance with interventions: is what is said to matter what is missed?"""
+"""Agreement of relevance with interventions: does the score drop without the relevant tokens?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from captum_ssm.metrics._interval import Interval, bootstrap
 
@@ -87,23 +88,23 @@ def knockout_agreement(
     for name, x in (("attributions", relevance), ("effects", effects)):
         if not bool(torch.isfinite(x).all()):
             raise ValueError(f"{name} holds NaN or Inf; expected finite values.")
-    from scipy.stats import rankdata
-
     ranks, overlaps = [], []
     for b in range(len(effects)):
         keep = slice(None) if mask is None else mask[b].to(effects.device) != 0
         x, y = (t[b].to(effects.device)[keep].double() for t in (relevance, effects))
         x, y = (t.abs() if absolute else t for t in (x, y))
-        ranks.append(_correlation(*(torch.from_numpy(rankdata(t.cpu().numpy())) for t in (x, y))))
+        is_varied = all(len(t.unique()) > 1 for t in (x, y))
+        ranks.append(float(rank_correlation(x, y)) if is_varied else float("nan"))
         count = min(k, len(x))
         first, second = (set(t.topk(count).indices.tolist()) for t in (x, y))
         overlaps.append(len(first & second) / count if count else float("nan"))
     return Agreement(torch.tensor(ranks), torch.tensor(overlaps))
 
 
-def _correlation(x: Tensor, y: Tensor) -> float:
-    if len(x) < 2:
-        return float("nan")
-    x, y = x - x.mean(), y - y.mean()
-    size = x.norm() * y.norm()
-    return float((x * y).sum() / size) if float(size) > 0 else float("nan")
+def rank_correlation(x: Tensor, y: Tensor) -> Tensor:
+    """Spearman's rho over the last axis, in float64 on the CPU; 0 where all values are equal."""
+    from scipy.stats import rankdata
+
+    ranks = (torch.from_numpy(rankdata(t.double().cpu().numpy(), axis=-1)) for t in (x, y))
+    x, y = (r - r.mean(-1, keepdim=True) for r in ranks)
+    return F.cosine_similarity(x, y, dim=-1)

@@ -37,8 +37,8 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
     Examples::
 
         >>> scores = torch.tensor([[0.9, 0.1, 0.2], [0.3, 0.1, 0.2]])
-        >>> found = alignment_scores(scores, torch.tensor([[1, 0, 0], [1, 0, 0]]))
-        >>> found["auc"], found["recall_at_k"]
+        >>> result = alignment_scores(scores, torch.tensor([[1, 0, 0], [1, 0, 0]]))
+        >>> result["auc"], result["recall_at_k"]
         (1.0, 1.0)
     """
     try:
@@ -57,21 +57,21 @@ def alignment_scores(scores: Tensor, truth: Tensor, mask: Tensor | None = None) 
         ) from error
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("scores holds NaN or Inf.")
-    found = []
+    per_row = []
     for s, t, m in zip(_rows(scores), _rows(truth), _rows(mask), strict=True):
         keep = m != 0
         s, t = s[keep], t[keep] != 0
         k = int(t.sum())
         if 0 < k < len(t):
             best = np.argsort(-s, kind="stable")[:k]
-            found.append((roc_auc_score(t, s), average_precision_score(t, s), t[best].mean()))
-    if not found:
+            per_row.append((roc_auc_score(t, s), average_precision_score(t, s), t[best].mean()))
+    if not per_row:
         raise ValueError(
             "truth marks no token, or all of them, in every row: nothing to score; expected a row "
             "with tokens of both kinds."
         )
-    auc, ap, recall = np.mean(found, axis=0).tolist()
-    return {"auc": auc, "ap": ap, "recall_at_k": recall, "rows": len(found)}
+    auc, ap, recall = np.mean(per_row, axis=0).tolist()
+    return {"auc": auc, "ap": ap, "recall_at_k": recall, "rows": len(per_row)}
 
 
 def hit_rate(scores: Tensor, source: Tensor, within: int = 1) -> float:
@@ -126,14 +126,14 @@ def alignment_error_rate(predicted: Links, sure: Links, possible: Links | None =
         >>> alignment_error_rate({(0, 0), (1, 1)}, sure={(0, 0)}, possible={(1, 1)})
         0.0
     """
-    found, must = set(predicted), set(sure)
+    claimed, must = set(predicted), set(sure)
     may = must | set(possible or ())
-    if not found and not must:
+    if not claimed and not must:
         raise ValueError(
             "neither predicted nor sure holds a link, so the rate is not defined; expected at "
             "least one."
         )
-    return 1 - (len(found & must) + len(found & may)) / (len(found) + len(must))
+    return 1 - (len(claimed & must) + len(claimed & may)) / (len(claimed) + len(must))
 
 
 def links(scores: Tensor, rows: Iterable[int] | None = None) -> set[tuple[int, int]]:

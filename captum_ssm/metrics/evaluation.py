@@ -74,16 +74,16 @@ def evaluate(
     rank = 0 if accelerator is None else accelerator.process_index
     processes = 1 if accelerator is None else accelerator.num_processes
     batches = list(enumerate(torch.arange(count).split(batch_size)))
-    found = {}
+    scored = {}
     for number, batch in batches[rank::processes]:
         with _seeded(seed + number):
             scores = function(*(_part(s, batch.tolist()) for s in samples))
-        found[number] = _map(partial(_checked, rows=len(batch)), scores)
+        scored[number] = _map(partial(_checked, rows=len(batch)), scores)
     if processes > 1:
         from accelerate.utils import gather_object
 
-        found = dict(gather_object(list(found.items())))
-    return _map(lambda *rows: torch.cat(rows), *(found[number] for number, _ in batches))
+        scored = dict(gather_object(list(scored.items())))
+    return _map(lambda *rows: torch.cat(rows), *(scored[number] for number, _ in batches))
 
 
 def _part(samples: Any, batch: list[int]) -> Any:

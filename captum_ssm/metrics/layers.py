@@ -7,14 +7,15 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from captum_ssm._capture import unwrap
 from captum_ssm._hidden_attention import hidden_attention
 from captum_ssm._nested import first_of, with_first
-from captum_ssm.metrics.perturbation import classes, read_logits
+from captum_ssm.interventions._selection import Layers, chosen_layers
+from captum_ssm.metrics.agreement import rank_correlation
+from captum_ssm.metrics.perturbation import batched_logits, classes
 from captum_ssm.mixers import find_mixers
 
 
@@ -24,7 +25,7 @@ def layer_knockout(
     target: Tensor,
     *,
     model: Any = None,
-    layers: Sequence[str] | None = None,
+    layers: Layers = None,
     replacement: str = "zero",
     batch_size: int | None = None,
 ) -> dict[str, Tensor]:
@@ -38,8 +39,8 @@ def layer_knockout(
         target (Tensor): ``(B,)``, the class whose logit is the score.
         model (nn.Module, optional): the model that ``forward_func`` runs, if it is a function.
             Default: None
-        layers (sequence of str, optional): paths of mixers, which are knocked out one at a
-            time; None for all known mixers. Default: None
+        layers (int, str, slice or sequence, optional): mixers by index or path, which are knocked
+            out one at a time; None for all known mixers. Default: None
         replacement (str, optional): what replaces a mixer's output, ``"zero"`` or its ``"mean"``
             over the batch and its tokens. Default: ``"zero"``
         batch_size (int, optional): examples run at once; None for all. Default: None
@@ -49,29 +50,23 @@ def layer_knockout(
         in logits.
 
     Raises:
+        UnsupportedModelError: the model holds no mixer that is known.
         ValueError: for layers that are not mixers of the model, or an unknown ``replacement``.
             Other errors are those of :func:`perturbation`.
 
     Examples::
 
         >>> last = lambda ids: model(ids).logits[:, -1]
-        >>> found = layer_knockout(last, input_ids, torch.tensor([token]), model=model)
-        >>> list(found)
+        >>> result = layer_knockout(last, input_ids, torch.tensor([token]), model=model)
+        >>> list(result)
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
     if replacement not in ("zero", "mean"):
         raise ValueError(f"replacement is {replacement!r}; expected 'zero' or 'mean'.")
-    root = unwrap(forward_func if model is None else model)
-    mixers = dict(find_mixers(root))
-    chosen = list(mixers) if layers is None else list(layers)
-    unknown = [path for path in chosen if path not in mixers]
-    if unknown or not chosen:
-        raise ValueError(f"layers holds {unknown or 'nothing'}; expected some of {list(mixers)}.")
+    mixers = chosen_layers(forward_func if model is None else model, layers)
 
     def score() -> Tensor:
-        with torch.no_grad():
-            parts = inputs.split(len(inputs) if batch_size is None else batch_size)
-            logits = torch.cat([read_logits(forward_func(part)) for part in parts])
+        logits = batched_logits(forward_func, (inputs,), batch_size)
         return logits.gather(1, classes("target", target, logits)[:, None])[:, 0]
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -83,8 +78,8 @@ def layer_knockout(
         return output.flatten(0, -2).mean(0).expand_as(output)
 
     whole, drops = score(), {}
-    for path in chosen:
-        with mixers[path].register_forward_hook(hook):
+    for path, mixer in mixers.items():
+        with mixer.register_forward_hook(hook):
             drops[path] = whole - score()
     return drops
 
@@ -144,23 +139,23 @@ def oversmoothing(
         >>> list(oversmoothing(model, input_ids))
         ['backbone.layers.0', 'backbone.layers.1']
     """
-    root = unwrap(forward_func if model is None else model)
+    network = unwrap(forward_func if model is None else model)
     excluded = list(leave_out)
-    found: dict[str, Tensor] = {}
+    similarity: dict[str, Tensor] = {}
 
     def compare(block: str, module: nn.Module, args: Any, output: Any) -> None:
         first = first_of(output)
         gone = {t % first.shape[1] for t in excluded}
-        kept = [t for t in range(first.shape[1]) if t not in gone]
-        found[block] = token_similarity(first.detach()[:, kept])
+        compared = [t for t in range(first.shape[1]) if t not in gone]
+        similarity[block] = token_similarity(first.detach()[:, compared])
 
     with ExitStack() as hooks, torch.no_grad():
-        for path, _ in find_mixers(root):
+        for path, _ in find_mixers(network):
             block = path.rpartition(".")[0]
-            handle = root.get_submodule(block).register_forward_hook(partial(compare, block))
+            handle = network.get_submodule(block).register_forward_hook(partial(compare, block))
             hooks.enter_context(handle)
         forward_func(inputs)
-    return found
+    return similarity
 
 
 def cls_influence(
@@ -182,8 +177,8 @@ def cls_influence(
 
     Examples::
 
-        >>> found = cls_influence(model, input_ids, 3)
-        >>> found["backbone.layers.0.mixer"].mean(0).shape
+        >>> result = cls_influence(model, input_ids, 3)
+        >>> result["backbone.layers.0.mixer"].mean(0).shape
         torch.Size([7])
     """
     parts = [
@@ -216,13 +211,7 @@ def position_bias(influence: Tensor, position: int) -> Tensor:
     L = influence.shape[-1]
     if not -L <= position < L:
         raise ValueError(f"position is {position}; expected -{L} .. {L - 1}, for {L} tokens.")
-
-    from scipy.stats import rankdata
-
-    distance = np.arange(L) - position % L
+    distance = (torch.arange(L) - position % L).abs()
     others = distance != 0
-    values = influence.detach().double().cpu().numpy()[..., others]
-    ranks = (torch.from_numpy(rankdata(v, axis=-1)) for v in (-np.abs(distance[others]), values))
-    x, y = (r - r.mean(-1, keepdim=True) for r in ranks)
-    # Pearson's correlation of the ranks, 0 if they are all equal.
-    return nn.functional.cosine_similarity(x, y, dim=-1).to(influence.device, torch.float32)
+    rho = rank_correlation(-distance[others], influence.detach().cpu()[..., others])
+    return rho.to(influence.device, torch.float32)

@@ -119,10 +119,9 @@ def perturbation(
         torch.Size([1, 9])
     """
     shares = list(shares)
-    runs = _runs(
-        forward_func, inputs, attributions, shares, order=order, removal=removal, patch=patch,
-        mask=mask, batch_size=batch_size, seed=seed,
-    )  # fmt: skip
+    runs = _Removal(order, removal, patch, mask, batch_size, seed).runs(
+        forward_func, inputs, attributions, shares
+    )
     return _curve(shares, [r.argmax(-1) == classes("labels", labels, r) for r in runs])
 
 
@@ -152,7 +151,7 @@ def flipping(
         torch.Size([1, 11])
     """
     shares, scores = list(shares), []
-    for logits in _runs(forward_func, inputs, attributions, shares, **options):
+    for logits in _Removal(**options).runs(forward_func, inputs, attributions, shares):
         values = logits.double().softmax(-1) if probability else logits.double()
         scores.append(values.gather(1, classes("target", target, logits)[:, None])[:, 0])
     return _curve(shares, scores)
@@ -207,11 +206,10 @@ def activation(
     """
     # Giving back the most relevant share s is removing the least relevant share 1 - s.
     shares = list(shares)
-    found = flipping(
-        forward_func, inputs, attributions, target, order="negative", removal=removal,
-        shares=[1 - s for s in shares], probability=True, **options,
-    )  # fmt: skip
-    return _curve(shares, found.values.unbind(1))
+    options |= {"order": "negative", "removal": removal, "probability": True}
+    options["shares"] = [1 - s for s in shares]
+    removing = flipping(forward_func, inputs, attributions, target, **options)
+    return _curve(shares, removing.values.unbind(1))
 
 
 def pruning(
@@ -237,11 +235,9 @@ def pruning(
         True
     """
     shares = list(shares)
-    relevance = _unit_relevance(attributions, inputs, _side(options.get("patch", 1))).abs()
-    runs = _runs(
-        forward_func, inputs, relevance, [0.0, *shares], order="negative", removal=removal,
-        **options,
-    )  # fmt: skip
+    least = _Removal("negative", removal, **options)
+    magnitude = _unit_relevance(attributions, inputs, least.side).abs()
+    runs = least.runs(forward_func, inputs, magnitude, [0.0, *shares])
     whole = next(runs).double()
     return _curve(shares, [(logits.double() - whole).square().mean(-1) for logits in runs])
 
@@ -261,8 +257,8 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
     if removal == "zero":
         return torch.zeros_like(inputs)
     if removal == "mean":
-        where = (2, 3) if inputs.dim() == 4 else (1,)
-        return inputs.mean(where, keepdim=True).expand_as(inputs)
+        axes = (2, 3) if inputs.dim() == 4 else (1,)
+        return inputs.mean(axes, keepdim=True).expand_as(inputs)
     if removal == "blur" and inputs.dim() == 4:
         return blurred(inputs)
     raise ValueError(
@@ -271,58 +267,69 @@ def removed(inputs: Tensor, removal: Removal) -> Tensor:
     )
 
 
-def blurred(images: Tensor, sigma: float | None = None) -> Tensor:
-    """Images after a Gaussian blur; its width is a tenth of their height unless given."""
+def blurred(images: Tensor) -> Tensor:
+    """Images after a Gaussian blur whose standard deviation is a tenth of their height."""
     from scipy.ndimage import gaussian_filter
 
-    sigma = images.shape[-2] / 10 if sigma is None else sigma
+    sigma = images.shape[-2] / 10
     radius = max(1, min(int(3 * sigma), min(images.shape[-2:]) - 1))
     values = images.detach().double().cpu().numpy()
-    found = gaussian_filter(values, sigma, mode="mirror", radius=radius, axes=(2, 3))
-    return torch.from_numpy(found).to(images)
+    soft = gaussian_filter(values, sigma, mode="mirror", radius=radius, axes=(2, 3))
+    return torch.from_numpy(soft).to(images)
 
 
-def _runs(
-    forward_func: Callable[..., Tensor],
-    inputs: Tensor,
-    attributions: Tensor,
-    shares: list[float],
-    *,
-    order: str = "positive",
-    removal: Removal = "zero",
-    patch: int | tuple[int, int] = 1,
-    mask: Tensor | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-) -> Iterator[Tensor]:
-    # The logits (B, V) for each share removed.
-    if order not in ("positive", "negative"):
-        raise ValueError(f"order is {order!r}; expected 'positive' or 'negative'.")
-    if any(not 0 <= s <= 1 for s in shares):
-        raise ValueError(f"shares are {shares}; expected numbers in [0, 1].")
-    side = _side(patch)
-    relevance = _unit_relevance(attributions, inputs, side)
-    if not bool(torch.isfinite(relevance).all()):
-        raise ValueError("attributions hold NaN or Inf.")
-    relevance = relevance.detach().cpu()
-    removable = torch.ones_like(relevance).bool() if mask is None else mask.cpu() != 0
-    rank = _removal_ranks(-relevance if order == "positive" else relevance, removable, seed)
-    masks = isinstance(removal, str) and removal == "mask" and inputs.dim() < 4
-    replacement = inputs if masks else removed(inputs, removal)
-    step = len(inputs) if batch_size is None else batch_size
-    for share in shares:
-        gone = rank < (share * removable.sum(1)).round()[:, None]  # (B, U)
-        if masks:
-            changed: tuple[Tensor, ...] = (inputs, (removable & ~gone).long().to(inputs.device))
-        else:
-            changed = (torch.where(_on_inputs(gone, inputs, side), replacement, inputs),)
-        with torch.no_grad():
-            parts = zip(*(each.split(step) for each in changed), strict=True)
-            yield torch.cat([read_logits(forward_func(*part)) for part in parts])
+@dataclass(frozen=True)
+class _Removal:
+    # The arguments that all tests share, as perturbation describes them.
+    order: str = "positive"
+    removal: Removal = "zero"
+    patch: int | tuple[int, int] = 1
+    mask: Tensor | None = None
+    batch_size: int | None = None
+    seed: int = 0
+
+    @property
+    def side(self) -> tuple[int, int]:
+        return (self.patch, self.patch) if isinstance(self.patch, int) else self.patch
+
+    def runs(
+        self,
+        forward_func: Callable[..., Tensor],
+        inputs: Tensor,
+        attributions: Tensor,
+        shares: list[float],
+    ) -> Iterator[Tensor]:
+        # The logits (B, V) for each share removed.
+        if self.order not in ("positive", "negative"):
+            raise ValueError(f"order is {self.order!r}; expected 'positive' or 'negative'.")
+        if any(not 0 <= s <= 1 for s in shares):
+            raise ValueError(f"shares are {shares}; expected numbers in [0, 1].")
+        relevance = _unit_relevance(attributions, inputs, self.side)
+        if not bool(torch.isfinite(relevance).all()):
+            raise ValueError("attributions hold NaN or Inf; expected finite values.")
+        relevance = relevance.detach().cpu()
+        removable = torch.ones_like(relevance).bool() if self.mask is None else self.mask.cpu() != 0
+        key = -relevance if self.order == "positive" else relevance
+        rank = _removal_ranks(key, removable, self.seed)
+        masks = isinstance(self.removal, str) and self.removal == "mask" and inputs.dim() < 4
+        replacement = inputs if masks else removed(inputs, self.removal)
+        for share in shares:
+            gone = rank < (share * removable.sum(1)).round()[:, None]  # (B, U)
+            if masks:
+                changed: tuple[Tensor, ...] = (inputs, (removable & ~gone).long().to(inputs.device))
+            else:
+                changed = (torch.where(_on_inputs(gone, inputs, self.side), replacement, inputs),)
+            yield batched_logits(forward_func, changed, self.batch_size)
 
 
-def _side(patch: int | tuple[int, int]) -> tuple[int, int]:
-    return (patch, patch) if isinstance(patch, int) else patch
+def batched_logits(
+    forward_func: Callable[..., Any], inputs: tuple[Tensor, ...], batch_size: int | None
+) -> Tensor:
+    """The logits ``(B, V)`` of all examples, at most ``batch_size`` of them per run."""
+    step = len(inputs[0]) if batch_size is None else batch_size
+    with torch.no_grad():
+        parts = zip(*(x.split(step) for x in inputs), strict=True)
+        return torch.cat([read_logits(forward_func(*part)) for part in parts])
 
 
 def read_logits(output: Any) -> Tensor:
@@ -336,22 +343,22 @@ def read_logits(output: Any) -> Tensor:
     return logits
 
 
-def classes(name: str, given: Any, logits: Tensor) -> Tensor:
+def classes(name: str, target: Any, logits: Tensor) -> Tensor:
     """The class of each example, ``(B,)``, which must be a column of ``logits (B, V)``."""
     (B, V), expected = logits.shape, "expected one class per example, integers (B,)"
-    yes_or_no = isinstance(given, Tensor) and given.dtype == torch.bool
-    found = as_integers(given.long() if yes_or_no else given, logits.device)
-    if found is None:
-        kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+    yes_or_no = isinstance(target, Tensor) and target.dtype == torch.bool
+    index = as_integers(target.long() if yes_or_no else target, logits.device)
+    if index is None:
+        kind = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"{name} is {kind}; {expected}.")
-    if found.numel() != 1 and tuple(found.shape) != (B,):
-        raise ValueError(f"{name} has shape {tuple(found.shape)} for a batch of {B}; {expected}.")
-    if bool(((found < 0) | (found >= V)).any()):
+    if index.numel() != 1 and tuple(index.shape) != (B,):
+        raise ValueError(f"{name} has shape {tuple(index.shape)} for a batch of {B}; {expected}.")
+    if bool(((index < 0) | (index >= V)).any()):
         raise ValueError(
-            f"{name} holds classes from {int(found.min())} to {int(found.max())}; expected 0 .. "
+            f"{name} holds classes from {int(index.min())} to {int(index.max())}; expected 0 .. "
             f"{V - 1}, since forward_func returns logits of shape {tuple(logits.shape)}."
         )
-    return found.reshape(-1).expand(B)
+    return index.reshape(-1).expand(B)
 
 
 def _unit_relevance(attributions: Tensor, inputs: Tensor, side: tuple[int, int]) -> Tensor:
@@ -360,20 +367,18 @@ def _unit_relevance(attributions: Tensor, inputs: Tensor, side: tuple[int, int])
     images = inputs.dim() == 4
     if images and attributions.dim() == 2:  # per unit already
         return attributions.double()
-    if images:
-        found = attributions.sum(1) if attributions.dim() == 4 else attributions
-        expected = (inputs.shape[0], *inputs.shape[2:])
-    else:
-        found = attributions.sum(-1) if attributions.dim() == 3 else attributions
-        expected = tuple(inputs.shape[:2])
-    if found.shape != expected:
+    channels = 1 if images else 2
+    expected = tuple(n for axis, n in enumerate(inputs.shape) if axis != channels)
+    is_summed = attributions.dim() == len(expected)
+    relevance = attributions if is_summed else attributions.sum(channels)
+    if relevance.shape != expected:
         raise ValueError(
             f"attributions have shape {tuple(attributions.shape)} for inputs of shape "
             f"{tuple(inputs.shape)}; give them in the inputs' shape, as a Captum method does."
         )
     if not images:
-        return found.double()
-    return F.avg_pool2d(found[:, None].double(), side, ceil_mode=True).flatten(1)
+        return relevance.double()
+    return F.avg_pool2d(relevance[:, None].double(), side, ceil_mode=True).flatten(1)
 
 
 def _removal_ranks(key: Tensor, removable: Tensor, seed: int) -> Tensor:

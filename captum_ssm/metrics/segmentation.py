@@ -25,8 +25,8 @@ class SegmentationScores:
 
         >>> masks = torch.zeros(2, 4, 4, dtype=torch.long)
         >>> masks[:, :2] = 1
-        >>> found = segmentation(masks.float(), masks)
-        >>> float(found.ap.mean())
+        >>> result = segmentation(masks.float(), masks)
+        >>> float(result.ap.mean())
         1.0
     """
 
@@ -89,16 +89,16 @@ def segmentation(
             f"{tuple(masks.shape)}; expected (B, C, H, W) or (B, H, W), and (B, H, W)."
         )
     if not bool(torch.isfinite(maps).all()):
-        raise ValueError("attributions hold NaN or Inf.")
+        raise ValueError("attributions hold NaN or Inf; expected finite values.")
     maps = maps.detach().double().flatten(1).cpu()
     truth = masks.long().flatten(1).cpu()
     low, high = maps.amin(1, keepdim=True), maps.amax(1, keepdim=True)
     maps = (maps - low) / (high - low).clamp(min=1e-30)
     cut = maps.mean(1, keepdim=True) if threshold == "mean" else float(threshold)
-    found, known = maps > cut, truth >= 0
-    sides = [(~found, truth == 0), (found, truth == 1)]
+    foreground, known = maps > cut, truth >= 0
+    sides = [(~foreground, truth == 0), (foreground, truth == 1)]
     return SegmentationScores(
-        correct=((found == (truth == 1)) & known).sum(1),
+        correct=((foreground == (truth == 1)) & known).sum(1),
         labelled=known.sum(1),
         intersection=torch.stack([(f & t).sum(1) for f, t in sides], 1),
         union=torch.stack([((f & known) | t).sum(1) for f, t in sides], 1),

@@ -25,8 +25,8 @@ def s6(
     step to one per channel.
     """
     N = A_log.shape[1]
-    found = x_proj(v)
-    step, B, C = found.split([found.shape[-1] - 2 * N, N, N], -1)
+    projected = x_proj(v)
+    step, B, C = projected.split([projected.shape[-1] - 2 * N, N, N], -1)
     dt = F.softplus(dt_proj(step))
     wide = torch.promote_types(v.dtype, torch.float32)
     v, dt, A_log, B, C, D = (t.to(wide) for t in (v, dt, A_log, B, C, D))

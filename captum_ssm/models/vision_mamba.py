@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from captum_ssm._grid import TokenGrid, cls_positions, patch_index
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.models._s6 import initial_dt_bias, s6
+from captum_ssm.models._vision_weights import grid_shape_of, pair, plain_weights, size_and_stride
 
 DIRECTIONS = ("none", "v1", "v2")
-PUBLISHED_SIZE = 224
 # The published names of the CLS tokens, by their number.
 CLS_TOKENS = {0: (), 1: ("cls_token",), 2: ("cls_token_head", "cls_token_tail")}
 
@@ -167,7 +167,7 @@ class VisionMamba(nn.Module):
         positions (bool, optional): learned absolute positions; without them images may have
             any size. Default: True
         eps (float, optional): of the norms. Default: 1e-5
-        **mixer: see :class:`BidirectionalMamba`.
+        **mixer: options of :class:`BidirectionalMamba`.
 
     Raises:
         ValueError: for an unknown ``cls``, ``pool``, ``norm`` or ``bimamba_type``.
@@ -204,10 +204,10 @@ class VisionMamba(nn.Module):
             raise ValueError(f"norm is {norm!r}; expected 'rms' or 'layer'.")
         if pool not in ("mean", "last"):
             raise ValueError(f"pool is {pool!r}; expected 'mean' or 'last'.")
-        self.image_size = _pair(image_size)
-        patch = _pair(patch_size)
+        self.image_size = pair(image_size)
+        patch = pair(patch_size)
         self.cls, self.pool = cls, pool
-        step = patch if stride is None else _pair(stride)
+        step = patch if stride is None else pair(stride)
         self.patch_embed = PatchEmbed(channels, width, patch, step)
         rows, columns = self.grid_shape(*self.image_size)
         extra = len(cls_positions(cls, rows * columns))
@@ -235,9 +235,9 @@ class VisionMamba(nn.Module):
     ) -> VisionMamba:
         """A model with these weights, in eval mode; sizes are read off the weights.
 
-        The weights do not tell the CLS token's position, nor whether the output is halved. The
-        position is found from the position embeddings (:func:`find_cls`). For the halving the
-        published rule is used (``v2`` halves).
+        The weights do not tell the CLS token's position, or whether the output is halved. The
+        position is derived from the position embeddings (:func:`find_cls`). The output is halved
+        for ``v2``, as published.
 
         Args:
             state (mapping): a state dict in the published names; it may be under ``"model"``
@@ -254,15 +254,15 @@ class VisionMamba(nn.Module):
             ValueError: if the weights are not those of this model, or sizes contradict each
                 other.
         """
-        sd = _plain(state)
+        sd = plain_weights(state)
         embed, pos = sd["patch_embed.proj.weight"], sd.get("pos_embed")
         patch = (embed.shape[2], embed.shape[3])
         tokens = sum(name.startswith("cls_token") for name in sd)
-        size, step = _image_size(pos, tokens, patch, image_size, stride)
+        size, step = size_and_stride(pos, tokens, patch, image_size, stride)
         if tokens != 1:
             options["cls"] = "ends" if tokens == 2 else None
         elif "cls" not in options:
-            grid = _grid_shape(size, patch, step)
+            grid = grid_shape_of(size, patch, step)
             options["cls"] = "middle" if pos is None else find_cls(pos, grid)
         prefix = "layers.0.mixer."
         mixer = {name[len(prefix) :]: w for name, w in sd.items() if name.startswith(prefix)}
@@ -299,7 +299,7 @@ class VisionMamba(nn.Module):
     def grid_shape(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of patches of an image."""
         proj = self.patch_embed.proj
-        return _grid_shape((height, width), proj.kernel_size, proj.stride)
+        return grid_shape_of((height, width), proj.kernel_size, proj.stride)
 
     def token_grid(self, height: int, width: int) -> TokenGrid:
         """Which token is which patch of the image."""
@@ -357,10 +357,12 @@ class VisionMamba(nn.Module):
 
 
 def find_cls(pos_embed: Tensor, shape: tuple[int, int]) -> str:
-    """The position of a CLS token, from trained position embeddings.
+    """The position of a CLS token, from trained position embeddings: a heuristic for Vision Mamba.
 
     In trained models the embeddings of vertically adjacent patches are similar. That shows only
-    if the CLS token's embedding is removed at the right position.
+    if the CLS token's embedding is removed at the right position. The mean of 1 minus their cosine
+    similarity counts as trained below 0.8, and as better where it is 1% below that of
+    ``"middle"``.
 
     ``pos_embed`` is ``(1, L, E)``, of H W patches of an image of ``shape`` (H, W) and one CLS
     token. The result is ``"start"``, ``"middle"`` or ``"end"``; the published ``"middle"`` if no
@@ -374,62 +376,3 @@ def find_cls(pos_embed: Tensor, shape: tuple[int, int]) -> str:
     best = min(apart, key=apart.__getitem__)
     is_trained, is_better = apart[best] < 0.8, apart[best] < 0.99 * apart["middle"]
     return best if is_trained and is_better else "middle"
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    wrappers = (state.get(name) for name in ("model", "state_dict", "model_ema"))
-    state = next((found for found in wrappers if isinstance(found, Mapping)), state)
-    sd = {name.removeprefix("module."): value for name, value in state.items()}
-    if "patch_embed.proj.weight" not in sd or "layers.0.mixer.A_log" not in sd:
-        raise ValueError(
-            f"these are not the weights of a VisionMamba: {sorted(sd)[:5]}, ...; expected "
-            "patch_embed.proj.weight and layers.0.mixer.A_log among them."
-        )
-    return sd
-
-
-def _image_size(
-    pos: Tensor | None,
-    tokens: int,
-    patch: tuple[int, int],
-    image_size: int | tuple[int, int] | None,
-    stride: int | tuple[int, int] | None,
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    # An image size and a stride that give as many patches as there are positions.
-    step = patch if stride is None else _pair(stride)
-    if pos is None:
-        return _pair(PUBLISHED_SIZE if image_size is None else image_size), step
-    patches = pos.shape[1] - tokens
-    if image_size is None:
-        side = math.isqrt(patches)
-        if side * side != patches:
-            raise ValueError(
-                f"pos_embed has {patches} patches, which do not form a square; pass image_size."
-            )
-        # The published models with overlapping patches have a stride of half the patch size.
-        half = (patch[0] // 2, patch[1] // 2)
-        for each in [step, half] if stride is None else [step]:
-            size = ((side - 1) * each[0] + patch[0], (side - 1) * each[1] + patch[1])
-            if size == _pair(PUBLISHED_SIZE):
-                return size, each
-        return ((side - 1) * step[0] + patch[0], (side - 1) * step[1] + patch[1]), step
-    size = _pair(image_size)
-    steps = [step] if stride is not None else [patch, *((s, s) for s in range(1, patch[0]))]
-    for s in steps:
-        if math.prod(_grid_shape(size, patch, s)) == patches:
-            return size, s
-    raise ValueError(
-        f"images of {size} in patches of {patch} do not give the {patches} patches of pos_embed; "
-        "pass the image_size and stride the weights were trained with."
-    )
-
-
-def _grid_shape(
-    size: tuple[int, ...], patch: tuple[int, ...], stride: tuple[int, ...]
-) -> tuple[int, int]:
-    rows, columns = ((n - p) // s + 1 for n, p, s in zip(size, patch, stride, strict=True))
-    return rows, columns
-
-
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))

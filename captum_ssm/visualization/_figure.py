@@ -13,11 +13,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
 from captum_ssm._colors import FAINT, INK, LINE, SOFT
-from captum_ssm.visualization._palette import (
-    Colors,
-    relevance_colors,
-    signed,
-)
+from captum_ssm.visualization._palette import Colors, relevance_colors, signed
 
 SMALL, NORMAL, LARGE = 8.0, 9.0, 11.0
 
@@ -30,7 +26,7 @@ def new_figure(width: float, height: float, title: str | None = None) -> Figure:
     return figure
 
 
-def plain(axes: Any, width: float, name: str | None = None, caption: str | None = None) -> None:
+def plain(axes: Any, width: float, name: str | None = None, caption: str = "") -> None:
     """Axes without ticks, as for pictures, with a name above and a caption below.
 
     A name longer than the panel, of this width in inches, goes on in the next line.
@@ -42,7 +38,7 @@ def plain(axes: Any, width: float, name: str | None = None, caption: str | None 
         axes.set_title(
             printable(textwrap.fill(name, int(13 * width))), fontsize=NORMAL, color=INK, pad=4
         )
-    if caption is not None:
+    if caption:
         axes.set_xlabel(caption, fontsize=SMALL, color=SOFT, labelpad=3)
 
 
@@ -93,14 +89,12 @@ def strongest_per_cell(values: np.ndarray, most: int) -> tuple[np.ndarray, tuple
     sizes = [math.ceil(n / most) for n in values.shape]
     padding = [(0, -n % size) for n, size in zip(values.shape, sizes, strict=True)]
     padded = np.pad(values, padding)
-    (rows, columns), (high, wide) = (
-        [n // size for n, size in zip(padded.shape, sizes, strict=True)],
-        sizes,
-    )
-    cells = padded.reshape(rows, high, columns, wide).swapaxes(1, 2).reshape(rows, columns, -1)
+    rows, columns = (n // size for n, size in zip(padded.shape, sizes, strict=True))
+    blocks = padded.reshape(rows, sizes[0], columns, sizes[1])
+    cells = blocks.swapaxes(1, 2).reshape(rows, columns, -1)
     strongest = np.abs(cells).argmax(-1)[..., None]
-    found = np.take_along_axis(cells, strongest, -1)[..., 0]
-    return found, (-0.5, padded.shape[1] - 0.5, padded.shape[0] - 0.5, -0.5)
+    entries = np.take_along_axis(cells, strongest, -1)[..., 0]
+    return entries, (-0.5, padded.shape[1] - 0.5, padded.shape[0] - 0.5, -0.5)
 
 
 def draw_map(

@@ -19,12 +19,7 @@ from captum_ssm.visualization._figure import (
     plain,
     printable,
 )
-from captum_ssm.visualization._palette import (
-    Colors,
-    array,
-    colors_of,
-    finite,
-)
+from captum_ssm.visualization._palette import Colors, array, colors_of, finite
 
 DRAWINGS = ("overlay", "heat_map")
 
@@ -75,12 +70,20 @@ def image_overlay(
         >>> relevance = MambaAttribution(vim).attribute(images, target=4)
         >>> figure = image_overlay(relevance, images, titles=["a cat", "a dog"])
         >>> methods = {"LRP": MambaLRP(vim), "LaTIM": LaTIM(vim)}
-        >>> found = {name: m.attribute(images[:1], target=4) for name, m in methods.items()}
-        >>> figure = image_overlay(found, images[:1], contours=(0.5,))
+        >>> result = {name: m.attribute(images[:1], target=4) for name, m in methods.items()}
+        >>> figure = image_overlay(result, images[:1], contours=(0.5,))
     """
-    pictures = _pictures(images)
+    if images.dim() != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
+        raise ValueError(
+            f"images has shape {tuple(images.shape)}; expected (B, C, H, W) with one or three "
+            "color channels; pass images[None] for a single image."
+        )
+    pictures = as_pictures(images, "images")
     methods = relevance if isinstance(relevance, Mapping) else {"": relevance}
-    maps = {name: _map_of(name, found, images, pictures) for name, found in methods.items()}
+    maps = {
+        name: _map_of(f"relevance[{name!r}]" if name else "relevance", values, images, pictures)
+        for name, values in methods.items()
+    }
     if not maps or columns < 1:
         raise ValueError(
             f"relevance holds {len(maps)} methods for {columns} columns; expected at least one of "
@@ -93,7 +96,6 @@ def image_overlay(
     if any(not 0 < share < 1 for share in contours):
         raise ValueError(f"contours is {contours!r}; expected shares between 0 and 1.")
     colors = colors_of([values[k] for k in range(len(pictures)) for values in maps.values()], scale)
-    each = scale == "each" and len(colors.panels) > 1
     figure, cells, width = _grid(pictures, len(maps), columns, title)
     for k, picture in enumerate(pictures):
         cells[k, 0].imshow(picture)
@@ -102,11 +104,10 @@ def image_overlay(
             cells[k, 0].set_ylabel(printable(titles[k]), fontsize=NORMAL, color=INK)
         for j, name in enumerate(maps):
             cell, panel = cells[k, 1 + j], k * len(maps) + j
-            caption = f"1 = {colors.limits[panel]:.2g}" if each else None
-            plain(cell, width, name if k == 0 else None, caption)
+            plain(cell, width, name if k == 0 else None, colors.caption(panel))
             draw_on_picture(cell, picture, colors.panels[panel], colors, drawing)
             _outline(cell, colors.panels[panel], contours)
-    color_bar(figure, cells, colors, "share of the panel's strongest" if each else "relevance")
+    color_bar(figure, cells, colors, colors.unit("panel"))
     return figure
 
 
@@ -147,10 +148,10 @@ def draw_on_picture(
 def _outline(axes: Any, values: np.ndarray, shares: Sequence[float]) -> None:
     magnitude = np.abs(values)
     strongest = np.sort(magnitude, axis=None)[::-1]
-    held = np.cumsum(strongest)
-    if min(values.shape) < 2 or not held[-1]:
+    sums = np.cumsum(strongest)
+    if min(values.shape) < 2 or not sums[-1]:
         return
-    inside = [float(strongest[np.searchsorted(held, share * held[-1])]) for share in shares]
+    inside = [float(strongest[np.searchsorted(sums, share * sums[-1])]) for share in shares]
     # Halfway to the next weaker value: a line at a patch's own value would run through it.
     weaker = [float(magnitude[magnitude < level].max(initial=0)) for level in inside]
     levels = sorted({(a + b) / 2 for a, b in zip(inside, weaker, strict=True)})
@@ -160,10 +161,9 @@ def _outline(axes: Any, values: np.ndarray, shares: Sequence[float]) -> None:
             axes.contour(sign * values, levels=crossed, colors=color, linewidths=1.2)
 
 
-def _map_of(name: str, relevance: Tensor, images: Tensor, pictures: np.ndarray) -> np.ndarray:
+def _map_of(label: str, relevance: Tensor, images: Tensor, pictures: np.ndarray) -> np.ndarray:
     values = array(relevance)
     values = values.sum(1) if values.ndim == 4 else values
-    label = f"relevance[{name!r}]" if name else "relevance"
     if values.shape != pictures.shape[:3]:
         raise ValueError(
             f"{label} has shape {tuple(relevance.shape)} for images of shape "
@@ -172,21 +172,11 @@ def _map_of(name: str, relevance: Tensor, images: Tensor, pictures: np.ndarray) 
     return finite(values, label)
 
 
-def _pictures(images: Tensor) -> np.ndarray:
-    # Images (B, C, H, W) of any values as (B, H, W, 3) in [0, 1].
-    if images.dim() != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
-        raise ValueError(
-            f"images has shape {tuple(images.shape)}; expected (B, C, H, W) with one or three "
-            "color channels; pass images[None] for a single image."
-        )
-    return as_pictures(images, "images")
-
-
 def as_pictures(images: Tensor, name: str) -> np.ndarray:
     """``(B, C, ...)`` of one or three channels as ``(B, ..., 3)`` in [0, 1], per example."""
     values = finite(images if images.is_floating_point() else images / 255, name)
     values = np.moveaxis(values, 1, -1).repeat(3 // values.shape[1], -1)
-    axes = tuple(range(1, values.ndim))
-    low, high = values.min(axes, keepdims=True), values.max(axes, keepdims=True)
+    rest = tuple(range(1, values.ndim))
+    low, high = values.min(rest, keepdims=True), values.max(rest, keepdims=True)
     outside = (low < 0) | (high > 1)
     return np.where(outside, (values - low) / np.maximum(high - low, 1e-30), values)

@@ -107,8 +107,7 @@ def layer_overview(
         raise ValueError("rows is empty; there is nothing to show.")
     size = min(16.0, 3.8 + 0.24 * len(tokens)), 1.4 + 0.35 * len(names)
     figure = new_figure(*size, title)
-    unit = "share of the row's strongest" if scale == "each" and len(names) > 1 else "relevance"
-    axes = _draw_tokens(figure, colors_of(values, scale), tokens, max_labels, unit)
+    axes = _draw_tokens(figure, colors_of(values, scale), tokens, max_labels)
     axes.set_yticks(range(len(names)), [printable(name) for name in names])
     return figure
 
@@ -147,15 +146,14 @@ def map_strip(
             f"maps holds {len(pairs)} maps for {columns} columns; expected at least one of each."
         )
     values = []
-    for name, found in pairs:
-        if found.ndim not in (1, 2):
+    for name, relevance in pairs:
+        if relevance.ndim not in (1, 2):
             raise ValueError(
-                f"the map {name!r} has shape {tuple(found.shape)}; expected (h, w), or (L,) for "
-                "tokens in a row. Choose one example and one channel, or sum over them."
+                f"the map {name!r} has shape {tuple(relevance.shape)}; expected (h, w), or (L,) "
+                "for tokens in a row. Choose one example and one channel, or sum over them."
             )
-        values.append(np.atleast_2d(finite(found, f"the map {name!r}")))
+        values.append(np.atleast_2d(finite(relevance, f"the map {name!r}")))
     colors = colors_of(values, scale)
-    each = scale == "each" and len(pairs) > 1
     wide = min(columns, len(pairs))
     # As tall as the tallest map, from a strip of tokens to a column.
     ratio = float(np.clip(max(h / w for h, w in (v.shape for v in values)), 0.2, 2.0))
@@ -168,18 +166,15 @@ def map_strip(
             cell.set_axis_off()
             continue
         grid = " \N{MULTIPLICATION SIGN} ".join(map(str, pairs[k][1].shape))
-        own = f"  ·  1 = {colors.limits[k]:.2g}" if each else ""
-        plain(cell, 1.8, pairs[k][0], f"{grid}{own}")
+        plain(cell, 1.8, pairs[k][0], "  ·  ".join(filter(None, (grid, colors.caption(k)))))
         draw_map(cell, colors.panels[k], colors, most=128)
         if len(values[k]) == 1:
             cell.set_aspect("auto")
-    color_bar(figure, cells, colors, "share of the map's strongest" if each else "relevance")
+    color_bar(figure, cells, colors, colors.unit("map"))
     return figure
 
 
-def _draw_tokens(
-    figure: Figure, colors: Colors, tokens: Sequence[str], max_labels: int, unit: str = "relevance"
-) -> Any:
+def _draw_tokens(figure: Figure, colors: Colors, tokens: Sequence[str], max_labels: int) -> Any:
     # One column per token.
     axes = figure.subplots()
     framed(axes)
@@ -193,7 +188,7 @@ def _draw_tokens(
     if max(map(len, labels)) * 0.67 * SMALL > room:
         for label in axes.get_xticklabels():
             label.set_rotation(0 if len(label.get_text()) <= 2 else 90)
-    color_bar(figure, axes, colors, unit)
+    color_bar(figure, axes, colors, colors.unit("row"))
     return axes
 
 

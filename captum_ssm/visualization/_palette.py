@@ -43,7 +43,7 @@ def relevance_colors(sign: str = "both") -> LinearSegmentedColormap:
 
 
 def overlay_colors(sign: str) -> LinearSegmentedColormap:
-    """The same hues for use on a picture: zero is transparent instead of paper."""
+    """The color map on top of a picture: zero is transparent instead of paper."""
     # Opacity rises early, so that weak relevance shows on any picture.
     orange, blue = (
         [(*to_rgb(ramp[i]), opacity) for i, opacity in ((3, 0.0), (3, 0.5), (3, 0.8), (4, 0.95))]
@@ -94,9 +94,18 @@ class Colors:
     """The panels of one figure as they are drawn, on one common scale from low to high."""
 
     panels: list[np.ndarray]
-    limits: list[float]  # of the relevance, per panel
+    limits: list[float]  # the relevance at which each panel's color is strongest
     low: float
     high: float
+    is_divided: bool  # each panel by its limit
+
+    def caption(self, panel: int) -> str:
+        """The relevance that a panel shows as 1, where panels are divided by their limits."""
+        return f"1 = {self.limits[panel]:.2g}" if self.is_divided else ""
+
+    def unit(self, panel: str) -> str:
+        """What the numbers of the color bar mean; ``panel`` says what one panel is."""
+        return f"share of the {panel}'s strongest" if self.is_divided else "relevance"
 
     @property
     def sign(self) -> str:
@@ -121,19 +130,20 @@ class Colors:
 
 def colors_of(panels: Sequence[np.ndarray], scale: str | float) -> Colors:
     """Colors of panels by ``scale``; with ``"each"``, panels are divided by their limits."""
-    if scale == "each":
-        limits = [color_limit(panel) for panel in panels]
-        panels, limit = [panel / top for panel, top in zip(panels, limits, strict=True)], 1.0
-        # Of panels of one scale, the numbers stay the relevance's own.
-        if len(panels) == 1:
-            panels, limit = [panels[0] * limits[0]], limits[0]
+    # The numbers of a single panel stay its relevance.
+    is_divided = scale == "each" and len(panels) > 1
+    if is_divided:
+        limits, limit = [color_limit(panel) for panel in panels], 1.0
+        panels = [panel / top for panel, top in zip(panels, limits, strict=True)]
+    elif scale == "each":
+        limits = [limit := color_limit(panels[0])]
     else:
         limit = _common_limit(panels, scale)
         limits = [limit] * len(panels)
     negative = any(bool((panel < 0).any()) for panel in panels)
     positive = any(bool((panel > 0).any()) for panel in panels) or not negative
     low, high = -limit if negative else 0.0, limit if positive else 0.0
-    return Colors(list(panels), limits, low, high)
+    return Colors(list(panels), limits, low, high, is_divided)
 
 
 def _common_limit(panels: Sequence[np.ndarray], scale: str | float) -> float:
@@ -148,7 +158,7 @@ def _common_limit(panels: Sequence[np.ndarray], scale: str | float) -> float:
 
 
 def signed(value: float, digits: int = 2) -> str:
-    """A relevance with its sign, which is as long for minus as for plus: +0.031."""
+    """A relevance with its sign, such as +0.031; a minus is as wide as a plus."""
     return f"{value:+.{digits}g}".replace("-", "\N{MINUS SIGN}") if value else "0"
 
 
@@ -160,10 +170,10 @@ def array(values: Tensor | np.ndarray) -> np.ndarray:
 
 
 def finite(values: Tensor | np.ndarray, name: str) -> np.ndarray:
-    """The same, refused if there is nothing to draw."""
-    found = array(values)
-    if found.size == 0:
-        raise ValueError(f"{name} is empty, of shape {found.shape}; there is nothing to show.")
-    if not np.isfinite(found).all():
-        raise ValueError(f"{name} holds NaN or Inf.")
-    return found
+    """Tensors as an array of floats, at least one and all finite; ``name`` is for errors."""
+    numbers = array(values)
+    if numbers.size == 0:
+        raise ValueError(f"{name} is empty, of shape {numbers.shape}; there is nothing to show.")
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"{name} holds NaN or Inf; expected finite values.")
+    return numbers

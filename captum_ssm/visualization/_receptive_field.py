@@ -10,17 +10,16 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from captum_ssm._colors import AGAINST, FOR, INK
 from captum_ssm._receptive_field import ReceptiveField
 
 # Half of the field, and nearly all of it.
 _SHARES = (0.5, 0.9)
 _LINES = ("-", "--")
-# Paper to orange, as of positive relevance; and exactly zero.
-_COLORS = LinearSegmentedColormap.from_list(
-    "receptive_field", ("#ffffff", "#fde3c6", "#fabd7d", "#ea8630", "#b9540b")
-)
-_ZERO, _INK, _UNIT = "#dfe5ea", "#1b1c1e", "#1f66a8"
-_CURVES = ("#b9540b", "#1f66a8", "#1b1c1e", "#f0a35c", "#9ec8e6", "#9a9a9a")
+# From paper to orange, as for positive relevance; entries of exactly zero are gray blue.
+_COLORS = LinearSegmentedColormap.from_list("receptive_field", FOR)
+_ZERO, _UNIT = "#dfe5ea", AGAINST[4]
+_CURVES = (FOR[4], AGAINST[4], INK, "#f0a35c", AGAINST[2], "#9a9a9a")
 
 
 def receptive_field_map(
@@ -106,16 +105,16 @@ def _maps(named: Mapping[str, ReceptiveField], decades: float) -> Figure:
 
 
 def _outline(cell: Any, values: np.ndarray, share: float, line: str) -> None:
-    # Around the area that holds the share, of the map smoothed a little: gradients are noisy.
+    # A line around the area that holds the share. The map is smoothed first: gradients are noisy.
     width = 2 * (min(values.shape) // 32) + 1
     for axis in (0, 1):
         padded = np.pad(values, [(width // 2, width // 2) if k == axis else (0, 0) for k in (0, 1)])
         values = np.lib.stride_tricks.sliding_window_view(padded, width, axis).mean(-1)
     ordered = np.sort(values, axis=None)[::-1]
-    held = np.searchsorted(ordered.cumsum(), share * ordered.sum())
-    level = ordered[min(held, len(ordered) - 1)]
+    inside = np.searchsorted(ordered.cumsum(), share * ordered.sum())
+    level = ordered[min(inside, len(ordered) - 1)]
     if values.min() < level < values.max():
-        cell.contour(values, [level], colors=_INK, linewidths=1.0, linestyles=line)
+        cell.contour(values, [level], colors=INK, linewidths=1.0, linestyles=line)
 
 
 def _curves(named: Mapping[str, ReceptiveField], decades: float) -> Figure:

@@ -22,16 +22,10 @@ from captum_ssm.visualization._figure import (
     printable,
     sparse_labels,
 )
-from captum_ssm.visualization._palette import (
-    Colors,
-    colors_of,
-    finite,
-    overlay_colors,
-    signed,
-)
+from captum_ssm.visualization._palette import Colors, colors_of, finite, overlay_colors, signed
 
 DRAWINGS = ("background", "points")
-# Of the map: each cell is then at least a pixel wide.
+# The most steps that the map shows: each cell is then at least a pixel wide.
 MOST_STEPS = 480
 
 
@@ -115,13 +109,9 @@ def series_plot(
     for axes, i in zip(rows, drawn, strict=False):
         _draw_line(axes, lines[i], values[i], later[i], colors, drawing)
         axes.set_ylabel(
-            printable(textwrap.fill(names[i], 18)),
-            rotation=0,
-            ha="right",
-            va="center",
-            fontsize=NORMAL,
-            color=INK,
-        )
+            printable(textwrap.fill(names[i], 18)), rotation=0,
+            ha="right", va="center", fontsize=NORMAL, color=INK,
+        )  # fmt: skip
     if mapped:
         draw_map(rows[-1], values, colors, most=MOST_STEPS)
         rows[-1].set_aspect("auto")
@@ -136,14 +126,14 @@ def series_plot(
 
 
 def _by_feature(values: Tensor, name: str, channels_first: bool) -> np.ndarray:
-    # (F, L), of one feature too.
+    # One row per feature, (F, L).
     if values.ndim not in (1, 2):
         raise ValueError(
             f"{name} has shape {tuple(values.shape)}; expected (L, F), (F, L) with channels_first, "
             f"or (L,): one example, such as {name}[0] of a batch."
         )
-    found = finite(values, name)
-    return found[None] if found.ndim == 1 else found if channels_first else found.T
+    numbers = finite(values, name)
+    return np.atleast_2d(numbers if channels_first else numbers.T)
 
 
 def _check(
@@ -180,8 +170,8 @@ def _draw_line(
 ) -> None:
     framed(axes)
     steps = np.arange(len(line))
-    low, high = float(min(line.min(), later.min(initial=np.inf))), float(line.max())
-    high = max(high, float(later.max(initial=-np.inf)))
+    everything = np.concatenate([line, later])
+    low, high = float(everything.min()), float(everything.max())
     room = 0.12 * (high - low) or 1.0
     axes.plot(steps, line, color=INK if drawing == "background" else FAINT, linewidth=1.1, zorder=2)
     if later.size:

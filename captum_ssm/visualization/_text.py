@@ -14,13 +14,7 @@ from matplotlib.colors import to_hex, to_rgb
 from torch import Tensor
 
 from captum_ssm._colors import INK, LINE, PAPER, SOFT
-from captum_ssm.visualization._palette import (
-    array,
-    colors_of,
-    finite,
-    relevance_colors,
-    signed,
-)
+from captum_ssm.visualization._palette import array, colors_of, finite, relevance_colors, signed
 
 _VISIBLE = {" ": "␣", "▁": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 

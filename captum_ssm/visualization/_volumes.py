@@ -11,22 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from captum_ssm._colors import AGAINST, FAINT, FOR, INK, PAPER, SOFT
-from captum_ssm.visualization._figure import (
-    NORMAL,
-    SMALL,
-    color_bar,
-    framed,
-    new_figure,
-    plain,
-)
+from captum_ssm.visualization._figure import NORMAL, SMALL, color_bar, framed, new_figure, plain
 from captum_ssm.visualization._images import as_pictures, draw_on_picture
-from captum_ssm.visualization._palette import (
-    array,
-    color_limit,
-    colors_of,
-    finite,
-    signed,
-)
+from captum_ssm.visualization._palette import array, color_limit, colors_of, finite, signed
 
 
 def video_strip(
@@ -72,16 +59,15 @@ def video_strip(
     best = int(magnitude.argmax())
     shown = _spread(T, frames, best)
     colors = colors_of([values[t] for t in shown], scale)
-    each = scale == "each" and len(shown) > 1
     ratio = min(2.0, values.shape[1] / values.shape[2])
     size = max(6.0, 1.5 * len(shown) + 0.9), 1.5 * ratio + 1.75 + 0.35 * bool(title)
     figure = new_figure(*size, title)
     grid = figure.add_gridspec(2, len(shown), height_ratios=[1.5 * ratio, 0.8])
     cells = [figure.add_subplot(grid[0, k]) for k in range(len(shown))]
-    for cell, t, panel, limit in zip(cells, shown, colors.panels, colors.limits, strict=True):
-        own = f"1 = {limit:.2g}" if each else None
-        plain(cell, 1.6, f"frame {t}" if fps is None else f"frame {t}, {t / fps:.2f} s", own)
-        draw_on_picture(cell, pictures[t], panel, colors, most=128)
+    for k, (cell, t) in enumerate(zip(cells, shown, strict=True)):
+        name = f"frame {t}" if fps is None else f"frame {t}, {t / fps:.2f} s"
+        plain(cell, 1.6, name, colors.caption(k))
+        draw_on_picture(cell, pictures[t], colors.panels[k], colors, most=128)
         if t == best:
             cell.title.set_fontweight("bold")
             for spine in cell.spines.values():
@@ -89,8 +75,7 @@ def video_strip(
     bars = figure.add_subplot(grid[1, :])
     _frame_bars(bars, values, magnitude, shown, best)
     bars.set_xlabel("frame" if fps is None else f"frame, {fps:g} per second")
-    unit = "share of the frame's strongest" if each else "relevance"
-    color_bar(figure, [*cells, bars], colors, unit)
+    color_bar(figure, [*cells, bars], colors, colors.unit("frame"))
     return figure
 
 
@@ -139,7 +124,6 @@ def volume_slices(
     if len(axes) != 3:
         raise ValueError(f"axes is {axes!r}; expected three names.")
     panels = [values.take(i, axis) for axis, i in enumerate(at)]
-    each = scale == "each"
     colors = colors_of(panels, color_limit(values) if scale == "shared" else scale)
     wide, high = (shape[2], shape[2], shape[1]), max(shape[0], shape[1])
     inch = 2.9 / max(*wide, high)
@@ -150,9 +134,8 @@ def volume_slices(
         down, across = (k for k in range(3) if k != axis)
         framed(cell)
         draw_on_picture(cell, pictures.take(i, axis), colors.panels[axis], colors)
-        own = f"\n1 = {colors.limits[axis]:.2g}" if each else ""
-        name = f"{axes[axis]} = {i} of {shape[axis]}{own}"
-        cell.set_title(name, fontsize=NORMAL, color=INK, pad=4)
+        name = f"{axes[axis]} = {i} of {shape[axis]}", colors.caption(axis)
+        cell.set_title("\n".join(filter(None, name)), fontsize=NORMAL, color=INK, pad=4)
         cell.set(xlabel=axes[across], ylabel=axes[down])
         for ticks in (cell.xaxis, cell.yaxis):
             ticks.set_major_locator(MaxNLocator(integer=True, nbins=4))
@@ -163,7 +146,7 @@ def volume_slices(
         fontsize=SMALL,
         color=SOFT,
     )
-    color_bar(figure, cells, colors, "share of the slice's strongest" if each else "relevance")
+    color_bar(figure, cells, colors, colors.unit("slice"))
     return figure
 
 
@@ -225,21 +208,22 @@ def _spread(n: int, most: int, best: int) -> list[int]:
 
 
 def _one_example(
-    relevance: Tensor, given: Tensor, name: str, expected: str
+    relevance: Tensor, volume: Tensor, name: str, expected: str
 ) -> tuple[np.ndarray, np.ndarray]:
     # The pictures (T, H, W, 3) and the relevance (T, H, W).
-    video = given[0] if given.ndim == 5 and len(given) == 1 else given
-    if video.ndim != 4 or video.shape[0] not in (1, 3) or video.numel() == 0:
+    example = volume[0] if volume.ndim == 5 and len(volume) == 1 else volume
+    if example.ndim != 4 or example.shape[0] not in (1, 3) or example.numel() == 0:
         raise ValueError(
-            f"{name} has shape {tuple(given.shape)}; expected {expected} with one or three "
+            f"{name} has shape {tuple(volume.shape)}; expected {expected} with one or three "
             f"channels, of one example: {name}[0] of a batch."
         )
     values = array(relevance)
     values = values[0] if values.ndim == 5 and len(values) == 1 else values
     values = values.sum(0) if values.ndim == 4 else values
-    if values.shape != video.shape[1:]:
+    if values.shape != example.shape[1:]:
         raise ValueError(
             f"relevance has shape {tuple(relevance.shape)} for a {name} of shape "
-            f"{tuple(given.shape)}; expected the same, as a method returns it, or without channels."
+            f"{tuple(volume.shape)}; expected the same, as a method returns it, or without "
+            "channels."
         )
-    return as_pictures(video[None], name)[0], finite(values, "relevance")
+    return as_pictures(example[None], name)[0], finite(values, "relevance")
