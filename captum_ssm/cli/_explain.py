@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from captum_ssm._explain import explain
-from captum_ssm._explain.front import MAPS, UNITS
+from captum_ssm._explain.parse import MAPS, UNITS
 from captum_ssm._vocabulary import require_known
 from captum_ssm.attr import methods
 from captum_ssm.cli._arguments import (

@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> None:
         memory = readable_bytes(sum(p.nbytes for p in model.parameters()))
         print(f"{_named(model)}, {memory} in memory")
         probe = _inputs(model, PROBE_LENGTH)
+        support = supported(model, probe)
         target = likeliest(Request.of(model, None, probe))
-        support = supported(model, probe, target=target)
         _print_mixers(model)
         for line in support.surroundings:
             print(fill(line, 100, subsequent_indent="  "))
