@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm._capture import FrozenLayer, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm._capture.checking import Deviation, Rebuilt, tolerance_of
@@ -15,8 +18,8 @@ from captum_ssm._capture.model import extract_logits
 from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._clones import repeated
 from captum_ssm._quiet import quiet
-from captum_ssm.attr import methods
-from captum_ssm.mixers import FrozenMixer
+from captum_ssm.attr import TokenAttribution, methods
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers._registry import how_known
 from captum_ssm.mixers.discovery import shared
 
@@ -92,6 +95,10 @@ class Support:
         methods (dict of str to str): by name, why it does not work; None where it does.
         held (float, optional): the share of what the score reads that the maps of the mixers hold;
             the rest goes past them, and only a rollout and MambaLRP follow it. Default: 1.0
+        outside (dict of str to int, optional): the largest modules with weights that hold no mixer,
+            counted by class. Default: ``{}``
+        mixing (dict of str to int, optional): those of them in which tokens act on one another,
+            which no map shows. Default: ``{}``
 
     Examples::
 
@@ -103,23 +110,42 @@ class Support:
     between: str
     methods: dict[str, str | None]
     held: float = 1.0
+    outside: Mapping[str, int] = field(default_factory=dict)
+    mixing: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = ("mixer", "class", "known", "stage", "tokens", "order", "maps", "error")
         rows = [
-            (m.name, m.kind, m.known, str(m.stage), m.shown_tokens, m.order, str(m.maps),
-             m.finding)
+            (m.name, m.kind, m.known, str(m.stage), m.shown_tokens, m.order, str(m.maps), m.finding)
             for m in self.mixers
-        ]  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip()
-            for row in (head, *rows)
         ]
-        lines += ["", f"between the mixers: {self.between}", ""]
-        width = max(map(len, self.methods))
-        lines += [f"{name:{width}}  {why or 'works'}" for name, why in self.methods.items()]
-        return "\n".join(lines)
+        tried = [(name, why or "works") for name, why in self.methods.items()]
+        return "\n".join([*aligned([head, *rows]), "", *self.surroundings, "", *aligned(tried)])
+
+    @property
+    def surroundings(self) -> list[str]:
+        """What lies outside of the mixers, and between them, as lines."""
+        outside = Counter(self.outside) - Counter(self.mixing)
+        lines = [f"outside the maps: {counted(outside)}"]
+        if self.mixing:
+            mixing = counted(self.mixing)
+            lines.append(f"  {mixing}: tokens act on one another there, which no map shows")
+        return [*lines, f"between the mixers: {self.between}"]
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Rows of a table as lines, with the columns of these indices aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.rjust if i in set(right) else str.ljust for i in range(len(widths))]
+    return [
+        "  ".join(side(text, n) for side, text, n in zip(sides, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def counted(kinds: Mapping[str, int]) -> str:
+    """Classes with their numbers, such as ``"Linear, 4 x LayerNorm"``."""
+    return ", ".join(f"{n} x {kind}" if n > 1 else kind for kind, n in kinds.items()) or "nothing"
 
 
 @shared()
@@ -159,23 +185,88 @@ def supported(
     owner = forward_func if model is None else model
     request = Request.of(forward_func, owner, inputs, additional_forward_args)
     short = request.shortened(32) or request
-    frozen = freeze(short, query=False, check=False)
-    tried: dict[str, str | None] = {}
+    others = list(outside(request.module))
+    frozen = _frozen(short, others)
     if target is None:
         target = likeliest(short)
-    for name, method in methods().items():
-        try:
-            with quiet():  # what they would warn of is in the report
-                method(forward_func, owner).attribute(
-                    short.given,
-                    target=target if method.needs_target() else None,
-                    additional_forward_args=short.named or short.positional or None,
-                )
-            tried[name] = None
-        except ERRORS as error:
-            tried[name] = first_line(error)
-    mixers = [support_of(frozen, layer) for layer in frozen.layers]
-    return Support(mixers, between(frozen), tried, frozen.wiring.held)
+    tried = {
+        name: _problem(method(forward_func, owner), frozen, target)
+        for name, method in methods().items()
+    }
+    mixing = _mixing(frozen)
+    return Support(
+        [support_of(frozen, layer) for layer in frozen.layers],
+        between(frozen),
+        tried,
+        frozen.wiring.held,
+        kinds_of(others),
+        kinds_of(module for module in others if module in mixing),
+    )
+
+
+def _frozen(request: Request, others: Sequence[nn.Module]) -> FrozenModel:
+    # With the token that the model reads, where it can be told and reached.
+    freezes = partial(freeze, request, also=lambda module: module in others, check=False)
+    try:
+        return freezes()
+    except ERRORS:
+        with quiet():  # the first run has warned
+            return freezes(query=False)
+
+
+def _problem(method: TokenAttribution, frozen: FrozenModel, target: Any) -> str | None:
+    # Why a method does not explain the model at this input; None where it does.
+    request = frozen.request
+    if frozen.query is not None and not method.needs_target():
+        layers = [replace(layer, check=method.check) for layer in frozen.layers]
+        method = copy(method)
+        method._frozen = replace(frozen, layers=layers)
+    try:
+        with quiet():  # the report says what methods would warn of
+            method.attribute(
+                request.given,
+                target=target if method.needs_target() else None,
+                additional_forward_args=request.named or request.positional or None,
+            )
+    except ERRORS as error:
+        return first_line(error)
+    return None
+
+
+def outside(model: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules with weights that hold no mixer."""
+    for child in model.children():
+        if find_adapter(child) is not None or not any(True for _ in child.parameters()):
+            continue
+        if isinstance(child, nn.ModuleList) or any(True for _ in find_mixers(child)):
+            yield from outside(child)
+        else:
+            yield child
+
+
+def kinds_of(modules: Iterable[nn.Module]) -> Counter[str]:
+    """How many modules there are of each class, in their order."""
+    return Counter(type(module).__name__ for module in modules)
+
+
+def _mixing(frozen: FrozenModel) -> set[nn.Module]:
+    # The recorded modules in which tokens act on one another, where the wiring says that some do.
+    if not frozen.wiring.exchanged and not frozen.wiring.is_mixed:
+        return set()
+    return {call.module for call in frozen.others if _mixes(call, frozen.shape[1])}
+
+
+def _mixes(call: MixerCall, tokens: int) -> bool:
+    # Whether another first token changes what a module returns at a later one.
+    first = next((i for i, value in enumerate(call.args) if torch.is_tensor(value)), None)
+    if tokens < 2 or first is None or call.args[first].shape[1:2] != (tokens,):
+        return False
+    args = list(call.args)
+    args[first] = args[first].clone()
+    args[first][:, 0] = call.args[first][:, -1]
+    with torch.no_grad():
+        changed, output = replace(call, args=tuple(args)).run().output, call.run().output
+    return changed.shape[1:2] == (tokens,) and not torch.equal(changed[:, 1:], output[:, 1:])
 
 
 @repeated

@@ -15,7 +15,7 @@ from captum_ssm._capture.check_inputs import as_ids
 from captum_ssm._capture.model import extract_logits
 from captum_ssm._errors import InputError
 from captum_ssm._integers import as_index
-from captum_ssm._rows import Ask, rows
+from captum_ssm._rows import Question, rows
 from captum_ssm._vocabulary import require_known, unknown_in_prompt
 from captum_ssm.attr import TokenAttribution
 
@@ -223,13 +223,14 @@ def continuation_relevance(
     prompt = as_ids("the prompt", prompt, model)
     continuation = as_ids("the continuation", continuation, model)
     if attr_target == "log_prob":
-        method = _of_log_probabilities(method)
+        method = _for_log_probabilities(method)
     ids = torch.cat([prompt, continuation[None, :-1].to(prompt)], 1)
-    asks = [Ask(i, token) for i, token in enumerate(continuation.tolist(), prompt.shape[1] - 1)]
-    return rows(method, ids, asks, step=step, **options)[0]
+    tokens = enumerate(continuation.tolist(), prompt.shape[1] - 1)
+    questions = [Question(i, token) for i, token in tokens]
+    return rows(method, ids, questions, step=step, **options)[0]
 
 
-def _of_log_probabilities(method: TokenAttribution) -> TokenAttribution:
+def _for_log_probabilities(method: TokenAttribution) -> TokenAttribution:
     model = method.forward_func
 
     def log_probabilities(*args: Any, **kwargs: Any) -> Tensor:
@@ -237,10 +238,10 @@ def _of_log_probabilities(method: TokenAttribution) -> TokenAttribution:
 
     if not is_model(model) and method.model is None:
         return method
-    found = copy(method)
-    found.model = model if method.model is None else method.model
-    found.forward_func = log_probabilities
-    return found
+    normalized = copy(method)
+    normalized.model = model if method.model is None else method.model
+    normalized.forward_func = log_probabilities
+    return normalized
 
 
 def _check_attr_target(attr_target: str) -> None:

@@ -21,17 +21,16 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
-    _report,
     estimate,
     hidden_attention,
 )
 from captum_ssm._capture import Request
 from captum_ssm._memory import readable_bytes
-from captum_ssm._report import count, shortened
 from captum_ssm._supported import likeliest
 from captum_ssm.attr import methods
 from captum_ssm.cli import main
 from captum_ssm.cli._explain import DEFAULT_METHOD
+from captum_ssm.cli._supported import PROBE_LENGTH, _inputs, count, shortened
 
 COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
 # q w e r t y u i o p a s d f g h <SEP> q w e
@@ -408,8 +407,8 @@ def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys, monkeypat
     said = lines(str(tmp_path), "--length", "600", capsys=capsys)
     assert "for one text of 600 tokens, extrapolated from calls on fewer:" in said
     # Rows that carry nothing take no memory: the costs are those of the same tokens.
-    ids = _report._inputs(model, 600)
-    target = likeliest(Request.of(model, None, ids[:, : _report.PROBE_LENGTH]))
+    ids = _inputs(model, 600)
+    target = likeliest(Request.of(model, None, ids[:, :PROBE_LENGTH]))
     explained = {name: method(model).attribute for name, method in methods().items()}
     calls = {name: partial(call, target=target) for name, call in explained.items()}
     calls |= {

@@ -12,7 +12,7 @@ from models import Residual, embed, ids
 from torch import nn
 
 from captum_ssm import LaTIM, _progress, hidden_attention
-from captum_ssm._rows import Ask, rows
+from captum_ssm._rows import Question, rows
 from captum_ssm.attr import _alti, _contributions
 from captum_ssm.attr._alti import Alti
 from captum_ssm.attr._contributions import ACTIVATIONS
@@ -491,8 +491,13 @@ def test_progress_is_shown_where_asked_and_long_work_is_announced(
 
 
 def test_answers_and_contrasts_of_an_explanation_share_the_vectors_too(batches) -> None:
-    asks = [Ask(L - 1, 3), Ask(L - 1, 5), Ask(L - 1, 3, 5), Ask(L - 1, 5, 3)]
-    found, _ = rows(LaTIM(build("mamba")), ids_for(1), asks)
+    questions = [
+        Question(L - 1, 3),
+        Question(L - 1, 5),
+        Question(L - 1, 3, 5),
+        Question(L - 1, 5, 3),
+    ]
+    found, _ = rows(LaTIM(build("mamba")), ids_for(1), questions)
     assert set(batches) == {1}
     torch.testing.assert_close(found[2], found[0] - found[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[3], -found[2], rtol=1e-4, atol=1e-5)

@@ -175,6 +175,7 @@ ORDER = (
         "_capture",
     ),
     *("attr", "_rows", "_hidden_attention", "interventions", "generation", "metrics"),
+    *("_receptive_field_result", "_receptive_field_unit", "_receptive_field_implicit"),
     *("_receptive_field", "visualization"),
 )
 

@@ -9,6 +9,7 @@ from models import ids, made, tiny
 from stacks import FLIP, Merging, Stack, attention, in_order, shift, tokens
 
 from captum_ssm import UnsupportedModelError, supported
+from captum_ssm.attr import methods
 from captum_ssm.models import VisionMamba
 
 
@@ -20,6 +21,29 @@ def test_a_registered_model():
     assert found.between == "each token by itself, in its place"
     assert not any(found.methods.values())
     assert "rollout" in str(found)
+
+
+def test_methods_without_a_target_read_the_run_of_the_report(monkeypatch):
+    model, runs = tiny(), []
+    forward = type(model).forward
+    counted = lambda *args, **kwargs: runs.append(1) or forward(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(type(model), "forward", counted)
+    supported(model, ids(1, 9))
+    first = len(runs)
+    supported(model, ids(1, 9))
+    assert first <= 11
+    # The run of the report, the one that finds the target, and one for each method with a target.
+    assert len(runs) - first == 2 + sum(method.needs_target() for method in methods().values())
+
+
+def test_what_surrounds_the_mixers_is_counted():
+    found = supported(tiny(), ids(1, 9))
+    assert found.outside == {"Embedding": 1, "MambaRMSNorm": 3, "Linear": 1}
+    assert not found.mixing
+    assert "outside the maps: Embedding, 3 x MambaRMSNorm, Linear" in str(found)
+    mixed = supported(build("rwkv"), ids(1, 9))
+    assert "RwkvFeedForward" in mixed.mixing
+    assert "tokens act on one another there" in str(mixed)
 
 
 def test_orders_and_stages():

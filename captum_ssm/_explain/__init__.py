@@ -1,7 +1,9 @@
 """The front door: from a model and a text or an image to an explanation.
 
-:mod:`reading` (a text as tokens) and :mod:`lens` (what each layer would answer) < :mod:`asked`
-(answers and what is explained of them) < :mod:`texts` and :mod:`images` < :mod:`front`.
+:mod:`front` parses what it is given (:mod:`parse`) into one ``TextQuestion`` (:mod:`texts`) or
+``ImageQuestion`` (:mod:`images`) per example, and each answers itself. Both collect ``Questions``
+(:mod:`asked`): the answers at each output, and the rows of relevance that explain them. Below are
+:mod:`reading` (a text as tokens) and :mod:`lens` (what each layer would answer).
 """
 
 from captum_ssm._explain.front import explain

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from captum_ssm._errors import InputError
 from captum_ssm._memory import memory_limit as limit_memory
 from captum_ssm._memory import require
-from captum_ssm._rows import Ask, rows
+from captum_ssm._rows import Question, rows
 from captum_ssm.attr import TokenAttribution
 from captum_ssm.explanation import Answer, Contrast, Output
 
@@ -37,7 +38,7 @@ class Setup:
     notes: list[str] = field(default_factory=list)
 
 
-class Asked:
+class Questions:
     """The outputs of one example, and the rows that explain them, in order.
 
     Args:
@@ -47,7 +48,7 @@ class Asked:
 
     def __init__(self, setup: Setup, text_of: Callable[[int], str]) -> None:
         self.setup, self.text_of = setup, text_of
-        self.asks: list[Ask] = []
+        self.questions: list[Question] = []
         self.outputs: list[Output] = []
 
     def add(
@@ -67,23 +68,24 @@ class Asked:
         count = min(len(logits), 1 + max(TOP, self.setup.alternatives + 1))
         likely = logits.topk(count).indices.tolist()
         first = likely[0] if chosen is None else chosen
-        others = [one for one in likely if one not in (first, against)]
+        others = [answer for answer in likely if answer not in (first, against)]
         explained = [first, *([] if against is None else [against])]
         explained += others[: self.setup.alternatives]
-        rows = {one: len(self.asks) + k for k, one in enumerate(explained)}
-        self.asks += [Ask(position, one) for one in explained]
+        rows = {answer: len(self.questions) + k for k, answer in enumerate(explained)}
+        self.questions += [Question(position, answer) for answer in explained]
         shown = dict.fromkeys([*likely[:TOP], *explained])
         answers = _answers(logits, list(shown), self.text_of, rows, {first: typed})
-        place = {answer.id: i for i, answer in enumerate(answers)}
+        index = {answer.id: i for i, answer in enumerate(answers)}
         contrasts = []
         if against is not None:
-            contrasts = [Contrast(place[first], place[against], len(self.asks))]
-            self.asks.append(Ask(position, first, against))
+            contrasts = [Contrast(index[first], index[against], len(self.questions))]
+            self.questions.append(Question(position, first, against))
         layers = (
-            _answers(one, one.topk(TOP).indices.tolist(), self.text_of, {}, {}) for one in lens
+            _answers(after, after.topk(TOP).indices.tolist(), self.text_of, {}, {})
+            for after in lens
         )
         self.outputs.append(
-            Output(position, answers, place[first], tuple(contrasts), tuple(layers))
+            Output(position, answers, index[first], tuple(contrasts), tuple(layers))
         )
 
     def require_memory(self, entries: int) -> None:
@@ -92,7 +94,7 @@ class Asked:
         Raises:
             MemoryLimitError: says what would fit.
         """
-        R, M = len(self.asks), len(self.setup.methods)
+        R, M = len(self.questions), len(self.setup.methods)
         with limit_memory(self.setup.memory_limit):
             require(
                 4 * R * M * entries,
@@ -116,15 +118,31 @@ class Asked:
         relevance, deltas = {}, {}
         for name, method in self.setup.methods.items():
             options = self.setup.options[name]
-            found, left = rows(method, inputs, self.asks, what=name, **options)
-            relevance[name] = kept(shaped(found))
-            if left is not None:
-                deltas[name] = kept(left)
+            explained, delta = rows(method, inputs, self.questions, what=name, **options)
+            relevance[name] = to_numpy(shaped(explained))
+            if delta is not None:
+                deltas[name] = to_numpy(delta)
         return relevance, deltas
 
 
-def kept(values: Tensor) -> np.ndarray:
-    """A tensor as what is kept of it."""
+def per_example(name: str, target: Any, B: int) -> list[Any]:
+    """A target for each example: one for all, or a list of texts with one each.
+
+    Raises:
+        InputError: for a list of another length.
+    """
+    if not isinstance(target, (list, tuple)) or not target or not isinstance(target[0], str):
+        return [target] * B
+    if len(target) != B:
+        raise InputError(
+            f"{name} holds {len(target)} texts for {B} example(s); expected one per example, or "
+            "one text for all."
+        )
+    return list(target)
+
+
+def to_numpy(values: Tensor) -> np.ndarray:
+    """A tensor as an explanation holds it, float32."""
     return np.ascontiguousarray(values.detach().float().cpu().numpy())
 
 
@@ -138,9 +156,9 @@ def _answers(
     logits = logits.double()
     chosen = logits[ids]
     probabilities = (chosen - logits.logsumexp(0)).exp().tolist()
-    ranks = [1 + int((logits > one).sum()) for one in chosen]
-    found = [
-        Answer(typed.get(one) or text_of(one), one, p, float(logits[one]), rank, rows.get(one))
-        for one, p, rank in zip(ids, probabilities, ranks, strict=True)
+    ranks = [1 + int((logits > logit).sum()) for logit in chosen]
+    answers = [
+        Answer(typed.get(i) or text_of(i), i, p, float(logits[i]), rank, rows.get(i))
+        for i, p, rank in zip(ids, probabilities, ranks, strict=True)
     ]
-    return tuple(sorted(found, key=lambda answer: (answer.rank, answer.id)))
+    return tuple(sorted(answers, key=lambda answer: (answer.rank, answer.id)))

@@ -1,31 +1,29 @@
-"""What :func:`explain` takes, and which examples it is about."""
+"""From what :func:`explain` is given to questions, and from their answers to an explanation."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from captum_ssm._capture import check_model, unwrap
-from captum_ssm._errors import InputError
 from captum_ssm._explain.asked import Setup
-from captum_ssm._explain.images import ImageRequest, as_pixels, explain_image
-from captum_ssm._explain.texts import TextRequest, explain_text
+from captum_ssm._explain.images import ImageQuestion, image_questions
+from captum_ssm._explain.parse import parse_inputs, parse_setup, parse_spans, text_questions
+from captum_ssm._explain.texts import TextQuestion
 from captum_ssm._integers import as_index
 from captum_ssm._progress import progress, showing
 from captum_ssm._rows import has_delta
 from captum_ssm._workspace import workspace
-from captum_ssm.attr import methods as all_methods
+from captum_ssm.attr import TokenAttribution
 from captum_ssm.explanation import Example, Explanation, Method
 
-UNITS = ("token", "word", "sentence")
-MAPS = ("hidden-attention", "latim")
-PACKAGES = ("captum_ssm", "torch", "captum", "transformers", "numpy")
+PACKAGES = ("torch", "captum", "transformers", "numpy")
 
 
 @workspace()
@@ -74,7 +72,7 @@ def explain(
             explained, one output per token; of an image a class or its label; a list of str has
             one per text. None is what the model predicts. Default: None
         against (str, int, sequence of int or list of str, optional): another continuation, or
-            class. Where the two first differ, the score of one less that of the other is explained
+            class. Where the two first differ, the score of one minus that of the other is explained
             as well; methods that ignore the target give their plain row. Default: None
         methods (str, sequence of str or dict, optional): names, as
             :func:`captum_ssm.attr.methods` lists them; a dict has options of each method's
@@ -131,237 +129,65 @@ def explain(
         (5,)
         >>> explanation = explain(model, **tokenizer("w3 w4 w5", return_tensors="pt"))
     """
-    module = unwrap(check_model(model))
-    is_tokenizer = callable(getattr(tokenizer, "encode", None)) and not isinstance(tokenizer, str)
-    if inputs is None and not is_tokenizer:
-        tokenizer, inputs = None, tokenizer
-    given = {"input_ids": input_ids, "attention_mask": attention_mask}
-    given |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
-    named = {name: value for name, value in given.items() if value is not None}
-    if (inputs is None) == (not named):
-        raise TypeError(
-            f"{'no input' if inputs is None else 'more than one input'} was given; expected a text "
-            "with its tokenizer, token ids, a tokenizer's output, or an image."
-        )
-    chosen = _methods(methods)
-    setup = Setup(
-        module,
-        {name: cls(model, memory_limit=memory_limit) for name, (cls, _) in chosen.items()},
-        {name: options for name, (_, options) in chosen.items()},
-        _count("alternatives", alternatives),
-        _maps(maps),
-        layers,
-        bool(lens),
-        memory_limit,
-    )
-    spans = _spans(units)
-    texts = _texts(tokenizer, named if inputs is None else inputs)
+    tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
+    tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
+    setup = parse_setup(model, methods, alternatives, maps, layers, lens, memory_limit)
+    spans = parse_spans(units)
+    tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
+    shown = {"labels": labels, "mean": mean, "std": std}
+    questions: Sequence[TextQuestion | ImageQuestion]
     if texts is None:
-        image = named.get("pixel_values", inputs)
-        image = image["pixel_values"] if isinstance(image, Mapping) else image
-        pixels = as_pixels(image, processor, next(module.parameters()).device)
-        mean = getattr(processor, "image_mean", None) if mean is None else mean
-        std = getattr(processor, "image_std", None) if std is None else std
-        B = len(pixels)
-        targets = [_per_example(name, v, B) for name, v in _both(target, against)]
-        names = ["image"] if B == 1 else [f"image {k + 1}" for k in range(B)]
-        asked: list[Any] = [
-            ImageRequest(one[None], name, a, b, labels, mean, std)
-            for one, name, a, b in zip(pixels, names, *targets, strict=True)
-        ]
+        questions = image_questions(image, processor, target, against, shown)
     else:
-        B = len(texts)
-        targets = [_per_example(name, v, B) for name, v in _both(target, against)]
-        asked = [
-            TextRequest(tokenizer, text, _ids(a), _ids(b), position, spans)
-            for text, a, b in zip(texts, *targets, strict=True)
-        ]
+        questions = text_questions(tokenizer, texts, target, against, position, spans)
     with showing(None if show_progress else False):
-        found = progress(asked, "examples") if len(asked) > 1 else asked
-        examples = tuple(_explained(setup, one) for one in found)
-    called = _name(module)
+        several: Iterable[TextQuestion | ImageQuestion] = questions
+        if len(questions) > 1:
+            several = progress(questions, "examples")
+        examples = tuple(question.answer(setup) for question in several)
+    asked = {"target": target, "against": against, "position": position}
+    asked |= {"units": "span" if spans else units, "spans": spans}
+    return _explanation(setup, examples, asked, title)
+
+
+def _explanation(
+    setup: Setup, examples: tuple[Example, ...], asked: Mapping[str, Any], title: str | None
+) -> Explanation:
+    first = next(setup.model.parameters())
     settings = {
-        "target": target,
-        "against": against,
-        "position": position,
-        "units": "span" if spans else units,
-        "spans": dict(spans),
+        **asked,
         "alternatives": setup.alternatives,
         "maps": setup.maps,
-        "layers": layers,
+        "layers": setup.layers,
         "lens": setup.lens,
-        "dtype": str(next(module.parameters()).dtype).removeprefix("torch."),
-        "device": str(next(module.parameters()).device),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "device": str(first.device),
         "notes": setup.notes,
     }
+    name = _name(setup.model)
     return Explanation(
-        _title(examples, called) if title is None else title,
-        called,
-        tuple(_method(name, cls, options) for name, (cls, options) in chosen.items()),
+        _title(examples, name) if title is None else title,
+        name,
+        tuple(_method(key, m, setup.options[key]) for key, m in setup.methods.items()),
         examples,
-        {name: _plain(value) for name, value in settings.items()},
+        _plain(settings),
         _versions(),
     )
 
 
-def _explained(setup: Setup, asked: TextRequest | ImageRequest) -> Example:
-    if isinstance(asked, TextRequest):
-        return explain_text(setup, asked)
-    return explain_image(setup, asked)
-
-
-def _both(target: Any, against: Any) -> list[tuple[str, Any]]:
-    return [("target", target), ("against", against)]
-
-
-def _methods(given: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
-    known = all_methods()
-    named = [given] if isinstance(given, str) else given
-    if not named:
-        raise ValueError("methods is empty; name at least one, such as 'mamba-lrp'.")
-    found = {}
-    for name in named:
-        if name not in known:
-            raise ValueError(
-                f"methods holds {name!r}; expected one or several of {', '.join(known)}."
-            )
-        options = dict(named[name]) if isinstance(named, Mapping) else {}
-        unknown = [option for option in options if option not in known[name].options()]
-        if unknown:
-            raise ValueError(
-                f"methods[{name!r}] holds the option {unknown[0]!r}; expected "
-                f"{', '.join(known[name].options()) or 'no options'}."
-            )
-        found[name] = known[name], options
-    return found
-
-
-def _method(name: str, cls: Any, options: dict[str, Any]) -> Method:
-    title = cls(nn.Identity()).get_name()
-    plain = {option: _plain(value) for option, value in options.items()}
-    return Method(name, title, cls.summary, has_delta(cls, options), plain)
-
-
-def _count(name: str, given: Any) -> int:
-    found = as_index(given)
-    if found is None or found < 0:
-        raise ValueError(f"{name} is {given!r}; expected an integer from 0 on.")
-    return found
-
-
-def _maps(given: Any) -> tuple[str, ...]:
-    if isinstance(given, bool):
-        return MAPS[:1] if given else ()
-    found = (given,) if isinstance(given, str) else tuple(given)
-    for name in found:
-        if name not in MAPS:
-            raise ValueError(
-                f"maps holds {name!r}; expected True, or one or several of {', '.join(MAPS)}."
-            )
-    return found
-
-
-def _spans(units: Any) -> dict[str, tuple[int, int]]:
-    if isinstance(units, str) and units in UNITS:
-        return {}
-    if not isinstance(units, Mapping) or not units:
-        raise ValueError(
-            f"units is {units!r}; expected one of {', '.join(UNITS)}, or named parts of the text "
-            "such as {'subject': (0, 4)}."
-        )
-    found = {}
-    for name, span in units.items():
-        indices = [as_index(one) for one in span] if isinstance(span, Sequence) else []
-        bounds = [one for one in indices if one is not None]
-        if not len(bounds) == len(indices) == 2 or not isinstance(name, str):
-            raise ValueError(
-                f"units[{name!r}] is {span!r}; expected two integers, the first character and the "
-                "one after the last."
-            )
-        found[name] = bounds[0], bounds[1]
-    return found
-
-
-def _texts(tokenizer: Any, inputs: Any) -> list[str] | list[list[int]] | None:
-    # Texts, or ids without their padding; None for images.
-    if isinstance(inputs, str) or (
-        isinstance(inputs, (list, tuple)) and inputs and isinstance(inputs[0], str)
-    ):
-        if tokenizer is None:
-            raise TypeError(
-                "inputs is a text, and there is no tokenizer; expected explain(model, tokenizer, "
-                "text)."
-            )
-        return [inputs] if isinstance(inputs, str) else list(inputs)
-    mask = None
-    if isinstance(inputs, Mapping):
-        if "input_ids" not in inputs:
-            return None
-        mask = inputs.get("attention_mask")
-        segments = inputs.get("token_type_ids")
-        if segments is not None and bool(torch.as_tensor(segments).any()):
-            raise InputError(
-                "token_type_ids marks a second text; expected one text per example. Pass "
-                "tokenizer(text) in place of tokenizer(text, pair)."
-            )
-        inputs = inputs["input_ids"]
-    if isinstance(inputs, (list, tuple)) and inputs and not torch.is_tensor(inputs[0]):
-        rows = inputs if isinstance(inputs[0], (list, tuple)) else [inputs]
-        masks = [[1] * len(row) for row in rows] if mask is None else mask
-        masks = masks if isinstance(masks[0], (list, tuple, Tensor)) else [masks]
-        return [
-            [int(one) for one, kept in zip(row, mark, strict=True) if kept]
-            for row, mark in zip(rows, masks, strict=True)
-        ]
-    if not torch.is_tensor(inputs) or inputs.is_floating_point():
-        return None
-    ids = inputs[None] if inputs.dim() == 1 else inputs
-    if ids.dim() != 2 or ids.numel() == 0 or ids.dtype == torch.bool:
-        raise InputError(
-            f"the ids have shape {tuple(inputs.shape)} and dtype {inputs.dtype}; expected (L,) or "
-            "(B, L) of an integer dtype, at least one."
-        )
-    marks = torch.ones_like(ids) if mask is None else torch.as_tensor(mask).reshape(ids.shape)
-    found = [row[mark != 0].tolist() for row, mark in zip(ids, marks, strict=True)]
-    if not all(found):
-        raise InputError("attention_mask marks no token of an example; expected at least one.")
-    return found
-
-
-def _per_example(name: str, given: Any, B: int) -> list[Any]:
-    # One for all, or a list of texts with one each.
-    if isinstance(given, (list, tuple)) and given and isinstance(given[0], str):
-        if len(given) != B:
-            raise InputError(
-                f"{name} holds {len(given)} texts for {B} example(s); expected one per example, or "
-                "one text for all."
-            )
-        return list(given)
-    return [given] * B
-
-
-def _ids(given: Any) -> str | list[int] | None:
-    # A continuation: text, or ids.
-    if given is None or isinstance(given, str):
-        return given
-    index = as_index(given)
-    if index is not None:
-        return [index]
-    values = given.reshape(-1).tolist() if torch.is_tensor(given) else given
-    found = [as_index(one) for one in values] if isinstance(values, Sequence) else [None]
-    if None in found:
-        raise TypeError(f"target is {given!r}; expected a text, a token id, or several ids.")
-    return found  # type: ignore[return-value]
+def _method(name: str, method: TokenAttribution, options: dict[str, Any]) -> Method:
+    adds_up = has_delta(method, options)
+    return Method(name, method.get_name(), method.summary, adds_up, _plain(options))
 
 
 def _plain(value: Any) -> Any:
-    # As JSON gives it back.
+    # JSON gives the result back as it is.
     if torch.is_tensor(value):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     index = as_index(value)
@@ -385,10 +211,8 @@ def _title(examples: Sequence[Example], name: str) -> str:
 def _versions() -> dict[str, str]:
     from captum_ssm import __version__
 
-    found = {"captum_ssm": __version__, "python": sys.version.split()[0]}
-    for name in PACKAGES[1:]:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    versions = {"captum_ssm": __version__, "python": sys.version.split()[0]}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from captum_ssm._capture.check_inputs import check_inputs
 from captum_ssm._capture.model import extract_logits, parameter_names
 from captum_ssm._errors import InputError, TargetError
-from captum_ssm._explain.asked import Asked, Setup, kept
+from captum_ssm._explain.asked import Questions, Setup, to_numpy
 from captum_ssm._explain.lens import Lens
 from captum_ssm._explain.reading import TokenizedText, answer_text, between, read, read_ids
 from captum_ssm._hidden_attention import hidden_attention
@@ -27,114 +28,140 @@ from captum_ssm.explanation._units import named, sentences, words
 
 
 @dataclass(frozen=True)
-class TextRequest:
+class TextQuestion:
     """What is asked about one text, or its ids: as ``explain`` takes it."""
 
     tokenizer: Any
-    given: str | list[int]
+    inputs: str | list[int]
     target: str | list[int] | None
     against: str | list[int] | None
     position: int | Sequence[int] | str | None
     spans: Mapping[str, tuple[int, int]]
 
+    def answer(self, setup: Setup) -> Example:
+        """The text, explained.
 
-def explain_text(setup: Setup, asked: TextRequest) -> Example:
-    """One text explained.
+        Raises:
+            ValueError, TypeError: as for ``explain``.
+        """
+        texts = _read(self)
+        device = next(setup.model.parameters()).device
+        ids = torch.tensor([texts.ids], device=device)
+        check_inputs(ids, setup.model)
+        logits, layers = _run(setup, ids, texts.positions)
+        _require_ids("target", texts.target, logits.shape[-1])
+        _require_ids("against", texts.against, logits.shape[-1])
+        whole = texts.prompt
+        if texts.follows_text:
+            texts, whole = _followed(self, texts, int(logits[-1].argmax()))
+        questions = _questions(setup, self.tokenizer, texts, whole, logits, layers)
+        L = len(whole.tokens)
+        questions.require_memory(L)
+        # Maps come first, since those that are too large are refused before any row is computed.
+        maps = _maps(setup, torch.tensor([whole.ids], device=device))
+        relevance, deltas = questions.explained(
+            ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
+        )
+        units = {"word": words(whole.tokens), "sentence": sentences(whole.tokens)}
+        if self.spans:
+            units["span"] = named(whole.tokens, self.spans)
+        return Example(
+            _shortened(whole.text),
+            tuple(questions.outputs),
+            relevance,
+            deltas,
+            whole.tokens,
+            len(texts.prompt.tokens),
+            units,
+            maps=maps,
+        )
 
-    Raises:
-        ValueError, TypeError: as for ``explain``.
-    """
-    tokenizer = asked.tokenizer
-    prompt = _prompt(tokenizer, asked.given)
+
+@dataclass(frozen=True)
+class _Texts:
+    # The texts of a question, the ids that the model reads, and the tokens at which answers are
+    # explained: those of the text that follows, or of any answer at positions that were asked for.
+    prompt: TokenizedText
+    target: TokenizedText | None
+    against: TokenizedText | None
+    ids: list[int]
+    positions: list[int]
+    follows_text: bool
+
+
+def _read(question: TextQuestion) -> _Texts:
+    prompt = _prompt(question.tokenizer, question.inputs)
     P = len(prompt.tokens)
-    target = _continuation(tokenizer, asked.target, "target")
-    against = _continuation(tokenizer, asked.against, "against")
-    places = _places(asked.position, P)
-    if places is not None:
-        for name, one in (("target", target), ("against", against)):
-            _require_one(name, one)
-    device = next(setup.model.parameters()).device
-    along = () if target is None or places is not None else target.ids[:-1]
-    ids = torch.tensor([[*prompt.ids, *along]], device=device)
-    check_inputs(ids, setup.model)
-    first = 0 if _is_all(asked.position) else P - 1
-    positions = list(range(first, ids.shape[1])) if places is None else places
+    target = _continuation(question.tokenizer, question.target, "target")
+    against = _continuation(question.tokenizer, question.against, "against")
+    positions = _positions(question.position, P)
+    if positions is not None:
+        _require_one_token("target", target)
+        _require_one_token("against", against)
+        return _Texts(prompt, target, against, prompt.ids, positions, False)
+    ids = prompt.ids + ([] if target is None else target.ids[:-1])
+    first = 0 if _is_all(question.position) else P - 1
+    return _Texts(prompt, target, against, ids, list(range(first, len(ids))), True)
 
-    lens = Lens(setup.model, positions)
-    logits, layers = _run(setup, ids, lens)
-    V = logits.shape[-1]
-    for name, one in (("target", target), ("against", against)):
-        _require_ids(name, one, V)
-    whole = prompt
-    if places is None:
-        if target is None:
-            target = _next(tokenizer, prompt, int(logits[-1].argmax()))
-        gap = between(tokenizer, prompt, target) if asked.target is not None else ""
-        whole = prompt.followed_by(target, gap)
-    contrasts = _contrasts(setup, logits, positions, P, target, against, places)
 
-    found = Asked(setup, answer_text(tokenizer))
+def _followed(
+    question: TextQuestion, texts: _Texts, predicted: int
+) -> tuple[_Texts, TokenizedText]:
+    # With a target, which is what the model predicts if none was given; and the whole text.
+    if texts.target is None:
+        target, gap = _next(question.tokenizer, texts.prompt, predicted), ""
+    else:
+        target = texts.target
+        gap = between(question.tokenizer, texts.prompt, target)
+    return replace(texts, target=target), texts.prompt.followed_by(target, gap)
+
+
+def _questions(
+    setup: Setup,
+    tokenizer: Any,
+    texts: _Texts,
+    whole: TokenizedText,
+    logits: Tensor,
+    layers: Sequence[Tensor],
+) -> Questions:
+    contrasts = _contrasts(texts, logits)
+    questions = Questions(setup, answer_text(tokenizer))
     unknown = getattr(tokenizer, "unk_token_id", None)
-    for k, position in enumerate(positions):
-        chosen, typed = None if target is None else target.ids[0], None
-        if places is None:
+    for k, position in enumerate(texts.positions):
+        chosen, typed = None if texts.target is None else texts.target.ids[0], None
+        if texts.follows_text:
             token = whole.tokens[position + 1]
             chosen, typed = token.id, token.text.strip() if token.id == unknown else None
-        found.add(
-            logits[k],
-            position,
-            chosen,
-            contrasts.get(k),
-            [layer[k] for layer in layers],
-            typed,
-        )
-    L = len(whole.tokens)
-    found.require_memory(L)
-    # First, since they are refused where they are too large.
-    maps = _maps(setup, torch.tensor([whole.ids], device=device))
-    relevance, deltas = found.explained(
-        ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
-    )
-    units = {"word": words(whole.tokens), "sentence": sentences(whole.tokens)}
-    if asked.spans:
-        units["span"] = named(whole.tokens, asked.spans)
-    return Example(
-        _shortened(whole.text),
-        tuple(found.outputs),
-        relevance,
-        deltas,
-        whole.tokens,
-        P,
-        units,
-        maps=maps,
-    )
+        lens = [layer[k] for layer in layers]
+        questions.add(logits[k], position, chosen, contrasts.get(k), lens, typed)
+    return questions
 
 
-def _prompt(tokenizer: Any, given: str | list[int]) -> TokenizedText:
-    if not isinstance(given, str):
-        return read_ids(tokenizer, given, "the text")
-    found = read(tokenizer, given, "text")
-    warning = unknown_in_prompt(tokenizer, found.ids)
+def _prompt(tokenizer: Any, text: str | list[int]) -> TokenizedText:
+    if not isinstance(text, str):
+        return read_ids(tokenizer, text, "the text")
+    prompt = read(tokenizer, text, "text")
+    warning = unknown_in_prompt(tokenizer, prompt.ids)
     if warning:
-        warnings.warn(warning, UserWarning, stacklevel=5)
-    return found
+        warnings.warn(warning, UserWarning, stacklevel=6)
+    return prompt
 
 
-def _continuation(tokenizer: Any, given: str | list[int] | None, name: str) -> TokenizedText | None:
-    if given is None:
+def _continuation(tokenizer: Any, text: str | list[int] | None, name: str) -> TokenizedText | None:
+    if text is None:
         return None
-    if not isinstance(given, str):
-        return read_ids(tokenizer, given, name)
+    if not isinstance(text, str):
+        return read_ids(tokenizer, text, name)
     if tokenizer is None:
-        raise TypeError(f"{name} is {given!r}, and there is no tokenizer; expected token ids.")
-    found = read(tokenizer, given, name, special=False)
-    require_known(tokenizer, given, found.ids, name, f"{name}= also takes token ids.")
-    return found
+        raise TypeError(f"{name} is {text!r}, and there is no tokenizer; expected token ids.")
+    continuation = read(tokenizer, text, name, special=False)
+    require_known(tokenizer, text, continuation.ids, name, f"{name}= also takes token ids.")
+    return continuation
 
 
-def _next(tokenizer: Any, prompt: TokenizedText, one: int) -> TokenizedText:
-    # A token as it would stand after the text.
-    token = read_ids(tokenizer, [prompt.ids[-1], one], "the answer").tokens[1]
+def _next(tokenizer: Any, prompt: TokenizedText, predicted: int) -> TokenizedText:
+    # The token is read after the last one of the text, since that tells how it is spaced.
+    token = read_ids(tokenizer, [prompt.ids[-1], predicted], "the answer").tokens[1]
     width = token.end - token.start
     return TokenizedText(token.text if width else "", (replace(token, start=0, end=width),))
 
@@ -143,46 +170,44 @@ def _is_all(position: Any) -> bool:
     return isinstance(position, str) and position == "all"
 
 
-def _places(position: Any, P: int) -> list[int] | None:
+def _positions(position: Any, P: int) -> list[int] | None:
     if position is None or _is_all(position):
         return None
-    given = [position] if as_index(position) is not None else position
-    indices = [] if isinstance(given, str) else [as_index(one) for one in given]
-    found = [one for one in indices if one is not None]
-    if not found or len(found) < len(indices):
+    several = [position] if as_index(position) is not None else position
+    indices = [] if isinstance(several, str) else [as_index(item) for item in several]
+    positions = [index for index in indices if index is not None]
+    if not positions or len(positions) < len(indices):
         raise TypeError(f"position is {position!r}; expected an int, several ints, 'all' or None.")
-    if any(not -P <= one < P for one in found):
+    if any(not -P <= index < P for index in positions):
         raise InputError(
             f"position is {position!r}; the text has {P} tokens: expected 0 .. {P - 1} (or -{P} "
             ".. -1 from the end)."
         )
-    return sorted({one % P for one in found})
+    return sorted({index % P for index in positions})
 
 
-def _require_one(name: str, given: TokenizedText | None) -> None:
-    if given is not None and len(given.tokens) > 1:
-        parts = ", ".join(repr(token.text) for token in given.tokens)
+def _require_one_token(name: str, text: TokenizedText | None) -> None:
+    if text is not None and len(text.tokens) > 1:
+        parts = ", ".join(repr(token.text) for token in text.tokens)
         raise TargetError(
-            f"{name} is {given.text!r}, which has {len(given.tokens)} tokens ({parts}), but with "
+            f"{name} is {text.text!r}, which has {len(text.tokens)} tokens ({parts}), but with "
             "position it has to be one: the token the model may predict there. Choose one of "
             "them, or remove position."
         )
 
 
-def _require_ids(name: str, given: TokenizedText | None, V: int) -> None:
-    if given is not None and not all(0 <= one < V for one in given.ids):
-        raise TargetError(f"{name} is {given.ids}; the model's ids are 0 .. {V - 1}.")
+def _require_ids(name: str, text: TokenizedText | None, V: int) -> None:
+    if text is not None and not all(0 <= token < V for token in text.ids):
+        raise TargetError(f"{name} is {text.ids}; the model's ids are 0 .. {V - 1}.")
 
 
-def _run(setup: Setup, ids: Tensor, lens: Lens) -> tuple[Tensor, list[Tensor]]:
+def _run(setup: Setup, ids: Tensor, positions: list[int]) -> tuple[Tensor, list[Tensor]]:
     # The logits at the positions that are explained, and those after each layer.
+    lens = Lens(setup.model, positions)
     named = {"use_cache": False} if "use_cache" in parameter_names(setup.model) else {}
     with torch.no_grad():
-        if not setup.lens:
+        with lens.watching() if setup.lens else nullcontext():
             output = setup.model(ids, **named)
-        else:
-            with lens.watching():
-                output = setup.model(ids, **named)
         logits = extract_logits(output)
         if logits.dim() != 3 or logits.shape[1] != ids.shape[1]:
             raise ValueError(
@@ -191,7 +216,7 @@ def _run(setup: Setup, ids: Tensor, lens: Lens) -> tuple[Tensor, list[Tensor]]:
                 "is explained by the methods' own attribute: MambaLRP(model).attribute(ids, "
                 "target=label)."
             )
-        logits = logits[0, lens.positions].float()
+        logits = logits[0, positions].float()
         layers = lens.layers(logits) if setup.lens else []
     if layers is None:
         note = "no lens: the model's final norm and head were not found"
@@ -200,33 +225,26 @@ def _run(setup: Setup, ids: Tensor, lens: Lens) -> tuple[Tensor, list[Tensor]]:
     return logits, layers or []
 
 
-def _contrasts(
-    setup: Setup,
-    logits: Tensor,
-    positions: list[int],
-    P: int,
-    target: TokenizedText | None,
-    against: TokenizedText | None,
-    places: list[int] | None,
-) -> dict[int, int]:
+def _contrasts(texts: _Texts, logits: Tensor) -> dict[int, int]:
     # By output: what is explained against. Two continuations share what is before their first
     # difference, and nothing after it.
+    target, against = texts.target, texts.against
     if against is None:
         return {}
-    if places is not None:
+    if not texts.follows_text:
         chosen = [int(row.argmax()) if target is None else target.ids[0] for row in logits]
         if against.ids[0] in chosen:
-            raise _itself(setup, against, target is None)
-        return dict.fromkeys(range(len(positions)), against.ids[0])
+            raise _itself(against, target is None)
+        return dict.fromkeys(range(len(texts.positions)), against.ids[0])
     assert target is not None
-    pairs = zip(target.ids, against.ids, strict=False)
-    k = next((k for k, (one, other) in enumerate(pairs) if one != other), None)
+    pairs = enumerate(zip(target.ids, against.ids, strict=False))
+    k = next((k for k, (token, other) in pairs if token != other), None)
     if k is None:
-        raise _itself(setup, against, False)
-    return {positions.index(P - 1 + k): against.ids[k]}
+        raise _itself(against, False)
+    return {texts.positions.index(len(texts.prompt.tokens) - 1 + k): against.ids[k]}
 
 
-def _itself(setup: Setup, against: TokenizedText, predicted: bool) -> TargetError:
+def _itself(against: TokenizedText, predicted: bool) -> TargetError:
     what = "what the model predicts" if predicted else "the target, or begins like it"
     return TargetError(
         f"against is {against.text!r}, which is {what}; expected another continuation, which "
@@ -237,7 +255,7 @@ def _itself(setup: Setup, against: TokenizedText, predicted: bool) -> TargetErro
 def _maps(setup: Setup, ids: Tensor) -> tuple[Maps, ...]:
     if not setup.maps:
         return ()
-    found = hidden_attention(
+    means = hidden_attention(
         setup.model,
         ids,
         layers=setup.layers,
@@ -249,20 +267,20 @@ def _maps(setup: Setup, ids: Tensor) -> tuple[Maps, ...]:
         maps["hidden-attention"] = Maps(
             "hidden attention",
             "mean over channels",
-            {name: kept(one[0]) for name, one in found.items()},
+            {name: to_numpy(mean[0]) for name, mean in means.items()},
         )
     if "latim" in setup.maps:
         with memory_limit(setup.memory_limit):
             size = 4 * ids.shape[1] ** 2
             require(
-                len(setup.maps) * len(found) * size,
-                f"maps of {len(found)} layers, {len(setup.maps)} kinds and {ids.shape[1]} tokens",
+                len(setup.maps) * len(means) * size,
+                f"maps of {len(means)} layers, {len(setup.maps)} kinds and {ids.shape[1]} tokens",
                 [("layers=-1, one layer", len(setup.maps) * size)],
             )
         method = LaTIM(setup.model, memory_limit=setup.memory_limit)
         interactions = partial(method.interactions, ids, aggregation="l2", activation="gate")
         maps["latim"] = Maps(
-            "LaTIM", "l2 norm", {name: kept(interactions(name)[0]) for name in found}
+            "LaTIM", "l2 norm", {name: to_numpy(interactions(name)[0]) for name in means}
         )
     return tuple(maps[name] for name in setup.maps)
 

@@ -284,14 +284,14 @@ class TokenAttribution(Attribution):
         **options: Any,
     ) -> FrozenModel:
         # The options are those of freeze.
-        runs = gradients or substitution is not None
-        if self._frozen is not None and position is not None and not runs:
-            if not request.same_as(self._frozen.request):
+        before = None if gradients or substitution is not None else self._frozen
+        if before is not None and (position is not None or before.query is not None):
+            if not request.same_as(before.request):
                 raise ValueError(
                     "inputs or additional_forward_args are not those that freeze_once was given; "
                     "call freeze_once with these, or attribute of the method it was called on."
                 )
-            return self._frozen.at(position)
+            return before if position is None else before.at(position)
         frozen = freeze(
             request,
             position=position,

@@ -22,7 +22,7 @@ from typing import Any
 COMMANDS = {
     "explain": "which tokens, or which part of an image, a prediction rests on",
     "supported": "what of a model is supported, and what a run costs",
-    "compare": "one saved explanation less another one",
+    "compare": "one saved explanation minus another one",
     "show": "open the page of an explanation in the browser",
 }
 

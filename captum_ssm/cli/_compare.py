@@ -1,4 +1,4 @@
-"""One saved explanation less another one of the same texts, by another model or other options."""
+"""One saved explanation minus another one of the same texts, by another model or other options."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from captum_ssm._explain import explain
-from captum_ssm._explain.front import MAPS, UNITS
+from captum_ssm._explain.parse import MAPS, UNITS
 from captum_ssm._vocabulary import require_known
 from captum_ssm.attr import methods
 from captum_ssm.cli._arguments import (
@@ -43,12 +43,20 @@ PICTURES = (".png", ".svg", ".pdf")
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
+    _add_inputs(parser)
+    _add_answers(parser)
+    _add_results(parser)
+    add_loading(parser)
+    add_options(parser)
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a hub name, or a folder")
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--text", help="the text the model reads")
-    given.add_argument("--ids", help="token ids in its place, such as '3,1,4'")
-    given.add_argument("--input", type=Path, help="a file of texts, one per line")
-    given.add_argument("--image", type=Path, help="a picture, for a model that reads images")
+    inputs = parser.add_mutually_exclusive_group(required=True)
+    inputs.add_argument("--text", help="the text the model reads")
+    inputs.add_argument("--ids", help="token ids in its place, such as '3,1,4'")
+    inputs.add_argument("--input", type=Path, help="a file of texts, one per line")
+    inputs.add_argument("--image", type=Path, help="a picture, for a model that reads images")
     parser.add_argument(
         "--methods",
         "--method",
@@ -57,13 +65,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=[DEFAULT_METHOD],
         help=f"one or several of {listed(methods())}. Default: {DEFAULT_METHOD}",
     )
-    wanted = parser.add_mutually_exclusive_group()
-    wanted.add_argument(
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    targets = parser.add_mutually_exclusive_group()
+    targets.add_argument(
         "--target",
         help="the explained continuation (with --ids: token ids), one row per token; of an image "
         "its class. Default: what the model predicts",
     )
-    wanted.add_argument("--target-ids", help="its token ids in its place, such as '3,1,4'")
+    targets.add_argument("--target-ids", help="its token ids in its place, such as '3,1,4'")
     parser.add_argument(
         "--against",
         help="another continuation or class: also explain the difference between the two scores",
@@ -73,6 +84,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="explain what the model predicts at this token of the text, not at the last; or "
         "'all': every token of the text",
     )
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--units", choices=UNITS, default="token", help="what is shown. Default: token"
     )
@@ -101,8 +115,6 @@ def add(parser: argparse.ArgumentParser) -> None:
             nargs="+",
             help="of the pixels' normalization, for a VisionMamba. Default: that of ImageNet",
         )
-    add_loading(parser)
-    add_options(parser)
 
 
 def run(args: argparse.Namespace) -> None:

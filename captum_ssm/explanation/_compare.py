@@ -1,19 +1,18 @@
-"""Two explanations: joined, or one less the other."""
+"""Two explanations: joined, or one minus the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from captum_ssm.explanation._parts import Example, Maps, Output
+from captum_ssm.explanation._parts import Example, ExplanationData, Maps, Output
 from captum_ssm.explanation._tables import rows_of
 
-if TYPE_CHECKING:
-    from captum_ssm.explanation._explanation import Explanation
+E = TypeVar("E", bound=ExplanationData)
 
 
-def joined(first: Explanation, second: Explanation) -> Explanation:
+def joined(first: E, second: E) -> E:
     """The examples of both.
 
     Raises:
@@ -29,8 +28,8 @@ def joined(first: Explanation, second: Explanation) -> Explanation:
     return _of_both(first, second, model=model, examples=first.examples + second.examples)
 
 
-def difference(first: Explanation, second: Explanation) -> Explanation:
-    """One explanation less another one, row by row.
+def difference(first: E, second: E) -> E:
+    """One explanation minus another one, row by row.
 
     Raises:
         ValueError: where they are not of the same examples by the same methods, or do not explain
@@ -42,14 +41,14 @@ def difference(first: Explanation, second: Explanation) -> Explanation:
             f"the explanations were made by {', '.join(names[0])} and by {', '.join(names[1])}; "
             "expected the same methods in the same order."
         )
-    if len(first) != len(second):
+    if len(first.examples) != len(second.examples):
         raise ValueError(
-            f"the explanations are of {len(first)} and {len(second)} examples; expected the same "
-            "examples. explanation[i] is one of them."
+            f"the explanations are of {len(first.examples)} and {len(second.examples)} examples; "
+            "expected the same examples. explanation[i] is one of them."
         )
     pairs = zip(first.examples, second.examples, strict=True)
-    title = first.title if first.title == second.title else f"{first.title} less {second.title}"
-    model = first.model if first.model == second.model else f"{first.model} less {second.model}"
+    title = first.title if first.title == second.title else f"{first.title} minus {second.title}"
+    model = first.model if first.model == second.model else f"{first.model} minus {second.model}"
     examples = tuple(_example(a, b) for a, b in pairs)
     return _of_both(first, second, title=title, model=model, examples=examples)
 
@@ -58,8 +57,8 @@ def _told(methods: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return ", ".join(name + (f" {options}" if options else "") for name, options in methods)
 
 
-def _of_both(first: Explanation, second: Explanation, **changes: Any) -> Explanation:
-    # With the settings and versions that both have.
+def _of_both(first: E, second: E, **changes: Any) -> E:
+    # Settings and versions stay where both have them.
     for name in ("settings", "versions"):
         theirs = getattr(second, name)
         shared = {k: v for k, v in getattr(first, name).items() if theirs.get(k) == v}
@@ -121,15 +120,12 @@ def _renumbered(output: Output, new: dict[int, int]) -> Output:
 
 
 def _maps(first: Sequence[Maps], second: Sequence[Maps]) -> tuple[Maps, ...]:
-    # Those that both have.
-    found = []
-    theirs = {one.name: one.layers for one in second}
-    for one in first:
-        layers = {
-            name: values - theirs[one.name][name]
-            for name, values in one.layers.items()
-            if name in theirs.get(one.name, {})
-        }
+    # Only layers that both have can be subtracted.
+    theirs = {maps.name: maps.layers for maps in second}
+    differences = []
+    for maps in first:
+        other = theirs.get(maps.name, {})
+        layers = {name: a - other[name] for name, a in maps.layers.items() if name in other}
         if layers:
-            found.append(replace(one, layers=layers))
-    return tuple(found)
+            differences.append(replace(maps, layers=layers))
+    return tuple(differences)

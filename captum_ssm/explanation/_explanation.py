@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from captum_ssm.explanation import _file, _tables
 from captum_ssm.explanation._compare import difference, joined
-from captum_ssm.explanation._parts import Example, Method, Output
+from captum_ssm.explanation._parts import ExplanationData, Output
 from captum_ssm.explanation._read import printable
 from captum_ssm.explanation._summary import Summary, summary
 from captum_ssm.explanation._units import spans_of, summed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Explanation:
+class Explanation(ExplanationData):
     """Examples explained by one or several methods, and all that made them.
 
     It is plain data: tokens, predictions and NumPy arrays. :func:`captum_ssm.explain` makes one;
@@ -47,13 +47,6 @@ class Explanation:
         'w3 w4 w5 w6'
     """
 
-    title: str
-    model: str
-    methods: tuple[Method, ...]
-    examples: tuple[Example, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-
     def __repr__(self) -> str:
         names = ", ".join(method.name for method in self.methods)
         counts = f"{len(self.examples)} examples" if len(self) > 1 else self._size()
@@ -73,8 +66,8 @@ class Explanation:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int | slice) -> Explanation:
-        found = self.examples[index]
-        return replace(self, examples=found if isinstance(found, tuple) else (found,))
+        chosen = self.examples[index]
+        return replace(self, examples=chosen if isinstance(chosen, tuple) else (chosen,))
 
     def __add__(self, other: Explanation) -> Explanation:
         if not isinstance(other, Explanation):
@@ -118,15 +111,15 @@ class Explanation:
             >>> explanation.relevance("mamba-lrp", against="w7", units="word").shape
             (4,)
         """
-        names = [one.name for one in self.methods]
+        names = [method.name for method in self.methods]
         name = names[0] if method is None else method
         if name not in names:
             raise ValueError(f"method is {method!r}; expected {' or '.join(names)}.")
         shown = _item(self.examples, example, "example")
         rows = shown.relevance[name]
         plus, minus = _rows(_item(shown.outputs, output, "output"), answer, against)
-        found = rows[plus] if minus is None else rows[plus] - rows[minus]
-        return summed(found, spans_of(shown, units))
+        row = rows[plus] if minus is None else rows[plus] - rows[minus]
+        return summed(row, spans_of(shown, units))
 
     def save(self, path: str | Path) -> None:
         """Write it to ``path``, JSON; maps, if any, to a file in safetensors' format next to it.
@@ -151,7 +144,7 @@ class Explanation:
             path (str or Path): the ``.json`` file; that of its maps has to lie next to it.
 
         Raises:
-            ValueError: for a file that is no explanation, or one of another version.
+            ValueError: for a file that is not an explanation, or one of another version.
             OSError: where a file is missing.
         """
         return cls(**_file.load(path))
@@ -204,7 +197,7 @@ class Explanation:
         return page
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        # What notebooks show.
+        # IPython calls it for what a notebook shows.
         from captum_ssm.page import notebook_bundle
 
         return notebook_bundle(self, **kwargs)
@@ -227,7 +220,7 @@ class Explanation:
         return summary(self)
 
     def difference(self, other: Explanation) -> Explanation:
-        """This explanation less another one of the same texts or images by the same methods.
+        """This explanation minus another one of the same texts or images by the same methods.
 
         For two models, or two sets of options: every row is the difference of the rows that
         explain the same answer at the same token.
@@ -276,22 +269,22 @@ def _rows(
 
 
 def _row(output: Output, index: int) -> int:
-    found = output.answers[index]
-    if found.row is None:
+    answer = output.answers[index]
+    if answer.row is None:
         raise ValueError(
-            f"the answer {found.text!r} was not explained; expected {_explained(output)}. "
+            f"the answer {answer.text!r} was not explained; expected {_explained(output)}. "
             "explain(..., against=...) or alternatives= explains more of them."
         )
-    return found.row
+    return answer.row
 
 
 def _answer(output: Output, wanted: str | int, name: str) -> int:
     for key in (lambda text: text, str.strip):
-        for i, one in enumerate(output.answers):
-            if wanted == one.id or (isinstance(wanted, str) and key(one.text) == key(wanted)):
+        for i, answer in enumerate(output.answers):
+            if wanted == answer.id or (isinstance(wanted, str) and key(answer.text) == key(wanted)):
                 return i
     raise ValueError(f"{name} is {wanted!r}; expected {_explained(output)}.")
 
 
 def _explained(output: Output) -> str:
-    return " or ".join(repr(one.text) for one in output.answers if one.row is not None)
+    return " or ".join(repr(answer.text) for answer in output.answers if answer.row is not None)

@@ -14,23 +14,20 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from captum_ssm.explanation._parts import Maps, Method
+from captum_ssm.explanation._parts import ExplanationData, Maps, Method
 from captum_ssm.explanation._read import Damaged, example, printable, read
-
-if TYPE_CHECKING:
-    from captum_ssm.explanation._explanation import Explanation
 
 FORMAT = "captum_ssm.explanation"
 VERSION = 1
 
 
-def save(explanation: Explanation, path: str | Path) -> None:
+def save(explanation: ExplanationData, path: str | Path) -> None:
     """Write an explanation, as :meth:`Explanation.save` says."""
     path = Path(path)
     if path.suffix != ".json":

@@ -80,7 +80,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Contrast:
-    """An answer explained against another: the score of one less that of the other.
+    """An answer explained against another: the score of one minus that of the other.
 
     Args:
         answer, against (int): indices among the output's answers.
@@ -159,7 +159,7 @@ class Example:
         outputs (tuple of Output): in the text's order; an image has one.
         relevance (dict): by the name of the method, ``(R, L)`` float32, one row for each answer
             and contrast that is explained; for an image ``(R, H, W)``.
-        deltas (dict): by the name of the method, ``(R,)``: the score less the relevance's sum, of
+        deltas (dict): by the name of the method, ``(R,)``: the score minus the relevance's sum, of
             methods that add up; other methods are left out.
         tokens (tuple of Token): L of them: the prompt, then the continuation (the target, or the
             token that the model predicts). Empty for an image.
@@ -217,3 +217,15 @@ class Method:
     note: str
     adds_up: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class ExplanationData:
+    """The fields of :class:`Explanation`, for the functions that it is built on."""
+
+    title: str
+    model: str
+    methods: tuple[Method, ...]
+    examples: tuple[Example, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from captum_ssm.explanation._parts import ExplanationData
 from captum_ssm.explanation._tables import require_texts, shares
 
 if TYPE_CHECKING:
     import pandas
-
-    from captum_ssm.explanation._explanation import Explanation
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Summary:
         )
 
 
-def summary(explanation: Explanation) -> Summary:
+def summary(explanation: ExplanationData) -> Summary:
     """The summary of :meth:`Explanation.mean`."""
     require_texts(explanation, "the mean")
     found: dict[str, list[Mean]] = {"token": [], "position": [], "distance": []}
@@ -109,7 +108,7 @@ def summary(explanation: Explanation) -> Summary:
 
 
 def _entries(
-    explanation: Explanation, method: str
+    explanation: ExplanationData, method: str
 ) -> Iterator[tuple[tuple[str, int, int], tuple[float, float]]]:
     # What is explained first at each output, token by token: (text, position, distance), numbers.
     for example in explanation.examples:

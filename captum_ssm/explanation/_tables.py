@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from captum_ssm.explanation._parts import Answer, Example, Output
+from captum_ssm.explanation._parts import Answer, Example, ExplanationData, Output
 from captum_ssm.explanation._units import bounds_of, spans_of, summed, texts_of
 
 if TYPE_CHECKING:
     import pandas
-
-    from captum_ssm.explanation._explanation import Explanation
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ def rows_of(example: Example) -> Iterator[Row]:
             yield Row(output, output.answers[one.answer], output.answers[one.against], one.row)
 
 
-def require_texts(explanation: Explanation, what: str) -> None:
+def require_texts(explanation: ExplanationData, what: str) -> None:
     """Raise where an example is an image.
 
     Raises:
@@ -57,7 +55,7 @@ def shares(values: np.ndarray) -> np.ndarray:
     return np.abs(values) / total if total else np.zeros_like(values)
 
 
-def to_pandas(explanation: Explanation, units: str) -> pandas.DataFrame:
+def to_pandas(explanation: ExplanationData, units: str) -> pandas.DataFrame:
     """The table of :meth:`Explanation.to_pandas`."""
     import pandas
 
@@ -84,7 +82,7 @@ _COLUMNS = (
 )
 
 
-def to_captum(explanation: Explanation) -> list[Any]:
+def to_captum(explanation: ExplanationData) -> list[Any]:
     """The records of :meth:`Explanation.to_captum`."""
     require_texts(explanation, "Captum's table")
     import torch

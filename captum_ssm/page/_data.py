@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from captum_ssm.explanation import Answer, Example, Explanation, Maps, Output, Token
+from captum_ssm.explanation._parts import Answer, Example, ExplanationData, Maps, Output, Token
 
 FORMAT = "captum_ssm.page/1"
 
@@ -18,7 +18,7 @@ FORMAT = "captum_ssm.page/1"
 MOST_CELLS = 512
 
 
-def page_data(explanation: Explanation) -> dict[str, Any]:
+def page_data(explanation: ExplanationData) -> dict[str, Any]:
     """The explanation as JSON, without what the page does not show (see docs/how_to/page.md)."""
     names = [method.name for method in explanation.methods]
     return {

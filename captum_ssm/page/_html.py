@@ -10,7 +10,7 @@ import re
 from functools import cache
 from importlib import resources
 
-from captum_ssm.explanation import Explanation
+from captum_ssm.explanation._parts import ExplanationData
 from captum_ssm.page._data import page_data
 
 # In the order in which they are joined: a module comes after those it imports from.
@@ -56,7 +56,7 @@ openPage(document.body, data, { whole: true });
 """
 
 
-def page_html(explanation: Explanation, size_limit: int = 64 * 2**20) -> str:
+def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str:
     """The page of an explanation: one HTML file that needs no network and no other file.
 
     The same explanation gives the same page, byte for byte. Texts of the explanation are shown

@@ -6,7 +6,7 @@ import html
 import json
 from typing import Any
 
-from captum_ssm.explanation import Explanation
+from captum_ssm.explanation._parts import ExplanationData
 from captum_ssm.page._data import page_data
 from captum_ssm.page._html import page_html, script, stylesheet
 
@@ -19,7 +19,7 @@ export default {
 """
 
 
-def widget(explanation: Explanation) -> Any:
+def widget(explanation: ExplanationData) -> Any:
     """The page of an explanation as a widget for notebooks, by anywidget.
 
     Args:
@@ -54,7 +54,7 @@ def widget(explanation: Explanation) -> Any:
     return ExplanationWidget(data=json.dumps(page_data(explanation), separators=(",", ":")))
 
 
-def notebook_bundle(explanation: Explanation, **formats: Any) -> Any:
+def notebook_bundle(explanation: ExplanationData, **formats: Any) -> Any:
     """What a notebook shows of an explanation: for ``Explanation._repr_mimebundle_``.
 
     A live notebook shows the widget, where anywidget is installed. A saved notebook is read without
@@ -83,7 +83,7 @@ def notebook_bundle(explanation: Explanation, **formats: Any) -> Any:
     return {**live, **data}, metadata
 
 
-def _frame(explanation: Explanation) -> str:
+def _frame(explanation: ExplanationData) -> str:
     title = html.escape(explanation.title)
     # One line: a notebook's file has each line as a string of its own.
     page = html.escape(page_html(explanation)).replace("\n", "&#10;")

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from captum_ssm._colors import AGAINST, FOR, INK
-from captum_ssm._receptive_field import ReceptiveField
+from captum_ssm._receptive_field_result import ReceptiveField
 
 # Half of the field, and nearly all of it.
 _SHARES = (0.5, 0.9)
