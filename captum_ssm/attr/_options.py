@@ -13,9 +13,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from typing_extensions import Unpack, get_type_hints
 
 from captum_ssm._captum import log_usage
-from captum_ssm._graph import past_writes
 from captum_ssm._in_place import seen_in_views
 from captum_ssm._progress import showing
+from captum_ssm._retry import past_writes
 from captum_ssm._workspace import workspace
 
 # What the attribute of every method takes.
