@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from captum_ssm._graph import Point, WithoutZeroKernels, closed, decoded, readers
+from captum_ssm._fast_products import WithoutZeroKernels
+from captum_ssm._graph import Point, closed
 from captum_ssm._lazy import cached_property
+from captum_ssm._readers import decoded, readers
 from captum_ssm._rules import ruled
 
 # Channels of tokens whose squared norms few passes tell.

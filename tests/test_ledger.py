@@ -8,7 +8,7 @@ import pytest
 import torch
 from inputs import noise
 from methods import assert_close
-from models import randomize
+from models import made, randomize
 from torch import nn
 
 from captum_ssm import (
@@ -347,3 +347,16 @@ def test_plain_models_balance(name):
     assert wiring.is_simple
     assert wiring.past is None
     assert not wiring.exchanged
+
+
+def test_a_model_that_cannot_be_moved_is_said():
+    def forward(model, x):
+        h = model.b(x)
+        # Stands for a router that sends moved tokens elsewhere.
+        first = model.__dict__.setdefault("first", h.detach().clone())
+        if not torch.equal(first, h):
+            raise ValueError("other experts")
+        return model.head(x + h + model.c(h))[:, -1]
+
+    with pytest.warns(UserWarning, match=r"moved a little \(ValueError: other experts\)"):
+        MambaRollout(made(forward)).attribute(tokens())

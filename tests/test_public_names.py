@@ -113,6 +113,8 @@ ORDER = (
         "_nested",
         "_progress",
         "_saved",
+        "_retry",
+        "_watch_modules",
         "_memory",
         "_devices",
     ),
@@ -120,6 +122,9 @@ ORDER = (
     *(
         "_vocabulary",
         "_graph",
+        "_reachability",
+        "_readers",
+        "_fast_products",
         "_in_place",
         "_kinds",
         "_node_rules",

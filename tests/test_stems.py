@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 
 from captum_ssm import MambaLRP
 from captum_ssm._capture import Request, freeze
-from captum_ssm._graph import Point, meetings
+from captum_ssm._graph import Point
+from captum_ssm._reachability import meetings
 from captum_ssm._transport import Through
 
 OF_TOKENS = [method for method in METHODS if method is not MambaLRP]

@@ -108,7 +108,7 @@ def test_it_is_among_the_methods_that_tests_and_tables_run_over(toy):
 
 
 def test_the_method_of_the_documentation():
-    page = (Path(__file__).parents[1] / "docs" / "development" / "add_a_method.md").read_text()
+    page = (ROOT / "docs" / "development" / "add_a_method.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     space = {"__name__": "add_a_method"}
     exec(compile(block, "add_a_method.md", "exec"), space)

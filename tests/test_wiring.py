@@ -29,8 +29,10 @@ from captum_ssm import (
 )
 from captum_ssm._capture import Request, freeze, mixing
 from captum_ssm._capture.substitution import Substitution
-from captum_ssm._graph import Point, RankOneProducts, gradients, is_closed, visit_gradients
+from captum_ssm._fast_products import RankOneProducts
+from captum_ssm._graph import Point, gradients, visit_gradients
 from captum_ssm._nested import tensors_in
+from captum_ssm._reachability import is_closed
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 

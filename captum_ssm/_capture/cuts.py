@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point, dependencies
+from captum_ssm._graph import Point
+from captum_ssm._reachability import dependencies
 
 
 class _Exit(torch.autograd.Function):

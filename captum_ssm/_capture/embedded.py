@@ -14,6 +14,7 @@ from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._clones import memory, repeated
 from captum_ssm._copies import original
 from captum_ssm._nested import tensors_in
+from captum_ssm._watch_modules import watch_modules
 
 # A table by its path, and what it was given.
 Given = tuple[str, nn.Module, Tensor]
@@ -77,21 +78,20 @@ def _counts(given: Tensor) -> bool:
 @repeated
 def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
     # What these tables are given where the inputs are others. Nothing if these do not run.
-    found: dict[nn.Module, list[Tensor]] = {module: [] for _, module, _ in tables}
+    ids_of: dict[nn.Module, list[Tensor]] = {module: [] for _, module, _ in tables}
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found[original(module)].append(next(tensors_in((args, kwargs))))
+        ids_of[original(module)].append(next(tensors_in((args, kwargs))))
 
     inputs = tuple(x if x.is_floating_point() else x.roll(1, -1) for x in request.inputs)
     with torch.no_grad(), on_thrown_away(request) as (of_copies, copies):
-        for module in found:
-            copies.of(module).register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            of_copies.run(inputs)
+            with watch_modules(map(copies.of, ids_of), before=keep):
+                of_copies.run(inputs)
         except Exception:  # a forward_func that takes no others
             return []
-    calls = {module: iter(given) for module, given in found.items()}
-    return [next(calls[module], given) for _, module, given in tables]
+    calls = {module: iter(ids) for module, ids in ids_of.items()}
+    return [next(calls[module], ids) for _, module, ids in tables]
 
 
 def _addresses(x: Tensor) -> Tensor:

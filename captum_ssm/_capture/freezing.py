@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -75,57 +76,28 @@ def freeze(
         keep_graph (bool, optional): keep the run's own graph where it was cut at the mixers.
             Default: False
     """
-    own_graph = substitution is not None
-    if request.remote and (query or gradients or own_graph):
+    if request.remote and (query or gradients or substitution is not None):
         raise UnsupportedModelError(ONLY_LAYERS)
     find_unknown_mixers(request)
     has_variables = any(map(request.has_variables, range(len(request.inputs))))
     through_mixers = through_mixers or has_variables
-
-    def score_of(recording: Recording) -> Tensor:
-        if not through_mixers:
-            recording.check_finite()  # names the mixer, where the score could not
-        return read_score(recording, target, position)
-
-    def run() -> tuple[Recording, Wiring, list[Made | None]]:
-        stand_in, asks = substitution, score_of if gradients or own_graph else None
-        if not own_graph and gradients and through_mixers:
-            # What other modules read says what the mixers add to.
-            stand_in = Substitution(keeps_outputs=also is not None)
-        with noting_draws() as draws:
-            recording = _recorded(request, asks, also, stand_in, wiring, through_mixers)
-        if any(draws):
-            with on_thrown_away(request) as (copies, _), torch.no_grad():
-                warn_of_randomness(request.module, (copies.run(), copies.run()))
-        _ = recording.mask  # raises for one of padding only, whose numbers need not be finite
-        recording.check_finite()
-        found = recording.wiring or sequence(len(recording.calls), recording.shape[1])
-        # What puts leaves of its own into the graph checks that they are at all of the ids.
-        if request.by_ids and not own_graph and not (wiring and found.stages[0].reads):
-            _check_tokens(request.inputs[0], found.stages[0].tokens)
-        return recording, found, [] if stand_in is None else stand_in.made
-
-    recording, found, made = run()
-    if not own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
-        recording, found, made = run()  # with those that were found
+    plan = _Plan(request, position, target, gradients, through_mixers, also, wiring, substitution)
+    recording, found, made = plan.run()
+    if not plan.own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
+        recording, found, made = plan.run()  # with those that were found
     mask = recording.mask
     if found.rows is not None:
         check_rows(recording, found.rows)
     live = recording if keep_graph and recording.ports else None
-    weights: list[Tensor] | None = None
     score = recording.score
     if score is not None:
-        if not own_graph:
-            with torch.inference_mode(False), torch.enable_grad():
-                if through_mixers:
-                    recording = recording.with_gradients(score)
-                else:
-                    recording = recording.with_readout(score)
+        if not plan.own_graph:
+            recording, score = plan.with_gradients(recording, score), score.detach()
             found = recording.wiring or found
-            score = score.detach()
         recording = detached(recording)
-    if wiring and not own_graph and found.refused is None:
+    if wiring and not plan.own_graph and found.refused is None:
         check_honesty(request, found.structure)
+    weights: list[Tensor] | None = None
     if query:
         if found.refused is not None:
             raise UnsupportedModelError(found.refused)
@@ -137,45 +109,89 @@ def freeze(
         recording.shape,
         counted_tokens(recording),
         found,
-        None if mask is None else mask.to(dtype),
-        None if weights is None else [w.to(device, dtype) for w in weights],
-        score,
-        [_brought(call, device) for call in recording.others],
-        recording.grid(request.module),
-        recording.unruled,
-        live,
-        partial(freeze, query=False, check=check),
+        mask=None if mask is None else mask.to(dtype),
+        query=None if weights is None else [w.to(device, dtype) for w in weights],
+        score=score,
+        others=[_brought(call, device) for call in recording.others],
+        grid=recording.grid(request.module),
+        unruled=recording.unruled,
+        live=live,
+        again=partial(freeze, query=False, check=check),
     )
 
 
-def _recorded(
-    request: Request,
-    score: Callable[[Recording], Tensor] | None,
-    also: Callable[[nn.Module], bool] | None,
-    substitution: Substitution | None,
-    wiring: bool,
-    through_mixers: bool,
-) -> Recording:
-    if request.remote:
-        return record_remotely(request)
-    options: dict[str, Any] = {
-        "score": score,
-        "also": also,
-        "substitute": substitution,
-        "through_mixers": through_mixers,
-    }
-    has_graph = score is not None and through_mixers
-    short = None if has_graph or not wiring else request.shortened(SHORT)
-    if short is None:
-        return record(request, **options, wiring=wiring)
-    recording = record(request, **options)
-    try:
-        found = record(short, wiring=True).wiring
-    except Exception:  # a model, or an argument, that cannot be shortened
-        found = None
-    if found is None or not found.is_simple or len(found.orders) != len(recording.calls):
-        return record(request, **options, wiring=True)
-    return replace(recording, wiring=found.lengthened(recording.shape[1]))
+@dataclass(frozen=True)
+class _Plan:
+    # What freeze asks of a run; its arguments are those of freeze.
+    request: Request
+    position: Any
+    target: Any
+    gradients: bool
+    through_mixers: bool
+    also: Callable[[nn.Module], bool] | None
+    wiring: bool
+    substitution: Substitution | None
+
+    @property
+    def own_graph(self) -> bool:
+        # Whether what takes the mixers' place needs the score with its graph.
+        return self.substitution is not None
+
+    def run(self) -> tuple[Recording, Wiring, list[Made | None]]:
+        # A recording, how its mixers hang together, and what was frozen meanwhile.
+        request, stand_in = self.request, self.substitution
+        if not self.own_graph and self.gradients and self.through_mixers:
+            # What other modules read says what the mixers add to.
+            stand_in = Substitution(keeps_outputs=self.also is not None)
+        with noting_draws() as draws:
+            recording = self._recorded(stand_in)
+        if any(draws):
+            with on_thrown_away(request) as (copies, _), torch.no_grad():
+                warn_of_randomness(request.module, (copies.run(), copies.run()))
+        _ = recording.mask  # raises for one of padding only, whose numbers need not be finite
+        recording.check_finite()
+        wiring = recording.wiring or sequence(len(recording.calls), recording.shape[1])
+        # What puts leaves of its own into the graph checks that they are at all of the ids.
+        if request.by_ids and not self.own_graph and not (self.wiring and wiring.stages[0].reads):
+            _check_tokens(request.inputs[0], wiring.stages[0].tokens)
+        return recording, wiring, [] if stand_in is None else stand_in.made
+
+    def with_gradients(self, recording: Recording, score: Tensor) -> Recording:
+        # The recording with the gradients of the score that were asked for.
+        with torch.inference_mode(False), torch.enable_grad():
+            if self.through_mixers:
+                return recording.with_gradients(score)
+            return recording.with_readout(score)
+
+    def _score_of(self, recording: Recording) -> Tensor:
+        if not self.through_mixers:
+            recording.check_finite()  # names the mixer, where the score could not
+        return read_score(recording, self.target, self.position)
+
+    def _recorded(self, stand_in: Substitution | None) -> Recording:
+        request, has_score = self.request, self.gradients or self.own_graph
+        if request.remote:
+            return record_remotely(request)
+        run = partial(
+            record,
+            request,
+            score=self._score_of if has_score else None,
+            also=self.also,
+            substitute=stand_in,
+            through_mixers=self.through_mixers,
+        )
+        has_graph = has_score and self.through_mixers
+        short = None if has_graph or not self.wiring else request.shortened(SHORT)
+        if short is None:
+            return run(wiring=self.wiring)
+        recording = run()
+        try:
+            wiring = record(short, wiring=True).wiring
+        except Exception:  # a model, or an argument, that cannot be shortened
+            wiring = None
+        if wiring is None or not wiring.is_simple or len(wiring.orders) != len(recording.calls):
+            return run(wiring=True)
+        return replace(recording, wiring=wiring.lengthened(recording.shape[1]))
 
 
 def _check_tokens(inputs: Tensor, tokens: int) -> None:
@@ -192,24 +208,19 @@ def _frozen_layers(
     recording: Recording, wiring: Wiring, made: Sequence[Made | None], check: bool
 ) -> list[FrozenLayer]:
     layers: list[FrozenLayer] = []
-    visits: dict[str, int] = {}
-    mask = recording.mask
+    visits = Counter[str]()
     for i, call in enumerate(recording.calls):
-        seen = visits.get(call.path, 0)
-        visits[call.path] = seen + 1
-        name = f"{call.path}:{seen}" if seen else call.path
-        known = made[i] if i < len(made) else None
-        order = wiring.orders[i]
-        own = (
-            mask
-            if order is None and mask is not None and mask.shape == call.output.shape[:2]
-            else None
-        )
-        if known is not None and check:
-            check_deviation(name, call, known.deviation, own)
+        name = f"{call.path}:{visits[call.path]}" if visits[call.path] else call.path
+        visits[call.path] += 1
+        during_run = made[i] if i < len(made) else None
+        order, mask = wiring.orders[i], recording.mask
+        if mask is not None and (order is not None or mask.shape != call.output.shape[:2]):
+            mask = None
+        if during_run is not None and check:
+            check_deviation(name, call, during_run.deviation, mask)
         here = _brought(in_order(call, order, recording.shape[0]), recording.device)
         stage = wiring.stage_of[i]
-        layers.append(FrozenLayer(name, here, stage, call, known, own, check, order))
+        layers.append(FrozenLayer(name, here, stage, call, during_run, mask, check, order))
     return layers
 
 

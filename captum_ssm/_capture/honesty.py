@@ -9,8 +9,8 @@ is made of something that the graph does not show. What a token makes of itself 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -27,6 +27,7 @@ from captum_ssm._capture.tracing import on_thrown_away
 from captum_ssm._clones import repeated
 from captum_ssm._errors import UnsupportedModelError
 from captum_ssm._nested import first_of, tensors_in, with_first
+from captum_ssm._watch_modules import watch_modules
 from captum_ssm.mixers import MixerCall, find_mixers
 from captum_ssm.mixers._registry import channels_of, known_of
 
@@ -39,6 +40,9 @@ _STEPS = 4
 _STEP = 0.3
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
+# What a model raises when moved tokens choose otherwise, as by a router, than those that the held
+# results of its mixers belong to: other shapes, or calls that were not made before.
+_OTHER_CHOICE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError)
 
 
 @repeated
@@ -86,22 +90,23 @@ class _Run:
     request: Request
     held: Sequence[Tensor] = ()
     results: dict[nn.Module, list[Any]] = field(default_factory=dict)
+    paths: dict[nn.Module, str] = field(default_factory=dict)
     starts: list[Tensor] = field(default_factory=list)
     ends: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def __call__(self) -> _Run:
         inputs = [self._start(x) if x.is_floating_point() else x for x in self.request.inputs]
         model, torch_state = self.request.module, torch.random.get_rng_state()
-        with ExitStack() as stack:
-            for path, module in find_mixers(model):
-                if self.held:  # what it returned before is exchanged all the same
-                    again = iter(self.results.get(module, ()))
-                    module.__dict__["forward"] = partial(_next, again, module.forward)
-                hook = self._of_mixer(path)
-                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-            for module in model.modules():
-                if isinstance(module, nn.Embedding):
-                    stack.enter_context(module.register_forward_hook(self._embedded))
+        self.paths = {module: path for path, module in find_mixers(model)}
+        if self.held:  # what mixers returned before is exchanged all the same
+            for module in self.paths:
+                again = iter(self.results.get(module, ()))
+                module.__dict__["forward"] = partial(_next, again, module.forward)
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        with (
+            watch_modules(self.paths, after=self._after_mixer),
+            watch_modules(tables, after=self._embedded),
+        ):
             output = extract_logits(self.request.run(tuple(inputs)))
         torch.random.set_rng_state(torch_state)
         self._end("the output", output)
@@ -117,21 +122,18 @@ class _Run:
         self.starts.append(found)
         return found.clone()  # a model may write into it
 
-    def _of_mixer(self, path: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-            call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
-            self._end(path, call.given_tokens().clone())
-            if not self.held:
-                self.results.setdefault(module, []).append(result)
-            return with_first(result, self._start(first_of(result)))
+    def _after_mixer(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        path = self.paths[module]
+        call = MixerCall.of(path, module, args, kwargs, result, channels=channels_of(module))
+        self._end(path, call.given_tokens().clone())
+        if not self.held:
+            self.results.setdefault(module, []).append(result)
+        return with_first(result, self._start(first_of(result)))
 
-        return hook
-
-    def _embedded(self, module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
-        given = next(tensors_in(args))
-        ids = [one for one in self.request.inputs if not one.is_floating_point()]
-        known = any(entries_of(given, one) is not None for one in ids)
-        return self._start(result) if known else None
+    def _embedded(self, module: nn.Module, args: Any, kwargs: Any, result: Tensor) -> Any:
+        ids, inputs = next(tensors_in((args, kwargs))), self.request.inputs
+        is_input = any(entries_of(ids, x) is not None for x in inputs if not x.is_floating_point())
+        return self._start(result) if is_input else None
 
 
 def _next(results: Iterator[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,15 +149,19 @@ def _hidden(request: Request) -> str | None:
         promise = _promises([end for _, end in run.ends], run.starts)
     if promise is None:
         return None
+    is_compared, reason = False, ""
     with torch.no_grad():
         for steps in _steps(run.starts, torch.Generator().manual_seed(0)):
             held = [one.detach() + step for one, step in zip(run.starts, steps, strict=True)]
             try:
                 after = _Run(request, held, run.results)().ends
-            except Exception:  # other tokens are chosen, as by a router, than mixers returned
+            except _OTHER_CHOICE as error:
+                reason = f"{type(error).__name__}: {error}"
                 continue
             if [end.shape for _, end in after] != [end.shape for _, end in run.ends]:
-                continue  # or others run
+                reason = "other mixers ran, or on other numbers of tokens"
+                continue
+            is_compared = True
             moved = [
                 (name, (a.double() - b.double()).abs().amax(-1))
                 for (name, a), (_, b) in zip(after, run.ends, strict=True)
@@ -171,6 +177,14 @@ def _hidden(request: Request) -> str | None:
                 ):
                     return None  # it is another one at each run
                 return "the output" if name == "the output" else f"what {name} is given"
+    if not is_compared:
+        warnings.warn(
+            f"{type(request.module).__name__} could not be run with its tokens moved a little "
+            f"({reason}), so nothing checks that autograd shows all that lies between its mixers. "
+            "The relevance is right if no detach() or torch.no_grad() hides a part of it.",
+            UserWarning,
+            stacklevel=2,
+        )
     return None
 
 

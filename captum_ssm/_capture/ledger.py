@@ -26,14 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from captum_ssm._graph import (
-    Point,
-    closed,
-    dependencies,
-    edges_before,
-    meetings,
-    shape_of,
-)
+from captum_ssm._graph import Point, closed
+from captum_ssm._reachability import dependencies, edges_before, meetings, shape_of
 from captum_ssm._rules import ruled
 from captum_ssm._transport import Transport, pairs
 

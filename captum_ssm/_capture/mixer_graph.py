@@ -14,7 +14,8 @@ from captum_ssm._capture.orders import Orders
 from captum_ssm._capture.ways import Way, feature_axis, stem_of
 from captum_ssm._capture.wiring import INPUT, Link, side_by_side
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, SegmentGraph, nodes_before
+from captum_ssm._graph import Point
+from captum_ssm._reachability import SegmentGraph, nodes_before
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 MIXERS = (

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from captum_ssm._capture.orders import Orders
-from captum_ssm._graph import Point, RankOneProducts, closed, gradients, visit_gradients
+from captum_ssm._fast_products import RankOneProducts
+from captum_ssm._graph import Point, closed, gradients, visit_gradients
 
 # So many tokens, in the whole batch, are looked at two by two.
 _FEW = 64

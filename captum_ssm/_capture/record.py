@@ -30,9 +30,9 @@ from captum_ssm._checkpoints import without_checkpoints
 from captum_ssm._clones import repeated
 from captum_ssm._copies import original
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import past_writes
 from captum_ssm._nested import detached, tensors_in
 from captum_ssm._progress import Bar
+from captum_ssm._retry import past_writes
 from captum_ssm.mixers._call import bound_arguments
 
 

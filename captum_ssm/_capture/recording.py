@@ -16,10 +16,11 @@ from captum_ssm._capture.model import extract_logits, unwrap
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import InputError, UnsupportedModelError
-from captum_ssm._graph import Point, is_read_past
+from captum_ssm._graph import Point
 from captum_ssm._grid import TokenGrid, find_token_grid
 from captum_ssm._lazy import cached_property
 from captum_ssm._nested import tensors_in
+from captum_ssm._reachability import is_read_past
 from captum_ssm._rules import goes_through_activation, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 

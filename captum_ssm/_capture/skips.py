@@ -17,7 +17,8 @@ from torch import Tensor
 
 from captum_ssm._capture.mixer_graph import MixerGraph
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Joints, Point, meetings, shape_of
+from captum_ssm._graph import Point
+from captum_ssm._reachability import Joints, meetings, shape_of
 from captum_ssm._transport import Pairs, Patches, Transport, pairs, pushed
 
 

@@ -14,9 +14,9 @@ from captum_ssm._capture.checking import Deviation, Rebuilt
 from captum_ssm._capture.finite import check_finite
 from captum_ssm._copies import running
 from captum_ssm._devices import is_offloaded, weights_loaded
-from captum_ssm._graph import is_closed
 from captum_ssm._nested import detached, first_of, map_tensors, tensors_in, with_first
 from captum_ssm._progress import Bar
+from captum_ssm._reachability import is_closed
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers._call import LinearCalls
 from captum_ssm.mixers._registry import is_own

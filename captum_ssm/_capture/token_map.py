@@ -20,7 +20,8 @@ from captum_ssm._capture.skips import Skips
 from captum_ssm._capture.ways import portions, shares
 from captum_ssm._capture.wiring import INPUT, Link, Read
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, gradients, meetings
+from captum_ssm._graph import Point, gradients
+from captum_ssm._reachability import meetings
 from captum_ssm._transport import Pairs, Patches, Transport, pairs
 
 # The largest share of what a token reads from others without a mixer.

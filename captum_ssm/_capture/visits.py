@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from captum_ssm._capture.cuts import Cuts
 from captum_ssm._capture.embedded import entries_of
-from captum_ssm._capture.kept import KeptLinears, KeptScansOfMixers
+from captum_ssm._capture.kept import InnerResults
 from captum_ssm._capture.model import input_embeddings
 from captum_ssm._capture.request import Request
 from captum_ssm._capture.substitution import Substitution
@@ -49,21 +50,20 @@ class Visits:
         self.ids: Mapping[int, Tensor] = {}
         self.embedded: list[Tensor] = []  # the ids that the table was given
         self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
-        self.linears, self.scans = KeptLinears(), KeptScansOfMixers()
+        self.inner = InnerResults()
         # Some mixer has its channels first, so other modules may have them first too.
         self.channels_first = any(channels_of(module) == 1 for module in mixers)
         self.table = input_embeddings(root)
         widths = [m.embedding_dim for m in root.modules() if isinstance(m, nn.Embedding)]
         self.width = max(widths, default=0)
         self.grad_mode = torch.is_grad_enabled()
-        if substitute is not None or not whole:
-            # What is inside a mixer is recomputed; only what is outside needs its graph.
-            around = self.linears.running if substitute is None else substitute.running
-            for module in mixers:
-                run_in(around, module)
-        if substitute is None or substitute.keeps_mixers:
-            for module in mixers:
-                run_in(self.scans.running, module)
+        # What is inside a mixer is recomputed; only what is outside needs its graph.
+        keep = partial(self.inner.running, linears=substitute is None and not whole)
+        for module in mixers:
+            if substitute is not None:
+                run_in(substitute.running, module)
+            if substitute is None or substitute.keeps_mixers:
+                run_in(keep, module)
 
     def enter(self, module: nn.Module, inputs: Any) -> Any:
         """What a module is to be given, in place of ``inputs``."""
@@ -90,8 +90,7 @@ class Visits:
             call = self._call(module, inputs, value)
             is_mixer = module in self.mixers
             if is_mixer:
-                self.linears.leave(call)
-                self.scans.leave()
+                self.inner.leave(call)
             self.bar.advance(is_mixer)
             visit, value = self._recorded(call, is_mixer)
             if self.cuts is not None and is_mixer:
@@ -105,12 +104,12 @@ class Visits:
         self, visits: Sequence[tuple[nn.Module, Any, Any]], paths: Mapping[nn.Module, str]
     ) -> list[MixerCall]:
         """The recorded calls, in forward order, with what was kept of them."""
-        of_mixers = zip(self.linears.kept, self.scans.kept, strict=True)
-        calls = []
+        inner, calls = iter(self.inner.calls), []
         for order, (module, _, call) in enumerate(visits):
-            linears, scans = next(of_mixers) if module in self.mixers else (None, None)
-            kept = {"path": paths[module], "order": order, "linears": linears, "scans": scans}
-            calls.append(replace(call, **kept))
+            linears, scans = next(inner) if module in self.mixers else (None, None)
+            calls.append(
+                replace(call, path=paths[module], order=order, linears=linears, scans=scans)
+            )
         return calls
 
     def _call(self, module: nn.Module, inputs: Any, value: Any) -> MixerCall:

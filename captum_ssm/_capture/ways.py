@@ -9,7 +9,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Point, gradients, meetings
+from captum_ssm._graph import Point, gradients
+from captum_ssm._reachability import meetings
 from captum_ssm._rules import ruled
 from captum_ssm._transport import WIDE, Through, Transport, orthogonal
 

@@ -25,11 +25,11 @@ from captum_ssm._capture import (
     unwrap,
 )
 from captum_ssm._capture.finite import check_relevance
-from captum_ssm._graph import past_writes
 from captum_ssm._grid import INTERPOLATIONS
 from captum_ssm._in_place import seen_in_views
 from captum_ssm._memory import memory_limit
 from captum_ssm._progress import showing
+from captum_ssm._retry import past_writes
 from captum_ssm._workspace import workspace
 from captum_ssm.attr._inputs import FEATURE_SHARES, of_inputs
 from captum_ssm.attr._options import RESULTS, Arguments, Option, documented, options_of

@@ -25,8 +25,9 @@ from captum_ssm._capture.finite import check_finite
 from captum_ssm._capture.recording import require_graph
 from captum_ssm._capture.wiring import Wiring
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, is_read_past
+from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in, with_first
+from captum_ssm._reachability import is_read_past
 from captum_ssm._rules import is_norm, ruled, without_rule
 from captum_ssm.attr._chain import Decomposition, Step
 from captum_ssm.attr._norms import first_input

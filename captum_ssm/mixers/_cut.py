@@ -23,8 +23,10 @@ from captum_ssm._checkpoints import without_checkpoints
 from captum_ssm._clones import address
 from captum_ssm._copies import copied
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, dependencies, readers
+from captum_ssm._graph import Point
 from captum_ssm._nested import tensors_in
+from captum_ssm._reachability import dependencies
+from captum_ssm._readers import readers
 from captum_ssm._rules import is_norm, ruled
 from captum_ssm.mixers._call import MixerCall, without_caches
 from captum_ssm.mixers._unfused import fused_functions, unfused

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._graph import Entries, Point, readers
+from captum_ssm._graph import Point
 from captum_ssm._lazy import cached_property
+from captum_ssm._readers import Entries, readers
 from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers._parts import ImageConv, centered
 from captum_ssm.mixers.measured._directions import Direction

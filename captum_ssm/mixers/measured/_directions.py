@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Entries, Point, readers
+from captum_ssm._graph import Point
+from captum_ssm._readers import Entries, readers
 from captum_ssm._rules import mean_size, ruled
 from captum_ssm.mixers._cut import CutScan
 from captum_ssm.mixers.measured._projection import Projection

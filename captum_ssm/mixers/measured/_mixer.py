@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Point, dependencies
+from captum_ssm._graph import Point
+from captum_ssm._reachability import dependencies
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MISFITS, MixerCall
 from captum_ssm.mixers._cut import CutScan, run_cut

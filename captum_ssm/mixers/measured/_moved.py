@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_input, conv2d_input
 
-from captum_ssm._graph import Entries, Point, gradients
+from captum_ssm._graph import Point, gradients
+from captum_ssm._readers import Entries
 from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers.measured._convolution import link_before, own_places
 from captum_ssm.mixers.measured._directions import Direction

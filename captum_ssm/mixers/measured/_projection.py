@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._graph import Entries, Point, dependencies, readers
+from captum_ssm._graph import Point
+from captum_ssm._reachability import dependencies
+from captum_ssm._readers import Entries, readers
 from captum_ssm.mixers._cut import CutLinear
 from captum_ssm.mixers.measured._rerun import Rerun, is_close, ruled_entries
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Entries, Point, gradients, readers, readers_by_bits
+from captum_ssm._graph import Point, gradients
+from captum_ssm._readers import Entries, readers, readers_by_bits
 from captum_ssm.mixers._cut import CutRun
 from captum_ssm.mixers._frozen_mixer import FrozenMixer
 from captum_ssm.mixers.measured._convolution import find_convolution

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._graph import Entries, Point, entries
+from captum_ssm._graph import Point
 from captum_ssm._lazy import cached_property
+from captum_ssm._readers import Entries, entries
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._call import MixerCall
 from captum_ssm.mixers._cut import CutRun

@@ -9,7 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from captum_ssm._graph import Entries, Point, before_view, dependencies, entries, gradients
+from captum_ssm._graph import Point, gradients
+from captum_ssm._reachability import before_view, dependencies
+from captum_ssm._readers import Entries, entries
 from captum_ssm._rules import ruled
 from captum_ssm.mixers._cut import CutConv
 from captum_ssm.mixers._frozen_mixer import FrozenMixer, mean_of_groups
