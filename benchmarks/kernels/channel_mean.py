@@ -15,7 +15,7 @@ from _common import arguments, check, layer, mixer, save, seconds
 from _opponents import published_loop, recursive_halving, row_recurrence
 
 from captum_ssm import kernels
-from captum_ssm.kernels import diagonal
+from captum_ssm.kernels._diagonal_mean import diagonal_mean_torch
 
 
 def main() -> None:
@@ -30,9 +30,9 @@ def main() -> None:
         channels, states = plain.A.shape
         expected = kernels.diagonal_mean(plain)  # the first call of each side warms up
         error = check("recursive halving", recursive_halving(plain), expected)
-        check("the PyTorch form", diagonal.diagonal_mean_torch(plain), expected)
-        check("the whole mixer", diagonal.diagonal_mean_torch(whole), kernels.diagonal_mean(whole))
-        check("dense", diagonal.diagonal_mean_torch(dense), kernels.diagonal_mean(dense))
+        check("the PyTorch form", diagonal_mean_torch(plain), expected)
+        check("the whole mixer", diagonal_mean_torch(whole), kernels.diagonal_mean(whole))
+        check("dense", diagonal_mean_torch(dense), kernels.diagonal_mean(dense))
 
         kernel, dense_s, unified, mm, halving, form = seconds(
             lambda p=plain: kernels.diagonal_mean(p),
@@ -40,7 +40,7 @@ def main() -> None:
             lambda w=whole: kernels.diagonal_mean(w),
             lambda: torch.mm(a, b, out=out),
             lambda p=plain: recursive_halving(p),
-            lambda p=plain: diagonal.diagonal_mean_torch(p),
+            lambda p=plain: diagonal_mean_torch(p),
             repeats=args.repeats,
         )
         row: dict[str, object] = {

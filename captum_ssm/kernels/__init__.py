@@ -24,7 +24,11 @@ that tensor's dtype, and has no gradient; :func:`map_distances` computes in the 
 arguments, and has none either.
 """
 
-from captum_ssm.kernels import _diagonal_backward, _linear_attention_backward  # noqa: F401
+from captum_ssm.kernels import (  # noqa: F401
+    _diagonal_backward,
+    _diagonal_mean,
+    _linear_attention_backward,
+)
 from captum_ssm.kernels._extension import ExtensionWarning, extension_loaded
 from captum_ssm.kernels.diagonal import (
     DiagonalCoefficients,
@@ -36,13 +40,13 @@ from captum_ssm.kernels.diagonal import (
 )
 from captum_ssm.kernels.distances import map_distances
 from captum_ssm.kernels.linear_attention import (
-    LinearAttentionCoefficients,
     linear_attention_mean,
     linear_attention_rmatvec,
     linear_attention_rows,
     linear_attention_scan,
     naive_linear_attention_matrix,
 )
+from captum_ssm.kernels.linear_attention_coefficients import LinearAttentionCoefficients
 from captum_ssm.kernels.taps import tap_rows
 
 __all__ = [

@@ -16,15 +16,11 @@ import torch
 from torch import Tensor
 
 from captum_ssm.kernels._registration import empty_like_wanted, only_wanted, operation
-from captum_ssm.kernels.linear_attention import (
+from captum_ssm.kernels.linear_attention import Chunk, chunk_of, chunks, decays_of, part_of
+from captum_ssm.kernels.linear_attention_coefficients import (
     MIN_LOG_DECAY,
     TENSORS,
-    Chunk,
     LinearAttentionCoefficients,
-    chunk_of,
-    chunks,
-    decays_of,
-    part_of,
 )
 
 Pair = tuple[Tensor, Tensor]  # coefficients (B, H, T, N) and values (B, H, T, P)

@@ -21,90 +21,23 @@ Transformers with the Delta Rule over Sequence Length*, 2024).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from captum_ssm.kernels._arguments import promote, row_index, row_range, shape_error
+from captum_ssm.kernels._arguments import row_index, row_range, shape_error
 from captum_ssm.kernels._extension import warn_if_missing
 from captum_ssm.kernels._registration import operation
-
-# A full reset, also one given as -inf: it must stay finite in sums.
-MIN_LOG_DECAY = -1e4
-# exp(-60) is far below float32's resolution and far above its denormals.
-MIN_EXPONENT = -60.0
-
-
-@dataclass(frozen=True)
-class LinearAttentionCoefficients:
-    """The coefficients of linear attention with decay, or of the delta rule; one map per head.
-
-    Any floating dtype; tensors of different dtypes are computed in the widest. Heads may share
-    memory (``expand``): nothing is copied if the numbers of one token and head are contiguous.
-
-    Args:
-        query (Tensor): q, ``(B, L, H, N)``; the CUDA kernels take N up to 1024.
-        key (Tensor): k, ``(B, L, H, N)``, including every factor of the value.
-        log_decay (Tensor): log a, ``(B, L, H, 1)`` for a decay per head or ``(B, L, H, N)`` for
-            one per key dimension; at most 0, and ``-inf`` for a decay factor of zero.
-        erase (Tensor, optional): e, ``(B, L, H, N)``, for the delta rule. Default: None
-        probe (Tensor, optional): r, ``(B, L, H, N)``, given with ``erase``. Default: None
-        bonus (Tensor, optional): u, ``(B, L, H)``. With it the output reads the state before the
-            token's own decay and write, and the token's own value enters with this weight, as in
-            RWKV. Default: None
-
-    Examples::
-
-        >>> query, key = torch.randn(2, 1, 5, 2, 3)
-        >>> coefficients = LinearAttentionCoefficients(query, key, -torch.rand(1, 5, 2, 1))
-    """
-
-    query: Tensor
-    key: Tensor
-    log_decay: Tensor
-    erase: Tensor | None = None
-    probe: Tensor | None = None
-    bonus: Tensor | None = None
-
-    def narrow(self, start: int, stop: int) -> LinearAttentionCoefficients:
-        """The coefficients of heads ``start .. stop - 1``."""
-        some: dict[str, Any] = {
-            name: None if x is None else x[:, :, start:stop] for name, x in _tensors(self).items()
-        }
-        return LinearAttentionCoefficients(**some)
-
-
-_NAMES = tuple(field.name for field in fields(LinearAttentionCoefficients))
-
-
-def _tensors(c: LinearAttentionCoefficients) -> dict[str, Any]:
-    return {name: getattr(c, name) for name in _NAMES}
-
-
-def _checked(c: LinearAttentionCoefficients, **first: Tensor) -> list[Any]:
-    # All tensors in one dtype, `first` before the coefficients, whose shapes agree.
-    tensors = promote(**first, **_tensors(c))
-    shape = tuple(c.query.shape)
-    if len(shape) != 4 or 0 in shape[1:]:
-        raise shape_error("query", c.query, "(B, L, H, N) with L, H and N at least 1")
-    for name, x in (("key", c.key), ("erase", c.erase), ("probe", c.probe)):
-        if x is not None and x.shape != shape:
-            raise shape_error(name, x, f"that of query, {shape}")
-    if c.log_decay.shape not in (shape, (*shape[:3], 1)):
-        raise shape_error("log_decay", c.log_decay, f"{(*shape[:3], 1)} or that of query, {shape}")
-    if c.bonus is not None and c.bonus.shape != shape[:3]:
-        raise shape_error("bonus", c.bonus, f"{shape[:3]}, or None")
-    if (c.erase is None) != (c.probe is None):
-        given = "probe" if c.erase is None else "erase"
-        raise ValueError(f"only {given} is given; expected both erase and probe, or neither")
-    return tensors
-
-
-# The tensors of the schemas, in the order of the fields.
-TENSORS = "Tensor query, Tensor key, Tensor log_decay, Tensor? erase, Tensor? probe, Tensor? bonus"
+from captum_ssm.kernels.linear_attention_coefficients import (
+    MIN_EXPONENT,
+    MIN_LOG_DECAY,
+    TENSORS,
+    LinearAttentionCoefficients,
+    checked,
+    tensors_of,
+)
 
 
 def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:
@@ -128,7 +61,7 @@ def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) 
         >>> linear_attention_scan(v, coefficients).shape
         torch.Size([1, 5, 2, 3])
     """
-    tensors = _checked(coefficients, v=v)
+    tensors = checked(coefficients, v=v)
     shape = tuple(coefficients.query.shape[:3])
     if v.dim() != 4 or v.shape[:3] != shape:
         raise shape_error("v", v, f"(B, L, H, P) with (B, L, H) = {shape}")
@@ -169,7 +102,7 @@ def _scan_backward(
     if not any(wanted[1:]):
         return linear_attention_rmatvec(grad, c), *[None] * 6
     return torch.ops.captum_ssm.linear_attention_scan_backward(
-        grad, v, *_tensors(c).values(), wanted
+        grad, v, *tensors_of(c).values(), wanted
     )
 
 
@@ -194,7 +127,7 @@ def linear_attention_rmatvec(w: Tensor, coefficients: LinearAttentionCoefficient
         >>> row = linear_attention_rmatvec(last, coefficients)[..., 0].mean(-1)
         >>> torch.testing.assert_close(row, linear_attention_mean(coefficients)[:, -1])
     """
-    tensors = _checked(coefficients, w=w)
+    tensors = checked(coefficients, w=w)
     B, L, H, _ = coefficients.query.shape
     if w.dim() != 4 or w.shape[:3] not in ((B, L, H), (B, L, 1)):
         raise shape_error("w", w, f"(B, L, H or 1, P) with (B, L, H) = {(B, L, H)}")
@@ -369,7 +302,7 @@ def linear_attention_mean(
         >>> linear_attention_mean(coefficients, start=2, stop=4).shape
         torch.Size([1, 2, 5])
     """
-    tensors = _checked(coefficients)
+    tensors = checked(coefficients)
     rows = row_range(start, stop, coefficients.query)
     warn_if_missing()
     return torch.ops.captum_ssm.linear_attention_mean(*tensors, *rows)
@@ -409,7 +342,7 @@ def linear_attention_rows(index: Tensor, coefficients: LinearAttentionCoefficien
         >>> y = torch.einsum("bhij,bjhp->bihp", maps, v)
         >>> torch.testing.assert_close(y, linear_attention_scan(v, coefficients))
     """
-    tensors = _checked(coefficients)
+    tensors = checked(coefficients)
     index = row_index(index, coefficients.query)
     warn_if_missing()
     return torch.ops.captum_ssm.linear_attention_rows(index, *tensors)
