@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers.models.mamba import modeling_mamba
 from transformers.models.rwkv import modeling_rwkv
 
-from captum_ssm.models import _s6
+from captum_ssm.models import s6
 
 
 class _Scan(torch.autograd.Function):
@@ -154,13 +154,13 @@ def fast_scan() -> Iterator[None]:
     if stock is None:
         # Older releases have the scan inline, where it cannot be replaced.
         raise RuntimeError(f"transformers {transformers.__version__} has no scan to replace")
-    stock_wkv, stock_reference = modeling_rwkv.rwkv_linear_attention, _s6.selective_scan
+    stock_wkv, stock_reference = modeling_rwkv.rwkv_linear_attention, s6.selective_scan
     modeling_mamba.mamba_selective_scan = selective_scan
     modeling_rwkv.rwkv_linear_attention = wkv
-    _s6.selective_scan = reference_scan
+    s6.selective_scan = reference_scan
     try:
         yield
     finally:
         modeling_mamba.mamba_selective_scan = stock
         modeling_rwkv.rwkv_linear_attention = stock_wkv
-        _s6.selective_scan = stock_reference
+        s6.selective_scan = stock_reference

@@ -198,9 +198,9 @@ def report(
 def mixers_of(model: nn.Module, inputs: Tensor, package: str = "transformers") -> dict[str, Row]:
     """By class, how the mixers of a model are explained."""
     from captum_ssm import UnsupportedModelError
-    from captum_ssm._capture import Request, freeze
-    from captum_ssm._supported import support_of
-    from captum_ssm.mixers.measured import FrozenRecurrence
+    from captum_ssm.capture import Request, freeze
+    from captum_ssm.discovery.measure import FrozenRecurrence
+    from captum_ssm.inspection.support import support_of
 
     names = names_in(package)
     held = {type(m).__name__ for m in model.modules()} & names.keys()

@@ -1,7 +1,7 @@
 """How time and memory grow with the length, with and without the workspace of a call.
 
 Random weights in the shape of mamba-130m (width 768, 1536 channels, 16 states), two layers. Each
-length doubles the one before. The times of a method with the workspace (`captum_ssm/_workspace.py`)
+length doubles the one before. The times of a method with the workspace (`captum_ssm/utils/allocator.py`)
 and without it are taken by turns, in one process per method and length and as a first call would
 find it: glibc has its defaults, and gives back what it kept of the call before. Transformers' own
 scan does not fit into memory at these lengths, so that ours takes its place, as in `end_to_end.py
@@ -29,7 +29,8 @@ from _record import RESULTS, save
 from end_to_end import fast_scan, model_of
 from transformers.models.mamba import modeling_mamba
 
-from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, _workspace
+from captum_ssm import MambaAttribution, MambaLRP, MambaRollout
+from captum_ssm.utils import allocator as _workspace
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout": (MambaRollout, {}),

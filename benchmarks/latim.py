@@ -21,7 +21,7 @@ from _memory import peak_mib
 from _record import RESULTS, save
 from torch import Tensor
 
-from captum_ssm.attr._contributions import Contributions
+from captum_ssm.attr.latim_parts.contributions import Contributions
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import DiagonalOperator
 

@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 from playwright.sync_api import CDPSession, sync_playwright
 
-from captum_ssm.page import page_html
+from captum_ssm.explanation.page import page_html
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import pages

@@ -30,12 +30,12 @@ from _record import RESULTS, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm._capture import Request
-from captum_ssm._capture import record as record_module
-from captum_ssm._capture.record import record
+from captum_ssm.capture import Request
+from captum_ssm.capture import record as record_module
+from captum_ssm.capture.record import record
+from captum_ssm.discovery.frozen_scans import scans_frozen
+from captum_ssm.discovery.scans import FunctionCall, candidate_functions, intercepted
 from captum_ssm.metrics import bootstrap
-from captum_ssm.mixers.frozen_scans import scans_frozen
-from captum_ssm.scans import FunctionCall, candidate_functions, intercepted
 
 SHAPE = {"vocab_size": 1000, "hidden_size": 768}
 

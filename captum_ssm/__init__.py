@@ -10,28 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from captum_ssm import attr as attr
     from captum_ssm import explanation as explanation
-    from captum_ssm import generation as generation
     from captum_ssm import interventions as interventions
     from captum_ssm import kernels as kernels
     from captum_ssm import metrics as metrics
     from captum_ssm import mixers as mixers
     from captum_ssm import models as models
     from captum_ssm import operators as operators
-    from captum_ssm import page as page
-    from captum_ssm import scans as scans
     from captum_ssm import visualization as visualization
-    from captum_ssm._cost import Estimate, estimate
-    from captum_ssm._errors import (
-        InputError,
-        ReconstructionError,
-        TargetError,
-        UnsupportedModelError,
-    )
-    from captum_ssm._explain import explain
-    from captum_ssm._hidden_attention import hidden_attention, token_grids
-    from captum_ssm._memory import MemoryLimitError
-    from captum_ssm._receptive_field import Area, ReceptiveField, effective_receptive_field
-    from captum_ssm._supported import MixerSupport, Support, supported
     from captum_ssm.attr import (
         LaTIM,
         MambaAttribution,
@@ -40,10 +25,29 @@ if TYPE_CHECKING:
         RawAttention,
         UnifiedImplicitAttention,
     )
+    from captum_ssm.discovery import scans as scans
+    from captum_ssm.discovery.scans import register_scan
+    from captum_ssm.errors import (
+        InputError,
+        ReconstructionError,
+        TargetError,
+        UnsupportedModelError,
+    )
     from captum_ssm.explanation import Explanation
-    from captum_ssm.generation import SSMLLMAttribution
+    from captum_ssm.explanation import page as page
+    from captum_ssm.explanation.make import captum_llm as generation
+    from captum_ssm.explanation.make import explain
+    from captum_ssm.explanation.make.captum_llm import SSMLLMAttribution
+    from captum_ssm.inspection.cost import Estimate, estimate
+    from captum_ssm.inspection.implicit_attention import hidden_attention, token_grids
+    from captum_ssm.inspection.receptive_field.gradient import (
+        Area,
+        ReceptiveField,
+        effective_receptive_field,
+    )
+    from captum_ssm.inspection.support import MixerSupport, Support, supported
     from captum_ssm.mixers import FrozenMixer, MixerCall, register_mixer
-    from captum_ssm.scans import register_scan
+    from captum_ssm.utils.memory import MemoryLimitError
 
 __version__ = "0.1.0"
 

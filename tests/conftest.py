@@ -110,9 +110,9 @@ def seeded() -> None:
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
-    from captum_ssm.mixers import _registry
+    from captum_ssm.mixers import registry
 
-    monkeypatch.setattr(_registry, "_REGISTRY", dict(_registry._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 @pytest.fixture(scope="session")

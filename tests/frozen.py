@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._capture import FrozenLayer, Request, freeze
+from captum_ssm.capture import FrozenLayer, Request, freeze
+from captum_ssm.discovery.measure import freeze_measured
 from captum_ssm.mixers import COMPONENTS, FrozenMixer, MixerCall
-from captum_ssm.mixers.measured import freeze_measured
 
 
 def recorded(module: nn.Module, *args: Tensor) -> MixerCall:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from captum_ssm.scans import FunctionCall, Scan, prove
+from captum_ssm.discovery.scans import FunctionCall, Scan, prove
 
 
 def proven(function: Any, **arguments: Any) -> Scan | None:

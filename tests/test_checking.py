@@ -10,7 +10,7 @@ from models import ids, tiny
 from torch import Tensor, nn
 
 from captum_ssm import InputError, LaTIM, MambaLRP, MambaRollout, RawAttention, ReconstructionError
-from captum_ssm._capture.wider import InWider
+from captum_ssm.capture.wider_dtype import InWider
 from captum_ssm.mixers import find_mixers
 
 
@@ -109,7 +109,7 @@ def test_a_massive_first_token_hides_nothing_in_half_precision():
 
 
 def test_doubted_rounding_is_run_in_a_wider_dtype_and_remembered(monkeypatch):
-    from captum_ssm._capture import checking
+    from captum_ssm.capture import check as checking
 
     model, x = build("recurrent_gemma", seed=1), ids(2, 9)
     with torch.no_grad():

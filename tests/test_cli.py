@@ -24,13 +24,13 @@ from captum_ssm import (
     estimate,
     hidden_attention,
 )
-from captum_ssm._capture import Request
-from captum_ssm._memory import readable_bytes
-from captum_ssm._supported import likeliest
 from captum_ssm.attr import methods
+from captum_ssm.capture import Request
 from captum_ssm.cli import main
-from captum_ssm.cli._explain import DEFAULT_METHOD
-from captum_ssm.cli._supported import PROBE_LENGTH, _inputs, count, shortened
+from captum_ssm.cli.explain import DEFAULT_METHOD
+from captum_ssm.cli.supported import PROBE_LENGTH, _inputs, count, shortened
+from captum_ssm.inspection.support import likeliest
+from captum_ssm.utils.memory import readable_bytes
 
 COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
 # q w e r t y u i o p a s d f g h <SEP> q w e
@@ -401,7 +401,7 @@ def test_what_it_says_is_exact_is_what_the_methods_measure(capsys):
 
 
 def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("captum_ssm._cost.BUDGET", 0)  # as if the model were large
+    monkeypatch.setattr("captum_ssm.inspection.cost.BUDGET", 0)  # as if the model were large
     model = build("mamba2")
     model.save_pretrained(tmp_path)
     said = lines(str(tmp_path), "--length", "600", capsys=capsys)

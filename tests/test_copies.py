@@ -25,9 +25,9 @@ from unchanged import fingerprint
 
 import captum_ssm
 from captum_ssm import InputError, MambaLRP, MambaRollout, RawAttention, UnsupportedModelError
-from captum_ssm._capture.tracing import without_compiler
-from captum_ssm._copies import Copies, copied, original, running
+from captum_ssm.capture.session import without_compiler
 from captum_ssm.models import BidirectionalMamba
+from captum_ssm.utils.copies import Copies, copied, original, running
 
 
 class State:
@@ -180,7 +180,7 @@ def test_what_cannot_be_copied_is_shared():
 
 
 def test_writing_to_memory_that_cannot_be_cloned_is_said(monkeypatch):
-    monkeypatch.setattr("captum_ssm._clones._LARGE", 0)
+    monkeypatch.setattr("captum_ssm.utils.clones._LARGE", 0)
     model = Remembering("mapped memory").eval()
     with pytest.raises(UnsupportedModelError, match="writes in place to 1 of its tensors"):
         RawAttention(model).attribute(ids(2, 9))
@@ -363,16 +363,17 @@ class Stopped(KeyboardInterrupt):
 
 def process() -> dict[str, object]:
     """What of the process a call could leave changed."""
-    from captum_ssm import _blocks, _bodies, _copies
+    from captum_ssm.utils import blocks, patch_functions
+    from captum_ssm.utils import copies as _copies
 
     return {
         "backward": torch.Tensor.backward,
         "calls": nn.Module._call_impl,
-        "open": sum(len(change._threads) for change in _blocks._ALL),
+        "open": sum(len(change._threads) for change in blocks._ALL),
         "stance": torch._dynamo.eval_frame._stance,
         "running": _copies._RUNNING.get(),
-        "functions": len(_bodies._EXCHANGED),
-        "bodies": dict(_bodies._THIS.bodies),
+        "functions": len(patch_functions._EXCHANGED),
+        "bodies": dict(patch_functions._THIS.bodies),
         "filters": list(warnings.filters),
         "modes": torch._C._len_torch_function_stack(),
         "grad": torch.is_grad_enabled(),

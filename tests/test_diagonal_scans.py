@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError, hidden_attention
-from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.discovery.measure import freeze_measured
 
 LENGTHS = (1, 2, 3, 63, 65, 100)
 

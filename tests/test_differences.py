@@ -9,7 +9,7 @@ import torch
 from models import golden
 from torch import Tensor
 
-from captum_ssm._capture import Request, freeze
+from captum_ssm.capture import Request, freeze
 from captum_ssm.models import VisionMamba
 from captum_ssm.operators import DiagonalOperator, PermutedOperator, TokenOperator
 

@@ -23,8 +23,8 @@ from typing_extensions import is_typeddict
 
 import captum_ssm
 import captum_ssm.visualization
-from captum_ssm.generation import continuation_relevance
-from captum_ssm.page import notebook_bundle
+from captum_ssm.explanation.make.captum_llm import continuation_relevance
+from captum_ssm.explanation.page import notebook_bundle
 
 matplotlib.use("Agg")
 
@@ -38,14 +38,14 @@ MODULES = (
     "captum_ssm",
     "captum_ssm.attr",
     "captum_ssm.explanation",
-    "captum_ssm.generation",
+    "captum_ssm.explanation.make.captum_llm",
     "captum_ssm.interventions",
     "captum_ssm.metrics",
     "captum_ssm.mixers",
     "captum_ssm.models",
     "captum_ssm.operators",
-    "captum_ssm.page",
-    "captum_ssm.scans",
+    "captum_ssm.explanation.page",
+    "captum_ssm.discovery.scans",
     "captum_ssm.kernels",
     "captum_ssm.visualization",
 )

@@ -31,9 +31,9 @@ from captum_ssm import (
     register_mixer,
     supported,
 )
-from captum_ssm._nested import same_values
 from captum_ssm.mixers import registered
 from captum_ssm.models import VisionMamba
+from captum_ssm.utils.nested import same_values
 
 TOKENS = ids(2, 7)
 IDS = f"0 .. {VOCABULARY - 1}"  # that a model knows

@@ -11,7 +11,7 @@ from models import made
 from torch import Tensor, nn
 
 from captum_ssm import MambaRollout, UnsupportedModelError, hidden_attention
-from captum_ssm._capture import Request, freeze
+from captum_ssm.capture import Request, freeze
 
 
 class Unclear(Groups):

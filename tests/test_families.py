@@ -37,14 +37,8 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
-from captum_ssm._capture.checking import (
-    Deviation,
-    Rebuilt,
-    check_reconstruction,
-    tolerance_of,
-)
-from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered
-from captum_ssm.mixers import _registry as registry
+from captum_ssm.capture.check import Deviation, Rebuilt, check_reconstruction, tolerance_of
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers, registered, registry
 from captum_ssm.operators import SoftmaxOperator
 
 # These models do not look at the mask in their recurrence: padding on the left enters it.

@@ -11,8 +11,8 @@ from proofs import proven
 from torch import Tensor
 from torch.nn import functional as F
 
+from captum_ssm.discovery.scans import ScanCalls, intercepted
 from captum_ssm.operators import SoftmaxOperator
-from captum_ssm.scans import ScanCalls, intercepted
 
 
 def unit(t: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from captum_ssm import (
     TargetError,
     UnifiedImplicitAttention,
 )
-from captum_ssm.generation import continuation_relevance
+from captum_ssm.explanation.make.captum_llm import continuation_relevance
 
 matplotlib.use("Agg")
 

@@ -25,7 +25,7 @@ from captum_ssm import (
     supported,
     token_grids,
 )
-from captum_ssm._capture import Request, freeze
+from captum_ssm.capture import Request, freeze
 
 PAGE = ROOT / "docs" / "how_to" / "any_input.md"
 OF_TOKENS = [method for method in METHODS if method is not MambaLRP]

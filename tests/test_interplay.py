@@ -30,11 +30,11 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm._capture import FrozenLayer, Request, freeze
-from captum_ssm._devices import moved
-from captum_ssm._nested import map_tensors
+from captum_ssm.capture import FrozenLayer, Request, freeze
 from captum_ssm.interventions import knockout
-from captum_ssm.mixers._weights import is_quantized
+from captum_ssm.mixers.linear_layers import is_quantized
+from captum_ssm.utils.nested import map_tensors
+from captum_ssm.utils.offload import moved
 
 TOKENS = ids(2, 9)
 some_families = pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "recurrent_gemma"])

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients, LinearAttentionCoefficients
-from captum_ssm.kernels._diagonal_backward import diagonal_scan_backward_torch
-from captum_ssm.kernels._linear_attention_backward import linear_attention_scan_backward_torch
+from captum_ssm.kernels.diagonal_backward import diagonal_scan_backward_torch
+from captum_ssm.kernels.linear_attention_backward import linear_attention_scan_backward_torch
 
 BACKWARD_FORMS = {
     DiagonalCoefficients: diagonal_scan_backward_torch,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm import kernels
-from captum_ssm.kernels import DiagonalCoefficients, LinearAttentionCoefficients, _diagonal_mean
+from captum_ssm.kernels import DiagonalCoefficients, LinearAttentionCoefficients, channel_mean
 from captum_ssm.kernels import diagonal as diagonal_module
 from captum_ssm.kernels import distances as distances_module
 from captum_ssm.kernels import linear_attention as linear_attention_module
@@ -27,7 +27,7 @@ from captum_ssm.kernels import taps as taps_module
 
 FILES = [__file__, __file__.replace("test_kernels", "test_kernel_gradients")]
 Coefficients = DiagonalCoefficients | LinearAttentionCoefficients
-TORCH_FORMS = vars(_diagonal_mean) | vars(diagonal_module) | vars(linear_attention_module)
+TORCH_FORMS = vars(channel_mean) | vars(diagonal_module) | vars(linear_attention_module)
 ON_CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 DEVICES = ["cpu", ON_CUDA]
 KERNELS = ["kernel", ON_CUDA]

@@ -11,12 +11,14 @@ from families import FAMILIES, build, padded
 from models import Residual, embed, ids
 from torch import nn
 
-from captum_ssm import LaTIM, _progress, hidden_attention
-from captum_ssm._rows import Question, rows
-from captum_ssm.attr import _alti, _contributions
-from captum_ssm.attr._alti import Alti
-from captum_ssm.attr._contributions import ACTIVATIONS
+from captum_ssm import LaTIM, hidden_attention
+from captum_ssm.attr.latim_parts import alti as _alti
+from captum_ssm.attr.latim_parts import contributions as _contributions
+from captum_ssm.attr.latim_parts.alti import Alti
+from captum_ssm.attr.latim_parts.contributions import ACTIVATIONS
+from captum_ssm.explanation.make.rows import Question, rows
 from captum_ssm.metrics import decomposition_error
+from captum_ssm.utils import progress
 
 EXACT = (
     *("mamba", "falcon_mamba", "jamba", "mamba2", "bamba", "falcon_h1"),
@@ -482,8 +484,8 @@ def test_progress_is_shown_where_asked_and_long_work_is_announced(
     assert "LaTIM" not in capsys.readouterr().err
     latim.attribute(ids, target=3, show_progress=True)
     assert "LaTIM" in capsys.readouterr().err
-    monkeypatch.setattr(_progress, "DELAY", 0.0)
-    monkeypatch.setattr(_progress, "LONG", 0.0)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "LONG", 0.0)
     latim.attribute(ids, target=3, show_progress=False)
     assert not caplog.messages
     latim.attribute(ids, target=3)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from two_grids import E, Layer, TwoGrids
 
 from captum_ssm import LaTIM, UnsupportedModelError
-from captum_ssm._capture import FrozenModel, Request, freeze
-from captum_ssm.attr._grids import CutMixers, ScoreGraph
+from captum_ssm.attr.latim_parts.grids import CutMixers, ScoreGraph
+from captum_ssm.capture import FrozenModel, Request, freeze
 from captum_ssm.models import BidirectionalMamba
 
 

@@ -25,9 +25,9 @@ from unchanged import assert_unchanged, fingerprint, tensors_alive
 
 import captum_ssm
 from captum_ssm import LaTIM, hidden_attention
-from captum_ssm._capture import Request, freeze
-from captum_ssm.mixers import _registry as registry
-from captum_ssm.mixers import attention
+from captum_ssm.capture import Request, freeze
+from captum_ssm.mixers import registry
+from captum_ssm.mixers.families import attention
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from captum_ssm import (
     UnsupportedModelError,
     supported,
 )
-from captum_ssm._capture import freeze
-from captum_ssm._capture.request import Request
+from captum_ssm.capture import freeze
+from captum_ssm.capture.request import Request
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 

@@ -18,8 +18,8 @@ from captum_ssm import (
     hidden_attention,
     supported,
 )
+from captum_ssm.discovery.measure import freeze_measured
 from captum_ssm.mixers import MixerCall
-from captum_ssm.mixers.measured import freeze_measured
 from captum_ssm.operators import ToeplitzOperator
 from captum_ssm.operators.part import part_of
 

@@ -22,9 +22,9 @@ from captum_ssm import (
     MemoryLimitError,
     ReconstructionError,
 )
-from captum_ssm._node_rules import rule_of
-from captum_ssm.attr._norms import FrozenNorm
-from captum_ssm.attr._relevance import relevance_at
+from captum_ssm.attr.norms import FrozenNorm
+from captum_ssm.attr.relevance import relevance_at
+from captum_ssm.graph.node_rules import rule_of
 from captum_ssm.mixers import MixerCall
 from captum_ssm.models import BidirectionalMamba
 

@@ -31,14 +31,14 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
+from captum_ssm.discovery.measure import freeze_measured
+from captum_ssm.discovery.scans import FunctionCall, KeptScans
+from captum_ssm.discovery.search import MeasuredAdapter, discover
 from captum_ssm.mixers import find_adapter, find_mixers
-from captum_ssm.mixers._registry import how_known
-from captum_ssm.mixers.discovery import MeasuredAdapter, discover
-from captum_ssm.mixers.measured import freeze_measured
-from captum_ssm.mixers.vision import FrozenScans
+from captum_ssm.mixers.families.vision import FrozenScans
+from captum_ssm.mixers.registry import how_known
 from captum_ssm.models import SS2D, BidirectionalMamba
 from captum_ssm.models.ss2d import scan_orders
-from captum_ssm.scans import FunctionCall, KeptScans
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -545,7 +545,7 @@ def test_a_scan_that_was_run_is_not_run_again(method, monkeypatch):
     torch.testing.assert_close(method(model).attribute(x, target=(3, 1)), expected)
     assert len(RAN) == 2
     RAN.clear()
-    monkeypatch.setattr("captum_ssm._capture.kept.KEPT", 0)
+    monkeypatch.setattr("captum_ssm.capture.reuse.KEPT", 0)
     torch.testing.assert_close(method(model).attribute(x, target=(3, 1)), expected)
     assert len(RAN) == 4
 

@@ -30,8 +30,8 @@ from captum_ssm import (
     estimate,
     hidden_attention,
 )
-from captum_ssm._meter import OBJECTS, fitted, grown, measured
 from captum_ssm.attr import methods
+from captum_ssm.inspection.meter import OBJECTS, fitted, grown, measured
 from captum_ssm.models import VisionMamba
 
 L = 23
@@ -45,13 +45,13 @@ def ids() -> torch.Tensor:
 @pytest.fixture
 def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates by calls on 127 and 191 tokens only, as if the model were large."""
-    monkeypatch.setattr("captum_ssm._cost.BUDGET", 0)
+    monkeypatch.setattr("captum_ssm.inspection.cost.BUDGET", 0)
 
 
 @pytest.fixture
 def tiny_calls(short_calls: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates by calls on 31 and 47 tokens, where sizes are asked for that are known exactly."""
-    monkeypatch.setattr("captum_ssm._cost.CHUNK", 16)
+    monkeypatch.setattr("captum_ssm.inspection.cost.CHUNK", 16)
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba"])
@@ -136,7 +136,7 @@ def allocated(run, tokens: torch.Tensor) -> int:
 
 def test_a_layer_more_keeps_its_tokens_and_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a long input, when the graphs of mixers are made anew, and where the wiring is measured.
-    monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", 0)
+    monkeypatch.setattr("captum_ssm.capture.substitute.KEPT", 0)
     ids, peaks = torch.randint(30, (1, 80)), []
     for layers in (16, 20):
         config = MambaConfig(num_hidden_layers=layers, hidden_size=64, state_size=2, vocab_size=30)
@@ -164,7 +164,7 @@ def test_estimates_are_within_a_factor_of_two_of_what_is_allocated(
     family: str, batch: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if length == 500:  # as if the model were large
-        monkeypatch.setattr("captum_ssm._cost.BUDGET", 0)
+        monkeypatch.setattr("captum_ssm.inspection.cost.BUDGET", 0)
     model, asked = build(family), []
     model.register_forward_pre_hook(lambda _, args: asked.append(args[0].shape[1]))
     tokens = torch.randint(1, 30, (batch, length), generator=torch.Generator().manual_seed(0))

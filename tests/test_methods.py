@@ -22,10 +22,9 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._capture.wiring import sequence
-from captum_ssm.attr._maps import MapOptions, MixerMap, raw_row, rollout_row
-from captum_ssm.mixers import _registry as registry
-from captum_ssm.mixers import find_mixers
+from captum_ssm.attr.maps.maps import MapOptions, MixerMap, raw_row, rollout_row
+from captum_ssm.mixers import find_mixers, registry
+from captum_ssm.wiring.wiring import sequence
 
 REDUCTIONS = ("mean", "max", "min", "prod")
 OPTIONS = [

@@ -16,7 +16,7 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm._readers import decoded
+from captum_ssm.graph.readers import decoded
 
 METHODS = (MambaRollout, MambaAttribution, UnifiedImplicitAttention, MambaLRP)
 

@@ -17,7 +17,7 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.discovery.measure import freeze_measured
 from captum_ssm.operators import DiagonalOperator, MovedOperator
 
 COMPONENTS = ("conv", "activation", "gate", "norm", "skip")

@@ -11,7 +11,7 @@ import pages
 import pytest
 from folders import TESTS
 
-from captum_ssm.page import page_html, widget
+from captum_ssm.explanation.page import page_html, widget
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -15,11 +15,11 @@ import numpy as np
 import pages
 import pytest
 
-import captum_ssm.page as page_package
-from captum_ssm._colors import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
-from captum_ssm.page import notebook_bundle, page_html, widget
-from captum_ssm.page._data import MOST_CELLS, packed, page_data, pooled
-from captum_ssm.page._html import MODULES, script, stylesheet
+import captum_ssm.explanation.page as page_package
+from captum_ssm.explanation.page import notebook_bundle, page_html, widget
+from captum_ssm.explanation.page.data import MOST_CELLS, packed, page_data, pooled
+from captum_ssm.explanation.page.html import MODULES, script, stylesheet
+from captum_ssm.utils.colors import AGAINST, FAINT, FOR, INK, LINE, PAPER, SOFT, SUNKEN
 
 
 def unpacked(rows: dict) -> np.ndarray:
@@ -135,7 +135,7 @@ def test_the_page_package_needs_no_torch():
         "root = types.ModuleType('captum_ssm')\n"
         f"root.__path__ = [{str(folder.parent)!r}]\n"
         "sys.modules['captum_ssm'] = root\n"
-        "import captum_ssm.page\n"
+        "import captum_ssm.explanation.page\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,7 @@ from captum_ssm import (
     hidden_attention,
     supported,
 )
-from captum_ssm.mixers.measured import freeze_measured
+from captum_ssm.discovery.measure import freeze_measured
 from captum_ssm.operators import PermutedOperator
 
 WRITTEN = {

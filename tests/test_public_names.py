@@ -27,7 +27,7 @@ from captum_ssm import (
     hidden_attention,
     register_mixer,
 )
-from captum_ssm._capture import Request, freeze
+from captum_ssm.capture import Request, freeze
 from captum_ssm.mixers import find_adapter, registered
 
 pytestmark = pytest.mark.usefixtures("own_registry")

@@ -11,17 +11,16 @@ from families import build, modeling_of
 from unchanged import assert_unchanged, fingerprint
 
 from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, ReconstructionError
-from captum_ssm._capture import Request, Substitution, freeze
-from captum_ssm._capture import record as record_module
-from captum_ssm._capture.record import record
-from captum_ssm._capture.substitution import KEPT
-from captum_ssm._capture.target import read_score
-from captum_ssm.attr._residual import norms_and_head, stream_of
+from captum_ssm.attr.latim_parts.residual_stream import norms_and_head, stream_of
 from captum_ssm.attr.mamba_lrp import Rules, with_leaves
+from captum_ssm.capture import Request, Substitution, freeze
+from captum_ssm.capture import record as record_module
+from captum_ssm.capture.record import record
+from captum_ssm.capture.substitute import KEPT
+from captum_ssm.capture.target import read_score
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
-from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
-from captum_ssm.mixers import _registry as registry
-from captum_ssm.mixers._call import LinearCalls
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers, registry
+from captum_ssm.mixers.call import LinearCalls
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"])
@@ -30,7 +29,7 @@ from captum_ssm.mixers._call import LinearCalls
 def test_gradients_are_the_models_own(
     family: str, frozen: bool, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", kept)
+    monkeypatch.setattr("captum_ssm.capture.substitute.KEPT", kept)
     model = build(family).requires_grad_(not frozen)
     ids = torch.randint(1, 30, (2, 13), generator=torch.Generator().manual_seed(0))
     request = Request.of(model, None, ids)
@@ -70,7 +69,7 @@ def test_a_graph_made_in_the_backward_pass_has_the_same_relevance(
         model = build(family)
         found = []
         for kept in (KEPT, 0):
-            monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", kept)
+            monkeypatch.setattr("captum_ssm.capture.substitute.KEPT", kept)
             methods = (MambaLRP(model), MambaAttribution(model))
             found.append([method.attribute(ids, target=5) for method in methods])
         for expected, other in zip(*found, strict=True):
@@ -84,7 +83,7 @@ def test_an_interrupt_in_the_backward_pass_leaves_no_trace(
     model = build("mamba")
     ids = torch.randint(1, 30, (1, 9), generator=torch.Generator().manual_seed(0))
     expected = method(model).attribute(ids, target=5)
-    monkeypatch.setattr("captum_ssm._capture.substitution.KEPT", 0)
+    monkeypatch.setattr("captum_ssm.capture.substitute.KEPT", 0)
     before = fingerprint(model)
 
     def interrupt(self: Substitution) -> None:
@@ -169,7 +168,7 @@ def test_the_outer_projections_are_computed_once(monkeypatch: pytest.MonkeyPatch
     for layer in (*frozen.layers, *frozen.layers):
         assert layer.mixer is not None
     assert sum(used) == 2 * len(frozen.layers)
-    monkeypatch.setattr("captum_ssm._capture.kept.KEPT", 0)
+    monkeypatch.setattr("captum_ssm.capture.reuse.KEPT", 0)
     used.clear()
     torch.testing.assert_close(MambaRollout(model).attribute(ids), row)
     assert not any(used)

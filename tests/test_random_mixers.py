@@ -9,8 +9,8 @@ from inputs import noise
 from random_mixers import LENGTH, WIDTH, RandomMixer
 
 from captum_ssm import UnsupportedModelError
+from captum_ssm.discovery.measure import freeze_measured
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers.measured import freeze_measured
 
 EVERY = ("conv", "activation", "gate", "norm", "skip")
 FEW, MANY = range(40), range(40, 600)

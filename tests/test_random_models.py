@@ -12,7 +12,7 @@ from models import without_biases
 from random_models import Model
 
 from captum_ssm import LaTIM, MambaLRP, MambaRollout, UnsupportedModelError
-from captum_ssm._capture import mixing
+from captum_ssm.wiring import mixing_test
 
 FEW = range(30)
 MANY = range(30, 400)
@@ -74,7 +74,7 @@ def check_sums(seeds) -> None:
 
 @pytest.mark.parametrize("width", [0, 256], ids=["by rank one", "as it is"])
 def test_rollouts(width, monkeypatch):
-    monkeypatch.setattr(mixing, "_WIDE", width)
+    monkeypatch.setattr(mixing_test, "_WIDE", width)
     assert check_rollouts(FEW[width // 256 :: 2]) < 0.2
 
 

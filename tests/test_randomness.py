@@ -64,7 +64,7 @@ class Read(nn.Module):
 
 @pytest.mark.parametrize("kind", ["unused", "nothing"])
 def test_draws_that_change_nothing_are_not_warned_of(kind, monkeypatch):
-    from captum_ssm._capture import freezing
+    from captum_ssm.capture import freezing
 
     compared = []
     own = freezing.warn_of_randomness

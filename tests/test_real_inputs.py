@@ -17,8 +17,8 @@ from captum_ssm import (
     RawAttention,
     UnifiedImplicitAttention,
 )
-from captum_ssm._capture.embedded import entries_of
 from captum_ssm.attr import TokenAttribution
+from captum_ssm.capture.embedded_ids import entries_of
 
 MAPS = (RawAttention, MambaRollout, MambaAttribution, UnifiedImplicitAttention)
 METHODS = (*MAPS, MambaLRP)

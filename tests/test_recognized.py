@@ -18,12 +18,12 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm._capture.discovery import _reproduces
+from captum_ssm.capture.unknown_mixers import _reproduces
+from captum_ssm.discovery.search import MeasuredAdapter, discover
 from captum_ssm.mixers import find_adapter, find_mixers
-from captum_ssm.mixers._registry import how_known
-from captum_ssm.mixers.discovery import MeasuredAdapter, discover
-from captum_ssm.mixers.s6 import freeze_s6
-from captum_ssm.mixers.vision import FrozenScans, freeze_published, freeze_ss2d
+from captum_ssm.mixers.families.s6 import freeze_s6
+from captum_ssm.mixers.families.vision import FrozenScans, freeze_published, freeze_ss2d
+from captum_ssm.mixers.registry import how_known
 from captum_ssm.models import SS2D, BidirectionalMamba
 
 

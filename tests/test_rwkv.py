@@ -26,8 +26,8 @@ from captum_ssm import (
     hidden_attention,
     supported,
 )
-from captum_ssm.mixers.measured import _shift
-from captum_ssm.scans import FunctionCall, prove
+from captum_ssm.discovery.measure import token_shift
+from captum_ssm.discovery.scans import FunctionCall, prove
 
 B, L, D = 2, 7, 2 * WIDTH
 
@@ -198,4 +198,4 @@ def test_reads_neighbors(offsets, is_near):
         strength[[token + offset for offset in offsets if 0 <= token + offset < 16]] = 1
         return strength
 
-    assert _shift._reads_neighbors(strength_of, 16) is is_near
+    assert token_shift._reads_neighbors(strength_of, 16) is is_near

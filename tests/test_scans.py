@@ -13,20 +13,22 @@ from torch.nn import functional as F
 
 import captum_ssm
 from captum_ssm.attr import MambaRollout
-from captum_ssm.mixers import MixerCall
-from captum_ssm.mixers._registry import how_known
-from captum_ssm.mixers.measured import freeze_measured
-from captum_ssm.operators import DiagonalOperator
-from captum_ssm.scans import (
+from captum_ssm.discovery.measure import freeze_measured
+from captum_ssm.discovery.scans import (
     Candidate,
-    _form,
-    _heads,
     candidate_functions,
     intercepted,
     not_intercepted,
     prove,
     register_scan,
 )
+from captum_ssm.discovery.scans import (
+    form as _form,
+)
+from captum_ssm.discovery.scans.forms import heads as _heads
+from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers.registry import how_known
+from captum_ssm.operators import DiagonalOperator
 
 
 def coefficients(B=2, L=7, D=4, N=3, dtype=torch.float32):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from captum_ssm import MambaLRP
-from captum_ssm._capture import Request, freeze
-from captum_ssm._graph import Point
-from captum_ssm._reachability import meetings
-from captum_ssm._transport import Through
+from captum_ssm.capture import Request, freeze
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import meetings
+from captum_ssm.graph.token_weights import Through
 
 OF_TOKENS = [method for method in METHODS if method is not MambaLRP]
 SIDE = 12

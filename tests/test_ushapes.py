@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
 from captum_ssm import MambaRollout, UnsupportedModelError
-from captum_ssm._capture import Request, freeze
-from captum_ssm._transport import Transport
-from captum_ssm.attr._maps import MapOptions, StageMaps, rollout_row
+from captum_ssm.attr.maps.maps import MapOptions, StageMaps, rollout_row
+from captum_ssm.capture import Request, freeze
+from captum_ssm.graph.token_weights import Transport
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 
@@ -206,7 +206,7 @@ SHAPES = {
 @pytest.fixture
 def few_probes(monkeypatch):
     """As many as channels: exact where each token reads one, as all of these do."""
-    monkeypatch.setattr("captum_ssm._capture.ways._PAST", E)
+    monkeypatch.setattr("captum_ssm.wiring.inputs._PAST", E)
 
 
 @pytest.mark.usefixtures("few_probes")

@@ -18,8 +18,8 @@ from captum_ssm import (
     UnifiedImplicitAttention,
     hidden_attention,
 )
-from captum_ssm._capture import Request, freeze
-from captum_ssm.models import BidirectionalMamba, TokenGrid, VisionMamba, _s6
+from captum_ssm.capture import Request, freeze
+from captum_ssm.models import BidirectionalMamba, TokenGrid, VisionMamba, s6
 from captum_ssm.models.vision_mamba import find_cls
 
 GOLDEN, WEIGHTS, CONFIG = golden("vim_tiny")
@@ -180,9 +180,9 @@ MIXERS = {
 def test_impulses_through_the_models_own_scan(kind, monkeypatch):
     """Column j of a map is what the model's scan makes of a unit value at j."""
     model, calls = MIXERS[kind](), []
-    scan = _s6.selective_scan
+    scan = s6.selective_scan
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(_s6, "selective_scan", lambda *args: calls.append(args) or scan(*args))
+        patch.setattr(s6, "selective_scan", lambda *args: calls.append(args) or scan(*args))
         model(images())
     maps = list(hidden_attention(model, images()).values())
     ways = len(calls) // len(maps)

@@ -32,7 +32,7 @@ from captum_ssm.visualization import (
     video_strip,
     volume_slices,
 )
-from captum_ssm.visualization._palette import AGAINST, FOR
+from captum_ssm.visualization.palette import AGAINST, FOR
 
 L, AB = 9, ["a", "b"]
 TOKENS = ["<s>", "The", "Ġcat", "Ġ&", "Ċ", "$x$", "ĠÐ´Ð°", "<b>", ""]  # noqa: RUF001

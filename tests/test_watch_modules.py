@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from captum_ssm._watch_modules import watch_modules
+from captum_ssm.utils.watch_modules import watch_modules
 
 
 def test_calls_of_this_thread_are_seen_and_changed():

@@ -27,14 +27,15 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm._capture import Request, freeze, mixing
-from captum_ssm._capture.substitution import Substitution
-from captum_ssm._fast_products import RankOneProducts
-from captum_ssm._graph import Point, gradients, visit_gradients
-from captum_ssm._nested import tensors_in
-from captum_ssm._reachability import is_closed
+from captum_ssm.capture import Request, freeze
+from captum_ssm.capture.substitute import Substitution
+from captum_ssm.graph.fast_products import RankOneProducts
+from captum_ssm.graph.points import Point, gradients, visit_gradients
+from captum_ssm.graph.reachability import is_closed
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
+from captum_ssm.utils.nested import tensors_in
+from captum_ssm.wiring import mixing_test
 
 THROUGH_LAYERS = [MambaRollout, MambaAttribution, UnifiedImplicitAttention, RawAttention]
 
@@ -42,7 +43,7 @@ THROUGH_LAYERS = [MambaRollout, MambaAttribution, UnifiedImplicitAttention, RawA
 @pytest.fixture(autouse=True)
 def as_if_wide(monkeypatch):
     """Measured by products of rank one, as models of real widths are."""
-    monkeypatch.setattr(mixing, "_WIDE", 0)
+    monkeypatch.setattr(mixing_test, "_WIDE", 0)
 
 
 def matrix(module: nn.Module, x: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from models import tiny
 
-from captum_ssm import MambaLRP, MambaRollout, _workspace
-from captum_ssm._workspace import workspace
+from captum_ssm import MambaLRP, MambaRollout
 from captum_ssm.interventions import knockout
 from captum_ssm.kernels import extension_loaded
+from captum_ssm.utils import allocator as _workspace
+from captum_ssm.utils.allocator import workspace
 
 if sys.platform != "linux" or not extension_loaded():
     pytest.skip("the allocator is not built here", allow_module_level=True)

@@ -22,8 +22,8 @@ from torch import Tensor
 from captum_ssm import kernels
 from captum_ssm.kernels import diagonal as diagonal_kernels
 from captum_ssm.kernels import linear_attention as linear_attention_kernels
-from captum_ssm.kernels._diagonal_backward import diagonal_scan_backward_torch
-from captum_ssm.kernels._linear_attention_backward import linear_attention_scan_backward_torch
+from captum_ssm.kernels.diagonal_backward import diagonal_scan_backward_torch
+from captum_ssm.kernels.linear_attention_backward import linear_attention_scan_backward_torch
 from captum_ssm.operators import TokenOperator
 
 KINDS: dict[str, tuple[Callable[[int], TokenOperator], int]] = {

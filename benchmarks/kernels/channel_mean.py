@@ -15,7 +15,7 @@ from _common import arguments, check, layer, mixer, save, seconds
 from _opponents import published_loop, recursive_halving, row_recurrence
 
 from captum_ssm import kernels
-from captum_ssm.kernels._diagonal_mean import diagonal_mean_torch
+from captum_ssm.kernels.channel_mean import diagonal_mean_torch
 
 
 def main() -> None:

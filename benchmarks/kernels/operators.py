@@ -22,7 +22,7 @@ from _common import arguments, check, layer, save, seconds
 from torch import Tensor
 
 from captum_ssm import kernels
-from captum_ssm.kernels import _diagonal_mean
+from captum_ssm.kernels import channel_mean
 from captum_ssm.kernels import diagonal as diagonal_kernels
 from captum_ssm.kernels import linear_attention as linear_attention_kernels
 from captum_ssm.operators import (
@@ -209,7 +209,7 @@ KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict
 @contextlib.contextmanager
 def torch_forms() -> Iterator[None]:
     """Operators use the PyTorch forms, as they do where the extension is missing."""
-    forms = vars(_diagonal_mean) | vars(diagonal_kernels) | vars(linear_attention_kernels)
+    forms = vars(channel_mean) | vars(diagonal_kernels) | vars(linear_attention_kernels)
     compiled = {name: f for name, f in vars(kernels).items() if f"{name}_torch" in forms}
     for name in compiled:
         setattr(kernels, name, forms[f"{name}_torch"])

@@ -50,7 +50,7 @@ from captum_ssm.metrics import (
     position_bias,
     segmentation,
 )
-from captum_ssm.mixers.vision import freeze_bidirectional
+from captum_ssm.mixers.families.vision import freeze_bidirectional
 from captum_ssm.models import BidirectionalMamba, VisionMamba
 from captum_ssm.operators import SkipOperator
 

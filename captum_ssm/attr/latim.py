@@ -8,20 +8,26 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from captum_ssm._captum import format_output
-from captum_ssm._capture import FrozenModel, Request
-from captum_ssm._capture.model import extract_logits
-from captum_ssm._nested import tensors_in
-from captum_ssm._workspace import workspace
-from captum_ssm.attr._base import TokenAttribution, delta
-from captum_ssm.attr._chain import Decomposition, logits_of_tokens
-from captum_ssm.attr._contributions import Contributions
-from captum_ssm.attr._grids import CutMixers, ScoreGraph, grids_of
-from captum_ssm.attr._layer_map import LOGIT, layer_error, layer_map, norm_order, query_row
-from captum_ssm.attr._options import Arguments
-from captum_ssm.attr._relevance import warn_of_unruled
-from captum_ssm.attr._residual import UnreadStreamError, norms_and_head, stream_of
+from captum_ssm.attr.base import TokenAttribution, delta
+from captum_ssm.attr.latim_parts.chain import Decomposition, logits_of_tokens
+from captum_ssm.attr.latim_parts.contributions import Contributions
+from captum_ssm.attr.latim_parts.grids import CutMixers, ScoreGraph, grids_of
+from captum_ssm.attr.latim_parts.layer_map import (
+    LOGIT,
+    layer_error,
+    layer_map,
+    norm_order,
+    query_row,
+)
+from captum_ssm.attr.latim_parts.residual_stream import UnreadStreamError, norms_and_head, stream_of
 from captum_ssm.attr.mamba_lrp import has_a_rule, with_leaves
+from captum_ssm.attr.options import Arguments
+from captum_ssm.attr.relevance import warn_of_unruled
+from captum_ssm.capture import FrozenModel, Request
+from captum_ssm.capture.model import extract_logits
+from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.captum_api import format_output
+from captum_ssm.utils.nested import tensors_in
 
 
 class LaTIM(TokenAttribution):

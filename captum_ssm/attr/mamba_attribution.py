@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from captum_ssm.attr._map_attribution import RolloutAttribution
-from captum_ssm.attr._maps import MapOptions
+from captum_ssm.attr.maps.maps import MapOptions
+from captum_ssm.attr.maps.method import RolloutAttribution
 
 
 class MambaAttribution(RolloutAttribution):

@@ -11,32 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._captum import format_output
-from captum_ssm._capture import FrozenModel, Request, Substitution
-from captum_ssm._capture.checking import Rebuilt
-from captum_ssm._capture.discovery import (
+from captum_ssm.attr.base import TokenAttribution, delta
+from captum_ssm.attr.norms import FrozenNorm, first_input
+from captum_ssm.attr.options import Arguments
+from captum_ssm.attr.relevance import relevance_at
+from captum_ssm.capture import FrozenModel, Request, Substitution
+from captum_ssm.capture.check import Rebuilt
+from captum_ssm.capture.embedded_ids import entries_of, is_view
+from captum_ssm.capture.model import input_embeddings
+from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
     is_settled,
     search_anew,
     settle,
     warn_of_unknown,
 )
-from captum_ssm._capture.embedded import entries_of, is_view
-from captum_ssm._capture.ledger import structure
-from captum_ssm._capture.model import input_embeddings
-from captum_ssm._errors import InputError
-from captum_ssm._memory import limited_graph, memory_limit
-from captum_ssm._nested import tensors_in
-from captum_ssm._rules import is_norm, ruled
-from captum_ssm.attr._base import TokenAttribution, delta
-from captum_ssm.attr._norms import FrozenNorm, first_input
-from captum_ssm.attr._options import Arguments
-from captum_ssm.attr._relevance import relevance_at
+from captum_ssm.discovery.frozen_scans import scans_frozen
+from captum_ssm.discovery.search import MeasuredAdapter
+from captum_ssm.errors import InputError
+from captum_ssm.graph.relevance_rules import is_norm, ruled
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
-from captum_ssm.mixers._parts import activation_factor
-from captum_ssm.mixers.discovery import MeasuredAdapter
-from captum_ssm.mixers.frozen_scans import scans_frozen
+from captum_ssm.mixers.parts import activation_factor
 from captum_ssm.operators.composed import sum_of
+from captum_ssm.utils.captum_api import format_output
+from captum_ssm.utils.memory import limited_graph, memory_limit
+from captum_ssm.utils.nested import tensors_in
+from captum_ssm.wiring.ledger import structure
 
 # Where relevance of an input is read, and of which entries it is; None for all.
 Leaves = Sequence[tuple[Tensor, Tensor | None]]

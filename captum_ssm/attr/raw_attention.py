@@ -7,9 +7,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from captum_ssm.attr._map_attribution import MapAttribution
-from captum_ssm.attr._maps import MapChoices, raw_row
-from captum_ssm.attr._options import Arguments
+from captum_ssm.attr.maps.maps import MapChoices, raw_row
+from captum_ssm.attr.maps.method import MapAttribution
+from captum_ssm.attr.options import Arguments
 
 
 class RawAttention(MapAttribution):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from captum_ssm.attr._map_attribution import RolloutAttribution
+from captum_ssm.attr.maps.method import RolloutAttribution
 
 
 class MambaRollout(RolloutAttribution):

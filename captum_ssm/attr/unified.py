@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from captum_ssm.attr._map_attribution import RolloutAttribution
-from captum_ssm.attr._maps import MapChoices, MapOptions, raw_row, rollout_row
-from captum_ssm.attr._options import Arguments
+from captum_ssm.attr.maps.maps import MapChoices, MapOptions, raw_row, rollout_row
+from captum_ssm.attr.maps.method import RolloutAttribution
+from captum_ssm.attr.options import Arguments
 from captum_ssm.mixers import check_components
 
 AGGREGATIONS = ("raw", "rollout", "attribution")

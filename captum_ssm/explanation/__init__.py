@@ -1,7 +1,7 @@
 """Explanations as data: kept, opened again, compared and shown without the model."""
 
-from captum_ssm.explanation._explanation import Explanation
-from captum_ssm.explanation._parts import (
+from captum_ssm.explanation.explanation import Explanation
+from captum_ssm.explanation.parts import (
     Answer,
     Contrast,
     Example,
@@ -11,7 +11,7 @@ from captum_ssm.explanation._parts import (
     Span,
     Token,
 )
-from captum_ssm.explanation._summary import Mean, Summary
+from captum_ssm.explanation.summary import Mean, Summary
 
 __all__ = [
     "Answer",

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm._capture import FrozenLayer, Request, exact_arithmetic, freeze
-from captum_ssm._capture.checking import Rebuilt
-from captum_ssm._capture.recording import gradients_at
-from captum_ssm._errors import UnsupportedModelError
-from captum_ssm._workspace import workspace
-from captum_ssm.attr._relevance import coefficients_at
 from captum_ssm.attr.mamba_lrp import Rules, has_a_rule, with_leaves
-from captum_ssm.interventions._editing import OpenMixer, edited
-from captum_ssm.interventions._runs import Runs
-from captum_ssm.interventions._selection import Layers
+from captum_ssm.attr.relevance import coefficients_at
+from captum_ssm.capture import FrozenLayer, Request, exact_arithmetic, freeze
+from captum_ssm.capture.check import Rebuilt
+from captum_ssm.capture.recording import gradients_at
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.interventions.editing import OpenMixer, edited
 from captum_ssm.interventions.patching import Pair, Patching, check_component
+from captum_ssm.interventions.runs import Runs
+from captum_ssm.interventions.selection import Layers
 from captum_ssm.interventions.states import state_operator, states_of, writes
 from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.utils.allocator import workspace
 
 RULES = ("gradient", "relp")
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.interventions._editing import OpenMixer, edited
-from captum_ssm.interventions._selection import Layers, Tokens, mask_of
+from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.selection import Layers, Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
-from captum_ssm.mixers._frozen_mixer import FORMULATIONS
+from captum_ssm.mixers.frozen_mixer import FORMULATIONS
 from captum_ssm.operators import SoftmaxOperator, TokenOperator
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm._capture import FrozenModel, Request, freeze
-from captum_ssm._errors import InputError, UnsupportedModelError
-from captum_ssm._workspace import workspace
-from captum_ssm.interventions._editing import OpenMixer, edited
-from captum_ssm.interventions._runs import Runs, bar, runs_at_once, times
-from captum_ssm.interventions._selection import Layers, Tokens, chosen_layers, mask_of
+from captum_ssm.capture import FrozenModel, Request, freeze
+from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.runs import Runs, bar, runs_at_once, times
+from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers, mask_of
 from captum_ssm.interventions.states import has_operator, state_operator
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import DiagonalOperator, TokenOperator
 from captum_ssm.operators.part import part_of
+from captum_ssm.utils.allocator import workspace
 
 COMPONENTS = ("output", "values", "state")
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm._capture import FrozenLayer, Request, exact_arithmetic, freeze
-from captum_ssm._errors import UnsupportedModelError
-from captum_ssm.interventions._selection import Tokens, mask_of
+from captum_ssm.capture import FrozenLayer, Request, exact_arithmetic, freeze
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import DiagonalOperator, LinearAttentionOperator, TokenOperator
 

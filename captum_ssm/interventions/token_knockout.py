@@ -11,14 +11,14 @@ import torch
 from captum.attr import PerturbationAttribution
 from torch import Tensor
 
-from captum_ssm._captum import TargetType, log_usage
-from captum_ssm._capture import Request, check_forward, freeze, is_model, resolve_model
-from captum_ssm._errors import InputError, UnsupportedModelError
-from captum_ssm._integers import as_integers
-from captum_ssm.attr._inputs import of_inputs
-from captum_ssm.interventions._runs import Runs, bar, runs_at_once
-from captum_ssm.interventions._selection import Layers, Tokens, chosen_layers
+from captum_ssm.attr.to_inputs import of_inputs
+from captum_ssm.capture import Request, check_forward, freeze, is_model, resolve_model
+from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.interventions.knockout import knockout
+from captum_ssm.interventions.runs import Runs, bar, runs_at_once
+from captum_ssm.interventions.selection import Layers, Tokens, chosen_layers
+from captum_ssm.utils.captum_api import TargetType, log_usage
+from captum_ssm.utils.integers import as_integers
 
 READERS = ("later", "query")
 

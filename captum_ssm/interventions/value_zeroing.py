@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._capture import Request, exact_arithmetic, freeze, unwrap
-from captum_ssm._errors import InputError
-from captum_ssm._nested import first_of
-from captum_ssm._workspace import workspace
-from captum_ssm.interventions._editing import OpenMixer, edited
-from captum_ssm.interventions._runs import Runs, bar, runs_at_once
+from captum_ssm.capture import Request, exact_arithmetic, freeze, unwrap
+from captum_ssm.errors import InputError
+from captum_ssm.interventions.editing import OpenMixer, edited
+from captum_ssm.interventions.runs import Runs, bar, runs_at_once
 from captum_ssm.mixers import FrozenMixer
+from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.nested import first_of
 
 
 @workspace()

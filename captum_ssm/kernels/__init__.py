@@ -24,12 +24,7 @@ that tensor's dtype, and has no gradient; :func:`map_distances` computes in the 
 arguments, and has none either.
 """
 
-from captum_ssm.kernels import (  # noqa: F401
-    _diagonal_backward,
-    _diagonal_mean,
-    _linear_attention_backward,
-)
-from captum_ssm.kernels._extension import ExtensionWarning, extension_loaded
+from captum_ssm.kernels import channel_mean, diagonal_backward, linear_attention_backward  # noqa: F401
 from captum_ssm.kernels.diagonal import (
     DiagonalCoefficients,
     diagonal_mean,
@@ -39,6 +34,7 @@ from captum_ssm.kernels.diagonal import (
     naive_diagonal_matrix,
 )
 from captum_ssm.kernels.distances import map_distances
+from captum_ssm.kernels.extension import ExtensionWarning, extension_loaded
 from captum_ssm.kernels.linear_attention import (
     linear_attention_mean,
     linear_attention_rmatvec,

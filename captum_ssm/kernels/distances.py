@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.kernels._arguments import shape_error
-from captum_ssm.kernels._extension import warn_if_missing
+from captum_ssm.kernels.arguments import shape_error
+from captum_ssm.kernels.extension import warn_if_missing
 
 # Numbers of vectors that the PyTorch form makes at a time.
 _BLOCK = 1 << 18

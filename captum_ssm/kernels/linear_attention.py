@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from captum_ssm.kernels._arguments import row_index, row_range, shape_error
-from captum_ssm.kernels._extension import warn_if_missing
-from captum_ssm.kernels._registration import operation
+from captum_ssm.kernels.arguments import row_index, row_range, shape_error
+from captum_ssm.kernels.extension import warn_if_missing
 from captum_ssm.kernels.linear_attention_coefficients import (
     MIN_EXPONENT,
     MIN_LOG_DECAY,
@@ -38,6 +37,7 @@ from captum_ssm.kernels.linear_attention_coefficients import (
     checked,
     tensors_of,
 )
+from captum_ssm.kernels.registration import operation
 
 
 def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) -> Tensor:

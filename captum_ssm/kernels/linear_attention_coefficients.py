@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from captum_ssm.kernels._arguments import promote, shape_error
+from captum_ssm.kernels.arguments import promote, shape_error
 
 # A full reset, also one given as -inf: it must stay finite in sums.
 MIN_LOG_DECAY = -1e4

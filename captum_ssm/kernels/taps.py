@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.kernels._arguments import shape_error
-from captum_ssm.kernels._extension import warn_if_missing
+from captum_ssm.kernels.arguments import shape_error
+from captum_ssm.kernels.extension import warn_if_missing
 
 
 def tap_rows(rows: Tensor, values: Tensor, left: Tensor | None, out: Tensor) -> None:

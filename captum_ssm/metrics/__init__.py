@@ -1,6 +1,5 @@
 """Metrics: which explanation to trust."""
 
-from captum_ssm.metrics._interval import Interval, bootstrap
 from captum_ssm.metrics.agreement import Agreement, knockout_agreement
 from captum_ssm.metrics.alignment import (
     alignment_error_rate,
@@ -10,6 +9,7 @@ from captum_ssm.metrics.alignment import (
     links,
 )
 from captum_ssm.metrics.evaluation import evaluate
+from captum_ssm.metrics.interval import Interval, bootstrap
 from captum_ssm.metrics.layers import (
     cls_influence,
     layer_knockout,

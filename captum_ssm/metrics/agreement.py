@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm.metrics._interval import Interval, bootstrap
+from captum_ssm.metrics.interval import Interval, bootstrap
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._capture import unwrap
-from captum_ssm._hidden_attention import hidden_attention
-from captum_ssm._nested import first_of, with_first
-from captum_ssm.interventions._selection import Layers, chosen_layers
+from captum_ssm.capture import unwrap
+from captum_ssm.inspection.implicit_attention import hidden_attention
+from captum_ssm.interventions.selection import Layers, chosen_layers
 from captum_ssm.metrics.agreement import rank_correlation
 from captum_ssm.metrics.perturbation import batched_logits, classes
 from captum_ssm.mixers import find_mixers
+from captum_ssm.utils.nested import first_of, with_first
 
 
 def layer_knockout(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from captum_ssm._integers import as_integers
-from captum_ssm.metrics._interval import Interval, bootstrap
+from captum_ssm.metrics.interval import Interval, bootstrap
+from captum_ssm.utils.integers import as_integers
 
 Removal = str | int | float | Tensor | Callable[[Tensor], Tensor]
 REMOVALS = ("zero", "mean", "blur", "mask")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.metrics._interval import Interval, bootstrap
+from captum_ssm.metrics.interval import Interval, bootstrap
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm.models._s6 import initial_dt_bias, s6
+from captum_ssm.models.s6 import initial_dt_bias, s6
 from captum_ssm.operators.conv import depthwise_conv
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captum_ssm._grid import TokenGrid, cls_positions, patch_index
 from captum_ssm.kernels.convolution import causal_conv
-from captum_ssm.models._s6 import initial_dt_bias, s6
-from captum_ssm.models._vision_weights import grid_shape_of, pair, plain_weights, size_and_stride
+from captum_ssm.models.s6 import initial_dt_bias, s6
+from captum_ssm.models.token_grid import TokenGrid, cls_positions, patch_index
+from captum_ssm.models.vision_weights import grid_shape_of, pair, plain_weights, size_and_stride
 
 DIRECTIONS = ("none", "v1", "v2")
 # The published names of the CLS tokens, by their number.

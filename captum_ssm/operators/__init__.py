@@ -1,6 +1,6 @@
 """Frozen token mixers as linear operators over tokens, one kind of recurrence per file."""
 
-from captum_ssm.operators._base import REDUCTIONS, TokenOperator
+from captum_ssm.operators.base import REDUCTIONS, TokenOperator
 from captum_ssm.operators.composed import (
     ConvolvedOperator,
     ScaledOperator,
@@ -12,8 +12,8 @@ from captum_ssm.operators.diagonal import one_state as one_state
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
+from captum_ssm.operators.packed import PlacedOperator
 from captum_ssm.operators.permuted import MovedOperator, PermutedOperator
-from captum_ssm.operators.placed import PlacedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.substeps import SubstepOperator
 from captum_ssm.operators.toeplitz import ToeplitzOperator

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._lazy import cached_property
 from captum_ssm.kernels.convolution import causal_conv, causal_conv_transpose
-from captum_ssm.operators._base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
+from captum_ssm.operators.base import AroundOperator, PartsOperator, TokenOperator, check_rmatvec
 from captum_ssm.operators.conv import (
     conv_columns,
     depthwise_conv,
     depthwise_conv_transpose,
     join_taps,
 )
+from captum_ssm.utils.lazy import cached_property
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from captum_ssm import kernels
 from captum_ssm.kernels import DiagonalCoefficients
-from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators.base import TokenOperator, check_rmatvec
 from captum_ssm.operators.composed import product
 
 

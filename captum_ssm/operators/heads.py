@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor, nn
 
-from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators.base import TokenOperator, check_rmatvec
 
 
 class HeadOperator(TokenOperator):

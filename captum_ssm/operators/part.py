@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.operators._base import TokenOperator
+from captum_ssm.operators.base import TokenOperator
 from captum_ssm.operators.composed import (
     ConvolvedOperator,
     ScaledOperator,

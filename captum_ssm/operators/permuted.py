@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from captum_ssm._lazy import cached_property
-from captum_ssm.operators._base import AroundOperator, TokenOperator
+from captum_ssm.operators.base import AroundOperator, TokenOperator
+from captum_ssm.utils.lazy import cached_property
 
 
 class _OverTokens(AroundOperator):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from captum_ssm._memory import tile_entries
-from captum_ssm.operators._base import FEW_ROWS
+from captum_ssm.operators.base import FEW_ROWS
 from captum_ssm.operators.heads import HeadOperator
+from captum_ssm.utils.memory import tile_entries
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from captum_ssm.operators._base import AroundOperator, TokenOperator, check_rmatvec
+from captum_ssm.operators.base import AroundOperator, TokenOperator, check_rmatvec
 
 
 @dataclass(frozen=True)

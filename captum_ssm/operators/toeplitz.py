@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from captum_ssm._lazy import cached_property
-from captum_ssm.operators._base import TokenOperator, check_rmatvec
+from captum_ssm.operators.base import TokenOperator, check_rmatvec
+from captum_ssm.utils.lazy import cached_property
 
 
 @dataclass(frozen=True)

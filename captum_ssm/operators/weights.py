@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from captum_ssm._lazy import cached_property
 from captum_ssm.operators.heads import HeadOperator
+from captum_ssm.utils.lazy import cached_property
 
 
 @dataclass(frozen=True)

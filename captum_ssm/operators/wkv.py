@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from captum_ssm.operators._base import TokenOperator
+from captum_ssm.operators.base import TokenOperator
 from captum_ssm.operators.composed import SkipOperator, SumOperator
 from captum_ssm.operators.diagonal import DiagonalOperator, one_state
 from captum_ssm.operators.permuted import PermutedOperator

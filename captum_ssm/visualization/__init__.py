@@ -12,13 +12,13 @@ which magnitude the color is strongest:
 - a number: exactly there, which makes several figures comparable.
 """
 
-from captum_ssm.visualization._images import image_overlay
-from captum_ssm.visualization._maps import interaction_map, layer_overview, map_strip
-from captum_ssm.visualization._palette import color_limit, relevance_colors
-from captum_ssm.visualization._receptive_field import receptive_field_map
-from captum_ssm.visualization._series import series_plot
-from captum_ssm.visualization._text import readable_tokens, text_html, text_record
-from captum_ssm.visualization._volumes import video_strip, volume_slices
+from captum_ssm.visualization.images import image_overlay
+from captum_ssm.visualization.maps import interaction_map, layer_overview, map_strip
+from captum_ssm.visualization.palette import color_limit, relevance_colors
+from captum_ssm.visualization.receptive_fields import receptive_field_map
+from captum_ssm.visualization.series import series_plot
+from captum_ssm.visualization.text import readable_tokens, text_html, text_record
+from captum_ssm.visualization.volumes import video_strip, volume_slices
 
 __all__ = [
     "color_limit",

@@ -7,7 +7,7 @@ import torch
 from layers import LAYERS, build
 from models import ids
 
-from captum_ssm._capture import Request, freeze
+from captum_ssm.capture import Request, freeze
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:According to Bo"),

@@ -11,7 +11,7 @@ from fla.ops.stickbreaking_attn.naive import naive_stickbreaking_attn
 from models import ids
 
 from captum_ssm import LaTIM, MambaLRP, UnsupportedModelError, hidden_attention, supported
-from captum_ssm.scans import Scan, ScanCalls, intercepted
+from captum_ssm.discovery.scans import Scan, ScanCalls, intercepted
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # fla's advice on options

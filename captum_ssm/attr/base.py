@@ -1,0 +1,342 @@
+"""What the methods share: their construction, how they describe themselves, and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from captum_ssm.attr.options import RESULTS, Arguments, Option, documented, options_of
+from captum_ssm.attr.to_inputs import FEATURE_SHARES, of_inputs
+from captum_ssm.capture import (
+    FrozenModel,
+    Request,
+    Substitution,
+    check_forward,
+    check_remote,
+    exact_arithmetic,
+    freeze,
+    is_model,
+    resolve_model,
+    unwrap,
+)
+from captum_ssm.capture.finite import check_relevance
+from captum_ssm.graph.in_place import seen_in_views
+from captum_ssm.models.token_grid import INTERPOLATIONS
+from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.captum_api import Attribution, TargetType, is_tuple, log_usage
+from captum_ssm.utils.memory import memory_limit
+from captum_ssm.utils.progress import showing
+from captum_ssm.utils.retry import past_writes
+
+# Options by the names that they had before.
+RENAMED = {"stage": "grid"}
+
+
+class TokenAttribution(Attribution):
+    r"""Base of the methods of this library: an attribution of one output to the input's tokens.
+
+    A method is a subclass with an ``_attribute(arguments, *, its own options)``, which
+    :meth:`attribute` calls. It describes itself: everything that lists methods (the command line,
+    the language model wrapper, ``supported``, ``estimate``) reads the attributes below and the
+    signature of ``_attribute``, and :meth:`attribute` shows its options and its docstring.
+
+    Args:
+        forward_func (nn.Module, nnsight model or Callable): what is explained.
+        model (nn.Module or nnsight model, optional): the model that ``forward_func`` runs;
+            required where ``forward_func`` is a plain callable. Default: None
+        check (bool, optional): compare each frozen mixer with what the mixer really returned,
+            and raise :class:`~captum_ssm.ReconstructionError` where they differ. Default: True
+        interpolate_mode (str, optional): how relevance of patches is put on an image's pixels,
+            ``"bilinear"``, ``"nearest"`` or ``"bicubic"``; None leaves it to the model's
+            ``token_grid``, bilinear unless it says otherwise. Where a model has none, relevance is
+            carried to the pixels by the measured transport, or with a mode interpolated from the
+            measured grid. Default: None
+        feature_share (str, optional): how a token's relevance is shared among its features, such
+            as the variables of a series or an image's colors. ``"linear"``: by the size of what
+            each adds, with the sign of the token's relevance: of a series, where the method takes
+            gradients of a score, :math:`|(\partial s / \partial x_e)\, x_e|`; else, to the model's
+            tokens, :math:`\|(\partial h / \partial x_e)\, x_e\|`. ``"even"``: in equal parts, as it
+            always is over the axes of an embedding. A method whose relevance is per feature
+            (MambaLRP) does not use it. Default: ``"linear"``
+        memory_limit (int, optional): bytes the method may work in, in addition to the model and
+            the result; picks the size of tiles. Default: None
+        remote (bool or str, optional): where an nnsight model runs, as in its ``trace``: False is
+            here, True the server of nnsight's configuration, a str another one's address. Of a run
+            there only single layers are known: what goes through layers, or explains a score, is
+            refused. Experimental: no public server has run it yet. Default: False
+
+    Attributes:
+        name (str): on the command line and in tables.
+        summary (str): what it computes, in a few words.
+        cost (str): of what follows the run of the model, in the number of tokens, with the
+            default options: ``"linear"`` or ``"quadratic"``.
+
+    Raises:
+        TypeError: for a ``forward_func`` or ``model`` that is not a model, such as a class or a
+            configuration, and with ``remote`` for what has no name on a server.
+        ValueError: for a plain callable without ``model``, an unknown ``interpolate_mode`` or
+            ``feature_share``.
+
+    Examples::
+
+        >>> method = MambaRollout(lambda ids: model(ids).logits, model=model)
+        >>> method.attribute(input_ids).shape
+        torch.Size([1, 7])
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+    cost: ClassVar[str] = "linear"
+
+    # What the method computes for :class:`Arguments` and options of its own: relevance in the shape
+    # of the inputs, or what else ``return_convergence_delta`` asks for.
+    _attribute: Callable[..., Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_attribute" in vars(cls) and "attribute" not in vars(cls):
+            shown = documented(TokenAttribution.attribute, cls._attribute)
+            cls.attribute = shown  # type: ignore[method-assign]
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        model: Any = None,
+        *,
+        check: bool = True,
+        interpolate_mode: str | None = None,
+        feature_share: str = "linear",
+        memory_limit: int | None = None,
+        remote: bool | str = False,
+    ) -> None:
+        check_forward(forward_func)
+        resolve_model(forward_func, model)
+        check_remote(remote, forward_func, model)
+        super().__init__(forward_func)
+        if interpolate_mode not in (None, *INTERPOLATIONS):
+            raise ValueError(
+                f"interpolate_mode is {interpolate_mode!r}; expected one of {INTERPOLATIONS}, or "
+                "None."
+            )
+        if feature_share not in FEATURE_SHARES:
+            raise ValueError(
+                f"feature_share is {feature_share!r}; expected one of {FEATURE_SHARES}."
+            )
+        self.model = model
+        self.check = check
+        self.interpolate_mode = interpolate_mode
+        self.feature_share = feature_share
+        self.memory_limit = memory_limit
+        self.remote = remote
+        self._constructed_with = forward_func
+        self._frozen: FrozenModel | None = None
+
+    @log_usage()
+    def attribute(
+        self,
+        inputs: Any,
+        target: TargetType = None,
+        additional_forward_args: Any = None,
+        *,
+        position: Any = None,
+        return_convergence_delta: bool = False,
+        show_progress: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Relevance of the inputs for the target, as a method's own ``_attribute`` computes it.
+
+        The arguments are those of each method's ``attribute``.
+
+        Raises:
+            ValueError, TypeError: as for each method's ``attribute``.
+        """
+        self._check_options(options)
+        if return_convergence_delta and not self.has_convergence_delta():
+            raise no_delta(self.get_name())
+        asked = inputs, target, additional_forward_args, position, return_convergence_delta
+        with workspace(), showing(show_progress):
+            # A model that changes in place what a gradient needs is run once more on copies.
+            run = seen_in_views(past_writes)
+            result = run(lambda: self._attribute(Arguments(*asked), **options))
+        check_relevance(result, unwrap(resolve_model(self.forward_func, self._known_model())))
+        return result
+
+    def _check_options(self, options: Collection[str]) -> None:
+        known = self.options()
+        for name in options:
+            new = RENAMED.get(name)
+            if new in known:
+                raise TypeError(f"{name}= is now called {new}=; expected {new}=.")
+            if name not in known and name not in RESULTS:
+                raise TypeError(
+                    f"{self.get_name()}.attribute has no option {name!r}; expected "
+                    f"{', '.join(known) or 'no further options'}. An argument of the model goes "
+                    f"into additional_forward_args, such as {{{name!r}: ...}}."
+                )
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """The method's own keyword arguments of ``attribute``, by name."""
+        return dict(options_of(cls._attribute))
+
+    @classmethod
+    def needs_target(cls, **options: Any) -> bool:
+        """Whether relevance depends on the target, given options of ``attribute``."""
+        return True
+
+    @classmethod
+    def reads_whole_maps(cls, **options: Any) -> bool:
+        """Whether a row depends on the rows of later tokens, given options of ``attribute``."""
+        return False
+
+    @workspace()
+    def freeze_once(self, inputs: Any, additional_forward_args: Any = None) -> Self:
+        """A copy that has run the model once, at ``inputs``, and reads every row off that run.
+
+        Its ``attribute`` has to be called with the same inputs and arguments, and with a
+        ``position``. Calls that take gradients run the model all the same.
+
+        Args:
+            inputs (Tensor or tuple of one Tensor): as for ``attribute``.
+            additional_forward_args (Any, optional): as for ``attribute``. Default: None
+
+        Raises:
+            ValueError, TypeError: as for ``attribute``.
+
+        Examples::
+
+            >>> frozen = RawAttention(model).freeze_once(input_ids)
+            >>> rows = [frozen.attribute(input_ids, position=i) for i in (3, 6)]
+        """
+        shared = copy(self)
+        shared._frozen = self._run(self._request(inputs, additional_forward_args), query=False)
+        return shared
+
+    @workspace()
+    def compute_convergence_delta(
+        self,
+        attributions: Any,
+        inputs: Any,
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        position: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """What attributions that claim to add up leave out, ``(B,)``.
+
+        The same number as that of ``attribute(..., return_convergence_delta=True)``, for any
+        attributions: what the method decomposes minus their sum. Where patches are interpolated to
+        pixels the sum is another than that of tokens: ask ``attribute`` there.
+
+        Args:
+            attributions (Tensor or tuple of one Tensor): of the shape of ``inputs``.
+            inputs, target, additional_forward_args, position: those of ``attribute``.
+            **options: those of ``attribute``.
+
+        Raises:
+            ValueError: for a method without a convergence delta.
+        """
+        if not self.has_convergence_delta():
+            raise no_delta(self.get_name())
+        self._check_options(options)
+        arguments = Arguments(inputs, target, additional_forward_args, position)
+        return delta(self._claimed(arguments, **options), attributions)
+
+    def _claimed(self, arguments: Arguments) -> Tensor:
+        # What attributions claim to add up to, (B,).
+        return self._freeze(arguments, gradients=True).require_score()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        # Everything after the run of the model happens in this context.
+        with memory_limit(self.memory_limit), exact_arithmetic():
+            yield
+
+    def _known_model(self) -> Any:
+        if self.model is None and not is_model(self.forward_func):
+            # Captum's wrappers put a function of theirs in the place of the model that it runs.
+            return self._constructed_with if is_model(self._constructed_with) else None
+        return self.model
+
+    def _request(self, inputs: Any, additional_forward_args: Any) -> Request:
+        extra = additional_forward_args
+        return Request.of(self.forward_func, self._known_model(), inputs, extra, self.remote)
+
+    def _freeze(self, arguments: Arguments, **options: Any) -> FrozenModel:
+        """The model, run and frozen at a call's inputs; the options are those of ``freeze``."""
+        request = self._request(arguments.inputs, arguments.additional_forward_args)
+        return self._run(request, arguments.position, target=arguments.target, **options)
+
+    def _run(
+        self,
+        request: Request,
+        position: Any = None,
+        *,
+        gradients: bool = False,
+        substitution: Substitution | None = None,
+        **options: Any,
+    ) -> FrozenModel:
+        # The options are those of freeze.
+        before = None if gradients or substitution is not None else self._frozen
+        if before is not None and (position is not None or before.query is not None):
+            if not request.same_as(before.request):
+                raise ValueError(
+                    "inputs or additional_forward_args are not those that freeze_once was given; "
+                    "call freeze_once with these, or attribute of the method it was called on."
+                )
+            return before if position is None else before.at(position)
+        frozen = freeze(
+            request,
+            position=position,
+            gradients=gradients,
+            substitution=substitution,
+            check=self.check,
+            **options,
+        )
+        mode = self.interpolate_mode
+        return frozen if mode is None or substitution is not None else frozen.from_patches(mode)
+
+    def _formatted(self, relevance: list[Tensor], frozen: FrozenModel) -> Any:
+        return of_inputs(relevance, frozen, self.feature_share, self.interpolate_mode)
+
+
+def methods() -> dict[str, type[TokenAttribution]]:
+    """Every method that was defined, by its name.
+
+    Returns:
+        dict of str to type: this library's methods, and the user's own.
+
+    Examples::
+
+        >>> captum_ssm.attr.methods()["rollout"].__name__
+        'MambaRollout'
+    """
+    known: dict[str, type[TokenAttribution]] = {}
+    classes = TokenAttribution.__subclasses__()
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+        if "name" in vars(cls):
+            known[cls.name] = cls
+    return dict(sorted(known.items()))
+
+
+def no_delta(name: str) -> ValueError:
+    """The error of a method that has no convergence delta."""
+    return ValueError(
+        f"{name} is not a decomposition of the output, so it has no convergence delta; leave "
+        "return_convergence_delta at False."
+    )
+
+
+def delta(claimed: Tensor, attributions: Any) -> Tensor:
+    """What attributions should add up to, ``(B,)``, minus what they add up to."""
+    tensors = attributions if is_tuple(attributions) else (attributions,)
+    total = torch.stack([tensor.flatten(1).double().sum(1) for tensor in tensors]).sum(0)
+    return (claimed.detach().to(total) - total).to(claimed.dtype)

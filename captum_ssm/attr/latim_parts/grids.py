@@ -1,0 +1,332 @@
+r"""ALTI-Logit through mixers that work on different tokens: grids, orders, U-shapes.
+
+Also where the score is read from one residual stream by no norm or head that is known. The score's
+coefficients at what a mixer returned are then its gradient along the ways past all later mixers,
+norms and gates frozen as in MambaLRP. What the score reads of the inputs past the first stream has
+their values times its gradient. Between grids relevance is carried by the measured transport, whose
+rows are shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from captum_ssm.attr.latim_parts.chain import Decomposition, Step
+from captum_ssm.attr.latim_parts.residual_stream import feeding_norm
+from captum_ssm.attr.mamba_lrp import Rules, has_a_rule
+from captum_ssm.attr.norms import first_input
+from captum_ssm.attr.relevance import of_constants, times, warn_of_unruled
+from captum_ssm.capture import FrozenLayer, FrozenModel, Request
+from captum_ssm.capture.finite import check_finite
+from captum_ssm.capture.recording import require_graph
+from captum_ssm.discovery.measure.unfused import fused_norms
+from captum_ssm.discovery.scans import FunctionCall, intercepted
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import is_read_past
+from captum_ssm.graph.relevance_rules import is_norm, ruled, without_rule
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers.reordered import in_order
+from captum_ssm.utils.nested import tensors_in, with_first
+from captum_ssm.wiring.cuts import Port
+from captum_ssm.wiring.wiring import Wiring
+
+# Norms of PyTorch, which are single nodes of the graph.
+_RULED = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
+
+
+class _Cut(NamedTuple):
+    # Where a mixer was cut off: what it returned, the stream before it where the graph has it, and
+    # the values of that stream.
+    exit: Point
+    stream: Point | None
+    before: Tensor
+
+
+def _cut(
+    frozen: FrozenModel,
+    index: int,
+    call: MixerCall,
+    port: Port,
+    norm: MixerCall | None,
+    *,
+    is_fed: bool,
+) -> _Cut:
+    # The cut at the index-th call of a mixer, with the norm that feeds it, if one is known. Where
+    # the wiring does not say whether the mixer is given the stream itself, ``is_fed`` does.
+    is_given_stream = frozen.wiring.stages[frozen.layers[index].stage].is_given_stream
+    if norm is not None and not is_given_stream:
+        x = next(tensors_in((norm.args, norm.kwargs)))
+        stream = Point.of(x).before_move(norm.channels) if x.requires_grad else None
+        return _Cut(port.exit, stream, first_input(norm).detach())
+    is_known = is_fed if is_given_stream is None else is_given_stream
+    stream = port.entry.before_move(call.channels) if port.entry and is_known else None
+    return _Cut(port.exit, stream, call.tokens().detach())
+
+
+@dataclass(frozen=True)
+class ScoreGraph:
+    """The graph of a run whose mixers were cut off: how the score ``(B,)`` reads what they return.
+
+    Cuts are in forward order. It begins at the starts, whose values are known, and whose relevance
+    ``of_inputs`` turns into that of the inputs.
+    """
+
+    cuts: list[_Cut]
+    score: Tensor
+    starts: list[tuple[Point, Tensor]]
+    of_inputs: Callable[[list[Tensor]], list[Tensor]]
+
+    @classmethod
+    def of(cls, frozen: FrozenModel) -> ScoreGraph | None:
+        """The score graph of the frozen run; None if the graph was not kept or lacks rules.
+
+        A function without a rule may have one where its module is replaced. None also where a
+        mixer's stream is not known to be the input of a norm that is a module, and for ids.
+        """
+        live, input_maps = frozen.live, frozen.wiring.inputs
+        if live is None or live.score is None or not _obeys_rules(live.request.module):
+            return None
+        inputs = live.request.inputs
+        if len(input_maps) != len(inputs) or not all(x.is_floating_point() for x in inputs):
+            return None
+        norms = [call for call in live.others if is_norm(call.module)]
+        cuts = []
+        for k, (call, port) in enumerate(zip(live.calls, live.ports, strict=True)):
+            norm = feeding_norm(call, [norm for norm in norms if norm.order < call.order])
+            cuts.append(_cut(frozen, k, call, port, norm, is_fed=False))
+        if any(cut.stream is None for cut in cuts):
+            return None
+        # The graph begins at the inputs themselves.
+        graph = cls(cuts, live.score, [(one.leaf, one.values) for one in input_maps], list)
+        with graph._ruled() as carries:
+            return None if without_rule(carries) else graph
+
+    def coefficients(self) -> list[tuple[Tensor, Tensor | None]]:
+        """By cut, the score's coefficients at what the mixer returned, and at the stream before it.
+
+        Zero at a mixer that the score does not read; None where no graph leads to the stream.
+        """
+        require_graph(self.score)
+        points = [p for cut in self.cuts for p in (cut.exit, cut.stream) if p is not None]
+        with self._ruled() as carries:
+            if not carries[self.score.grad_fn]:
+                raise of_constants()
+            warn_of_unruled(without_rule(carries))
+            edges = [point.edge for point in points]
+            gradients = torch.autograd.grad(
+                self.score.sum(), edges, allow_unused=True, retain_graph=True
+            )
+        pairs = zip(points, gradients, strict=True)
+        at = {point: g.detach() for point, g in pairs if g is not None}
+        coefficients = []
+        for end, stream, _ in self.cuts:
+            at_exit, at_stream = at.get(end), None if stream is None else at.get(stream)
+            if at_exit is None:
+                at_exit = torch.zeros(end.shape, dtype=end.dtype, device=end.device)
+            if stream is not None and at_stream is not None and stream.channels is not None:
+                at_stream = at_stream.movedim(stream.channels, -1)
+            coefficients.append((at_exit, at_stream))
+        return coefficients
+
+    def relevance_past(self, stream: Point, direction: Tensor) -> list[Tensor]:
+        """What each input adds to the score past the mixers and a stream before them, in its shape.
+
+        The direction holds the score's coefficients at the stream, channels last. Nothing where all
+        that the score reads goes through the stream.
+        """
+        score = Point.of(self.score, None)
+        if not any(is_read_past(score, point, stream) for point, _ in self.starts):
+            return []
+        edges, values = [point.edge for point, _ in self.starts], [x for _, x in self.starts]
+        options: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
+        with self._ruled():
+            whole = torch.autograd.grad(self.score.sum(), edges, **options)
+            seed = stream.unflat(direction.flatten(0, -2))
+            through = torch.autograd.grad(stream.edge, edges, seed, **options)
+        pairs = zip(times(values, whole), times(values, through), strict=True)
+        return self.of_inputs([a - b for a, b in pairs])
+
+    @contextmanager
+    def _ruled(self) -> Iterator[dict[Any, bool]]:
+        points = [*(cut.exit for cut in self.cuts), *(point for point, _ in self.starts)]
+        nodes = [point.edge.node for point in points]
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            ruled([self.score.grad_fn], nodes) as carries,
+        ):
+            yield carries
+
+
+class _Norms(TorchFunctionMode):
+    # Notes the calls of norms that are functions.
+    def __init__(self, norms: list[MixerCall]) -> None:
+        super().__init__()
+        self.norms = norms
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
+        if func in (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm):
+            x = args[0] if args else kwargs["input"]
+            if x.requires_grad and x.shape == y.shape:
+                self.norms.append(MixerCall("", nn.Identity(), (x,), {}, y))
+        return y
+
+
+class CutMixers(Rules):
+    """A run in which what a mixer returns starts a new graph, and all else is frozen."""
+
+    def __init__(self, request: Request, frozen: FrozenModel) -> None:
+        super().__init__(request)
+        self._frozen = frozen
+        self._cuts: list[_Cut] = []
+        self._norms: list[MixerCall] = []
+        self._is_after_norm = False
+
+    def begin(self) -> None:
+        super().begin()
+        self._cuts.clear()
+        self._norms.clear()
+
+    @contextmanager
+    def around(self, root: nn.Module) -> Iterator[None]:
+        fused = fused_norms()
+        # Functions that an interception around this one is about run as they are.
+        unfused = intercepted(lambda call: fused.get(call.source, FunctionCall.run)(call), fused)
+        with super().around(root), _Norms(self._norms), unfused:
+            yield
+
+    def needs_graph(self, module: nn.Module) -> bool:
+        return find_adapter(module) is None
+
+    @torch.enable_grad()
+    def __call__(self, call: MixerCall) -> Any:
+        if find_adapter(call.module) is None:
+            if is_norm(call.module):
+                self._norms.append(call)
+                self._is_after_norm = True
+            return super().__call__(call)
+        check_finite(call)
+        self.made.append(None)
+        norm, tokens = feeding_norm(call, self._norms), call.given_tokens()
+        entry = Point.of(tokens) if tokens.requires_grad else None
+        output = call.output.detach().clone().requires_grad_()
+        port = Port(call.path, entry, Point.of(output))
+        # No norm between the last mixer and this one: it is given the stream itself.
+        is_fed = not self._is_after_norm
+        self._cuts.append(_cut(self._frozen, len(self._cuts), call, port, norm, is_fed=is_fed))
+        self._is_after_norm = False
+        return with_first(call.result, output)
+
+    def graph(self, score: Tensor) -> ScoreGraph:
+        """The graph of the run that computed ``score (B,)``."""
+        starts = self.starts()
+
+        def of_inputs(relevance: list[Tensor]) -> list[Tensor]:
+            of_start = dict(zip(map(id, starts), relevance, strict=True))
+            return self.of_inputs(lambda leaves: [of_start[id(leaf)] for leaf in leaves])
+
+        points = [(Point.of(start), start) for start in starts]
+        return ScoreGraph(self._cuts, score, points, of_inputs)
+
+
+def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
+    """How the score reads the layers, each on its own tokens.
+
+    ``graph`` comes from the run that the model was frozen at, or from another run of its request.
+
+    Raises:
+        UnsupportedModelError: where relevance could be lost, or counted twice, on the way.
+    """
+    _check_shares(frozen.require_wiring())
+    mixers: dict[int, list[_Mixer]] = {}
+    pairs = graph.coefficients()
+    for layer, cut, pair in zip(frozen.layers, graph.cuts, pairs, strict=True):
+        mixers.setdefault(layer.stage, []).append((layer, cut, *pair))
+    steps = {stage: _step(group, frozen.shape[0]) for stage, group in mixers.items()}
+    stream, direction = next(
+        (cut.stream, at_stream)
+        for _, cut, _, at_stream in mixers[min(mixers)]
+        if cut.stream is not None and at_stream is not None
+    )
+    past = graph.relevance_past(stream, direction)
+    score = graph.score.detach().to(frozen.layers[0].call.dtype)
+    scaled = {layer.name: layer for step in steps.values() for layer in step.layers}
+    layers = [scaled[layer.name] for layer in frozen.layers]
+    return Decomposition(replace(frozen, live=None, layers=layers), steps, score, past)
+
+
+def _obeys_rules(module: nn.Module) -> bool:
+    # Whether each module outside the mixers leaves a graph whose nodes have rules.
+    mixers = [mixer for _, mixer in find_mixers(module)]
+    inside = {part for mixer in mixers for part in mixer.modules()}
+    outside = [part for part in module.modules() if part not in inside]
+    return all(isinstance(part, _RULED) or not has_a_rule(part) for part in outside)
+
+
+def _check_shares(wiring: Wiring) -> None:
+    starts = sum(all(read < 0 for read, _ in stage.reads) for stage in wiring.stages)
+    joined = any(
+        len(stage.reads) > 1 and any(link.share is None for _, link in stage.reads)
+        for stage in wiring.stages
+    )
+    if joined or starts > 1:
+        raise UnsupportedModelError(
+            "LaTIM follows residual streams from grid to grid, and this model has branches: in "
+            "which shares tokens are made of each is not known. Use another method."
+        )
+
+
+# A layer, its cut, and the coefficients of the score there.
+_Mixer = tuple[FrozenLayer, _Cut, Tensor, Tensor | None]
+
+
+def _step(group: Sequence[_Mixer], batch: int) -> Step:
+    for layer, cut, _, at_stream in group:
+        if at_stream is not None and cut.before.shape == cut.exit.shape:
+            before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at_stream))
+            groups = [
+                _multiplied(one, _in_place(one, at_exit, batch), at_before)
+                for one, _, at_exit, _ in group
+            ]
+            return Step(groups, before, at_before)
+    raise UnsupportedModelError(
+        f"{group[0][0].name} does not add to a residual stream of its own tokens that leads on "
+        "to the score, or is not given it by a norm that is known; LaTIM expects that of every "
+        "mixer. Use MambaLRP, or interactions() with layer= and another aggregation."
+    )
+
+
+def _multiplied(
+    layer: FrozenLayer, direction: Tensor, at_stream: Tensor
+) -> tuple[list[FrozenLayer], Tensor]:
+    # A mixer and its direction, with what its output is multiplied by before it is added to the
+    # stream, a number per channel, in the mixer. The score reads the stream by the mixer's own norm
+    # nowhere else, so that its coefficients after the mixer are those before it.
+    if direction.shape != at_stream.shape:
+        return [layer], direction
+    whole = at_stream.double().square().sum((0, 1))
+    scale = (direction.double() * at_stream).sum((0, 1)) / whole.clamp(min=1e-300)
+    scale = torch.where((whole > 0) & (scale != 0), scale, 1.0).to(direction)
+    error = (direction - scale * at_stream).norm() / direction.norm().clamp(min=1e-30)
+    is_one = bool((scale - 1).abs().max() <= 1e-3)
+    if is_one or not bool(error <= 1e-3):
+        return [layer], direction
+    return [layer.times(scale)], direction / scale
+
+
+def _in_place(layer: FrozenLayer, x: Tensor, batch: int) -> Tensor:
+    # A tensor at the mixer's tokens, in the model's order: (B, T, E).
+    moved = in_order(replace(layer.source, gradient=x), layer.order, batch).gradient
+    assert moved is not None
+    return moved.to(layer.call.output.device, layer.call.dtype)

@@ -1,0 +1,219 @@
+"""What a user passed to ``attribute``, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from captum_ssm.capture.model import input_embeddings, is_model, parameter_names, unwrap
+from captum_ssm.errors import InputError
+from captum_ssm.utils.captum_api import format_additional_forward_args
+
+_EXPECTED = (
+    "expected token ids (B, L) of an integer dtype, or values (B, ...) of a floating dtype "
+    "(embeddings, series, images, volumes)"
+)
+_OF_LANGUAGE = (
+    "expected token ids (B, L) of an integer dtype, embeddings (B, L, E) or images (B, C, H, W) "
+    "of a floating dtype"
+)
+# Where a tokenizer's or an image processor's output holds the input itself.
+_INPUT_NAMES = ("input_ids", "inputs_embeds", "pixel_values")
+
+
+def split_encoding(inputs: Any, extra: Any) -> tuple[Any, Any]:
+    """Inputs and further arguments; of a tokenizer's whole output its ids are the inputs."""
+    if not isinstance(inputs, Mapping):
+        return inputs, extra
+    named = dict(inputs)
+    name = next((n for n in _INPUT_NAMES if n in named), None)
+    if name is None:
+        raise TypeError(
+            f"inputs is a {type(inputs).__name__} of {sorted(map(str, named))}; expected one of "
+            f"{', '.join(_INPUT_NAMES)} in it, as a tokenizer returns."
+        )
+    if extra is not None and not isinstance(extra, dict):
+        raise TypeError(
+            f"inputs is a {type(inputs).__name__} and additional_forward_args a "
+            f"{type(extra).__name__}; expected a dict, whose arguments join those of inputs."
+        )
+    tensor = named.pop(name)
+    return tensor, {**named, **(extra or {})}
+
+
+def check_inputs(inputs: Any, model: Any) -> Tensor:
+    """``inputs`` as the model takes them, if they are of a form the library explains.
+
+    Raises:
+        InputError: for a wrong shape, no values at all, or ids outside the vocabulary.
+        TypeError: for anything except a dense tensor, or a wrong dtype.
+    """
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; {_EXPECTED}.")
+    if inputs.layout != torch.strided or inputs.is_nested:
+        kind = "a nested tensor" if inputs.is_nested else f"a tensor of layout {inputs.layout}"
+        advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
+        raise TypeError(f"inputs is {kind}; {_EXPECTED}, dense: pass {advice}.")
+    if torch.get_default_device().type == "meta":
+        raise InputError(
+            "the default device is meta, on which new tensors have no values; expected a device "
+            "that computes: call torch.set_default_device(None) before explaining."
+        )
+    shape = tuple(inputs.shape)
+    if inputs.dim() < 2:
+        raise InputError(f"inputs has shape {shape}; {_EXPECTED}: the first axis is the examples.")
+    if inputs.is_complex() or inputs.dtype == torch.bool:
+        raise TypeError(f"inputs has shape {shape} and dtype {inputs.dtype}; {_EXPECTED}.")
+    if inputs.numel() == 0:
+        raise InputError(f"inputs is empty, of shape {shape}; give at least one token.")
+    if inputs.is_meta:
+        raise InputError(
+            "inputs is on the device meta, where tensors have no values; create it on the "
+            "model's device."
+        )
+    if getattr(input_embeddings(unwrap(model)), "num_embeddings", None) is not None:
+        _check_language(inputs)
+    if not is_traceable_wrapper_subclass(inputs):
+        # A subclass (torchvision's images) may wrap results anew, which then have other nodes.
+        inputs = inputs.as_subclass(Tensor)
+    # Which ids a table was given is told by their memory: each has its own.
+    return inputs if inputs.is_floating_point() else as_ids("inputs", inputs, model).contiguous()
+
+
+def _check_language(inputs: Tensor) -> None:
+    # What a model with a vocabulary takes: nothing else is ids, or embeddings.
+    shape = tuple(inputs.shape)
+    if inputs.dim() not in (2, 3, 4):
+        raise InputError(f"inputs has shape {shape}; {_OF_LANGUAGE}.")
+    if inputs.is_floating_point() != (inputs.dim() > 2):
+        kind = "ids" if inputs.dim() == 2 else "embeddings or images"
+        raise TypeError(
+            f"inputs has shape {shape}, so it holds {kind}, but its dtype is {inputs.dtype}; "
+            f"{_OF_LANGUAGE}."
+        )
+
+
+def check_together(inputs: Sequence[Tensor], model: Any) -> None:
+    """Raise unless several inputs fit each other, and none only looks like one."""
+    ids = [one for one in inputs if not one.is_floating_point()]
+    if len(ids) > 1 and input_embeddings(unwrap(model)) is not None:
+        raise ValueError(
+            f"inputs is a tuple of {len(inputs)}, of which {len(ids)} hold integers; expected one "
+            "tensor of ids. Other arguments of the model go into additional_forward_args."
+        )
+    sizes = [one.shape[0] for one in inputs]
+    if len(set(sizes)) != 1:
+        shapes = [tuple(one.shape) for one in inputs]
+        raise InputError(
+            f"inputs holds tensors of shapes {shapes}; expected at least one, and the same number "
+            "of examples in each (their first axis)."
+        )
+
+
+def as_ids(name: str, ids: Tensor, model: Any) -> Tensor:
+    """Ids of any integer dtype in one that embeddings take; raises for what is no id."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} is {ids.dtype}; expected token ids of an integer dtype.")
+    if ids.dtype not in (torch.int32, torch.int64):
+        ids = ids.long()
+    size = getattr(input_embeddings(unwrap(model)), "num_embeddings", None)
+    if size is not None and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+        raise InputError(
+            f"{name} holds ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
+            f"has ids 0 .. {size - 1}."
+        )
+    return ids
+
+
+def takes_embeddings(names: Sequence[str], inputs: tuple[Tensor, ...]) -> bool:
+    """Whether inputs are token embeddings for a language model, given its arguments' names."""
+    floats = [one.dim() == 3 and one.is_floating_point() for one in inputs]
+    return floats == [True] and "inputs_embeds" in names and names[0] != "inputs_embeds"
+
+
+def usable(value: Any) -> Any:
+    """``value``; of a tensor made under inference mode a copy that can take part in autograd."""
+    if torch.is_tensor(value) and value.is_inference():
+        with torch.inference_mode(False):
+            return value.clone()
+    return value
+
+
+def extra_arguments(
+    forward_func: Callable[..., Any], tensors: tuple[Tensor, ...], extra: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Captum's ``additional_forward_args``, positional and by name.
+
+    What a function of the user's own takes is its own affair; what goes to a model is checked.
+    """
+    inputs = tensors[0]
+    if isinstance(extra, tuple) and len(extra) == 1 and isinstance(extra[0], dict):
+        extra = extra[0]  # as Captum's wrappers pass a dict on
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    if isinstance(extra, dict):
+        named = dict(extra)
+    else:
+        positional = format_additional_forward_args(extra) or ()
+    for value in (*positional, *named.values()):
+        is_mask = torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point()
+        if is_mask and value.shape[0] not in (1, inputs.shape[0]):
+            raise InputError(
+                f"inputs has a batch of {inputs.shape[0]}, but additional_forward_args holds "
+                f"a tensor of shape {tuple(value.shape)}; give one row per example (in a tuple, "
+                "if a Captum method repeats the examples: it does not repeat a dict)."
+            )
+    if is_model(forward_func):
+        model = unwrap(forward_func)
+        names = parameter_names(model)
+        by_name = dict(zip(names[len(tensors) :], positional, strict=False))
+        _check_mask({**by_name, **named}, inputs)
+        if takes_embeddings(names, tensors):
+            _check_width(model, inputs)
+    else:
+        _check_mask_length(named.get("attention_mask"), inputs)
+    return positional, named
+
+
+def _check_mask(named: dict[str, Any], inputs: Tensor) -> None:
+    mask = named.get("attention_mask")
+    # Masks of more axes, and those of a model's own kind, are left to the model.
+    if isinstance(mask, (bool, int, float, str, list, tuple, np.ndarray)):
+        raise TypeError(
+            f"attention_mask is a {type(mask).__name__}; expected a tensor (B, L), 1 for tokens "
+            "and 0 for padding."
+        )
+    B = inputs.shape[0]
+    if isinstance(mask, Tensor) and (mask.dim() < 2 or mask.shape[0] not in (1, B)):
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)} for inputs of shape "
+            f"{tuple(inputs.shape)}; give one row per example, (B, L)."
+        )
+    _check_mask_length(mask, inputs)
+
+
+def _check_mask_length(mask: Any, inputs: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return
+    if inputs.is_floating_point() and inputs.dim() != 3:
+        return
+    if mask.shape[1] != inputs.shape[1]:
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)} for inputs of shape "
+            f"{tuple(inputs.shape)}; give one entry per token."
+        )
+
+
+def _check_width(model: nn.Module, embeddings: Tensor) -> None:
+    table = input_embeddings(model)
+    width = table.embedding_dim if isinstance(table, nn.Embedding) else None
+    if width not in (None, embeddings.shape[-1]):
+        raise InputError(
+            f"inputs has shape {tuple(embeddings.shape)}, so its embeddings are of width "
+            f"{embeddings.shape[-1]}; those of the model are of width {width}."
+        )

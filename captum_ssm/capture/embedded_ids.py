@@ -1,0 +1,102 @@
+"""Which of the ids of an input an embedding table was given."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture.request import Request
+from captum_ssm.capture.session import on_thrown_away
+from captum_ssm.utils.clones import memory, repeated
+from captum_ssm.utils.copies import original
+from captum_ssm.utils.nested import tensors_in
+from captum_ssm.utils.watch_modules import watch_modules
+
+# A table by its path, and what it was given.
+Given = tuple[str, nn.Module, Tensor]
+
+
+def entries_of(given: Tensor, ids: Tensor) -> Tensor | None:
+    """The entries of ``ids``, counted from 0 in their flat order, that ``given`` holds.
+
+    None if it holds others. A view of ids, such as one column of a table, is known by its memory;
+    a copy only if it holds all of them.
+
+    Args:
+        given (Tensor): what a table was given, of any shape.
+        ids (Tensor): one of the model's inputs.
+    """
+    if is_view(given, ids):
+        own, asked = _addresses(ids).flatten(), _addresses(given)
+        entry = torch.full((int(max(own.max(), asked.max())) + 1,), -1)
+        entry[own] = torch.arange(len(own))
+        found = entry[asked]
+        return None if bool((found < 0).any()) else found
+    if given.shape == ids.shape and torch.equal(given.to(ids.device), ids):
+        return torch.arange(ids.numel()).view(ids.shape)
+    return None
+
+
+def is_view(given: Tensor, ids: Tensor) -> bool:
+    """Whether two tensors share their memory."""
+    return given.dtype == ids.dtype and memory(given) == memory(ids)
+
+
+def warn_of_derived(request: Request, tables: Sequence[Given]) -> None:
+    """Warn of tables that are given ids which are computed from those of inputs, such as n-grams.
+
+    They change where the inputs do. That is tried, in one more run, where a table was given what is
+    neither an input nor counts upward, as positions do.
+    """
+    ids = [one for one in request.inputs if not one.is_floating_point()]
+    unknown = [
+        one
+        for one in tables
+        if all(entries_of(one[2], ids_of) is None for ids_of in ids) and not _counts(one[2])
+    ]
+    others = _given_for(request, unknown) if ids and unknown else []
+    for (name, _, given), other in zip(unknown, others, strict=False):
+        if given.shape != other.shape or not torch.equal(given, other):
+            warnings.warn(
+                f"{name} is given ids that are computed from those of inputs. What it adds to a "
+                "token counts as that token's, whichever ids it was computed from; for MambaLRP "
+                "it has no relevance, as the convergence delta shows.",
+                stacklevel=2,
+            )
+
+
+def _counts(given: Tensor) -> bool:
+    # Positions, segments: each number is the one before it, or the next one.
+    steps = given.diff(dim=-1) if given.dim() else given
+    return bool(((steps == 0) | (steps == 1)).all())
+
+
+@repeated
+def _given_for(request: Request, tables: Sequence[Given]) -> list[Tensor]:
+    # What these tables are given where the inputs are others. Nothing if these do not run.
+    ids_of: dict[nn.Module, list[Tensor]] = {module: [] for _, module, _ in tables}
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        ids_of[original(module)].append(next(tensors_in((args, kwargs))))
+
+    inputs = tuple(x if x.is_floating_point() else x.roll(1, -1) for x in request.inputs)
+    with torch.no_grad(), on_thrown_away(request) as (of_copies, copies):
+        try:
+            with watch_modules(map(copies.of, ids_of), before=keep):
+                of_copies.run(inputs)
+        except Exception:  # a forward_func that takes no others
+            return []
+    calls = {module: iter(ids) for module, ids in ids_of.items()}
+    return [next(calls[module], ids) for _, module, ids in tables]
+
+
+def _addresses(x: Tensor) -> Tensor:
+    # Of each entry, in its storage.
+    found = torch.tensor(x.storage_offset())
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        found = found[..., None] + stride * torch.arange(size)
+    return found

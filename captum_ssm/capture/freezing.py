@@ -1,0 +1,228 @@
+"""From a request to a frozen model: run, frozen, checked, with its query and its score."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture.check import check_deviation
+from captum_ssm.capture.frozen_model import FrozenLayer, FrozenModel
+from captum_ssm.capture.honesty import check_honesty
+from captum_ssm.capture.randomness import noting_draws, warn_of_randomness
+from captum_ssm.capture.record import record
+from captum_ssm.capture.recording import Recording
+from captum_ssm.capture.remote import ONLY_LAYERS, record_remotely
+from captum_ssm.capture.request import Request
+from captum_ssm.capture.session import on_thrown_away
+from captum_ssm.capture.substitute import Made, Substitution
+from captum_ssm.capture.target import check_rows, counted_tokens, query_weights, read_score
+from captum_ssm.capture.unknown_mixers import find_unknown_mixers
+from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.graph.in_place import seen_in_views
+from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers.reordered import in_order
+from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.nested import detached
+from captum_ssm.utils.offload import moved
+from captum_ssm.wiring.wiring import Wiring, sequence
+
+# A run without gradients measures the wiring on so many tokens at most.
+SHORT = 256
+
+
+@workspace()
+@seen_in_views
+def freeze(
+    request: Request,
+    *,
+    position: Any = None,
+    target: Any = None,
+    query: bool = True,
+    gradients: bool = False,
+    through_mixers: bool = True,
+    also: Callable[[nn.Module], bool] | None = None,
+    substitution: Substitution | None = None,
+    check: bool = True,
+    wiring: bool = True,
+    keep_graph: bool = False,
+) -> FrozenModel:
+    """Run a request once and freeze every mixer it visits.
+
+    Args:
+        request (Request): what to run.
+        position (int or Tensor, optional): the query token; None for the model's own readout.
+        target (Any, optional): as in Captum. Without gradients only the position is used that it
+            names. Default: None
+        query (bool, optional): find the token whose row is explained; not needed for whole
+            matrices. Default: True
+        gradients (bool, optional): also compute the gradient of the target's score with
+            respect to each recorded output. Default: False
+        through_mixers (bool, optional): False: the gradient is needed only at the calls of ``also``
+            after the last mixer. The mixers then run without a graph, where no input has variables.
+            Default: True
+        also (Callable, optional): says which modules outside the mixers to keep too.
+            Default: None
+        substitution (Substitution, optional): takes the mixers' place; the score then keeps its
+            graph, and no gradient is taken. Default: None
+        check (bool, optional): raise where a frozen mixer does not reproduce its output.
+            Default: True
+        wiring (bool, optional): measure what lies between the mixers. Default: True
+        keep_graph (bool, optional): keep the run's own graph where it was cut at the mixers.
+            Default: False
+    """
+    if request.remote and (query or gradients or substitution is not None):
+        raise UnsupportedModelError(ONLY_LAYERS)
+    find_unknown_mixers(request)
+    has_variables = any(map(request.has_variables, range(len(request.inputs))))
+    through_mixers = through_mixers or has_variables
+    plan = _Plan(request, position, target, gradients, through_mixers, also, wiring, substitution)
+    recording, found, made = plan.run()
+    if not plan.own_graph and found.is_mixed and find_unknown_mixers(request, mixed=True):
+        recording, found, made = plan.run()  # with those that were found
+    mask = recording.mask
+    if found.rows is not None:
+        check_rows(recording, found.rows)
+    live = recording if keep_graph and recording.ports else None
+    score = recording.score
+    if score is not None:
+        if not plan.own_graph:
+            recording, score = plan.with_gradients(recording, score), score.detach()
+            found = recording.wiring or found
+        recording = detached(recording)
+    if wiring and not plan.own_graph and found.refused is None:
+        check_honesty(request, found.structure)
+    weights: list[Tensor] | None = None
+    if query:
+        if found.refused is not None:
+            raise UnsupportedModelError(found.refused)
+        weights = query_weights(recording, found, position, target)
+    device, dtype = recording.device, recording.calls[0].dtype
+    return FrozenModel(
+        request,
+        _frozen_layers(recording, found, made, check),
+        recording.shape,
+        counted_tokens(recording),
+        found,
+        mask=None if mask is None else mask.to(dtype),
+        query=None if weights is None else [w.to(device, dtype) for w in weights],
+        score=score,
+        others=[_brought(call, device) for call in recording.others],
+        grid=recording.grid(request.module),
+        unruled=recording.unruled,
+        live=live,
+        again=partial(freeze, query=False, check=check),
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    # What freeze asks of a run; its arguments are those of freeze.
+    request: Request
+    position: Any
+    target: Any
+    gradients: bool
+    through_mixers: bool
+    also: Callable[[nn.Module], bool] | None
+    wiring: bool
+    substitution: Substitution | None
+
+    @property
+    def own_graph(self) -> bool:
+        # Whether what takes the mixers' place needs the score with its graph.
+        return self.substitution is not None
+
+    def run(self) -> tuple[Recording, Wiring, list[Made | None]]:
+        # A recording, how its mixers hang together, and what was frozen meanwhile.
+        request, stand_in = self.request, self.substitution
+        if not self.own_graph and self.gradients and self.through_mixers:
+            # What other modules read says what the mixers add to.
+            stand_in = Substitution(keeps_outputs=self.also is not None)
+        with noting_draws() as draws:
+            recording = self._recorded(stand_in)
+        if any(draws):
+            with on_thrown_away(request) as (copies, _), torch.no_grad():
+                warn_of_randomness(request.module, (copies.run(), copies.run()))
+        _ = recording.mask  # raises for one of padding only, whose numbers need not be finite
+        recording.check_finite()
+        wiring = recording.wiring or sequence(len(recording.calls), recording.shape[1])
+        # What puts leaves of its own into the graph checks that they are at all of the ids.
+        if request.by_ids and not self.own_graph and not (self.wiring and wiring.stages[0].reads):
+            _check_tokens(request.inputs[0], wiring.stages[0].tokens)
+        return recording, wiring, [] if stand_in is None else stand_in.made
+
+    def with_gradients(self, recording: Recording, score: Tensor) -> Recording:
+        # The recording with the gradients of the score that were asked for.
+        with torch.inference_mode(False), torch.enable_grad():
+            if self.through_mixers:
+                return recording.with_gradients(score)
+            return recording.with_readout(score)
+
+    def _score_of(self, recording: Recording) -> Tensor:
+        if not self.through_mixers:
+            recording.check_finite()  # names the mixer, where the score could not
+        return read_score(recording, self.target, self.position)
+
+    def _recorded(self, stand_in: Substitution | None) -> Recording:
+        request, has_score = self.request, self.gradients or self.own_graph
+        if request.remote:
+            return record_remotely(request)
+        run = partial(
+            record,
+            request,
+            score=self._score_of if has_score else None,
+            also=self.also,
+            substitute=stand_in,
+            through_mixers=self.through_mixers,
+        )
+        has_graph = has_score and self.through_mixers
+        short = None if has_graph or not self.wiring else request.shortened(SHORT)
+        if short is None:
+            return run(wiring=self.wiring)
+        recording = run()
+        try:
+            wiring = record(short, wiring=True).wiring
+        except Exception:  # a model, or an argument, that cannot be shortened
+            wiring = None
+        if wiring is None or not wiring.is_simple or len(wiring.orders) != len(recording.calls):
+            return run(wiring=True)
+        return replace(recording, wiring=wiring.lengthened(recording.shape[1]))
+
+
+def _check_tokens(inputs: Tensor, tokens: int) -> None:
+    # Where nothing was measured between the input and the first mixer.
+    if inputs.shape[1] != tokens:
+        raise InputError(
+            f"inputs has shape {tuple(inputs.shape)}, but the mixers saw (batch, tokens) = "
+            f"{(inputs.shape[0], tokens)}; forward_func has to pass each input token to the model "
+            "as one token."
+        )
+
+
+def _frozen_layers(
+    recording: Recording, wiring: Wiring, made: Sequence[Made | None], check: bool
+) -> list[FrozenLayer]:
+    layers: list[FrozenLayer] = []
+    visits = Counter[str]()
+    for i, call in enumerate(recording.calls):
+        name = f"{call.path}:{visits[call.path]}" if visits[call.path] else call.path
+        visits[call.path] += 1
+        during_run = made[i] if i < len(made) else None
+        order, mask = wiring.orders[i], recording.mask
+        if mask is not None and (order is not None or mask.shape != call.output.shape[:2]):
+            mask = None
+        if during_run is not None and check:
+            check_deviation(name, call, during_run.deviation, mask)
+        here = _brought(in_order(call, order, recording.shape[0]), recording.device)
+        stage = wiring.stage_of[i]
+        layers.append(FrozenLayer(name, here, stage, call, during_run, mask, check, order))
+    return layers
+
+
+def _brought(call: MixerCall, device: torch.device) -> MixerCall:
+    return call if call.output.device == device else moved(call, device)

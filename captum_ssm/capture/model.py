@@ -1,0 +1,120 @@
+"""What counts as a model, and what a model says of itself."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypeIs
+
+from captum_ssm.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from nnsight import Envoy
+
+
+def is_model(value: Any) -> bool:
+    """Whether ``value`` is a torch module or an nnsight-wrapped one."""
+    return isinstance(value, nn.Module) or is_wrapped(value)
+
+
+def is_wrapped(value: Any) -> TypeIs[Envoy]:
+    """Whether ``value`` is an nnsight model."""
+    loaded = sys.modules.get("nnsight.intervention.envoy")
+    return loaded is not None and isinstance(value, loaded.Envoy)
+
+
+def unwrap(model: nn.Module | Envoy) -> nn.Module:
+    """The torch module inside a model that nnsight or torch.compile may have wrapped."""
+    if is_wrapped(model):
+        return model._module
+    compiled = type(model).__name__ == "OptimizedModule"
+    return model._modules.get("_orig_mod") or model if compiled else model
+
+
+def resolve_model(forward_func: Any, model: Any) -> Any:
+    """The module or nnsight model whose mixers are explained."""
+    if model is not None:
+        return check_model(model)
+    if is_model(forward_func):
+        return forward_func
+    raise ValueError(
+        f"forward_func is a {type(forward_func).__name__}, not a torch module, so the "
+        "model it runs is not known; pass it: Method(forward_func, model=model)."
+    )
+
+
+def check_model(model: Any) -> Any:
+    """``model``, or a TypeError if it is no torch module."""
+    if is_model(model):
+        return model
+    raise TypeError(
+        f"model is {_kind(model)}; expected a torch.nn.Module or an nnsight-wrapped model."
+    )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise if a module of the model is compiled by TorchScript."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{path or 'model'} is a torch.jit.ScriptModule, in which no graph can be read; "
+                "expected modules of Python. Explain the model as it was before scripting; code "
+                "that scripts by itself runs unscripted with PYTORCH_JIT=0 in the environment."
+            )
+
+
+def check_forward(forward_func: Any) -> None:
+    """Raise unless ``forward_func`` is a model, or a function that may run one."""
+    if isinstance(forward_func, type) or not (is_model(forward_func) or callable(forward_func)):
+        raise TypeError(
+            f"forward_func is {_kind(forward_func)}; expected a torch.nn.Module, an "
+            "nnsight-wrapped model, or a function that runs one."
+        )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself, not a model made of it"
+    return f"a {type(value).__name__}"
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """The names of the arguments of a model's ``forward``."""
+    # Of the class: while a model is traced its modules carry another forward.
+    return list(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def input_embeddings(model: nn.Module) -> Any:
+    """The embedding table of a language model, or None."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        return find() if callable(find) else None
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def extract_logits(output: Any) -> Tensor:
+    """The tensor a model returns: itself, its ``logits``, or the first tensor it holds.
+
+    A loss, which has no axes, is passed over.
+    """
+    if torch.is_tensor(output) and output.dim():
+        return output
+    is_dict = isinstance(output, Mapping)
+    logits = output.get("logits") if is_dict else getattr(output, "logits", None)
+    if torch.is_tensor(logits):
+        return logits
+    if is_dict or isinstance(output, (tuple, list)):
+        for value in output.values() if is_dict else output:
+            if torch.is_tensor(value) and value.dim():
+                return value
+    kind = "tensor without axes" if torch.is_tensor(output) else type(output).__name__
+    raise TypeError(
+        f"forward_func returned a {kind}; expected a tensor of one row per example, a ModelOutput "
+        "with logits, or a tuple whose first such tensor is explained."
+    )

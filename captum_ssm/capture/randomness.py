@@ -1,0 +1,83 @@
+"""Whether a model's output is random from run to run."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from captum_ssm.capture.model import extract_logits
+from captum_ssm.utils.blocks import bound
+
+# In this thread, what notes that a run drew random numbers.
+_NOTED: ContextVar[list[bool] | None] = ContextVar("captum_ssm_random", default=None)
+
+
+@contextmanager
+def noting_draws() -> Iterator[list[bool]]:
+    """Note of each run inside the block whether it drew random numbers."""
+    noted: list[bool] = []
+    with bound(_NOTED, noted):
+        yield noted
+
+
+@contextmanager
+def one_run(model: nn.Module) -> Iterator[None]:
+    """One run of a model, or of its copy."""
+    noted = _NOTED.get()
+    if noted is None:
+        yield
+        return
+    before = _states(model)
+    yield
+    noted.append(any(a != b for a, b in zip(before, _states(model), strict=True)))
+
+
+def warn_of_randomness(module: nn.Module, outputs: tuple[Any, Any]) -> None:
+    """Warn where a model that drew random numbers returned something else when it ran again."""
+    first, second = map(extract_logits, outputs)
+    if first.shape != second.shape or not first.is_floating_point():
+        return
+    size = float(torch.linalg.vector_norm(first))
+    change = float(torch.linalg.vector_norm(second - first)) / max(size, 1e-30)
+    if change <= 16 * torch.finfo(first.dtype).eps:
+        return
+    training = [name or "the model" for name, m in module.named_modules() if m.training]
+    what = f", as {training[0]} is in train mode: call model.eval()" if training else ""
+    warnings.warn(
+        f"{type(module).__name__} draws random numbers while it runs, and its output "
+        f"changes by {change:.1%} from run to run, so the relevance is of one run{what}. "
+        "Fix the seed (torch.manual_seed) for the same one again, or average over runs.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _states(model: nn.Module) -> list[Any]:
+    # The states of the process's random generators, and of those that modules keep.
+    numpy: Any = np.random.get_state()  # noqa: NPY002
+    found: list[Any] = [_bytes(torch.get_rng_state()), random.getstate()]
+    found.append((numpy[1].tobytes(), *numpy[2:]))
+    if torch.cuda.is_initialized():
+        found += [_bytes(state) for state in torch.cuda.get_rng_state_all()]
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator):
+                found.append(_bytes(value.get_state()))
+            elif isinstance(value, np.random.Generator):
+                found.append(repr(value.bit_generator.state))
+            elif isinstance(value, (random.Random, np.random.RandomState)):
+                state = value.getstate if isinstance(value, random.Random) else value.get_state
+                found.append(repr(state()))
+    return found
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()

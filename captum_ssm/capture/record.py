@@ -1,0 +1,197 @@
+"""Running the user's model once under nnsight and recording its mixers at their boundaries.
+
+Mixers are never hooked inside: fused kernels and the scan functions of transformers
+bypass the inner modules, so everything inside is recomputed from a mixer's parameters and its
+recorded input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from captum_ssm.capture.embedded_ids import warn_of_derived
+from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.recording import Recording, no_graph, split_calls
+from captum_ssm.capture.request import Request
+from captum_ssm.capture.session import find_points, instrumented, traced, without_compiler
+from captum_ssm.capture.substitute import Substitution
+from captum_ssm.capture.visits import Visits, check_embedded, is_table
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers.call import bound_arguments
+from captum_ssm.utils.checkpoints import without_checkpoints
+from captum_ssm.utils.clones import repeated
+from captum_ssm.utils.copies import original
+from captum_ssm.utils.nested import detached, tensors_in
+from captum_ssm.utils.progress import Bar
+from captum_ssm.utils.retry import past_writes
+from captum_ssm.wiring.cuts import Cuts
+from captum_ssm.wiring.measure import measure
+
+
+@repeated
+def record(
+    request: Request,
+    *,
+    score: Callable[[Recording], Tensor] | None = None,
+    also: Callable[[nn.Module], bool] | None = None,
+    substitute: Substitution | None = None,
+    wiring: bool = False,
+    through_mixers: bool = True,
+) -> Recording:
+    """Run a request here, with every known mixer of its model recorded at each of its calls.
+
+    Args:
+        request (Request): what to run.
+        score (Callable, optional): reads what is explained off the recording, ``(B,)``. The
+            autograd graph is then kept, so that :meth:`Recording.with_gradients` can be asked.
+            Default: None
+        also (Callable, optional): says which modules outside the mixers to record too, such as
+            the norms at which the residual stream can be read. Default: None
+        substitute (Substitution, optional): takes each recorded call, its tensors alive in the
+            graph, and returns what the model goes on with in place of the call's result.
+            Default: None
+        wiring (bool, optional): measure what lies between the mixers. Default: False
+        through_mixers (bool, optional): with a ``score``: let its graph go through the mixers. If
+            not they run without a graph, and only :meth:`Recording.with_readout` can be asked.
+            Default: True
+
+    Raises:
+        UnsupportedModelError: the model holds no mixer that the registry knows, the run reached
+            none, or tokens are mixed between the mixers.
+    """
+    gradients = score is not None
+    if gradients and any(p.is_inference() for p in request.module.parameters()):
+        raise ValueError(
+            f"the parameters of model={type(request.module).__name__} were made under "
+            "torch.inference_mode(), so no gradient can be taken through it; create or load the "
+            "model outside of it."
+        )
+
+    whole = gradients and through_mixers
+    if not wiring:
+        return _record_once(request, score, also, substitute, None, whole)
+
+    def once(cuts: Cuts) -> Recording:
+        try:
+            return _record_once(request, score, also, substitute, cuts, whole)
+        finally:
+            cuts.forget()
+
+    # The run may hide from autograd what lies between the mixers, or change in place what that
+    # needs. Then it is run once more, in a way that bears with it.
+    recording = past_writes(lambda: once(Cuts(whole=whole)))
+    if recording.wiring is None and not gradients:
+        with _GradientsStayOn():
+            recording = past_writes(lambda: once(Cuts(whole=False)))
+    if gradients:
+        return recording
+    if recording.wiring is None:
+        raise UnsupportedModelError(
+            "what lies between the mixers is hidden from autograd (by detach(), by checkpointing, "
+            "or by another library), so that it cannot be checked that every token stays in its "
+            "place there; expected a forward_func whose mixers are connected by differentiable "
+            "operations."
+        )
+    return recording
+
+
+def _record_once(
+    request: Request,
+    score: Callable[[Recording], Tensor] | None,
+    also: Callable[[nn.Module], bool] | None,
+    substitute: Substitution | None,
+    cuts: Cuts | None,
+    whole: bool,
+) -> Recording:
+    # Whole: gradients of the score go through the mixers.
+    gradients = score is not None
+    grad_mode = torch.no_grad if cuts is None and not gradients else torch.enable_grad
+    with (
+        without_compiler(),
+        without_checkpoints(),
+        torch.inference_mode(False),
+        grad_mode(),
+        instrumented(request) as (of_copies, copies),
+        ExitStack() as stack,
+    ):
+        ids = {k: one for k, one in enumerate(request.inputs) if not one.is_floating_point()}
+        picks = also
+        if cuts is not None and ids:
+
+            def picks(module: nn.Module) -> bool:
+                return is_table(module) or bool(also and also(module))
+
+        mixers, others = find_points(copies.root, picks)
+        bar = stack.enter_context(Bar("mixers", len(mixers)))
+        if substitute is not None:
+            substitute.begin()
+            stack.enter_context(substitute.around(copies.root))
+        if cuts is not None and not gradients:
+            _differentiable(copies.root)
+        visits = Visits(request, of_copies.module, mixers, substitute, cuts, bar, whole=whole)
+        visits.gradients, visits.ids = gradients, ids
+        inputs = list(request.inputs)
+        for k, one in enumerate(inputs):
+            if cuts is not None and k not in ids:
+                inputs[k] = cuts.begin(k, one, embedded=request.is_embedded(k))
+        run = partial(of_copies.run, tuple(inputs))
+        points = {**mixers, **others}
+        output, found, root_visits = traced(
+            points, request.model, copies, run, visits.enter, visits.leave
+        )
+        if cuts is not None:
+            for k, one in ids.items():
+                known = cuts.embedded.get(k)
+                check_embedded(visits.embedded, one, known, len(inputs) == 1)
+        calls, other = split_calls(request.model, visits.calls(found, points))
+        other = [call for call in other if also is not None and also(call.module)]
+        arguments = bound_arguments(copies.root, *root_visits[0]) if root_visits else {}
+        recording = Recording(request, output, calls, other, arguments, edges=visits.edges)
+        if score is not None:
+            ports = () if cuts is None or whole else tuple(cuts.ports)
+            recording = replace(recording, score=score(recording), ports=ports)
+            if cuts is not None and not (whole or cuts.are_read_by(recording.score)):
+                raise no_graph()
+        if cuts is not None:
+            logits = extract_logits(output)
+            if cuts.is_connected(logits):
+                wiring = measure(
+                    cuts,
+                    logits,
+                    request.batch,
+                    score=recording.entry,
+                    in_grid=recording.grid(request.module) is not None,
+                )
+                recording = replace(recording, wiring=wiring)
+        tables = [
+            (points[module], original(module), next(tensors_in(given)))
+            for module, given, _ in found
+            if is_table(module)
+        ]
+    warn_of_derived(request, tables)
+    return recording if gradients else detached(recording)
+
+
+class _GradientsStayOn(TorchFunctionMode):
+    # Takes torch.no_grad() for a wish that is not granted.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def _differentiable(model: nn.Module) -> None:
+    # Autograd does not save tensors that were made under inference mode: copies stand for them.
+    for module in model.modules():
+        for values in (module._parameters, module._buffers):
+            for name, value in values.items():
+                if value is not None and value.is_inference():
+                    values[name] = value.clone().detach()  # type: ignore[assignment]

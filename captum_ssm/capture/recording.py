@@ -1,0 +1,272 @@
+"""What one run of a model left: its mixers' calls, its score, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from captum_ssm.capture.finite import check_finite
+from captum_ssm.capture.model import extract_logits, unwrap
+from captum_ssm.capture.request import Request
+from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import is_read_past
+from captum_ssm.graph.relevance_rules import goes_through_activation, ruled, without_rule
+from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
+from captum_ssm.models.token_grid import TokenGrid, find_token_grid
+from captum_ssm.utils.lazy import cached_property
+from captum_ssm.utils.nested import tensors_in
+from captum_ssm.wiring.cuts import Port
+from captum_ssm.wiring.wiring import Wiring
+
+if TYPE_CHECKING:
+    from nnsight import Envoy
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one run of a model left.
+
+    Args:
+        request (Request): what was run.
+        output (Any): what ``forward_func`` returned.
+        calls (list of MixerCall): the mixers' calls, in forward order.
+        others (list of MixerCall): calls of further modules outside the mixers, in forward
+            order, where they were asked for.
+        arguments (dict): the arguments the model's own ``forward`` was called with, by name
+            (empty where ``forward_func`` runs only a part of the model).
+        wiring (Wiring, optional): what lies between the mixers, where it was measured.
+            Default: None
+        score (Tensor, optional): ``(B,)``, what is explained, where it was asked for.
+            Default: None
+        edges (sequence of GradientEdge, optional): by order, where the calls' outputs are in the
+            graph; None where they are not. Default: ()
+        unruled (frozenset of str, optional): functions without a rule of relevance by which the
+            score reads what comes after the last mixer. Default: frozenset()
+        ports (sequence of Port, optional): where the mixers were cut off, by call, if they were and
+            there is a score. Default: ()
+    """
+
+    request: Request
+    output: Any
+    calls: list[MixerCall]
+    others: list[MixerCall]
+    arguments: dict[str, Any]
+    wiring: Wiring | None = None
+    score: Tensor | None = None
+    edges: Sequence[GradientEdge | None] = ()
+    unruled: frozenset[str] = frozenset()
+    ports: Sequence[Port] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, L), the tokens that the last mixer works on."""
+        B = self.request.batch
+        return B, self.calls[-1].output.shape[:-1].numel() // B
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """``(B, L)`` bool, False for padding; None where nothing was masked.
+
+        Raises:
+            InputError: for a mask of other values than 0 and 1, or an example of padding only.
+        """
+        inputs = self.request.inputs[0]
+        B, L = inputs.shape[:2] if inputs.dim() < 4 else self.shape
+        mask = self.arguments.get("attention_mask")
+        if not torch.is_tensor(mask):
+            masks = (call.token_mask() for call in self.calls)
+            mask = next((m for m in masks if m is not None), None)
+        if mask is None or tuple(mask.shape) not in ((B, L), (1, L)):
+            return None
+        mask = mask.expand(B, L)
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise InputError(
+                f"attention_mask holds values from {float(mask.min()):g} to "
+                f"{float(mask.max()):g}; expected 1 for tokens and 0 for padding."
+            )
+        empty = (mask != 0).sum(1) == 0
+        if bool(empty.any()):
+            raise InputError(
+                f"attention_mask marks no token in row {int(empty.nonzero()[0])}: an example of "
+                "padding only has nothing to explain; remove it from the batch."
+            )
+        return (mask != 0).to(self.device)
+
+    @cached_property
+    def is_language(self) -> bool:
+        """Whether the output is logits of tokens."""
+        return self.request.speaks(extract_logits(self.output))
+
+    @property
+    def entry(self) -> Tensor | None:
+        """A value per example that is read from tokens of its own: of a dense output, or a score.
+
+        None for logits of a language model's tokens, which are asked for by a position instead.
+        """
+        output = extract_logits(self.output)
+        if output.dim() == 1:
+            return output
+        return None if self.is_language else self.score
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first mixer. A model may be spread over devices; results are on this one."""
+        return self.calls[0].output.device
+
+    def grid(self, model: nn.Module) -> TokenGrid | None:
+        """Which token of the last mixer is which patch of the input, where the model tells."""
+        inputs = self.request.inputs
+        if len(inputs) > 1:
+            return None
+        return find_token_grid(model, self.arguments, inputs[0], self.shape[1])
+
+    def check_finite(self) -> None:
+        """Raise `InputError` where a mixer returned NaN or Inf."""
+        for call in self.calls:
+            check_finite(call)
+
+    def with_gradients(self, target: Tensor) -> Recording:
+        """The same recording with each call's gradient of ``target`` (summed over the batch).
+
+        Its wiring gets that of each series.
+        """
+        require_graph(target)
+        reading, unruled = self._reading(target)
+        ways = () if self.wiring is None else self.wiring.inputs
+        starts = [way for k, way in enumerate(ways) if way.roots and self.request.has_variables(k)]
+        edges = {call.order: self.edges[call.order] for call in (*self.calls, *self.others)}
+        wanted = {order: edge for order, edge in edges.items() if edge is not None}
+        ends: list[Any] = [*wanted.values(), *(way.leaf.edge for way in starts)]
+        found = torch.autograd.grad(
+            target.sum(),
+            ends,
+            allow_unused=True,
+            retain_graph=self.wiring is not None and self.wiring.needs_graph,
+        )
+        count = len(wanted)
+        carrying = replace(self, edges=()).carrying(dict(zip(wanted, found[:count], strict=True)))
+        carrying = carrying._read_by(reading, unruled)
+        if self.wiring is None:
+            return carrying
+        known = {
+            way: replace(way, gradient=g) for way, g in zip(starts, found[count:], strict=True)
+        }
+        wiring = replace(self.wiring, inputs=tuple(known.get(way, way) for way in ways))
+        return replace(carrying, wiring=wiring)
+
+    def with_readout(self, target: Tensor) -> Recording:
+        """The same recording with the gradient of ``target`` at the calls after the last mixer."""
+        require_graph(target)
+        last = self.calls[-1].order
+        wanted = [c for c in self.others if c.order > last and c.output.requires_grad]
+        if not wanted:
+            return self
+        reading, unruled = self._reading(target)
+        keeps = bool(self.ports) or (self.wiring is not None and self.wiring.needs_graph)
+        found = gradients_at([call.output for call in wanted], target, retain_graph=keeps)
+        gradients = {
+            call.order: torch.zeros_like(call.output) if gradient is None else gradient
+            for call, gradient in zip(wanted, found, strict=True)
+        }
+        others = [replace(call, gradient=gradients.get(call.order)) for call in self.others]
+        return replace(self, others=others)._read_by(reading, unruled)
+
+    def _read_by(self, reading: Mapping[int, Tensor | None], unruled: frozenset[str]) -> Recording:
+        others = [
+            replace(call, gradient=reading.get(call.order, call.gradient)) for call in self.others
+        ]
+        return replace(self, others=others, unruled=unruled)
+
+    def _reading(self, target: Tensor) -> tuple[dict[int, Tensor | None], frozenset[str]]:
+        # How the target reads calls after the last mixer, where its plain gradient does not say so,
+        # by order. None for what it reads past as well, such as an MLP's norm, or through an MLP.
+        # Norms and soft caps in between count as constants, as in MambaLRP. And the functions in
+        # between that there is no rule for.
+        root, last = Point.of(target, None), self.calls[-1].order
+        found: dict[int, Tensor | None] = {}
+        unruled: set[str] = set()
+        for call in self.others:
+            given = next(tensors_in((call.args, call.kwargs)), None)
+            if call.order <= last or given is None:
+                continue
+            if not (given.requires_grad and call.output.requires_grad):
+                continue
+            output = Point.of(call.output)
+            is_past = is_read_past(root, Point.of(given), output)
+            if is_past or goes_through_activation(root.edge.node, output.edge.node):
+                found[call.order] = None
+                continue
+            with ruled([root.edge.node], [output.edge.node]) as carries:
+                found[call.order] = None  # a probability
+                if carries[root.edge.node]:
+                    (gradient,) = gradients_at([call.output], target, retain_graph=True)
+                    found[call.order] = gradient
+                    unruled.update(without_rule(carries))
+        return found, frozenset(unruled)
+
+    def carrying(self, gradients: Mapping[int, Tensor | None]) -> Recording:
+        """The same recording with gradients at the calls' outputs, by the calls' order."""
+        if all(gradients.get(call.order) is None for call in self.calls):
+            # A score may have a graph of its own: that of a head after a detached backbone.
+            raise no_graph()
+
+        def one(call: MixerCall) -> MixerCall:
+            found = gradients.get(call.order)
+            return replace(call, gradient=torch.zeros_like(call.output) if found is None else found)
+
+        return replace(
+            self, calls=[one(call) for call in self.calls], others=[one(c) for c in self.others]
+        )
+
+
+def require_graph(score: Tensor) -> None:
+    """Raise unless a gradient of ``score`` can be taken."""
+    if not score.requires_grad:
+        raise no_graph()
+
+
+def gradients_at(
+    leaves: Sequence[Tensor], score: Tensor, *, retain_graph: bool = False
+) -> list[Tensor | None]:
+    """The gradients of ``score`` (summed over the batch) at ``leaves``, not None for all."""
+    require_graph(score)
+    with torch.inference_mode(False), torch.enable_grad():
+        found = torch.autograd.grad(
+            score.sum(), list(leaves), allow_unused=True, retain_graph=retain_graph
+        )
+    if all(gradient is None for gradient in found):
+        raise no_graph()
+    return list(found)
+
+
+def no_graph() -> ValueError:
+    """The error for a score that no gradient can be taken of."""
+    return ValueError(
+        "the target does not depend differentiably on the mixers' outputs: forward_func "
+        "detaches them or runs under torch.no_grad() itself. Let it return the model's "
+        "own output."
+    )
+
+
+def split_calls(
+    model: nn.Module | Envoy, calls: list[MixerCall]
+) -> tuple[list[MixerCall], list[MixerCall]]:
+    """The calls of mixers, and those of what else was recorded.
+
+    Raises:
+        UnsupportedModelError: there are none of mixers.
+    """
+    mixers = [call for call in calls if find_adapter(call.module) is not None]
+    if not mixers:
+        known = sum(1 for _ in find_mixers(unwrap(model)))
+        raise UnsupportedModelError(
+            f"forward_func did not reach any of the {known} mixers of model="
+            f"{type(unwrap(model)).__name__}; pass the model that forward_func runs."
+        )
+    return mixers, [call for call in calls if find_adapter(call.module) is None]

@@ -1,0 +1,310 @@
+"""A run of a model under nnsight, on copies of its modules that are thrown away.
+
+Only this file and :mod:`remote` import nnsight, and they do so when a model is first run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar, copy_context
+from dataclasses import replace
+from functools import cache, partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from captum_ssm.capture.model import is_model, is_wrapped, refuse_scripted, unwrap
+from captum_ssm.capture.request import Request
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers import find_adapter
+from captum_ssm.mixers.registry import nearest_misses, outermost, supported_classes
+from captum_ssm.utils.blocks import WhileOpen, bound, undo
+from captum_ssm.utils.copies import Copies, copied, original, running
+from captum_ssm.utils.offload import reloaded_in_backward
+
+if TYPE_CHECKING:
+    from nnsight import Envoy
+
+# Whether the model's current run, in this thread, is a recorded one.
+IS_RECORDED: ContextVar[bool] = ContextVar("captum_ssm_recorded", default=False)
+# What each watched module does in a run, as nnsight runs it: a block of its own.
+_BLOCK = compile("block()", "<captum_ssm>", "exec")
+
+
+@contextmanager
+def instrumented(request: Request) -> Iterator[tuple[Request, Copies]]:
+    """A request that runs copies of its model's modules, and these copies.
+
+    Raises:
+        UnsupportedModelError: for a model that TorchScript compiled, or whose run this is a part
+            of.
+    """
+    if is_wrapped(request.model) and not getattr(request.model, "dispatched", True):
+        request.model.dispatch()  # nnsight loads the weights when the model first runs
+    model = request.module
+    refuse_scripted(model)
+    if IS_RECORDED.get() and running(model) is not model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is being explained, and its own run (its forward, or a hook "
+            "of one of its modules) asks to explain it again; expected a call from outside. Take "
+            "the hook away, or let it do nothing while it is called from within an explanation."
+        )
+    for module in model.modules():
+        # RWKV-4 divides its weights in its first run for inference, and has to remember that.
+        rescale = getattr(module, "_rescale_layers", None)
+        if callable(rescale):
+            rescale()
+    with (
+        copied(model, *_modules_in(request.forward_func)) as copies,
+        reloaded_in_backward(copies.root),
+        bound(IS_RECORDED, True),
+    ):
+        for module in copies.root.modules():
+            _unwrapped(module)
+        yield on_copies(request, copies), copies
+
+
+def _unwrapped(module: nn.Module) -> None:
+    # A copy of a module that a user's nnsight model wraps, with a forward of its own again.
+    state = module.__dict__.pop("__nnsight__", None)
+    if state is not None:
+        module.__dict__.pop("forward", None)
+        if state.original is not type(module).forward:
+            module.__dict__["forward"] = MethodType(state.original, module)
+
+
+def on_copies(request: Request, copies: Copies) -> Request:
+    """A request that runs copies of its model's modules."""
+    forward = request.forward_func
+    function = unwrap(forward) if is_model(forward) else forward
+    return replace(request, forward_func=copies.of(function), model=copies.root)
+
+
+@contextmanager
+def on_thrown_away(request: Request) -> Iterator[tuple[Request, Copies]]:
+    """A request that runs copies of its model's modules, and these copies, without nnsight."""
+    with copied(request.module, *_modules_in(request.forward_func)) as copies:
+        yield on_copies(request, copies), copies
+
+
+def _modules_in(forward_func: Any) -> list[nn.Module]:
+    return [unwrap(forward_func)] if is_model(forward_func) else []
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    # What torch.compile would trace, wherever forward_func calls a compiled model, is the
+    # recording, anew for every run.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _EAGER.block():
+        yield
+
+
+class _Stance:
+    # The stance of the compiler, which holds for all threads.
+    def __init__(self) -> None:
+        self.before: Any = None
+
+    def put(self) -> None:
+        """Have compiled models run as they are written."""
+        if self.before is None:
+            self.before = sys.modules["torch._dynamo"].eval_frame._stance
+        torch.compiler.set_stance("force_eager")
+
+    def put_back(self) -> None:
+        """Have compiled models run as before."""
+        if self.before is not None:
+            before = self.before
+            torch.compiler.set_stance(
+                before.stance,
+                skip_guard_eval_unsafe=before.skip_guard_eval_unsafe,
+                force_backend=before.backend,
+            )
+            self.before = None
+
+
+_STANCE = _Stance()
+_EAGER = WhileOpen(_STANCE.put, _STANCE.put_back)
+
+
+def find_points(
+    model: nn.Module, also: Callable[[nn.Module], bool] | None
+) -> tuple[dict[nn.Module, str], dict[nn.Module, str]]:
+    """The mixers of a model, and what else ``also`` picks outside of them, with their paths.
+
+    Raises:
+        UnsupportedModelError: the model holds no mixer that the registry knows.
+    """
+    found = {module: path for path, module in outermost(model)}
+    mixers = {m: path for m, path in found.items() if find_adapter(m) is not None}
+    if not mixers:
+        raise _unsupported(model)
+    others = {m: path for m, path in found.items() if m not in mixers}
+    picked = {m: path for m, path in others.items() if also and also(original(m))}
+    return mixers, picked
+
+
+def traced(
+    points: dict[nn.Module, str],
+    model: Any,
+    copies: Copies,
+    run: Callable[[], Any],
+    enter: Callable[[nn.Module, Any], Any],
+    put: Callable[[nn.Module, Any, Any], tuple[Any, Any]],
+) -> tuple[Any, list[tuple[nn.Module, Any, Any]], list[Any]]:
+    """Run a model, with each call of some of its modules looked at and changed.
+
+    Args:
+        points (dict of nn.Module to str): copies of the modules, and names for them.
+        model (nn.Module or nnsight model): the user's. Edits that nnsight keeps act in the run.
+        copies (Copies): of its modules.
+        run (Callable): runs the copies.
+        enter (Callable): takes a module and what it was given, ``(args, kwargs)``; returns what it
+            is to be given.
+        put (Callable): takes a module, what it was given and what it returned; returns what is kept
+            of the call, None for nothing, and what the model goes on with.
+
+    Returns:
+        tuple: what ``run`` returned; what was kept, in the order of the calls, each with the
+        module and what it was given; and what the root was given, by call.
+    """
+    load_nnsight()
+    from nnsight.intervention.interleaver import Interleaver
+
+    visits: list[tuple[nn.Module, Any, Any]] = []
+    root_visits: list[Any] = []
+    interleaver = Interleaver()
+    names, edits = _edits_of(model, copies)
+
+    def watch(module: nn.Module, path: str) -> Envoy:
+        # nnsight reaches a module by one name in each run.
+        return _watcher()(module, names.get(module, f"captum_ssm.{path}"), interleaver)
+
+    def look_at_root(envoy: Envoy) -> None:
+        root_visits.append(envoy.inputs)
+
+    def look_at(envoy: Envoy) -> None:
+        given = envoy.inputs
+        inputs = enter(envoy._module, given)
+        if inputs is not given:
+            envoy.inputs = inputs
+        found = envoy.output
+        value, passed = put(envoy._module, inputs, found)
+        if passed is not found:
+            envoy.output = passed
+        if value is not None:
+            visits.append((envoy._module, inputs, value))
+
+    for module, path in names.items():
+        watch(module, path)
+    blocks = [partial(_visiting, watch(copies.root, "root"), look_at_root)]
+    blocks += [partial(_visiting, watch(m, f"of.{path}"), look_at) for m, path in points.items()]
+    interleaver.mediators = [*edits, *map(_mediator, blocks)]
+    with ExitStack() as stack:
+        undo(stack, interleaver.cancel)
+        with interleaver:
+            result = run()
+        interleaver.check_dangling_mediators()
+    return result, visits, root_visits
+
+
+def _visiting(envoy: Envoy, look: Callable[[Envoy], None]) -> None:
+    # One turn a visit: a block of layers that several share is visited by each.
+    from nnsight.intervention.interleaver import OutOfOrderError
+    from nnsight.intervention.iterator import Iterations
+
+    # An open loop ends by asking for a visit that the run did not make.
+    with suppress(OutOfOrderError):
+        for _ in Iterations():
+            look(envoy)
+
+
+def _mediator(block: Callable[[], None]) -> Any:
+    from nnsight.intervention.interleaver import Mediator
+
+    # A greenlet begins with no context variables: it is given those of this run.
+    return Mediator(_BLOCK, {}, {"block": partial(copy_context().run, block)})
+
+
+@cache
+def _watcher() -> type[Envoy]:
+    from nnsight.intervention.envoy import Envoy
+
+    class Watcher(Envoy):
+        """One module, without those inside of it, whose names may be those of nnsight's own."""
+
+        def _add_envoy(self, name: str, module: nn.Module) -> Any:
+            return None
+
+    return Watcher
+
+
+def _edits_of(model: Any, copies: Copies) -> tuple[dict[nn.Module, str], list[Any]]:
+    # The edits that a user's nnsight model keeps, which act on each of its runs, and the names by
+    # which they reach its modules, if there are any.
+    if not (is_wrapped(model) and model._edits):
+        return {}, []
+    from nnsight.intervention.interleaver import Mediator
+
+    names = {copies.of(envoy._module): envoy.path for envoy in model.modules()}
+    edits = [
+        Mediator(e.code, e.glbls, dict(e.lcls), copy=True, shared=e.lcls.shared)
+        for e in model._edits
+    ]
+    return names, edits
+
+
+@cache
+def load_nnsight() -> None:
+    """Import nnsight, and leave the process as it was before.
+
+    Its import gives every object a ``save`` attribute and replaces ``torch.Tensor.backward``. Both
+    are taken back, and what put them there is forgotten, so that a user's own import brings them.
+    """
+    if "nnsight" in sys.modules:
+        return  # the user's
+    with ExitStack() as stack:
+        undo(stack, _forget_nnsight, torch.Tensor.backward)
+        import nnsight.intervention.envoy
+        import nnsight.intervention.iterator  # noqa: F401
+
+
+def _forget_nnsight(backward: Any) -> None:
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+    sys.modules.pop("nnsight", None)
+    # What patched it: to be imported again.
+    sys.modules.pop("nnsight.intervention.backward", None)
+    vars(sys.modules.get("nnsight.intervention", sys)).pop("backward", None)
+    unmount = getattr(sys.modules.get("nnsight._c"), "unmount", None)
+    if unmount is not None and hasattr(object, "save"):
+        unmount("save")
+
+
+def run_in(around: Callable[[nn.Module], AbstractContextManager[None]], module: nn.Module) -> None:
+    """Have the forward of a copy run in a context manager."""
+    forward = module.forward
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with around(module):
+            return forward(*args, **kwargs)
+
+    module.__dict__["forward"] = within
+
+
+def _unsupported(model: nn.Module) -> UnsupportedModelError:
+    kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
+    shown = ", ".join(kinds[:30]) + (", ..." if len(kinds) > 30 else "")
+    near = nearest_misses(original(model))
+    return UnsupportedModelError(
+        f"{type(model).__name__} holds no token mixer that captum_ssm knows. Found: "
+        f"{shown or 'no submodules'}. "
+        + (f"Nearest to a mixer: {near}. " if near else "")
+        + f"Supported: {supported_classes()}. A new mixer is registered with "
+        "captum_ssm.register_mixer(module_type, freeze); docs/add_a_family.md shows how."
+    )

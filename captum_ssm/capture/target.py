@@ -1,0 +1,261 @@
+"""What is explained: the query token whose row is read, and the score of a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture.check_inputs import usable
+from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.recording import Recording
+from captum_ssm.errors import InputError, TargetError, UnsupportedModelError
+from captum_ssm.utils.captum_api import select_targets
+from captum_ssm.utils.integers import as_index, as_integers
+from captum_ssm.wiring.wiring import Wiring
+
+
+def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
+    """The explained score ``(B,)`` of a run with its graph."""
+    logits = extract_logits(recording.output)
+    target, position = _split_target(recording, target, position)
+    with torch.inference_mode(False), torch.enable_grad():
+        score = _score(recording, logits, usable(target), position)
+    if not bool(torch.isfinite(score).all()):
+        raise InputError(
+            f"the explained score is {score.tolist()}: look for NaN or Inf in the weights after "
+            "the last mixer, or choose another target."
+        )
+    return score
+
+
+def query_weights(
+    recording: Recording, wiring: Wiring, position: Any, target: Any = None
+) -> list[Tensor]:
+    """Weights ``(B, L)`` of the tokens whose rows are explained, for each stage the output reads.
+
+    One token, or those that a pooled output, or an entry of a dense one, is read from.
+    """
+    # Where no score is taken, a target says which token is asked for in any output per token.
+    position = _split_target(recording, target, position, recording.score is None)[1]
+    found = [weights for weights in wiring.readout if weights is not None]
+    is_measured = len(found) == len(wiring.readout)
+    per_token = _is_tokens(recording)
+    is_asked = per_token and (recording.is_language or not is_measured)
+    if position is not None or is_asked:
+        return at_stages(_asked(recording, position).to(recording.calls[0].dtype), wiring)
+    if not is_measured:
+        raise ValueError(
+            "the token that the model reads its output from could not be found; pass position="
+        )
+    return found
+
+
+def check_rows(recording: Recording, rows: Tensor) -> None:
+    """Raise unless n rows of logits are those of the last n tokens, all ``rows (n,)`` zero."""
+    if recording.is_language and _is_tokens(recording) and bool((rows != 0).any()):
+        raise InputError(
+            f"the model returns logits of {_returned(recording)} of its {recording.shape[1]} "
+            "tokens, which are not the last ones; expected logits of all tokens or of the last "
+            "ones. Let forward_func return the logits of all, or a score of its own."
+        )
+
+
+def at_stages(query: Tensor, wiring: Wiring) -> list[Tensor]:
+    """Weights of the tokens that positions count as those of each stage that the output reads."""
+    if query.shape[1] < wiring.stages[0].tokens:
+        reads = wiring.stages[0].reads
+        if len(reads) != 1 or reads[0][1].source is None:
+            raise UnsupportedModelError(
+                f"the model makes {wiring.stages[0].tokens} tokens of the {query.shape[1]} that "
+                "it is given, and which of them these are is not known, so no position can be "
+                "asked for; expected tokens that are added to those of the input."
+            )
+        query = reads[0][1].matmul(query[..., None])[..., 0]
+    return [link.rmatvec(query) for _, link in wiring.output]
+
+
+def counted_tokens(recording: Recording) -> int:
+    """How many tokens positions count.
+
+    Those of the inputs, where a language model adds tokens of its own that it returns no logits of.
+    """
+    L, inputs = recording.shape[1], recording.request.inputs[0]
+    if not (recording.is_language and _is_tokens(recording)) or inputs.dim() < 2:
+        return L
+    return inputs.shape[1] if _returned(recording) <= inputs.shape[1] < L else L
+
+
+def _returned(recording: Recording) -> int:
+    return extract_logits(recording.output).shape[1]
+
+
+def _asked(recording: Recording, position: Any) -> Tensor:
+    shape = recording.shape[0], counted_tokens(recording)
+    mask = recording.mask
+    if mask is not None and mask.shape[1] != shape[1]:
+        mask = None
+    return one_query(position, shape, mask, recording.device)
+
+
+def _is_tokens(recording: Recording) -> bool:
+    # A language model may return the logits of its last tokens only, but of no more than there are.
+    tokens = recording.shape[1]
+    if extract_logits(recording.output).dim() != 3:
+        return False
+    n = _returned(recording)
+    return n == tokens or (recording.is_language and n < tokens)
+
+
+def _positions(position: Any, B: int, L: int, device: torch.device) -> Tensor:
+    index = as_integers(position, device)
+    if index is None or index.dim() > 1:
+        raise TypeError(
+            f"position is {position!r}, a {type(position).__name__}; expected an int, a (B,) "
+            "integer tensor or None."
+        )
+    if index.dim() == 1 and index.shape[0] != B:
+        raise InputError(f"position has {index.shape[0]} entries for a batch of {B}.")
+    if bool(((index < -L) | (index >= L)).any()):
+        raise InputError(
+            f"position is {index.tolist()}, outside the sequence of {L} tokens: expected "
+            f"0 .. {L - 1} (or -{L} .. -1 from the end)."
+        )
+    return (index % L).expand(B)
+
+
+def one_query(
+    position: Any, shape: tuple[int, int], mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """``(B, L)``, one at the query token: ``position``, or the last token that is no padding."""
+    B, L = shape
+    if position is not None:
+        index = _positions(position, B, L, device)
+        if mask is not None and not bool(mask.gather(1, index[:, None]).all()):
+            raise InputError(
+                f"position {index.tolist()} falls on padding in at least one example; "
+                "attention_mask marks the tokens that can be asked."
+            )
+    elif mask is not None:
+        places = torch.arange(L, device=device)
+        index = torch.where(mask, places, -1).amax(1)
+    else:
+        index = torch.full((B,), L - 1, device=device)
+    return nn.functional.one_hot(index, L)
+
+
+def _split_target(
+    recording: Recording, target: Any, position: Any, is_only_place: bool = False
+) -> tuple[Any, Any]:
+    # For a language model's logits (B, L, V) a tuple (position, token) sets both; per example, in
+    # a list.
+    # An entry of a dense output may be named together with the token that it is read at.
+    is_only_place = is_only_place and position is None
+    if not ((recording.is_language or is_only_place) and _is_tokens(recording)):
+        return target, position
+    logits = extract_logits(recording.output)
+    pairs = None
+    if isinstance(target, tuple) and len(target) == 2:
+        pairs = [target] * logits.shape[0]
+    elif isinstance(target, list) and target and all(isinstance(t, tuple) for t in target):
+        _check_count(len(target), logits.shape[0])
+        pairs = target
+    if pairs is None:
+        return target, position
+    if any(len(pair) != 2 for pair in pairs):
+        raise TargetError(f"target is {target!r}; a tuple names (position, token).")
+    if position is not None:
+        raise TargetError(
+            f"target is {target!r}, which names the position, and position={position!r} was "
+            "given too; give one of them."
+        )
+    places, tokens = ([as_index(x) for x in side] for side in zip(*pairs, strict=True))
+    if None in places or None in tokens:
+        raise TargetError(
+            f"target is {target!r}; expected a tuple (position, token) of two integers."
+        )
+    return tokens, torch.tensor(places)
+
+
+def _check_count(given: int, batch: int) -> None:
+    if given != batch:
+        raise TargetError(f"target has {given} entries for a batch of {batch}.")
+
+
+def _score(recording: Recording, logits: Tensor, target: Any, position: Any) -> Tensor:
+    """The explained score of each example, ``(B,)``."""
+    B, L = recording.shape[0], counted_tokens(recording)
+    is_row = recording.is_language or (position is not None and as_index(target) is not None)
+    if not (is_row and _is_tokens(recording)):
+        return captum_score(logits, target, B)
+    if target is None:
+        raise TargetError(
+            f"the model returns logits of shape {tuple(logits.shape)} and no target was given; "
+            "pass a token id, one id per example, or (position, token)."
+        )
+    query = _asked(recording, position)
+    token = token_ids(_as_tokens(target, logits), logits.shape[-1])
+    row = query.argmax(1).to(logits.device) - (L - logits.shape[1])
+    if bool((row < 0).any()):
+        raise InputError(
+            f"the model returned logits for its last {logits.shape[1]} of {L} tokens, and the "
+            "position asked for is before them."
+        )
+    return logits[torch.arange(B, device=logits.device), row, token]
+
+
+def token_ids(target: Tensor, vocabulary: int) -> Tensor:
+    """Targets as ids from 0 on; as in Captum and Python, -1 is the last of the vocabulary."""
+    if bool(((target < -vocabulary) | (target >= vocabulary)).any()):
+        raise TargetError(
+            f"target is {_shown(target)}, outside the vocabulary: expected ids "
+            f"0 .. {vocabulary - 1} (or -{vocabulary} .. -1 from its end)."
+        )
+    return target % vocabulary
+
+
+def _shown(values: Tensor) -> str:
+    if values.numel() <= 16:
+        return str(values.tolist())
+    return f"of shape {tuple(values.shape)}, from {int(values.min())} to {int(values.max())}"
+
+
+def _as_tokens(target: Any, logits: Tensor) -> Tensor:
+    token = as_integers(target, logits.device)
+    if token is None or token.dim() > 1:
+        raise TargetError(
+            f"target is {target!r}; for logits of shape {tuple(logits.shape)} expected a token "
+            "id, one id per example (list or 1-D tensor), or (position, token)."
+        )
+    if token.dim() == 1 and token.numel() > 1:
+        _check_count(token.numel(), logits.shape[0])
+    return token.reshape(-1).expand(logits.shape[0])
+
+
+def captum_score(logits: Tensor, target: Any, B: int) -> Tensor:
+    """The entry of the output that Captum's ``target`` names, ``(B,)``."""
+    index = as_index(target)  # Captum knows Python's integers only
+    shape = tuple(logits.shape)
+    try:
+        score = select_targets(logits, target if index is None else index)
+    except (AssertionError, IndexError, RuntimeError) as error:
+        raise TargetError(
+            f"target is {target!r}, which does not select one value per example of the output "
+            f"of shape {shape}: {error}"
+        ) from error
+    if score.numel() not in (1, B):
+        axes = ", ".join(f"n{i}" for i in range(1, logits.dim()))
+        other = ""
+        if logits.dim() == 3:
+            other = (
+                " If its second axis is the tokens, position= names the token, and target the "
+                "entry of its row."
+            )
+        raise TargetError(
+            f"the output has shape {shape} and target is {target!r}, which leaves "
+            f"{tuple(score.shape)}; a target has to select one value per example: expected a tuple "
+            f"({axes}), one index per axis after the first, as in Captum, or one tuple per example "
+            f"in a list.{other} For a sum over several entries let forward_func return it."
+        )
+    return score.reshape(-1)

@@ -1,0 +1,217 @@
+"""Mixers without an adapter, found before a model is recorded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from captum_ssm.capture.check import Rebuilt, check_reconstruction
+from captum_ssm.capture.model import refuse_scripted
+from captum_ssm.capture.request import Request
+from captum_ssm.capture.session import on_thrown_away
+from captum_ssm.discovery.search import discover
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers.call import MISFITS
+from captum_ssm.mixers.registry import Freeze, known_of, may_be_namesake, nearest_misses, remember
+from captum_ssm.utils.clones import repeated
+from captum_ssm.utils.copies import Copies, copied, original
+from captum_ssm.utils.nested import map_tensors
+from captum_ssm.utils.quiet import quiet
+
+
+def is_settled(model: nn.Module, structure: frozenset[Any] = frozenset()) -> bool:
+    """Whether all that mixes tokens in a graph of a model is known.
+
+    Args:
+        model (nn.Module): the model.
+        structure (frozenset, optional): what the graph is made of. Default: frozenset(), for any
+            graph of this model
+    """
+    known = known_of(model).made_of
+    return known is not None and structure <= known
+
+
+def settle(model: nn.Module, structure: frozenset[Any]) -> None:
+    """Let :func:`is_settled` know that a graph was measured, and searched if tokens are mixed."""
+    known = known_of(model)
+    known.made_of = structure if known.made_of is None else known.made_of | structure
+
+
+def search_anew(model: nn.Module) -> None:
+    """Let a model be searched again: its graph is made of something new."""
+    known_of(model).is_searched = False
+
+
+def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
+    """Warn of what mixes tokens in a model and is no mixer, as once measured.
+
+    Attention is no matter: its probabilities are constants wherever they are computed.
+    """
+    known = known_of(model)
+    known.unknown = unknown = known.unknown if refused is None else refused
+    if unknown is not None and "Softmax" not in unknown and "ScaledDotProduct" not in unknown:
+        why = unknown.partition(". ")[0]
+        warnings.warn(
+            f"{why}: its coefficients are not held constant, so relevance may not add up to the "
+            "score. The convergence delta says by how much.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+@repeated
+def find_namesakes(request: Request) -> None:
+    """Find other adapters of mixers whose class only has the name of one that is registered.
+
+    As in copies of a package that compute something else: what the adapter of the name computes is
+    compared with what they return, once for all that look alike.
+
+    Args:
+        request (Request): what to run.
+    """
+    named = [module for _, module in find_mixers(request.module) if may_be_namesake(module)]
+    if not named:
+        return
+    alike: dict[str, set[nn.Module]] = {}
+    for module in named:
+        alike.setdefault(look_of(module), set()).add(module)
+    # The run that is explained warns by itself.
+    with quiet(), on_thrown_away(request) as (of_copies, copies):
+        calls = _calls_of(alike, of_copies, copies)
+        unlike = {m for look, call in calls.items() if not _is_like(call) for m in alike[look]}
+        if unlike:
+            _find_others(unlike, copies, of_copies.run)
+    for module in named:
+        known_of(module).is_of_its_name = module not in unlike
+
+
+@repeated
+def adapter_of(call: MixerCall) -> Freeze:
+    """The adapter of a call's module; another one where that of its name computes something else.
+
+    Args:
+        call (MixerCall): of a mixer, in a run that :func:`find_namesakes` may not have seen.
+    """
+    module = original(call.module)
+    if may_be_namesake(module):
+        with quiet(), copied(module) as copies:
+            of_copy = replace(call, module=copies.root)
+            is_like = _is_like(of_copy)
+            if not is_like:
+                _find_others({module}, copies, of_copy.run)
+        known_of(module).is_of_its_name = is_like
+    return find_adapter(module) or _refuse
+
+
+def _find_others(modules: set[nn.Module], copies: Copies, run: Callable[[], Any]) -> None:
+    # Other adapters of modules than those of their classes: in them, or in parts of them.
+    for module in modules:
+        known_of(module).is_of_its_name = False
+    try:
+        adapters = _discovered(copies, run)
+    except BaseException:
+        for module in modules:
+            known_of(module).is_of_its_name = None
+        raise
+    inside = {part for module in adapters for part in module.modules()}
+    rest = {m for m in modules - inside if adapters.keys().isdisjoint(m.modules())}
+    remember(adapters | dict.fromkeys(rest, _refuse))
+
+
+def _discovered(copies: Copies, run: Callable[[], Any]) -> dict[nn.Module, Freeze]:
+    # By the user's modules.
+    adapters = discover(copies.root, run, _reproduces)
+    return {original(module): freeze for module, freeze in adapters.items()}
+
+
+def _refuse(call: MixerCall) -> FrozenMixer:
+    kind = type(call.module)
+    near = nearest_misses(original(call.module), 1)
+    raise UnsupportedModelError(
+        f"{call.path} is a {kind.__module__}.{kind.__qualname__}, which has the name of a class "
+        "that this library knows and computes something else, and it cannot be measured"
+        + (f": {near}" if near else "")
+        + ". Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
+    )
+
+
+def _calls_of(
+    alike: dict[str, set[nn.Module]], request: Request, copies: Copies
+) -> dict[str, MixerCall]:
+    # For each look, the first call of the copy of a module that has it.
+    calls: dict[str, MixerCall] = {}
+    look_of_copy = {copies.of(m): look for look, modules in alike.items() for m in modules}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if (look := look_of_copy[module]) not in calls:
+            call = MixerCall("", module, args, kwargs, result)
+            calls[look] = map_tensors(lambda x: x.detach().clone(), call)
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in look_of_copy:
+            handle = module.register_forward_hook(note, with_kwargs=True, prepend=True)
+            hooks.enter_context(handle)
+        request.run()
+    return calls
+
+
+def _is_like(call: MixerCall) -> bool:
+    adapter = find_adapter(call.module)
+    return adapter is not None and _reproduces(adapter, call)
+
+
+def _reproduces(adapter: Freeze, call: MixerCall) -> bool:
+    try:
+        with torch.no_grad():
+            rebuilt = Rebuilt.of(adapter(call), call)
+            check_reconstruction("", call, rebuilt, call.token_mask())
+    except MISFITS:
+        return False
+    return True
+
+
+def look_of(module: nn.Module) -> str:
+    """What modules have in common that compute alike: their class, parts, shapes and settings."""
+    settings = {
+        f"{path}.{name}": value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float, str, tuple)) and not name.startswith("_")
+    }
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__} {id(kind)}: {module} {settings} {shapes}"
+
+
+@repeated
+def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
+    """Run a model whose mixers no adapter is registered for, and remember those found.
+
+    Args:
+        request (Request): what to run.
+        mixed (bool, optional): whether tokens are mixed between the known mixers, so that a model
+            that has some is searched too, once. Default: False
+
+    Returns:
+        bool: whether any were found.
+    """
+    if request.remote:
+        return False
+    find_namesakes(request)
+    model = request.module
+    known = any(True for _ in find_mixers(model))
+    if known and (not mixed or known_of(model).is_searched):
+        return False
+    refuse_scripted(model)
+    with quiet(), on_thrown_away(request) as (of_copies, copies):
+        adapters = _discovered(copies, of_copies.run)
+    remember(adapters)
+    known_of(model).is_searched, known_of(model).unknown = True, None
+    return bool(adapters)

@@ -1,0 +1,195 @@
+"""The visits of a model's mixers in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from captum_ssm.capture.embedded_ids import entries_of
+from captum_ssm.capture.model import input_embeddings
+from captum_ssm.capture.request import Request
+from captum_ssm.capture.reuse import InnerResults
+from captum_ssm.capture.session import run_in
+from captum_ssm.capture.substitute import Substitution
+from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.mixers import MixerCall
+from captum_ssm.mixers.registry import channels_of
+from captum_ssm.utils.copies import original
+from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
+from captum_ssm.utils.progress import Bar
+from captum_ssm.wiring.cuts import Cuts
+
+
+class Visits:
+    """The calls of a run: what is kept of each, and what the model goes on with.
+
+    Modules are copies of the user's.
+    """
+
+    gradients = False
+
+    def __init__(
+        self,
+        request: Request,
+        root: nn.Module,
+        mixers: Mapping[nn.Module, str],
+        substitute: Substitution | None,
+        cuts: Cuts | None,
+        bar: Bar,
+        *,
+        whole: bool,
+    ) -> None:
+        self.request, self.mixers, self.bar = request, mixers, bar
+        self.substitute, self.cuts, self.whole = substitute, cuts, whole
+        self.ids: Mapping[int, Tensor] = {}
+        self.embedded: list[Tensor] = []  # the ids that the table was given
+        self.edges: list[GradientEdge | None] = []  # of the recorded calls' outputs
+        self.inner = InnerResults()
+        # Some mixer has its channels first, so other modules may have them first too.
+        self.channels_first = any(channels_of(module) == 1 for module in mixers)
+        self.table = input_embeddings(root)
+        widths = [m.embedding_dim for m in root.modules() if isinstance(m, nn.Embedding)]
+        self.width = max(widths, default=0)
+        self.grad_mode = torch.is_grad_enabled()
+        # What is inside a mixer is recomputed; only what is outside needs its graph.
+        keep = partial(self.inner.running, linears=substitute is None and not whole)
+        for module in mixers:
+            if substitute is not None:
+                run_in(substitute.running, module)
+            if substitute is None or substitute.keeps_mixers:
+                run_in(keep, module)
+
+    def enter(self, module: nn.Module, inputs: Any) -> Any:
+        """What a module is to be given, in place of ``inputs``."""
+        if self.cuts is None or module not in self.mixers:
+            return inputs
+        # A mixer's forward may run without a graph.
+        with torch.set_grad_enabled(self.grad_mode):
+            call = self._call(module, inputs, None)
+            tokens = call.given_tokens()
+            given = self.cuts.enter(tokens)
+
+            def one(value: Any) -> Any:
+                if value is tokens:
+                    return given
+                return value if self.whole or not torch.is_tensor(value) else value.detach()
+
+            args = tuple(map(one, call.args))
+            kwargs = {name: one(value) for name, value in call.kwargs.items()}
+            return replace(call, args=args, kwargs=kwargs).own[:2]
+
+    def leave(self, module: nn.Module, inputs: Any, value: Any) -> tuple[Any, Any]:
+        """The call that is recorded, if any, and what the model goes on with."""
+        with torch.set_grad_enabled(self.grad_mode):
+            call = self._call(module, inputs, value)
+            is_mixer = module in self.mixers
+            if is_mixer:
+                self.inner.leave(call)
+            self.bar.advance(is_mixer)
+            visit, value = self._recorded(call, is_mixer)
+            if self.cuts is not None and is_mixer:
+                value = with_first(value, self.cuts.leave(self.mixers[module], first_of(value)))
+            elif self.cuts is not None and is_table(module) and self.table in (None, module):
+                value = self._embedded(next(tensors_in(inputs)), value)
+                visit = None if visit is None else replace(call, result=value)
+            return visit, replace(call, result=value).own[2]
+
+    def calls(
+        self, visits: Sequence[tuple[nn.Module, Any, Any]], paths: Mapping[nn.Module, str]
+    ) -> list[MixerCall]:
+        """The recorded calls, in forward order, with what was kept of them."""
+        inner, calls = iter(self.inner.calls), []
+        for order, (module, _, call) in enumerate(visits):
+            linears, scans = next(inner) if module in self.mixers else (None, None)
+            calls.append(
+                replace(call, path=paths[module], order=order, linears=linears, scans=scans)
+            )
+        return calls
+
+    def _call(self, module: nn.Module, inputs: Any, value: Any) -> MixerCall:
+        channels = channels_of(module)
+        if self.channels_first and module not in self.mixers and _has_channels_first(module, value):
+            channels = 1
+        args, kwargs = inputs
+        path = self.mixers.get(module, "")
+        return MixerCall.of(path, original(module), args, kwargs, value, channels=channels)
+
+    def _recorded(self, call: MixerCall, is_mixer: bool) -> tuple[MixerCall | None, Any]:
+        substitute, value = self.substitute, call.result
+        if substitute is not None:
+            value = substitute(call)
+        is_own = value is call.result
+        is_recorded = is_own or is_mixer
+        if self.gradients and not first_of(value).requires_grad:
+            # A frozen model fed with ids has no graph: it starts here.
+            value = with_first(value, first_of(value).detach().clone().requires_grad_(True))
+        if not is_recorded:
+            return None, value
+        visit = replace(call, result=value)
+        has_graph = first_of(value).requires_grad
+        self.edges.append(get_gradient_edge(first_of(value)) if has_graph else None)
+        # What is measured after the run is compared with what the mixer returned.
+        own_graph = substitute is not None and is_mixer and substitute.made[-1] is None
+        if not (is_own or own_graph or substitute is None or substitute.keeps_outputs):
+            visit = replace(visit, result=map_tensors(_form, value))
+        return visit, value
+
+    def _embedded(self, given: Tensor, value: Any) -> Any:
+        assert self.cuts is not None
+        self.embedded.append(given)
+        for k, one in self.ids.items():
+            entries = entries_of(given, one)
+            if entries is not None:
+                return self.cuts.embed(k, one, entries, value, self.width)
+        return value
+
+
+def check_embedded(given: list[Tensor], ids: Tensor, known: Tensor | None, is_alone: bool) -> None:
+    """Raise where the model does not embed the ids of an input as they were given."""
+    # Known is, for each id, whether a table was given it. Of several inputs all have to be found,
+    # as nothing else tells whose the tokens are.
+    if known is None and not is_alone:
+        known = torch.zeros(1, dtype=torch.bool)
+    if known is not None:
+        if not bool(known.all()):
+            raise InputError(
+                f"the model embeds {int(known.sum())} of the {ids.numel()} ids of inputs, of shape "
+                f"{tuple(ids.shape)}, by torch.nn.Embedding; expected all, as a whole or in views "
+                "of them, such as columns. Pass what is no ids in additional_forward_args."
+            )
+        return
+    for one in given:
+        if one.shape == ids.shape and torch.equal(
+            one.sort(-1).values.to(ids.device), ids.sort(-1).values
+        ):
+            raise UnsupportedModelError(
+                "the model embeds the ids of inputs in another order than that of inputs, so its "
+                "tokens are not those that were given; expected a forward_func that passes the "
+                "ids on as they are."
+            )
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether a module embeds ids."""
+    return isinstance(module, nn.Embedding)
+
+
+def _has_channels_first(module: nn.Module, value: Any) -> bool:
+    # A norm, or another module with a weight per channel, tells. Where the axes are of one size, a
+    # series is taken for (B, L, E).
+    weight = getattr(module, "weight", None)
+    if not (torch.is_tensor(value) and torch.is_tensor(weight) and value.dim() >= 3):
+        return False
+    is_last = value.dim() == 3 and weight.shape == value.shape[-1:]
+    return weight.shape == value.shape[1:2] and not is_last
+
+
+def _form(x: Tensor) -> Tensor:
+    # Its shape and dtype, without its numbers.
+    return x.new_zeros(()).expand(x.shape)

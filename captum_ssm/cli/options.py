@@ -1,0 +1,91 @@
+"""The methods' own options as flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from captum_ssm.attr import Option, methods
+from captum_ssm.cli.arguments import listed
+from captum_ssm.errors import InputError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """One flag for each option of any method."""
+    group = parser.add_argument_group("options of methods")
+    for name, owners in _owners().items():
+        kinds: dict[str, list[str]] = {}
+        for method, option in owners.items():
+            kinds.setdefault(_expected(option), []).append(method)
+        told = "; ".join(f"{listed(names)}: {kind}" for kind, names in kinds.items())
+        is_switch = all(option.types == (bool,) for option in owners.values())
+        action: dict[str, Any] = {"metavar": name.upper()}
+        if is_switch:
+            action = {"action": "store_const", "const": ""}
+        group.add_argument(_flag(name), help=told, dest=f"option_{name}", **action)
+
+
+def options_of(args: argparse.Namespace, chosen: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The options that were given, for each of the methods that have them.
+
+    Raises:
+        ValueError: for an option that none of the methods has, or a value that it cannot be.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    for name, owners in _owners().items():
+        text = getattr(args, f"option_{name}")
+        if text is None:
+            continue
+        takers = [method for method in chosen if method in owners]
+        if not takers:
+            raise ValueError(
+                f"{_flag(name)} was given, and --methods is {' '.join(chosen)}; expected "
+                f"{listed(owners, 'or')}. Choose one of these, or remove {_flag(name)}."
+            )
+        for method in takers:
+            found[method][name] = _value(owners[method], text)
+    for method, options in found.items():
+        # A method checks its options before its inputs, which hold no token here.
+        with suppress(InputError):
+            explainer = methods()[method](nn.Identity())
+            explainer.attribute(torch.zeros(1, 0, dtype=torch.long), **options)
+    return found
+
+
+def _owners() -> dict[str, dict[str, Option]]:
+    # By option: the methods that have it.
+    found: dict[str, dict[str, Option]] = {}
+    for method, cls in methods().items():
+        for name, option in cls.options().items():
+            found.setdefault(name, {})[method] = option
+    return found
+
+
+def _value(option: Option, text: str) -> Any:
+    if text in option.values:
+        return text
+    if option.types == (bool,):
+        return True
+    if not option.values and not option.types:
+        return tuple(text.replace(",", " ").split())
+    for kind in sorted(option.types, key=lambda kind: kind is str):  # a number, where it is one
+        with suppress(ValueError):
+            return kind(text)
+    raise ValueError(f"{_flag(option.name)} is {text!r}; expected {_expected(option)}.")
+
+
+def _expected(option: Option) -> str:
+    if option.types == (bool,):
+        return "a switch"
+    words = {int: "an integer", float: "a number", str: "a name"}
+    kinds = [*option.values, *(words.get(kind, kind.__name__) for kind in option.types)]
+    return listed(kinds, "or") if kinds else "words, such as 'a,b'"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,221 @@
+"""The frozen mixer, put together from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.discovery.measure.added_terms import with_added_terms, with_padding
+from captum_ssm.discovery.measure.convolution import Convolution, find_convolution
+from captum_ssm.discovery.measure.cut_run import CutScan, run_cut
+from captum_ssm.discovery.measure.directions import Direction, find_directions
+from captum_ssm.discovery.measure.examples import freeze_examples
+from captum_ssm.discovery.measure.moved import entered
+from captum_ssm.discovery.measure.projection import Projection, find_projection, narrowed
+from captum_ssm.discovery.measure.recurrence import find_recurrence, is_silent
+from captum_ssm.discovery.measure.rerun import NotMeasured, Rerun
+from captum_ssm.discovery.measure.token_shift import share_of_neighbors
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import dependencies
+from captum_ssm.graph.relevance_rules import ruled
+from captum_ssm.mixers.call import MISFITS, MixerCall
+from captum_ssm.mixers.families.vision import FrozenScans
+from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.mixers.parts import ShortConv
+
+
+def freeze_measured(
+    call: MixerCall,
+    functions: Iterable[Callable[..., Any]] | None = None,
+    *,
+    partly: bool = True,
+    used: set[Callable[..., Any]] | None = None,
+) -> FrozenMixer:
+    """The mixer of a recorded call of any module that holds scans.
+
+    Args:
+        call (MixerCall): the recorded call.
+        functions (iterable of Callable, optional): those whose calls may be scans; None for all
+            of the process, and so are others where none of these is called. Default: None
+        partly (bool, optional): whether the scans and their orders will do. Default: True
+        used (set of Callable, optional): those whose calls are scans are added. Default: None
+
+    Returns:
+        FrozenMixer: its tokens flattened to ``(B, L, E)``. With ``partly``, where only the scans
+        and their orders could be measured, one that has ``"hidden"`` maps alone, and says what is
+        missing when it is asked for more.
+
+    Raises:
+        UnsupportedModelError: saying what could not be measured.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        rerun = Rerun(call, run_cut(call, functions))
+        if not rerun.run.called and functions is not None:
+            # A module may call others with gradients, or without padding.
+            functions = None
+            rerun = Rerun(call, run_cut(call))
+        if used is not None:
+            used.update(cut.function for cut in rerun.run.scans)
+        try:
+            if not rerun.run.scans:
+                raise rerun.refused("none of the functions that it calls proved to be a scan")
+            if _is_chain(rerun.run.scans):
+                raise rerun.refused("one of its scans is given what another one returned")
+            return _mixer(rerun, find_projection(rerun))
+        except NotMeasured as error:
+            alone = _of_examples(rerun, functions)
+            if alone is not None:
+                return alone
+            if not rerun.run.scans or _is_chain(rerun.run.scans):
+                raise
+            scans = find_recurrence(rerun, error.why) if partly else None
+            if scans is None or not is_silent(
+                run_cut(call, functions, silent=True, without=rerun.run.without)
+            ):
+                raise UnsupportedModelError(str(error)) from None
+            return scans
+
+
+def _of_examples(
+    rerun: Rerun, functions: Iterable[Callable[..., Any]] | None
+) -> FrozenMixer | None:
+    # One example at a time, of a batch that is padded or packed into one row.
+    mask = rerun.call.token_mask()
+    padded = mask is not None and not bool(mask.all())
+    packed = rerun.B > 1 and any(len(cut.leaf) == 1 for cut in rerun.run.scans)
+    if not padded and not packed:
+        return None
+    try:
+        return freeze_examples(
+            rerun.call, lambda alone: freeze_measured(alone, functions, partly=False)
+        )
+    except MISFITS:  # it may take no example alone
+        return None
+
+
+def _is_chain(scans: Sequence[CutScan]) -> bool:
+    # As in a module that holds several mixers, one after another.
+    leaves = [Point.of(cut.leaf) for cut in scans]
+    return any(dependencies([cut.values for cut in scans], leaves))
+
+
+def _mixer(rerun: Rerun, projection: Projection) -> FrozenMixer:
+    scans = rerun.run.scans
+    directions = [d for cut in scans for d in find_directions(rerun, projection, cut)]
+    refused: NotMeasured | None = None
+    if all(direction.lands is None for direction in directions):
+        try:
+            return _of_directions(rerun, projection, directions)
+        except NotMeasured as error:
+            refused = error
+    # What scans return may land on other tokens than those that they are given.
+    try:
+        moved = [entered(rerun, direction) for direction in directions]
+    except NotMeasured as error:
+        raise refused or error from None
+    if refused is not None and all(direction.lands_in_place for direction in moved):
+        raise refused
+    return _of_directions(rerun, projection, moved)
+
+
+def _of_directions(
+    rerun: Rerun, projection: Projection, directions: Sequence[Direction]
+) -> FrozenMixer:
+    channels = directions[0].channels
+    if any(not torch.equal(d.channels, channels) for d in directions):
+        raise rerun.refused("its scans go to different channels of the output projection")
+    convolutions = [find_convolution(rerun, direction) for direction in directions]
+    neighbor_share = share_of_neighbors(rerun, directions, convolutions)
+    # Directions of one scan share a norm; each of several scans may have its own.
+    norm_of = {
+        (d.cut, d.lands is None or n): _norm(rerun, projection, d)
+        for n, d in reversed([*enumerate(directions)])
+    }
+    norms = [norm_of[d.cut, d.lands is None or n] for n, d in enumerate(directions)]
+    projection = narrowed(rerun, projection, channels)
+    mixer = _assembled(projection, directions, convolutions, norms)
+    mixer = with_padding(mixer, directions)
+    after = norms[0][1]
+    mixer = with_added_terms(rerun, projection, mixer, directions, convolutions, after)
+    return replace(mixer, exchanged=neighbor_share)
+
+
+def _norm(
+    rerun: Rerun, projection: Projection, direction: Direction
+) -> tuple[Tensor | None, Tensor]:
+    # The factor of a norm after the scans, and that of what follows it, in the module's order;
+    # without such a norm, None and the whole factor.
+    channels = direction.channels
+    steps = len(channels) // len(channels.unique())
+    channels = channels[: len(channels) // steps]  # the same for each step of a token
+    if not torch.equal(channels.repeat(steps), direction.channels):
+        raise rerun.refused("some of what its scans return is added up, and some is not")
+    whole = direction.factor[:, torch.argsort(direction.order)]
+    leaf = Point.of(direction.cut.leaf)
+    axes = sorted({rerun.call.channels, -1}, reverse=True)  # those of channels, the call's first
+    for norm in (norm.along(axis) for norm in reversed(rerun.run.norms) for axis in axes):
+        if norm.output.tokens * norm.output.width != rerun.T * len(channels):
+            continue
+        with ruled([norm.inputs.edge.node], [leaf.edge.node]) as carries:
+            if not carries[norm.inputs.edge.node]:
+                continue
+        link = projection.entries(norm.output)
+        if link is None:
+            continue
+        is_read = link.token >= 0
+        after = whole.new_full((rerun.T, projection.root.width), torch.nan)
+        after[link.token[is_read], link.channel[is_read]] = link.factor[is_read].to(whole)
+        after = after[:, channels].reshape(*whole.shape[:2], -1).repeat(1, 1, steps)
+        if not bool(after.isnan().any()):
+            return whole / after, after
+    return None, whole
+
+
+def _assembled(
+    projection: Projection,
+    directions: Sequence[Direction],
+    convolutions: Sequence[Convolution | None],
+    norms: Sequence[tuple[Tensor | None, Tensor]],
+) -> FrozenMixer:
+    # A convolution belongs to its scan where it looks back in the scan's order, unless all scans
+    # read one that does not for each of them.
+    pairs = list(zip(directions, convolutions, strict=True))
+    inside = [conv is not None and conv.is_inside(direction) for direction, conv in pairs]
+    first = convolutions[0]
+    is_one = all(first and conv and conv.does_what(first) for conv in convolutions)
+    shared = first if is_one and not all(inside) else None
+    # The groups of channels that a norm centers.
+    size, D = max(direction.centered for direction in directions), directions[0].values.shape[-1]
+    groups = 0 if size == 0 else max(1, D // size)
+    scans = []
+    for (direction, conv), (norm, after), is_inside in zip(pairs, norms, inside, strict=True):
+        gate = direction.factor if norm is None else after[:, direction.order]
+        scan = FrozenMixer(
+            recurrence=direction.operator,
+            inputs=direction.values if conv is None else conv.psi[:, direction.order],
+            out_proj=projection.apply,
+            out_weight=projection.weight,
+            out_gate=projection.gate,
+            skip=direction.skip,
+            activation=None if conv is None else conv.factor[:, direction.order],
+            gate=None if bool((gate == 1).all()) else gate,
+            norm=None if norm is None else norm[:, direction.order],
+            centered=groups,
+        )
+        if conv is not None and is_inside and shared is None:
+            inputs, taps, bias = conv.inputs[:, direction.order], conv.causal_taps, conv.bias
+            if direction.enters is not None:  # with what it reads of padding
+                bias = scan.inputs - ShortConv(inputs, taps).output
+            scan = replace(scan, inputs=inputs, conv=taps, conv_bias=bias)
+        elif conv is not None:
+            scan = replace(scan, image_conv=(shared or conv).over_the_tokens)
+        scans.append(scan.with_values(direction.values))
+    orders = [direction.order for direction in directions]
+    if len(scans) == 1 and bool((orders[0].diff() == 1).all()) and scans[0].image_conv is None:
+        return scans[0]
+    return FrozenScans.of(scans, orders)

@@ -1,0 +1,84 @@
+"""A module that ran once more, cut, and what is said where it cannot be measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from captum_ssm.discovery.measure.cut_run import CutRun
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.readers import Entries, entries
+from captum_ssm.graph.relevance_rules import ruled
+from captum_ssm.mixers.call import MixerCall
+from captum_ssm.utils.lazy import cached_property
+
+# Rounding of float32, of values that are compared with what they should be.
+_ROUNDING = 1e-4
+
+
+class NotMeasured(UnsupportedModelError):
+    """A part of a module could not be measured: ``why``."""
+
+    def __init__(self, call: MixerCall, why: str) -> None:
+        self.why = why
+        super().__init__(
+            f"{call.path} ({type(call.module).__name__}) holds scans, but cannot be measured: "
+            f"{why}. Register an adapter with captum_ssm.register_mixer(module_type, freeze)."
+        )
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A module's call and its cut run. The tokens are flattened: the output is ``(B, L, E)``."""
+
+    call: MixerCall
+    run: CutRun
+
+    @property
+    def B(self) -> int:
+        """The number of examples."""
+        return self.run.output.shape[0]
+
+    @property
+    def E(self) -> int:
+        """The width of the output."""
+        return self.run.output.shape[-1]
+
+    @property
+    def T(self) -> int:
+        """B L, the tokens of all examples."""
+        return self.run.output.numel() // self.E
+
+    @property
+    def L(self) -> int:
+        """The tokens of one example."""
+        return self.T // self.B
+
+    @cached_property
+    def tokens(self) -> Point:
+        """The tokens that the module was given."""
+        return Point.of(self.run.tokens)
+
+    def refused(self, why: str) -> NotMeasured:
+        """The error for what cannot be measured."""
+        return NotMeasured(self.call, why)
+
+
+def ruled_entries(
+    later: Point, earlier: Point, *, centered: bool = True, where: Tensor | None = None
+) -> Entries | None:
+    """As :func:`entries`, with activations, norms and products by the rules of relevance."""
+    with ruled([later.edge.node], [earlier.edge.node], centered=centered):
+        return entries(later, earlier, where=where)
+
+
+def is_close(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding."""
+    return is_small(a.double() - b.double(), b)
+
+
+def is_small(x: Tensor, of: Tensor) -> bool:
+    """Whether a tensor is no more than the rounding of another one."""
+    return float(x.norm()) <= _ROUNDING * float(of.norm())

@@ -1,0 +1,286 @@
+"""Calls of scan functions, intercepted while a model runs."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from captum_ssm.discovery.scans.form import forms_of, telling_names
+from captum_ssm.discovery.scans.forms.fourier import TRANSFORMS, Transforms, fourier_convolution
+from captum_ssm.discovery.scans.forms.loops import GATHERS, TokenLoop, run_gather, token_loop
+from captum_ssm.discovery.scans.forms.products import (
+    PRODUCTS,
+    TokenProduct,
+    is_in_autograd_function,
+    run_product,
+    token_product,
+)
+from captum_ssm.discovery.scans.forms.states import is_associative, with_states
+from captum_ssm.utils.blocks import undo
+from captum_ssm.utils.lazy import cached_property
+from captum_ssm.utils.nested import map_tensors
+from captum_ssm.utils.patch_functions import exchanged, own_codes
+
+# The last two stand for the products and the loops at all places in the code.
+_BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution, token_product, token_loop)
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a function whose arguments play the roles of a scan.
+
+    Args:
+        function (Callable): what was called: the function itself, its body not exchanged.
+        args (tuple): positional arguments.
+        kwargs (dict): keyword arguments.
+        source (Callable): the function as the model knows it.
+        half (torch.dtype, optional): of the model, where it runs in float32 for now. A kernel that
+            does not take that runs in this dtype. Default: None
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    source: Callable[..., Any]
+    half: torch.dtype | None = None
+
+    def run(self) -> Any:
+        """What the function returns. Calls inside of it are intercepted too."""
+        if self.half is None:
+            return self.function(*self.args, **self.kwargs)
+        try:
+            return self.function(*self.args, **self.kwargs)
+        except (AssertionError, RuntimeError, TypeError, ValueError):
+            args, kwargs = map_tensors(self._narrow, (self.args, self.kwargs))
+            return map_tensors(_wide, self.function(*args, **kwargs))
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        return x.to(self.half) if x.dtype == torch.float32 else x
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by parameter name, defaults included."""
+        if not isinstance(self.function, FunctionType):
+            return dict(zip(_ATTENTION, self.args, strict=False)) | self.kwargs
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def with_arguments(self, changed: dict[str, Any]) -> FunctionCall:
+        """The same call with some of its arguments changed, by parameter name."""
+        if not isinstance(self.function, FunctionType):
+            return replace(self, args=(), kwargs=self.arguments | changed)
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.arguments.update(changed)
+        return replace(self, args=bound.args, kwargs=bound.kwargs)
+
+
+Handler = Callable[[FunctionCall], Any]
+
+
+class _Thread(threading.local):
+    handler: Handler | None = None
+
+
+_THIS = _Thread()
+
+
+@contextmanager
+def intercepted(
+    handler: Handler,
+    functions: Iterable[Callable[..., Any]] | None = None,
+    *,
+    without: Collection[Callable[..., Any]] = (),
+) -> Iterator[None]:
+    """Have ``handler(call)`` compute what each call of a scan function in this thread returns.
+
+    Args:
+        handler (Callable): takes a :class:`FunctionCall` and returns the result. Calls of other
+            functions go to the handler around it.
+        functions (iterable of Callable, optional): the functions; None for all of
+            :func:`candidate_functions`. Default: None
+        without (collection of TokenProduct, optional): products that are not of tokens.
+            Default: ()
+    """
+    known = set(candidate_functions() if functions is None else functions)
+    bodies = [f for f in known.difference(_BUILT_IN) if isinstance(f, FunctionType)]
+    built_in, around = {f for f in known if is_built_in(f)}, _THIS.handler
+
+    def handled(call: FunctionCall) -> Any:
+        if not known.isdisjoint((call.source, _anywhere(call.source))):
+            return handler(call)
+        return call.run() if around is None else around(call)
+
+    with (
+        exchanged(bodies, _handled),
+        handled_by(handled),
+        _BuiltIn(built_in, without) if built_in else nullcontext(),
+    ):
+        yield
+
+
+@contextmanager
+def handled_by(handler: Handler | None) -> Iterator[None]:
+    """Have another handler compute the intercepted calls of this thread; None runs them as is."""
+    with ExitStack() as stack:
+        undo(stack, setattr, _THIS, "handler", _THIS.handler)
+        _THIS.handler = handler
+        yield
+
+
+def not_intercepted() -> AbstractContextManager[None]:
+    """Calls run as they are, in this thread."""
+    return handled_by(None)
+
+
+def is_built_in(function: Callable[..., Any]) -> bool:
+    """Whether a function is intercepted by PyTorch's own means, as it has no body to exchange."""
+    return function in _BUILT_IN or is_product(function) or is_loop(function)
+
+
+def is_product(function: Callable[..., Any]) -> bool:
+    """Whether a function stands for a product with a matrix at one place in the code."""
+    return isinstance(function, TokenProduct)
+
+
+def is_loop(function: Callable[..., Any]) -> bool:
+    """Whether a function stands for a loop over tokens at one place in the code."""
+    return isinstance(function, TokenLoop)
+
+
+def _anywhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    # What stands for a product or a loop at all places in the code; another function itself.
+    if is_product(function):
+        return token_product
+    return token_loop if is_loop(function) else function
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 2 else x
+
+
+def candidate_functions() -> list[Callable[..., Any]]:
+    """All functions of the process whose parameters have the names of a form's roles.
+
+    PyTorch's softmax attention and convolutions by its Fourier transforms are among them.
+    """
+    # Every function refers to the builtins. gc.get_objects() would also hand out tuples that
+    # another thread is still filling, which fails there if anybody else holds them (bpo-15108).
+    functions = [f for f in gc.get_referrers(vars(builtins)) if type(f) is FunctionType]
+    telling, candidates = telling_names(), list[Callable[..., Any]]()
+    for function, code in zip(functions, own_codes(functions), strict=True):
+        names = code.co_varnames
+        # Quick tests first: a process has tens of thousands of functions.
+        if not any(known.isdisjoint(names) for known in telling) and _is_candidate(function, code):
+            candidates.append(function)
+    return [*candidates, *_BUILT_IN]
+
+
+def _is_candidate(function: FunctionType, code: CodeType) -> bool:
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    module = function.__module__ or ""
+    is_ours = module.startswith("captum_ssm.") and not module.startswith("captum_ssm.models.")
+    # An autograd function's forward does not know the graph.
+    if is_ours or module == "torch" or module.startswith("torch.") or "ctx" in names[:1]:
+        return False
+    if not any(True for _ in forms_of(names)):
+        return False
+    # A Triton kernel takes pointers, and Triton's interpreter looks at its parameters.
+    if any("constexpr" in str(kind) for kind in function.__annotations__.values()):
+        return False
+    return _knows_torch(function)
+
+
+def _knows_torch(function: FunctionType) -> bool:
+    # Functions of numbers or arrays have such parameters too: SciPy's distributions take x and a.
+    for value in list(function.__globals__.values()):
+        name = None
+        if isinstance(value, ModuleType):
+            name = vars(value).get("__name__")
+        elif isinstance(value, type):
+            name = value.__module__
+        if isinstance(name, str) and name.partition(".")[0] == "torch":
+            return True
+    return False
+
+
+def _handled(
+    function: FunctionType, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    handler = _THIS.handler
+    if handler is None or _in_autograd_function():
+        return original(*args, **kwargs)
+    call = FunctionCall(original, args, kwargs, function)
+    if not is_associative(call.arguments):
+        return handler(call)
+
+    def handled(states: Callable[..., Any], *args: Any) -> Any:
+        return handler(FunctionCall(states, args, {}, function))
+
+    with not_intercepted():
+        result = call.run()
+    return with_states(call.arguments, result, handled)
+
+
+def _in_autograd_function() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if is_in_autograd_function(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _BuiltIn(TorchFunctionMode):
+    # Builtins have no body to exchange. PyTorch has a stack of such modes per thread.
+    def __init__(
+        self, known: Collection[Callable[..., Any]], without: Collection[Callable[..., Any]]
+    ) -> None:
+        super().__init__()
+        self.known, self.without = known, without
+        self.transforms = Transforms()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, handler = kwargs or {}, _THIS.handler
+        if handler is None:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and func in self.known:
+            return handler(FunctionCall(func, args, kwargs, func))
+        if func in TRANSFORMS and fourier_convolution in self.known:
+            convolve = partial(_handled_as, handler, fourier_convolution, fourier_convolution)
+            return self.transforms.run(func, args, kwargs, convolve)
+        if func in PRODUCTS:
+            multiply = partial(_handled_as, handler, token_product)
+            return run_product(func, args, kwargs, self._is_known, multiply)
+        if func in GATHERS:
+            return run_gather(func, args, kwargs, self._is_known, partial(_handled_as, handler))
+        return func(*args, **kwargs)
+
+    def _is_known(self, place: TokenProduct | TokenLoop) -> bool:
+        is_any = _anywhere(place) in self.known and place not in self.without
+        return is_any or place in self.known
+
+
+def _handled_as(
+    handler: Handler,
+    function: Callable[..., Any],
+    source: Callable[..., Any],
+    *args: Any,
+    **named: Any,
+) -> Any:
+    return handler(FunctionCall(function, args, named, source))

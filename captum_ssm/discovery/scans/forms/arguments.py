@@ -1,0 +1,90 @@
+"""What functions call their arguments, and in which forms they give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.discovery.scans.form import Candidate
+from captum_ssm.operators import SoftmaxOperator
+
+QKV: dict[str, tuple[str, ...]] = {
+    "q": ("query", "queries", "r", "receptance"),
+    "k": ("key", "keys"),
+    "v": ("value", "values"),
+}
+SCALE: dict[str, tuple[str, ...]] = {"scale": ("scaling", "softmax_scale")}
+
+
+def working_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 where a tensor is, else float32."""
+    wide = any(t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def unit_length(t: Tensor) -> Tensor:
+    """``t (..., N)`` scaled to unit length."""
+    return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def per_channel(D: Tensor | None, channels: int) -> Tensor | None:
+    """A factor for each channel, ``(D,)``, of one for each head or channel; None for another."""
+    if D is None:
+        return None
+    D = D.reshape(-1)
+    return None if channels % len(D) else D.repeat_interleave(channels // len(D))
+
+
+def log_decays(decay: Tensor | None, query: Tensor) -> Iterator[Tensor]:
+    """Logarithms of the decay that a function may mean; zeros where it has none.
+
+    It gives the logarithm, the decay itself, or, as RWKV does, the logarithm of the rate.
+
+    Args:
+        decay (Tensor, optional): per head, or per key dimension: ``(B, L, H)``, ``(B, L, H, N)``,
+            or the same for all tokens.
+        query (Tensor): ``(B, L, H, N)``.
+
+    Returns:
+        iterator of Tensor: ``(B, L, H, 1)`` or ``(B, L, H, N)`` each.
+    """
+    H, N = query.shape[2:]
+    if decay is None:
+        yield torch.zeros_like(query[..., :1])
+        return
+    if decay.dim() < 3 and decay.numel() in (H, H * N):
+        decay = decay.reshape(H, -1).expand(*query.shape[:2], -1, -1)
+    decay = (decay if decay.dim() == 4 else decay[..., None]).to(query.dtype)
+    if decay.shape not in (query.shape, (*query.shape[:3], 1)):
+        return
+    if bool((decay <= 0).all()):
+        yield decay
+    if bool(((decay >= 0) & (decay <= 1)).all()):
+        yield decay.log()
+    yield -decay.exp()
+
+
+def softmax_candidates(
+    q: Tensor, k: Tensor, v: Tensor, layouts: tuple[str, ...], scale: float | None, **others: Any
+) -> Iterator[Candidate]:
+    """Softmax attention, if these are heads of the same tokens; queries may share keys.
+
+    Args:
+        q, k, v (Tensor): ``(B, H, L, N)``, ``(B, H or fewer, L, N)`` and ``(B, H or fewer, L, P)``.
+        layouts (tuple of str): as for :class:`Candidate`.
+        scale (float, optional): the factor of the scores; None for one over the root of N.
+        others: bias, softcap and sinks, as for ``SoftmaxOperator``.
+    """
+    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3]:
+        return
+    if q.shape[2] != k.shape[2] or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+        return
+    query, key = q.to(working_dtype(q, k, v)), k.to(working_dtype(q, k, v))
+    key, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (key, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    operator = SoftmaxOperator(query, key, scale, v.shape[-1], **others)
+    values = values.transpose(1, 2).flatten(2)
+    yield Candidate(operator=operator, values=values, layouts=layouts)

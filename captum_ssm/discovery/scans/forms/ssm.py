@@ -1,0 +1,324 @@
+"""Forms of scans of which every library has its own function.
+
+S6 (Mamba), SSD (Mamba-2), the trapezoid rule (Mamba-3), Longhorn's online rule, a gated sum per
+channel (minGRU, RG-LRU), and softmax attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm.discovery.scans.form import Candidate, register_scan
+from captum_ssm.discovery.scans.forms.arguments import (
+    QKV,
+    SCALE,
+    log_decays,
+    per_channel,
+    softmax_candidates,
+    working_dtype,
+)
+from captum_ssm.operators import (
+    ConvolvedOperator,
+    DiagonalOperator,
+    LinearAttentionOperator,
+    SumOperator,
+    TokenOperator,
+)
+
+_SSM: dict[str, tuple[str, ...]] = {
+    "x": ("u", "xs", "v", "X", "hidden_states"),
+    "dt": ("delta", "dts", "DT", "deltas", "time_step", "discrete_time_step"),
+    "A": ("As", "ADT", "A_log", "A_logs"),
+    "B": ("Bs", "B_proj"),
+    "C": ("Cs", "C_proj"),
+    "D": ("Ds",),
+    "z": ("gate",),
+}
+_STEP: dict[str, tuple[str, ...]] = {
+    "bias": ("delta_bias", "dt_bias"),
+    "softplus": ("delta_softplus", "dt_softplus"),
+}
+
+
+@register_scan(names=_SSM | _STEP, enlarge=("B", "C"))
+def s6(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    softplus: bool | None = None,
+) -> Iterator[Candidate]:
+    """Mamba: x and dt ``(B, L, D)`` or ``(B, D, L)``, A ``(D, N)``, or ``(1, N)`` for all channels.
+
+    D is one per channel, or per token and channel.
+    """
+    if A.dim() != 2 or A.is_complex() or x.dim() != 3 or dt.shape != x.shape:
+        return
+    for last in (False, True):
+        v, step = (x.mT, dt.mT) if last else (x, dt)
+        channels, N = v.shape[-1] if len(A) == 1 else len(A), A.shape[1]
+        groups = [_grouped(t, v.shape[1], channels, N, last) for t in (B, C)]
+        if v.shape[-1] != channels or groups[0] is None or groups[1] is None:
+            continue
+        dtype = working_dtype(x, dt, A, B, C)
+        for working, rate in _steps_and_rates(step, bias, softplus, A, dtype):
+            yield Candidate(
+                operator=DiagonalOperator(
+                    working,
+                    working,
+                    rate.expand(channels, N),
+                    groups[0].to(working),
+                    groups[1].to(working),
+                ),
+                values=v,
+                layouts=("BDL", "BLD") if last else ("BLD", "BDL"),
+                skip=_skip(D.mT if last and D is not None and D.dim() == 3 else D, v),
+                gates=_gates(z.mT if last and z is not None else z),
+            )
+
+
+@register_scan(
+    names={role: _SSM[role] for role in ("x", "D", "z")}
+    | {"q": ("Q",), "k": ("K",), "dt": (*_SSM["dt"], "T"), "bias": ("t_bias", *_STEP["bias"])},
+    enlarge=("q",),
+)
+def online(
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dt: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Iterator[Candidate]:
+    """Longhorn: x and dt as for Mamba, q and k as C and B; the keys say what is forgotten.
+
+    ``h_t = (1 - s_t k_t^2) h_(t-1) + s_t k_t x_t`` per channel and state, where the step s is dt,
+    or its sigmoid, and may be divided by ``1 + s |k|^2``.
+    """
+    if x.dim() != 3 or dt.shape != x.shape:
+        return
+    for last in (False, True):
+        v, step = (x.mT, dt.mT) if last else (x, dt)
+        N = k.numel() // max(1, len(x) * v.shape[1])
+        groups = [_grouped(t, v.shape[1], v.shape[-1], N, last) for t in (q, k)]
+        if groups[0] is None or groups[1] is None:
+            continue
+        dtype = working_dtype(x, dt, q, k)
+        query, key = (_per_head(t.to(dtype), v.shape[-1]) for t in (groups[0], groups[1]))
+        steps = step.to(dtype) if bias is None else step.to(dtype) + bias.to(dtype)
+        for rate, divided in product((steps, torch.sigmoid(steps)), (True, False)):
+            rate = rate[..., None]
+            rate = rate / (1 + rate * key.square().sum(-1, True)) if divided else rate
+            yield Candidate(
+                operator=LinearAttentionOperator(
+                    query, rate * key, torch.log1p(-rate * key.square()), width=1
+                ),
+                values=v,
+                layouts=("BDL",) if last else ("BLD",),
+                skip=_skip(D, v),
+                gates=_gates(z.mT if last and z is not None else z),
+            )
+
+
+@register_scan(names=_SSM | _STEP | {"limit": ("dt_limit",)}, enlarge=("B", "C"))
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    softplus: bool | None = None,
+    limit: tuple[float, float] | None = None,
+) -> Iterator[Candidate]:
+    """Mamba-2: x ``(B, L, H, P)``, dt ``(B, L, H)``, A ``(H,)``, B and C ``(B, L, G, N)``."""
+    if x.dim() != 4 or B.dim() != 4 or A.shape != x.shape[2:3] or dt.shape != x.shape[:3]:
+        return
+    H, P = x.shape[2:]
+    if B.shape != C.shape or B.shape[:2] != x.shape[:2] or H % B.shape[2]:
+        return
+    dtype = working_dtype(x, dt, A, B, C)
+    for working, rate in _steps_and_rates(dt, bias, softplus, A, dtype):
+        if limit is not None:
+            working = working.clamp(*limit)
+        key, query = (_per_head(t.to(working), H) for t in (B, C))
+        operator = LinearAttentionOperator(
+            query=query,
+            key=key * working[..., None],
+            log_decay=(rate * working)[..., None],
+            width=P,
+        )
+        yield _in_heads(operator, x, D, z)
+
+
+@register_scan(names=_SSM, enlarge=("B", "C"))
+def trapezoid(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    trap: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+) -> Iterator[Candidate]:
+    """Mamba-3: x ``(B, L, H, P)``, dt, trap and A (the log decay) ``(B, L, H)``.
+
+    ``h_t = exp(A_t) h_(t-1) + dt_t ((1 - s_t / 2) B_t x_t + s_t / 2 B_(t-1) x_(t-1))`` with s the
+    sigmoid of trap.
+    """
+    if x.dim() != 4 or not A.shape == dt.shape == trap.shape == x.shape[:3]:
+        return
+    if B.shape != C.shape or B.shape[:2] != x.shape[:2] or x.shape[2] % B.shape[2]:
+        return
+    H, P = x.shape[2:]
+    dtype = working_dtype(x, dt, A, B, C)
+    query, key = (_per_head(t.to(dtype), H) for t in (C, B))
+    half = dt.to(dtype) * torch.sigmoid(trap.to(dtype)) / 2
+    before = F.pad(key, (0, 0, 0, 0, 1, 0))[:, :-1]
+    now, last = (
+        LinearAttentionOperator(query=query, key=k, log_decay=A.to(dtype)[..., None], width=P)
+        for k in (key * (dt.to(dtype) - half)[..., None], before * half[..., None])
+    )
+    one_back = torch.tensor([1.0, 0.0], dtype=dtype, device=x.device).expand(H * P, 2)
+    parts: tuple[TokenOperator, ...] = (
+        now.scaled(None, None),
+        ConvolvedOperator(last.scaled(None, None), one_back),
+    )
+    yield _in_heads(SumOperator(parts), x, D, z)
+
+
+@register_scan(
+    names={
+        "x": ("values", "log_values", "kv", "tokens"),
+        "decay": ("a", "log_a", "coeffs", "log_coeffs", "gates", "forget"),
+        "gate": ("q",),
+    }
+)
+def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[Candidate]:
+    """``h_t = a_t h_(t-1) + x_t``: x and a ``(B, L, D)`` or ``(B, D, L)``, or their logarithms."""
+    if x.dim() != 3 or x.shape != decay.shape or x.is_complex() or decay.is_complex():
+        return
+    gate = gate if torch.is_tensor(gate) and gate.shape == x.shape else None
+    for last in (False, True):
+        v, a, *z = (t.mT if last else t for t in (x, decay, gate) if torch.is_tensor(t))
+        for log_decay in log_decays(a.unsqueeze(-1), a.to(working_dtype(x, decay)).unsqueeze(-1)):
+            step = -log_decay[..., 0]
+            ones = torch.ones_like(step)
+            state = ones[..., :1, None]
+            for values in (v, v.exp()):
+                yield Candidate(
+                    operator=DiagonalOperator(step, ones, -ones[0, 0, :, None], state, state),
+                    values=values,
+                    layouts=("BDL",) if last else ("BLD",),
+                    gates=tuple(z),
+                )
+
+
+@register_scan(
+    names=QKV | SCALE | {"mask": ("attn_mask", "attention_mask"), "causal": ("is_causal",)}
+)
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool | None = None,
+    scale: float | None = None,
+) -> Iterator[Candidate]:
+    """q, k and v ``(B, H, L, N)``, as in ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Or ``(B, L, N)``, of one head.
+    """
+    layouts: tuple[str, ...] = ("BHLP", "BLHP")
+    if q.dim() == k.dim() == v.dim() == 3:
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        layouts = ("BLD",)
+    if q.dim() != 4 or k.dim() != 4:
+        return
+    zero = q.new_zeros(1, 1, 1, 1, dtype=working_dtype(q, k, v))
+    bias: Tensor | None = None if causal else zero
+    if mask is not None and mask.dim() <= 4:
+        if not _broadcasts(mask, (*q.shape[:-1], k.shape[-2])):
+            return
+        is_seen = mask.dtype == torch.bool
+        bias = zero.masked_fill(~mask, -torch.inf) if is_seen else zero + mask.to(zero)
+    yield from softmax_candidates(q, k, v, layouts, scale, bias=bias)
+
+
+def _broadcasts(t: Tensor, shape: tuple[int, ...]) -> bool:
+    sizes = zip(reversed(t.shape), reversed(shape), strict=False)
+    return all(size in (1, full) for size, full in sizes)
+
+
+def _grouped(t: Tensor, L: int, channels: int, N: int, last: bool) -> Tensor | None:
+    # B or C as (B, L, G, N); the tokens stand last where those of x do, or where they have to.
+    if t.dim() == 4 and channels % t.shape[1] == 0 and t.shape[2:] == (N, L):
+        return t.permute(0, 3, 1, 2)
+    if t.dim() == 4 and channels % t.shape[2] == 0 and (t.shape[1], t.shape[3]) == (L, N):
+        return t
+    if t.dim() != 3:
+        return None
+    both = (t.mT, t) if last else (t, t.mT)
+    return next((y[:, :, None] for y in both if y.shape[1:] == (L, N)), None)
+
+
+def _per_head(t: Tensor, H: int) -> Tensor:
+    return t.repeat_interleave(H // t.shape[2], 2)
+
+
+def _steps(
+    step: Tensor, bias: Tensor | None, softplus: bool | None, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    # Steps as they are used. A function without such an argument may take the softplus all the
+    # same.
+    if bias is not None:
+        step = step + bias
+    for raised in (False, True) if softplus is None else (softplus,):
+        yield (F.softplus(step) if raised else step).to(dtype)
+
+
+def _steps_and_rates(
+    step: Tensor,
+    bias: Tensor | None,
+    softplus: bool | None,
+    A: Tensor,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    # A holds the rates of the decay, which are negative, or else the logarithms of their sizes.
+    is_rate = bool((A <= 0).all())
+    for working in _steps(step, bias, softplus, dtype):
+        for as_it_is in (is_rate, not is_rate):
+            yield working, (A if as_it_is else -A.exp()).to(dtype)
+
+
+def _skip(D: Tensor | None, v: Tensor) -> Tensor | None:
+    return D if D is not None and D.shape == v.shape else per_channel(D, v.shape[-1])
+
+
+def _in_heads(operator: TokenOperator, x: Tensor, D: Tensor | None, z: Tensor | None) -> Candidate:
+    # The candidate of x and z (B, L, H, P).
+    return Candidate(
+        operator=operator,
+        values=x.flatten(2),
+        layouts=("BLHP",),
+        skip=per_channel(D, x.shape[2:].numel()),
+        gates=_gates(None if z is None else z.flatten(2)),
+    )
+
+
+def _gates(z: Tensor | None) -> tuple[Tensor, ...]:
+    return () if z is None else (F.silu(z), z)

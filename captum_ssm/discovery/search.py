@@ -1,0 +1,368 @@
+"""Which modules of a model are mixers, found by what a run of it calls.
+
+A mixer is the smallest module around a proven scan that takes tokens and returns as many, and that
+holds the depthwise convolution of the scan too. Where no scan is called, as where a kernel is
+fused, it is a module that computes what one of the library's own adapters says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from captum_ssm.discovery.measure import FrozenRecurrence, freeze_measured
+from captum_ssm.discovery.measure.cut_run import is_depthwise, token_argument
+from captum_ssm.discovery.measure.rerun import NotMeasured
+from captum_ssm.discovery.scans import (
+    FunctionCall,
+    Scan,
+    ScanCalls,
+    first_tensor,
+    intercepted,
+    is_hidden,
+    is_product,
+    token_product,
+)
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.mixers.call import TOKENS_FIRST, MixerCall
+from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.mixers.registry import Freeze, find_adapter, known_of, own_adapters
+from captum_ssm.utils.blocks import bound
+from captum_ssm.utils.nested import detached, map_tensors, same_values, tensors_in
+
+
+@dataclass(frozen=True)
+class MeasuredAdapter:
+    """Freezes the calls of one module by measuring them.
+
+    Args:
+        functions (frozenset of Callable): the scan functions that the module called.
+        channels (int, optional): the axis of the channels in its tokens. Default: -1
+    """
+
+    functions: frozenset[Callable[..., Any]]
+    channels: int = -1
+    known: ClassVar[str] = "measured"
+
+    def __call__(self, call: MixerCall) -> FrozenMixer:
+        """The frozen mixer of a recorded call; of the same one again, inside of :func:`shared`."""
+        known = _SHARED.get()
+        if known is None:
+            return freeze_measured(call, self.functions)
+        recorded = detached((call.args, call.kwargs, call.result))
+        of_module = known.setdefault(call.module, [])
+        mixer = next((mixer for one, mixer in of_module if same_values(one, recorded)), None)
+        if mixer is None:
+            mixer = freeze_measured(call, self.functions)
+            of_module.append((recorded, mixer))
+        return mixer
+
+
+_SHARED: ContextVar[dict[nn.Module, list[tuple[Any, FrozenMixer]]] | None] = ContextVar(
+    "shared", default=None
+)
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Measure a mixer once for all its calls that are given, and return, the very same."""
+    with bound(_SHARED, {}):
+        yield
+
+
+@dataclass
+class _Visit:
+    # A call of a module on the stack of calls.
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any = None
+    convolutions: int = 0  # depthwise, inside of it
+
+    def call(self, channels: int = -1) -> MixerCall:
+        return MixerCall.of(
+            self.path, self.module, self.args, self.kwargs, self.result, channels=channels
+        )
+
+
+@dataclass
+class _Found:
+    # The module calls around each proven scan, outermost first, its function and its length.
+    model: nn.Module
+    scans: list[tuple[list[_Visit], Callable[..., Any], int]] = field(default_factory=list)
+    stack: list[_Visit] = field(default_factory=list)
+    known: int = 0  # registered mixers on the stack
+    # The first call of each class of modules; calls of functions that are no scan.
+    firsts: dict[type[nn.Module], MixerCall] = field(default_factory=dict)
+    unproven: dict[nn.Module, str] = field(default_factory=dict)
+
+    def handle(self, calls: ScanCalls, call: FunctionCall) -> Any:
+        if self.known:
+            return call.run()
+        before, inner = calls.taken, self.stack[-1].module if self.stack else None
+        with torch.no_grad():
+            result = calls(call)
+        if calls.taken == before and inner is not None and not is_product(call.source):
+            self.unproven[inner] = call.function.__qualname__  # the outermost call comes last
+        return result
+
+    def take(self, call: FunctionCall, scan: Scan, result: Any) -> Any:
+        self.scans.append((list(self.stack), call.source, scan.values.shape[1]))
+        return result
+
+    @contextmanager
+    def noting_modules(self) -> Iterator[None]:
+        thread = threading.get_ident()
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                self.known += find_adapter(module) is not None
+                self.stack.append(_Visit(paths[module], module, args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            # A module that raised leaves its children on the stack.
+            if threading.get_ident() == thread:
+                while self.stack.pop().module is not module:
+                    pass
+                self.known -= find_adapter(module) is not None
+
+        def returned(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                visit = self.stack[-1]
+                visit.result = output
+                is_first = not self.known and type(module) not in self.firsts
+                if is_first and _has_parts(module) and _takes_tokens(visit.call()):
+                    # Clones, as the model may go on to change them in place.
+                    self.firsts[type(module)] = map_tensors(torch.clone, visit.call())
+
+        paths = {module: path for path, module in self.model.named_modules()}
+        with ExitStack() as hooks:
+            for module in paths:
+                hooks.callback(
+                    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove
+                )
+                hooks.callback(module.register_forward_hook(returned).remove)
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            hooks.enter_context(_Convolutions(self.stack))
+            yield
+
+
+class _Convolutions(TorchFunctionMode):
+    # Counts depthwise convolutions in the module calls around them.
+    def __init__(self, stack: list[_Visit]) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_depthwise(func, args, kwargs or {}):
+            for visit in self.stack:
+                visit.convolutions += 1
+        return func(*args, **(kwargs or {}))
+
+
+def discover(
+    model: nn.Module,
+    run: Callable[[], Any],
+    reproduces: Callable[[Freeze, MixerCall], bool] = lambda freeze, call: False,
+) -> dict[nn.Module, Freeze]:
+    """The mixers among the modules of a model that no adapter is registered for.
+
+    Args:
+        model (nn.Module): the model.
+        run (Callable): runs it once.
+        reproduces (Callable, optional): whether an adapter computes what a call returned. Default:
+            it does not
+
+    Returns:
+        dict: an adapter for each mixer; empty if none was found.
+    """
+    calls = _Found(model)
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        calls.noting_modules(),
+        intercepted(partial(calls.handle, ScanCalls(calls.take))),
+    ):
+        run()
+    for module, name in calls.unproven.items():
+        why = f"calls {name}, which does not return what a scan of its arguments does"
+        known_of(module).miss = why
+    trials = _Trials(frozenset(function for _, function, _ in calls.scans))
+    functions = _around_scans(calls.scans, trials)
+    inside = {part for module in functions for part in module.modules() if part is not module}
+    adapters: dict[nn.Module, Freeze] = {}
+    whole: set[nn.Module] = set()  # mixers that are measured as a whole, and their parts
+    for module, trial in trials.chosen.items():
+        if module not in inside:
+            called = (functions.get(part, set()) for part in module.modules())
+            adapters[module] = MeasuredAdapter(trials.also.union(*called), trial.channels)
+            whole.update(module.modules() if trial.is_whole else ())
+    like = {
+        kind: next((freeze for freeze in own_adapters() if reproduces(freeze, call)), None)
+        for kind, call in calls.firsts.items()
+        if whole.isdisjoint(call.module.modules())
+    }
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        freeze = like.get(type(module))
+        if freeze is not None and module not in inner and whole.isdisjoint(module.modules()):
+            inner.update(part for part in module.modules() if part is not module)
+            adapters[module] = freeze
+    return {module: freeze for module, freeze in adapters.items() if module not in inner}
+
+
+def _around_scans(
+    scans: list[tuple[list[_Visit], Callable[..., Any], int]], trials: _Trials
+) -> dict[nn.Module, set[Callable[..., Any]]]:
+    # The modules that hold scans, by the innermost one of each, with the functions of these.
+    functions: dict[nn.Module, set[Callable[..., Any]]] = {}
+    chosen: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
+    # Products with a matrix, which anything may compute, after all scans.
+    for stack, function, length in sorted(scans, key=lambda one: is_product(one[1])):
+        if not stack:
+            continue
+        inner, weak = stack[-1].module, is_product(function)
+        if inner not in chosen:
+            module, trial = trials.around(stack, length if weak else None)
+            chosen[inner] = module
+            if module is None:
+                what = trial.why or f"a scan, {_no_tokens(stack[-1])}"
+                known_of(inner).miss = f"calls {function.__qualname__}, {what}"
+            else:
+                trials.chosen[module] = trial
+                functions.setdefault(module, set()).update(trial.products)
+        if (module := chosen[inner]) is not None and not weak:
+            functions[module].add(function)
+    return functions
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return len([*module.parameters(recurse=False), *module.children()]) > 1
+
+
+class _Trials:
+    # Which module calls can be measured; of modules that look alike, one is tried.
+    def __init__(self, functions: frozenset[Callable[..., Any]]) -> None:
+        products = any(map(is_product, functions))
+        functions = frozenset(f for f in functions if not is_product(f))
+        self.functions = functions | {token_product} if products else functions
+        self.used = set(functions)
+        self.known: dict[tuple[str, bool], _Trial] = {}
+        self.chosen: dict[nn.Module, _Trial] = {}  # the mixers
+
+    @property
+    def also(self) -> frozenset[Callable[..., Any]]:
+        """Functions that modules call only when they are measured."""
+        return frozenset(self.used - self.functions)
+
+    def around(
+        self, stack: list[_Visit], length: int | None = None
+    ) -> tuple[nn.Module | None, _Trial]:
+        """The mixer: measured as a whole, else partly, else the smallest that takes tokens.
+
+        Args:
+            stack (list): the calls around a scan.
+            length (int, optional): of a product with a matrix, that of the matrix: without a module
+                of as many tokens that can be measured, there is no mixer. Default: None
+        """
+        best: tuple[nn.Module, _Trial] | None = None
+        partly: tuple[nn.Module, _Trial] | None = None
+        missed = _Trial(why="which is in no module of as many tokens")
+        convolutions = -1  # in the best one
+        for visit in reversed(stack):
+            if best is not None and visit.convolutions <= convolutions:
+                continue
+            if length is not None and not _may_have(visit, length):
+                continue
+            trial = self._measured(visit, partly=best is None and partly is None)
+            missed = trial if trial.why else missed
+            if trial.is_partly:
+                partly = visit.module, trial
+            if trial.is_whole:
+                best, convolutions = (visit.module, trial), visit.convolutions
+            elif best is not None:
+                break
+        if length is not None:
+            return best or partly or (None, missed)
+        takes = (visit.module for visit in reversed(stack) if _takes_tokens(visit.call()))
+        return best or partly or (next(takes, None), _Trial())
+
+    def _measured(self, visit: _Visit, *, partly: bool) -> _Trial:
+        look = f"{type(visit.module).__qualname__}: {visit.module}", partly
+        if look not in self.known:
+            best = _Trial()
+            # Channels first, as convolutions take them, or tokens first, where that explains more.
+            for channels in (-1, 1, TOKENS_FIRST):
+                trial = self._tried(visit.call(channels), partly=partly)
+                if trial.is_whole or (trial.is_partly and not best.is_partly):
+                    best = trial
+                if best.is_whole or trial.is_none:
+                    break
+            self.known[look] = best
+        return self.known[look]
+
+    def _tried(self, call: MixerCall, *, partly: bool) -> _Trial:
+        if any(map(is_hidden, tensors_in((call.args, call.kwargs)))) or not _takes_tokens(call):
+            return _Trial()
+        if call.channels == TOKENS_FIRST and token_argument(call).dim() != 3:
+            return _Trial()
+        used: set[Callable[..., Any]] = set()
+        try:
+            frozen = freeze_measured(call, self.functions, partly=partly, used=used)
+        except UnsupportedModelError as error:
+            # A scan of no mixer is none however the tokens stand; products depend on that.
+            is_none = isinstance(error, NotMeasured) and token_product not in self.functions
+            return _Trial(is_none=is_none, why=f"but {getattr(error, 'why', error)}")
+        finally:
+            self.used.update(f for f in used if not is_product(f))
+        is_part = isinstance(frozen, FrozenRecurrence)
+        products = frozenset(filter(is_product, used))
+        return _Trial(call.channels, is_whole=not is_part, is_partly=is_part, products=products)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    # How a module is measured: as a whole, or partly (its scans and their orders); and which of its
+    # products with a matrix are scans.
+    channels: int = -1
+    is_whole: bool = False
+    is_partly: bool = False
+    is_none: bool = False  # and will not be
+    products: frozenset[Callable[..., Any]] = frozenset()
+    why: str = ""  # it cannot
+
+
+def _no_tokens(visit: _Visit) -> str:
+    # Why a module that calls a scan, and those around it, are no mixers.
+    shapes = [tuple(x.shape) for x in tensors_in((visit.args, visit.kwargs))]
+    output = first_tensor(visit.result)
+    returned = None if output is None else tuple(output.shape)
+    return (
+        f"takes tensors of shapes {shapes} and returns {returned}; expected tokens (B, L, E) and "
+        "one token for each, of it or of a module around it"
+    )
+
+
+def _may_have(visit: _Visit, length: int) -> bool:
+    # Whether tokens of a call can be parted into sequences of a length.
+    tensors = [x for x in tensors_in((visit.args, visit.kwargs)) if x.dim() >= 3]
+    sizes = [x[0].numel() // x.shape[axis] for x in tensors if x.numel() for axis in (-1, 1)]
+    return any(size % length == 0 for size in sizes)
+
+
+def _takes_tokens(call: MixerCall) -> bool:
+    try:
+        token_argument(call)
+    except UnsupportedModelError:
+        return False
+    return True

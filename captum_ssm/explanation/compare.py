@@ -1,0 +1,131 @@
+"""Two explanations: joined, or one minus the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from captum_ssm.explanation.parts import Example, ExplanationData, Maps, Output
+from captum_ssm.explanation.tables import rows_of
+
+E = TypeVar("E", bound=ExplanationData)
+
+
+def joined(first: E, second: E) -> E:
+    """The examples of both.
+
+    Raises:
+        ValueError: where they were explained by different methods or options.
+    """
+    mine, theirs = ([(m.name, dict(m.options)) for m in one.methods] for one in (first, second))
+    if mine != theirs:
+        raise ValueError(
+            f"the explanations were made by {_told(mine)} and by {_told(theirs)}; expected the "
+            "same methods with the same options, in the same order."
+        )
+    model = first.model if first.model == second.model else f"{first.model}, {second.model}"
+    return _of_both(first, second, model=model, examples=first.examples + second.examples)
+
+
+def difference(first: E, second: E) -> E:
+    """One explanation minus another one, row by row.
+
+    Raises:
+        ValueError: where they are not of the same examples by the same methods, or do not explain
+            the same answers.
+    """
+    names = [[method.name for method in one.methods] for one in (first, second)]
+    if names[0] != names[1]:
+        raise ValueError(
+            f"the explanations were made by {', '.join(names[0])} and by {', '.join(names[1])}; "
+            "expected the same methods in the same order."
+        )
+    if len(first.examples) != len(second.examples):
+        raise ValueError(
+            f"the explanations are of {len(first.examples)} and {len(second.examples)} examples; "
+            "expected the same examples. explanation[i] is one of them."
+        )
+    pairs = zip(first.examples, second.examples, strict=True)
+    title = first.title if first.title == second.title else f"{first.title} minus {second.title}"
+    model = first.model if first.model == second.model else f"{first.model} minus {second.model}"
+    examples = tuple(_example(a, b) for a, b in pairs)
+    return _of_both(first, second, title=title, model=model, examples=examples)
+
+
+def _told(methods: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    return ", ".join(name + (f" {options}" if options else "") for name, options in methods)
+
+
+def _of_both(first: E, second: E, **changes: Any) -> E:
+    # Settings and versions stay where both have them.
+    for name in ("settings", "versions"):
+        theirs = getattr(second, name)
+        shared = {k: v for k, v in getattr(first, name).items() if theirs.get(k) == v}
+        changes[name] = shared
+    return replace(first, **changes)
+
+
+def _example(a: Example, b: Example) -> Example:
+    texts = [[token.text for token in one.tokens] for one in (a, b)]
+    same_image = (a.image is None) == (b.image is None) and (
+        a.image is None or b.image is None or a.image.tobytes() == b.image.tobytes()
+    )
+    if texts[0] != texts[1] or not same_image:
+        raise ValueError(
+            f"the example {a.name!r} is not the same in both explanations; expected the same "
+            "tokens, or the same image. Explain both with the same target."
+        )
+    theirs = {_key(row): row.index for row in rows_of(b)}
+    kept = [(row.index, theirs[_key(row)]) for row in rows_of(a) if _key(row) in theirs]
+    new = {mine: i for i, (mine, _) in enumerate(kept)}
+    for output in a.outputs:
+        if output.answers[output.chosen].row not in new:
+            raise ValueError(
+                f"only one of the explanations explains {output.answers[output.chosen].text!r} at "
+                f"token {output.position} of {a.name!r}; expected the same answers in both. "
+                "Explain both with the same target."
+            )
+    mine, other = [i for i, _ in kept], [j for _, j in kept]
+    return replace(
+        a,
+        outputs=tuple(_renumbered(output, new) for output in a.outputs),
+        relevance={
+            name: a.relevance[name][mine] - b.relevance[name][other] for name in a.relevance
+        },
+        deltas={
+            name: a.deltas[name][mine] - b.deltas[name][other]
+            for name in a.deltas
+            if name in b.deltas
+        },
+        maps=_maps(a.maps, b.maps),
+    )
+
+
+def _key(row: Any) -> tuple[Any, ...]:
+    return row.output.position, row.answer.id, None if row.against is None else row.against.id
+
+
+def _renumbered(output: Output, new: dict[int, int]) -> Output:
+    return replace(
+        output,
+        answers=tuple(
+            replace(one, row=None if one.row is None else new.get(one.row))
+            for one in output.answers
+        ),
+        contrasts=tuple(
+            replace(one, row=new[one.row]) for one in output.contrasts if one.row in new
+        ),
+    )
+
+
+def _maps(first: Sequence[Maps], second: Sequence[Maps]) -> tuple[Maps, ...]:
+    # Only layers that both have can be subtracted.
+    theirs = {maps.name: maps.layers for maps in second}
+    differences = []
+    for maps in first:
+        other = theirs.get(maps.name, {})
+        layers = {name: a - other[name] for name, a in maps.layers.items() if name in other}
+        if layers:
+            differences.append(replace(maps, layers=layers))
+    return tuple(differences)

@@ -1,0 +1,291 @@
+"""The explanation: what people keep, open again, compare and show. Nothing here needs PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from captum_ssm.explanation import file as _file
+from captum_ssm.explanation import tables
+from captum_ssm.explanation.compare import difference, joined
+from captum_ssm.explanation.parts import ExplanationData, Output
+from captum_ssm.explanation.read import printable
+from captum_ssm.explanation.summary import Summary, summary
+from captum_ssm.explanation.units import spans_of, summed
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation(ExplanationData):
+    """Examples explained by one or several methods, and all that made them.
+
+    It is plain data: tokens, predictions and NumPy arrays. :func:`captum_ssm.explain` makes one;
+    it is opened again (:meth:`load`) without the model and without PyTorch.
+
+    Args:
+        title (str): a heading.
+        model (str): the model's name.
+        methods (tuple of Method): in the order in which they are offered.
+        examples (tuple of Example): one or more.
+        settings (dict, optional): what :func:`captum_ssm.explain` was asked for.
+            Default: ``{}``
+        versions (dict, optional): of the packages that computed it. Default: ``{}``
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4 w5", target="w6")
+        >>> explanation.relevance().shape
+        (4,)
+        >>> explanation.save(folder / "why.json")
+        >>> again = Explanation.load(folder / "why.json")
+        >>> again.examples[0].text
+        'w3 w4 w5 w6'
+    """
+
+    def __repr__(self) -> str:
+        names = ", ".join(method.name for method in self.methods)
+        counts = f"{len(self.examples)} examples" if len(self) > 1 else self._size()
+        return printable(f"<Explanation of {self.model} by {names}: {counts}>")
+
+    def _size(self) -> str:
+        (example,) = self.examples
+        if example.image is not None:
+            return "an image of " + " x ".join(map(str, example.image.shape[:2]))
+        count = len(example.outputs)
+        return f"{len(example.tokens)} tokens, {count} output{'s' * (count > 1)}"
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __iter__(self) -> Iterator[Explanation]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> Explanation:
+        chosen = self.examples[index]
+        return replace(self, examples=chosen if isinstance(chosen, tuple) else (chosen,))
+
+    def __add__(self, other: Explanation) -> Explanation:
+        if not isinstance(other, Explanation):
+            return NotImplemented
+        return joined(self, other)
+
+    def relevance(
+        self,
+        method: str | None = None,
+        output: int = 0,
+        answer: str | int | None = None,
+        against: str | int | None = None,
+        example: int = 0,
+        units: str = "token",
+    ) -> np.ndarray:
+        """One row of relevance.
+
+        Args:
+            method (str, optional): its name; None for the first. Default: None
+            output (int, optional): which of the example's outputs, negative from the end.
+                Default: 0
+            answer (str or int, optional): what is explained there, by its text or id; None for
+                the token of the text, or the target. Default: None
+            against (str or int, optional): another answer: the relevance of the difference
+                between the two scores. Computed from the difference where it was explained as
+                such, else the difference of the two rows. Default: None
+            example (int, optional): negative from the end. Default: 0
+            units (str, optional): ``"token"``, or units of the example (``"word"``,
+                ``"sentence"``, ``"span"``), over which relevance is summed. Default: ``"token"``
+
+        Returns:
+            numpy.ndarray: ``(L,)``, or one number per unit; ``(H, W)`` for an image.
+
+        Raises:
+            ValueError: for a method, output, answer, example or units that it does not hold; the
+                message lists those that it does.
+
+        Examples::
+
+            >>> explanation = explain(model, tokenizer, "w3 w4 w5", target="w6", against="w7")
+            >>> explanation.relevance("mamba-lrp", against="w7", units="word").shape
+            (4,)
+        """
+        names = [method.name for method in self.methods]
+        name = names[0] if method is None else method
+        if name not in names:
+            raise ValueError(f"method is {method!r}; expected {' or '.join(names)}.")
+        shown = _item(self.examples, example, "example")
+        rows = shown.relevance[name]
+        plus, minus = _rows(_item(shown.outputs, output, "output"), answer, against)
+        row = rows[plus] if minus is None else rows[plus] - rows[minus]
+        return summed(row, spans_of(shown, units))
+
+    def save(self, path: str | Path) -> None:
+        """Write it to ``path``, JSON; maps, if any, to a file in safetensors' format next to it.
+
+        The same explanation is always the same bytes, and numbers come back exactly.
+
+        Args:
+            path (str or Path): ends in ``.json``; maps are written to the same name with
+                ``.safetensors``.
+
+        Raises:
+            ValueError: for another ending, or numbers that are not finite.
+            OSError: where it cannot be written.
+        """
+        _file.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Explanation:
+        """Open what :meth:`save` wrote; needs neither the model nor PyTorch.
+
+        Args:
+            path (str or Path): the ``.json`` file; that of its maps has to lie next to it.
+
+        Raises:
+            ValueError: for a file that is not an explanation, or one of another version.
+            OSError: where a file is missing.
+        """
+        return cls(**_file.load(path))
+
+    def to_pandas(self, units: str = "token") -> pandas.DataFrame:
+        """A table with one row per example, method, output, answer and unit.
+
+        Its columns are ``example``, ``method``, ``output`` (the token at which the answer is
+        read), ``answer``, ``against`` (of a contrast, else empty), ``unit``, ``position`` (of the
+        unit's first token), ``text``, ``value`` and ``share`` (of the row's total magnitude).
+
+        Args:
+            units (str, optional): as for :meth:`relevance`. Default: ``"token"``
+
+        Raises:
+            ImportError: without pandas.
+            ValueError: for images, whose relevance is :meth:`relevance`, and for unknown units.
+        """
+        return tables.to_pandas(self, units)
+
+    def to_captum(self) -> list[Any]:
+        """Captum's records of texts, one per example, method, output and explained answer.
+
+        Returns:
+            list of captum.attr.visualization.VisualizationDataRecord: for Captum's
+            ``visualize_text`` and :func:`captum_ssm.visualization.text_html`.
+
+        Raises:
+            ValueError: for images.
+        """
+        return tables.to_captum(self)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The interactive page: one self-contained file that needs no network.
+
+        Args:
+            path (str or Path, optional): where it is written as well. Default: None
+
+        Returns:
+            str: the page.
+
+        Raises:
+            OSError: where it cannot be written.
+        """
+        from captum_ssm.explanation.page import page_html
+
+        page = page_html(self)
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8", newline="\n")
+        return page
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        # IPython calls it for what a notebook shows.
+        from captum_ssm.explanation.page import notebook_bundle
+
+        return notebook_bundle(self, **kwargs)
+
+    def mean(self) -> Summary:
+        """What all examples have in common: which tokens, and which distances, matter.
+
+        Returns:
+            Summary: means over the rows of what is explained first at each output.
+
+        Raises:
+            ValueError: for images.
+
+        Examples::
+
+            >>> both = explain(model, tokenizer, ["w3 w4 w5", "w4 w6"])
+            >>> [entry.key for entry in both.mean().by_distance]
+            [0, 1, 2]
+        """
+        return summary(self)
+
+    def difference(self, other: Explanation) -> Explanation:
+        """This explanation minus another one of the same texts or images by the same methods.
+
+        For two models, or two sets of options: every row is the difference of the rows that
+        explain the same answer at the same token.
+
+        Args:
+            other (Explanation): what is taken away.
+
+        Returns:
+            Explanation: with the predictions of this one, and without answers that only one of
+            the two explains.
+
+        Raises:
+            ValueError: where examples, methods or explained answers are not the same.
+
+        Examples::
+
+            >>> first = explain(model, tokenizer, "w3 w4 w5", target="w6")
+            >>> float(abs(first.difference(first).relevance()).max())
+            0.0
+        """
+        return difference(self, other)
+
+
+def _item(items: tuple[Any, ...], index: int, what: str) -> Any:
+    if not -len(items) <= index < len(items):
+        raise ValueError(
+            f"{what} is {index}; expected 0 .. {len(items) - 1} (or -{len(items)} .. -1 from the "
+            "end)."
+        )
+    return items[index]
+
+
+def _rows(
+    output: Output, answer: str | int | None, against: str | int | None
+) -> tuple[int, int | None]:
+    plus = output.chosen if answer is None else _answer(output, answer, "answer")
+    minus = None if against is None else _answer(output, against, "against")
+    for contrast in output.contrasts:
+        if (contrast.answer, contrast.against) == (plus, minus):
+            return contrast.row, None
+    if plus == minus:
+        raise ValueError(f"against is {against!r}, the answer itself; choose another answer.")
+    rows = [None if i is None else _row(output, i) for i in (plus, minus)]
+    assert rows[0] is not None
+    return rows[0], rows[1]
+
+
+def _row(output: Output, index: int) -> int:
+    answer = output.answers[index]
+    if answer.row is None:
+        raise ValueError(
+            f"the answer {answer.text!r} was not explained; expected {_explained(output)}. "
+            "explain(..., against=...) or alternatives= explains more of them."
+        )
+    return answer.row
+
+
+def _answer(output: Output, wanted: str | int, name: str) -> int:
+    for key in (lambda text: text, str.strip):
+        for i, answer in enumerate(output.answers):
+            if wanted == answer.id or (isinstance(wanted, str) and key(answer.text) == key(wanted)):
+                return i
+    raise ValueError(f"{name} is {wanted!r}; expected {_explained(output)}.")
+
+
+def _explained(output: Output) -> str:
+    return " or ".join(repr(answer.text) for answer in output.answers if answer.row is not None)

@@ -1,0 +1,160 @@
+"""Explanations as files: JSON, and maps in safetensors' format next to it.
+
+The JSON object holds the explanation's fields by name, as the dataclasses have them. Arrays are
+nested lists of numbers; an image is its shape and its bytes, compressed by zlib, in base64; maps
+are their names, and the arrays are in the other file by ``example/maps/layer``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from captum_ssm.explanation.parts import ExplanationData, Maps, Method
+from captum_ssm.explanation.read import Damaged, example, printable, read
+
+FORMAT = "captum_ssm.explanation"
+VERSION = 1
+
+
+def save(explanation: ExplanationData, path: str | Path) -> None:
+    """Write an explanation, as :meth:`Explanation.save` says."""
+    path = Path(path)
+    if path.suffix != ".json":
+        raise ValueError(f"path is {str(path)!r}; expected a name that ends in .json.")
+    tensors = {
+        f"{e}/{m}/{layer}": np.ascontiguousarray(values)
+        for e, example in enumerate(explanation.examples)
+        for m, maps in enumerate(example.maps)
+        for layer, values in maps.layers.items()
+    }
+    held = {"format": f"{FORMAT}/{VERSION}"} | _plain(explanation)
+    try:
+        text = json.dumps(held, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the explanation cannot be written as JSON: {error}.") from error
+    path.write_text(text + "\n", encoding="utf-8", newline="\n")
+    if tensors:
+        save_file(tensors, path.with_suffix(".safetensors"))
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """The fields of an explanation that was saved."""
+    path = Path(path)
+    expected = f"expected a file that Explanation.save wrote, of format {FORMAT}/{VERSION}"
+    shown = printable(str(path))
+    try:
+        held = json.loads(
+            path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite
+        )
+    except RecursionError:
+        raise ValueError(
+            f"{shown} is no JSON that can be read: it is nested too deep; {expected}."
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{shown} is no JSON ({printable(str(error))}); {expected}.") from error
+    name = held.get("format") if isinstance(held, dict) else None
+    if not str(name).startswith(f"{FORMAT}/"):
+        raise ValueError(f"{shown} has the format {name!r}; {expected}.")
+    if name != f"{FORMAT}/{VERSION}":
+        raise ValueError(
+            f"{shown} has the format {name!r}, which this version of captum_ssm does not read; "
+            f"{expected}. Open it with the version that wrote it."
+        )
+    try:
+        return _fields(path, held)
+    except Damaged as error:
+        raise ValueError(
+            f"{shown} is damaged: {error}. It is not as Explanation.save wrote it: save the "
+            "explanation again."
+        ) from error
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"a number is {text[:20]}; expected a finite one")
+    return value
+
+
+def _fields(path: Path, held: dict[str, Any]) -> dict[str, Any]:
+    given = {name: held.get(name) for name in ("title", "model", "settings", "versions")}
+    methods = read(tuple[Method, ...], held.get("methods"), "methods")
+    names = [method.name for method in methods]
+    if not names or not all(map(str.isprintable, names)) or len(set(names)) < len(names):
+        raise Damaged("methods", names, "one or more, each of a name of its own")
+    examples = read(tuple[Any, ...], held.get("examples"), "examples")
+    if not examples:
+        raise Damaged("examples", examples, "one or more")
+    _put_maps(path, examples)
+    return {
+        "title": read(str, given["title"], "title"),
+        "model": read(str, given["model"], "model"),
+        "methods": methods,
+        "examples": tuple(example(one, names, f"examples[{i}]") for i, one in enumerate(examples)),
+        "settings": read(Mapping[str, Any], given["settings"], "settings"),
+        "versions": read(Mapping[str, str], given["versions"], "versions"),
+    }
+
+
+def _plain(value: Any) -> Any:
+    # What JSON can hold.
+    if isinstance(value, Maps):
+        return {"name": value.name, "unit": value.unit, "layers": list(value.layers)}
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
+        data = base64.b64encode(zlib.compress(value.tobytes(), 9)).decode("ascii")
+        return {"shape": list(value.shape), "zlib": data}
+    if isinstance(value, np.ndarray):
+        return _numbers(value.tolist())
+    return value
+
+
+def _numbers(values: Any) -> Any:
+    # Zeros, such as those of later tokens, in one character.
+    if isinstance(values, list):
+        return [_numbers(value) for value in values]
+    return 0 if values == 0 and math.copysign(1, values) > 0 else values
+
+
+def _put_maps(path: Path, examples: Sequence[Any]) -> None:
+    # In place of the names of layers, their arrays from the other file.
+    given = [
+        (f"{e}/{m}", one)
+        for e, held in enumerate(examples)
+        for m, one in enumerate((isinstance(held, dict) and held.get("maps")) or ())
+    ]
+    if not given:
+        return
+    file = path.with_suffix(".safetensors")
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{printable(str(path))} has maps, and there is no {printable(str(file))}, which holds "
+            "them; put the file that was saved with it next to it, under the same name."
+        )
+    try:
+        arrays = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{printable(str(file))} is damaged: {error}.") from error
+    for place, one in given:
+        layers = one.get("layers") if isinstance(one, dict) else None
+        layers = read(tuple[str, ...], layers, f"maps {place}.layers")
+        missing = [layer for layer in layers if f"{place}/{layer}" not in arrays]
+        if missing:
+            raise Damaged(f"maps {place}.layers", missing, "layers of the file of maps")
+        one["layers"] = {layer: arrays[f"{place}/{layer}"] for layer in layers}

@@ -1,0 +1,218 @@
+"""From what :func:`explain` is given to questions, and from their answers to an explanation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from captum_ssm.attr import TokenAttribution
+from captum_ssm.explanation import Example, Explanation, Method
+from captum_ssm.explanation.make.images import ImageQuestion, image_questions
+from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
+from captum_ssm.explanation.make.questions import Setup
+from captum_ssm.explanation.make.rows import has_delta
+from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.progress import progress, showing
+
+PACKAGES = ("torch", "captum", "transformers", "numpy")
+
+
+@workspace()
+def explain(
+    model: Any,
+    tokenizer: Any = None,
+    inputs: Any = None,
+    *,
+    target: Any = None,
+    against: Any = None,
+    methods: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = ("mamba-lrp",),
+    position: int | Sequence[int] | Literal["all"] | None = None,
+    units: str | Mapping[str, tuple[int, int]] = "token",
+    alternatives: int = 1,
+    maps: bool | str | Sequence[str] = False,
+    layers: int | str | Sequence[int | str] | None = None,
+    lens: bool = False,
+    processor: Any = None,
+    labels: Sequence[str] | Mapping[int, str] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    title: str | None = None,
+    memory_limit: int | None = None,
+    show_progress: bool = True,
+    input_ids: Any = None,
+    attention_mask: Any = None,
+    token_type_ids: Any = None,
+    pixel_values: Any = None,
+) -> Explanation:
+    """Why a model answers what it answers, as data that can be shown, saved and compared.
+
+    ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
+    token of a continuation; ``explain(model, image)`` the class of an image. The model runs once
+    to see what it answers, and then as each method needs.
+
+    Args:
+        model (nn.Module or nnsight model): a language model that returns logits ``(B, L, V)``, or
+            an image classifier that returns ``(B, classes)``.
+        tokenizer (TokenizerLike, optional): of the language model. Without it, ids are their own
+            texts, and the inputs may stand here. Default: None
+        inputs (str, list of str, Tensor, dict or image): a text or several; token ids ``(L,)`` or
+            ``(B, L)``; a tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose
+            padding is not explained; an image ``(C, H, W)`` or several ``(B, C, H, W)`` as the
+            model takes them, or, with ``processor``, as that takes them. Default: None
+        target (str, int, sequence of int or list of str, optional): the continuation that is
+            explained, one output per token; of an image a class or its label; a list of str has
+            one per text. None is what the model predicts. Default: None
+        against (str, int, sequence of int or list of str, optional): another continuation, or
+            class. Where the two first differ, the score of one minus that of the other is explained
+            as well; methods that ignore the target give their plain row. Default: None
+        methods (str, sequence of str or dict, optional): names, as
+            :func:`captum_ssm.attr.methods` lists them; a dict has options of each method's
+            ``attribute``. Default: ``("mamba-lrp",)``
+        position (int, sequence of int or str, optional): explains what is predicted at these
+            tokens of the text, negative from the end, in place of its continuation: the target,
+            of one token, or the model's own prediction there. ``"all"`` explains every token of
+            the text from the second on, by those before it, and then the continuation.
+            Default: None
+        units (str or dict, optional): what relevance is summed over where it is shown:
+            ``"token"``, ``"word"`` or ``"sentence"``; or named parts of the text,
+            ``{"subject": (0, 4)}``, each a range of characters. The rows themselves are per
+            token. Default: ``"token"``
+        alternatives (int, optional): how many of the other likeliest answers are explained at
+            each output, in addition to the target. Default: 1
+        maps (bool, str or sequence of str, optional): also keep one map ``(L, L)`` per layer:
+            ``"hidden-attention"`` (the mean over channels; also for True) or ``"latim"`` (the l2
+            norms of the contributions). Default: False
+        layers (int, str or sequence, optional): of the maps, by index or module path; None for
+            all. Default: None
+        lens (bool, optional): also keep the likeliest answers after each layer, by the model's
+            own final norm and head; skipped, with a note in ``settings``, where these are not
+            found. Default: False
+        processor (Callable, optional): the image processor of the model. Default: None
+        labels (sequence or dict of str, optional): the names of an image model's classes; None
+            for those of its configuration. Default: None
+        mean, std (sequence of float, optional): how the pixels were normalized, to show the
+            image; None for those of the processor, or else the range of its values is shown.
+            Default: None
+        title (str, optional): a heading. Default: None
+        memory_limit (int, optional): bytes for the rows, for the maps, and for the work of each
+            method; what needs more is refused before it is computed. Default: None
+        show_progress (bool, optional): progress bars for what takes more than two seconds.
+            Default: True
+        input_ids, attention_mask, token_type_ids, pixel_values (Tensor, optional): what tokenizers
+            and processors return, by keyword. Default: None
+
+    Returns:
+        Explanation: with one example per text or image.
+
+    Raises:
+        ValueError: for a text without a token, words of a target that the tokenizer does not know,
+            a target of several tokens where one is needed, a contrast with the target itself, an
+            unknown method, unit or map, and whatever a method raises.
+        TypeError: for inputs of a wrong type.
+        MemoryLimitError: where rows or maps do not fit ``memory_limit``.
+
+    Examples::
+
+        >>> explanation = explain(model, tokenizer, "w3 w4 w5", target="w6 w7", against="w6 w8")
+        >>> [output.answers[output.chosen].text for output in explanation.examples[0].outputs]
+        ['w6', 'w7']
+        >>> explanation.relevance(output=1, against="w8").shape
+        (5,)
+        >>> explanation = explain(model, **tokenizer("w3 w4 w5", return_tensors="pt"))
+    """
+    tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
+    tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
+    setup = parse_setup(model, methods, alternatives, maps, layers, lens, memory_limit)
+    spans = parse_spans(units)
+    tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
+    shown = {"labels": labels, "mean": mean, "std": std}
+    questions: Sequence[TextQuestion | ImageQuestion]
+    if texts is None:
+        questions = image_questions(image, processor, target, against, shown)
+    else:
+        questions = text_questions(tokenizer, texts, target, against, position, spans)
+    with showing(None if show_progress else False):
+        several: Iterable[TextQuestion | ImageQuestion] = questions
+        if len(questions) > 1:
+            several = progress(questions, "examples")
+        examples = tuple(question.answer(setup) for question in several)
+    asked = {"target": target, "against": against, "position": position}
+    asked |= {"units": "span" if spans else units, "spans": spans}
+    return _explanation(setup, examples, asked, title)
+
+
+def _explanation(
+    setup: Setup, examples: tuple[Example, ...], asked: Mapping[str, Any], title: str | None
+) -> Explanation:
+    first = next(setup.model.parameters())
+    settings = {
+        **asked,
+        "alternatives": setup.alternatives,
+        "maps": setup.maps,
+        "layers": setup.layers,
+        "lens": setup.lens,
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "device": str(first.device),
+        "notes": setup.notes,
+    }
+    name = _name(setup.model)
+    return Explanation(
+        _title(examples, name) if title is None else title,
+        name,
+        tuple(_method(key, m, setup.options[key]) for key, m in setup.methods.items()),
+        examples,
+        _plain(settings),
+        _versions(),
+    )
+
+
+def _method(name: str, method: TokenAttribution, options: dict[str, Any]) -> Method:
+    adds_up = has_delta(method, options)
+    return Method(name, method.get_name(), method.summary, adds_up, _plain(options))
+
+
+def _plain(value: Any) -> Any:
+    # JSON gives the result back as it is.
+    if torch.is_tensor(value):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    index = as_index(value)
+    return str(value) if index is None else index
+
+
+def _name(model: nn.Module) -> str:
+    name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
+    if not name:
+        return type(model).__name__
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def _title(examples: Sequence[Example], name: str) -> str:
+    if len(examples) == 1 and len(examples[0].outputs) == 1:
+        (output,) = examples[0].outputs
+        return f"Why “{output.answers[output.chosen].text.strip()}”?"
+    return f"What {name} reads"
+
+
+def _versions() -> dict[str, str]:
+    from captum_ssm import __version__
+
+    versions = {"captum_ssm": __version__, "python": sys.version.split()[0]}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

@@ -1,0 +1,180 @@
+"""A text as the model reads it: ids, and the part of the text that each token stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation import Token
+from captum_ssm.visualization import readable_tokens
+
+CONTEXT = 8  # tokens: of a character outside ASCII there are four at most
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """A text and its tokens, which join to the text.
+
+    Args:
+        text (str): as typed.
+        tokens (tuple of Token): L of them.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        """What the model reads, ``(L,)``."""
+        return [token.id for token in self.tokens]
+
+    def followed_by(self, other: TokenizedText, between: str = "") -> TokenizedText:
+        """Both texts, one after the other."""
+        shift = len(self.text)
+        first, *rest = other.tokens
+        moved = [replace(first, text=between + first.text, start=first.start - len(between))]
+        shift += len(between)
+        moved = [
+            replace(one, start=one.start + shift, end=one.end + shift) for one in (*moved, *rest)
+        ]
+        return TokenizedText(self.text + between + other.text, self.tokens + tuple(moved))
+
+
+def read(tokenizer: Any, text: str, name: str, special: bool = True) -> TokenizedText:
+    """A text as a tokenizer splits it.
+
+    Args:
+        tokenizer (TokenizerLike): a fast one tells which characters a token stands for; of
+            another one it is found by decoding.
+        text (str): what is read.
+        name (str): of the text, for the message.
+        special (bool, optional): with the special tokens that the model expects. Default: True
+
+    Raises:
+        InputError: for a text without a token.
+    """
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    else:
+        ids = list(tokenizer.encode(text, add_special_tokens=special))
+        offsets = _found(text, _pieces(tokenizer, ids)) if ids else []
+    if not ids:
+        raise InputError(f"{name} is {text!r}, which holds no token; give at least one.")
+    return _reading(text, ids, offsets, _names(tokenizer, ids))
+
+
+def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> TokenizedText:
+    """Token ids as a text: what the tokenizer decodes, or without one the numbers themselves.
+
+    Raises:
+        InputError: where there is no id.
+    """
+    if not ids:
+        raise InputError(f"{name} holds no token; give at least one.")
+    if tokenizer is None:
+        pieces = [f" {one}" if i else str(one) for i, one in enumerate(ids)]
+    else:
+        pieces = _pieces(tokenizer, ids)
+    special = {*getattr(tokenizer, "all_special_ids", ())}
+    tokens, at = [], 0
+    for piece, one, called in zip(pieces, ids, _names(tokenizer, ids), strict=True):
+        part = "" if one in special else piece
+        tokens.append(Token(part or called, one, at, at + len(part)))
+        at += len(part)
+    return TokenizedText("".join(one.text for one in tokens if one.end > one.start), tuple(tokens))
+
+
+def between(tokenizer: Any, first: TokenizedText, second: TokenizedText) -> str:
+    """What stands between two texts where the tokenizer drops white space: a space, or nothing."""
+    joint = read_ids(tokenizer, [first.ids[-1], second.ids[0]], "the text").tokens[1]
+    spaced = first.text[-1:].isspace() or second.text[:1].isspace()
+    return " " if joint.text[:1] == " " and not spaced else ""
+
+
+def answer_text(tokenizer: Any) -> Callable[[int], str]:
+    """The text of an answer, by its id."""
+    if tokenizer is None:
+        return str
+
+    def text(one: int) -> str:
+        found = tokenizer.decode([one])
+        return _names(tokenizer, [one])[0] if not found or "\ufffd" in found else found
+
+    return text
+
+
+def _names(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    # What tokens that stand for no part of the text are called.
+    if tokenizer is None:
+        return [str(one) for one in ids]
+    return readable_tokens(tokenizer.convert_ids_to_tokens(list(ids)))
+
+
+def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    # What each token adds to the decoded text; a character that several tokens make up is the
+    # last one's. A few tokens before it tell how it is spaced.
+    found = []
+    for i in range(len(ids)):
+        start = max(0, i - CONTEXT)
+        before, after = (
+            tokenizer.decode(list(ids[start:end])).rstrip("\ufffd") if end > start else ""
+            for end in (i, i + 1)
+        )
+        found.append(after[len(before) :])
+    return found
+
+
+def _found(text: str, pieces: Sequence[str]) -> list[tuple[int, int]]:
+    # Where the decoded pieces lie in the text. What is not there, as of unknown words, shares what
+    # lies between its neighbors.
+    found: list[tuple[int, int]] = []
+    lost: list[int] = []
+    at = 0
+    for i, piece in enumerate([*pieces, ""]):
+        wanted = piece.strip() or piece
+        start = text.find(wanted, at) if i < len(pieces) else len(text)
+        if start < 0 or (text[at:start].strip() and not lost and i < len(pieces)):
+            lost.append(i)
+            found.append((at, at))
+            continue
+        for k, part in zip(lost, _shared(text, at, start, len(lost)), strict=True):
+            found[k] = part
+        lost = []
+        at = start + len(wanted)
+        found.append((start, at))
+    return found[:-1]
+
+
+def _shared(text: str, start: int, end: int, count: int) -> list[tuple[int, int]]:
+    # A part of the text for several tokens: a word each, or else as many characters each.
+    words = [match.span() for match in re.finditer(r"\S+", text[start:end])]
+    if len(words) == count:
+        return [(start + a, start + b) for a, b in words]
+    bounds = [start + (end - start) * k // max(1, count) for k in range(count + 1)]
+    return list(pairwise(bounds))
+
+
+def _reading(
+    text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], names: Sequence[str]
+) -> TokenizedText:
+    # Every character belongs to one token: of several that share it to the last one, white space
+    # to the one after it, and what lies after the last token to that.
+    ends: list[int] = []
+    at = 0
+    for i, (start, end) in enumerate(offsets):
+        if end > start:
+            later = [a for a, b in offsets[i + 1 :][:1] if b > a]
+            at = max(at, min([end, *later]))
+        ends.append(at)
+    if at < len(text):
+        last = max((i for i, end in enumerate(ends) if end > (ends[i - 1] if i else 0)), default=-1)
+        ends[last:] = [len(text)] * len(ends[last:])
+    tokens = []
+    for one, start, end, called in zip(ids, [0, *ends[:-1]], ends, names, strict=True):
+        tokens.append(Token(text[start:end] or called, one, start, end))
+    return TokenizedText(text, tuple(tokens))

@@ -1,0 +1,170 @@
+"""What the page's script reads: the format ``captum_ssm.page/1``, small enough to mail."""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from captum_ssm.explanation.parts import Answer, Example, ExplanationData, Maps, Output, Token
+
+FORMAT = "captum_ssm.page/1"
+
+# Maps and images have at most so many cells per side: more than most screens have pixels for.
+MOST_CELLS = 512
+
+
+def page_data(explanation: ExplanationData) -> dict[str, Any]:
+    """The explanation as JSON, without what the page does not show (see docs/how_to/page.md)."""
+    names = [method.name for method in explanation.methods]
+    return {
+        "format": FORMAT,
+        "title": explanation.title,
+        "model": explanation.model,
+        "methods": [
+            {"name": m.name, "title": m.title, "note": m.note, "adds_up": m.adds_up}
+            for m in explanation.methods
+        ],
+        "units": explanation.settings.get("units"),
+        "against": bool(explanation.settings.get("against")),
+        "settings": {
+            str(key): str(value)
+            for key, value in explanation.settings.items()
+            if value not in (None, "", [], {}, ())
+        },
+        "versions": dict(explanation.versions),
+        "examples": [_example(example, names) for example in explanation.examples],
+    }
+
+
+def _example(example: Example, methods: list[str]) -> dict[str, Any]:
+    found = {name: example.relevance[name] for name in methods if name in example.relevance}
+    data = {
+        "name": example.name,
+        "outputs": [_output(output) for output in example.outputs],
+        "deltas": {
+            name: _numbers(example.deltas[name]) for name in found if name in example.deltas
+        },
+        "maps": [_maps(maps) for maps in example.maps],
+    }
+    if example.image is not None:
+        return data | _image(example.image, example.grid, found)
+    return data | {
+        "tokens": [token.text for token in example.tokens],
+        "special": [k for k, token in enumerate(example.tokens) if _special(token)],
+        "prompt": example.prompt,
+        "units": {
+            unit: {"ends": [span.end for span in spans], "names": [span.name for span in spans]}
+            for unit, spans in example.units.items()
+        },
+        "rows": {name: packed(rows) for name, rows in found.items()},
+    }
+
+
+def _special(token: Token) -> bool:
+    return token.start == token.end
+
+
+def _output(output: Output) -> dict[str, Any]:
+    return {
+        "position": output.position,
+        "answers": [_answer(answer) for answer in output.answers],
+        "chosen": output.chosen,
+        "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
+        "lens": [[_answer(answer) for answer in layer] for layer in output.lens],
+    }
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "p": _number(answer.probability),
+        "logit": _number(answer.logit),
+        "rank": answer.rank,
+        "row": answer.row,
+    }
+
+
+def _image(
+    image: np.ndarray, grid: tuple[int, int] | None, relevance: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    kept = {name: pooled(np.asarray(rows)) for name, rows in relevance.items()}
+    height, width = next(iter(kept.values())).shape[-2:] if kept else image.shape[:2]
+    step = -(-max(image.shape[:2]) // (2 * MOST_CELLS))
+    pixels = np.ascontiguousarray(image[::step, ::step], dtype=np.uint8)
+    return {
+        "size": [height, width],
+        "grid": list(grid) if grid else None,
+        "image": {
+            "size": list(pixels.shape[:2]),
+            "data": _text(pixels.tobytes()),
+        },
+        "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in kept.items()},
+    }
+
+
+def _maps(maps: Maps) -> dict[str, Any]:
+    layers = []
+    for name, values in maps.layers.items():
+        drawn = pooled(np.asarray(values))
+        pool = -(-np.shape(values)[-1] // MOST_CELLS)
+        layers.append({"name": name, "pool": pool, "values": packed(drawn)})
+    return {"name": maps.name, "unit": maps.unit, "layers": layers}
+
+
+def packed(rows: np.ndarray) -> dict[str, Any]:
+    """Rows as 16 bits per value, deflated, in base64.
+
+    A step holds the square root of a value's share of its row's largest magnitude, so that weak
+    relevance keeps its digits next to a strong one: ``value = step * abs(step) * scale``.
+    """
+    values = np.asarray(rows, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError("The relevance or a map holds NaN or Inf, which a page cannot show.")
+    largest = np.abs(values).max(axis=-1, keepdims=True, initial=0)
+    share = values / np.where(largest > 0, largest, 1)
+    steps = np.rint(np.sign(share) * np.sqrt(np.abs(share)) * 32767).astype("<i2")
+    return {
+        "shape": list(values.shape),
+        "scale": [_number(top / 32767**2, digits=7) for top in largest[:, 0]],
+        "data": _text(steps.tobytes()),
+    }
+
+
+def pooled(values: np.ndarray) -> np.ndarray:
+    """At most MOST_CELLS cells per side: each keeps its strongest entry, a mean would erase it.
+
+    Args:
+        values (numpy.ndarray): of shape ``(..., rows, columns)``.
+
+    Returns:
+        numpy.ndarray: with the last two axes divided by one whole number.
+    """
+    *batch, height, width = values.shape
+    size = -(-max(height, width) // MOST_CELLS)
+    if size == 1:
+        return values
+    rows, columns = -(-height // size), -(-width // size)
+    room = np.zeros((*batch, rows * size, columns * size), values.dtype)
+    room[..., :height, :width] = values
+    cells = room.reshape(*batch, rows, size, columns, size).swapaxes(-3, -2)
+    cells = cells.reshape(*batch, rows, columns, size * size)
+    strongest = np.abs(cells).argmax(axis=-1)[..., None]
+    return np.take_along_axis(cells, strongest, axis=-1)[..., 0]
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+
+
+def _numbers(values: Any) -> list[float | None]:
+    return [_number(value) for value in np.asarray(values, dtype=np.float64)]
+
+
+def _number(value: float, digits: int = 5) -> float | None:
+    """A number of few digits; JSON has neither NaN nor Inf."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

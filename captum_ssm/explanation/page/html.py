@@ -1,0 +1,137 @@
+"""One self-contained HTML file: style, script and data inside, and nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from functools import cache
+from importlib import resources
+
+from captum_ssm.explanation.page.data import page_data
+from captum_ssm.explanation.parts import ExplanationData
+
+# In the order in which they are joined: a module comes after those it imports from.
+MODULES = (
+    "dom",
+    "format",
+    "data",
+    "state",
+    "colors",
+    "controls",
+    "legend",
+    "text",
+    "image",
+    "sources",
+    "maps",
+    "lens",
+    "page",
+)
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; \
+form-action 'none'; style-src '{style_hash}'; script-src '{script_hash}'">
+<meta name="color-scheme" content="light dark">
+<meta name="generator" content="captum_ssm">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body class="captum-body">
+<noscript>This page draws an explanation by its own script, and scripts are off here.</noscript>
+<script type="application/json" id="captum-data">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+_START = """
+const data = JSON.parse(document.getElementById("captum-data").textContent);
+openPage(document.body, data, { whole: true });
+"""
+
+
+def page_html(explanation: ExplanationData, size_limit: int = 64 * 2**20) -> str:
+    """The page of an explanation: one HTML file that needs no network and no other file.
+
+    The same explanation gives the same page, byte for byte. Texts of the explanation are shown
+    and never run: a content security policy allows the page's one script alone.
+
+    Args:
+        explanation (Explanation): by :func:`captum_ssm.explain`, or made by hand.
+        size_limit (int, optional): of the page, in bytes. Default: 64 MiB
+
+    Returns:
+        str: the page. Write it with ``encoding="utf-8"``.
+
+    Raises:
+        ValueError: if there is no example or no method, a value is not finite, or the page is
+            larger than the limit; the message says which part is largest.
+
+    Examples::
+
+        >>> page = page_html(explain(model, tokenizer, "w3 w4 w5"))
+        >>> _ = (folder / "why.html").write_text(page, encoding="utf-8")
+    """
+    if not explanation.examples or not explanation.methods:
+        raise ValueError(
+            f"The explanation has {len(explanation.examples)} examples and "
+            f"{len(explanation.methods)} methods; a page needs at least one of each."
+        )
+    data = page_data(explanation)
+    # Legal in JSON strings alone, so no value changes; and nothing in the data can end its element.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    text = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+    style, code = stylesheet(), script() + _START
+    page = _PAGE.format(
+        title=html.escape(explanation.title).encode("ascii", "xmlcharrefreplace").decode(),
+        style=style,
+        script=code,
+        data=text,
+        style_hash=_hash(style),
+        script_hash=_hash(code),
+    )
+    if len(page) > size_limit:
+        raise ValueError(
+            f"The page would have {len(page) / 2**20:.1f} MiB, and the limit is "
+            f"{size_limit / 2**20:.1f} MiB; {_largest(data)} Leave some of it out, or raise "
+            "size_limit."
+        )
+    return page
+
+
+@cache
+def stylesheet() -> str:
+    return _read("page.css")
+
+
+@cache
+def script() -> str:
+    """The modules as one: without their imports and exports, which have the same names."""
+    joined = "\n".join(_read(f"{name}.js") for name in MODULES)
+    joined = re.sub(r"^import \{[^}]*\} from [^;]*;\n", "", joined, flags=re.MULTILINE)
+    return re.sub(r"^export ", "", joined, flags=re.MULTILINE)
+
+
+def _read(name: str) -> str:
+    return (resources.files("captum_ssm.explanation.page") / "static" / name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _largest(data: dict) -> str:
+    """What takes most of a page, and where."""
+    parts = {}
+    for key in ("maps", "rows", "image"):
+        parts[key] = sum(len(json.dumps(example.get(key))) for example in data["examples"])
+    key = max(parts, key=lambda key: parts[key])
+    what = {"maps": "maps of layers", "rows": "rows of relevance", "image": "images"}[key]
+    return f"{what} of {len(data['examples'])} examples take {parts[key] / 2**20:.1f} MiB of it."

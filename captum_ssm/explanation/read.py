@@ -1,0 +1,165 @@
+"""Reading dataclasses from what JSON holds: every value is of its field's type, or said not to be.
+
+A file may come from anywhere, so what it declares is checked before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import reprlib
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from captum_ssm.explanation.parts import Example, Output
+
+
+class Damaged(ValueError):
+    """A place of a file holds something else than it should."""
+
+    def __init__(self, place: str, value: Any, expected: str) -> None:
+        super().__init__(f"{printable(place)} is {reprlib.repr(value)}; expected {expected}")
+
+
+def printable(text: str) -> str:
+    """A text in which what a terminal would obey or hide is written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def read(kind: Any, value: Any, place: str) -> Any:
+    """What JSON holds as a value of a type, such as a dataclass or a tuple of them.
+
+    Raises:
+        Damaged: where it is of another type.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is UnionType:
+        (inner,) = (part for part in parts if part is not NoneType)
+        return None if value is None else read(inner, value, place)
+    if origin is tuple:
+        _require(isinstance(value, list), place, value, "a list")
+        kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
+        _require(len(kinds) == len(value), place, value, f"a list of {len(kinds)}")
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple(read(one, item, f"{place}[{i}]") for i, (one, item) in pairs)
+    if origin is Mapping:
+        _require(isinstance(value, dict), place, value, "an object")
+        return {name: read(parts[1], item, f"{place}.{name}") for name, item in value.items()}
+    if is_dataclass(kind):
+        names = {one.name for one in fields(kind)}
+        is_whole = isinstance(value, dict) and set(value) == names
+        _require(is_whole, place, value, f"an object of {', '.join(sorted(names))}")
+        hints = get_type_hints(kind)
+        make: Any = kind
+        return make(**{name: read(hints[name], value[name], f"{place}.{name}") for name in names})
+    if kind is np.ndarray:
+        return _array(value, place)
+    allowed = (int, float) if kind is float else kind
+    is_one = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+    _require(is_one, place, value, f"a value of type {kind.__name__}")
+    return value
+
+
+def _array(value: Any, place: str) -> np.ndarray:
+    if isinstance(value, dict):
+        return _bytes(value, place)
+    if not isinstance(value, np.ndarray):
+        try:
+            value = np.array(value)
+        except ValueError:
+            raise Damaged(place, value, "rows of one length") from None
+        _require(value.dtype.kind in "fiu", place, value, "numbers")
+        with np.errstate(over="ignore"):  # is not finite, which is said below
+            value = value.astype(np.float32)
+    _require(value.dtype.kind == "f", place, value, "an array of floats")
+    _require(bool(np.isfinite(value).all()), place, value, "finite numbers")
+    return value
+
+
+def _bytes(held: dict[str, Any], place: str) -> np.ndarray:
+    # No more is decompressed than the declared shape has room for.
+    shape = read(tuple[int, int, int], held.get("shape"), f"{place}.shape")
+    data = read(str, held.get("zlib"), f"{place}.zlib")
+    _require(min(shape) > 0 and shape[2] == 3, f"{place}.shape", shape, "(H, W, 3)")
+    size, inflate = math.prod(shape), zlib.decompressobj()
+    try:
+        found = inflate.decompress(base64.b64decode(data, validate=True), size + 1)
+    except (binascii.Error, zlib.error) as error:
+        raise Damaged(f"{place}.zlib", data, f"bytes by zlib, in base64 ({error})") from None
+    _require(len(found) == size, f"{place}.zlib", data, f"{size} bytes, as the shape says")
+    return np.frombuffer(found, np.uint8).reshape(shape).copy()
+
+
+def example(held: Any, methods: list[str], place: str) -> Example:
+    """An example, whose numbers of tokens, rows and pixels agree."""
+    names = {one.name for one in fields(Example)}
+    is_whole = isinstance(held, dict) and set(held) == names
+    _require(is_whole, place, held, f"an object of {', '.join(sorted(names))}")
+    relevance = read(Mapping[str, np.ndarray], held["relevance"], f"{place}.relevance")
+    _require(set(relevance) == set(methods), f"{place}.relevance", relevance, "one for each method")
+    shapes = {one.shape for one in relevance.values()}
+    shape: Any = shapes.pop() if len(shapes) == 1 else ()
+    image = held["image"]
+    given = image.get("shape") if isinstance(image, dict) else None
+    size = [len(held["tokens"] or ())] if image is None else (given or [])[:2]
+    _require(
+        len(shape) > 1 and list(shape[1:]) == list(size),
+        f"{place}.relevance",
+        shape,
+        f"arrays of one shape, rows of {' x '.join(map(str, size))}",
+    )
+    found: Example = read(Example, held, place)
+    _check(found, shape[0], size, place)
+    return found
+
+
+def _check(found: Example, rows: int, size: list[int], place: str) -> None:
+    def require(is_right: Callable[[Any], bool], name: str, value: Any, expected: str) -> None:
+        _require(is_right(value), f"{place}.{name}", value, expected)
+
+    L = len(found.tokens)
+    deltas = {one.shape for one in found.deltas.values()}
+    require(lambda x: x <= {(rows,)}, "deltas", deltas, f"arrays of shape ({rows},)")
+    require(lambda x: set(x) <= set(found.relevance), "deltas", found.deltas, "methods' names")
+    require(lambda x: 0 <= x <= L, "prompt", found.prompt, f"0 .. {L}")
+    require(bool, "outputs", found.outputs, "one or more")
+    for i, output in enumerate(found.outputs):
+        _check_output(output, rows, L, f"{place}.outputs[{i}]")
+    for name, spans in found.units.items():
+        ends = [0, *(span.end for span in spans)]
+        is_cover = [span.first for span in spans] == ends[:-1] and ends[-1] == L
+        is_whole = is_cover and ends == sorted(ends)
+        _require(is_whole, f"{place}.units.{name}", spans, "spans of all tokens, in order")
+    if found.grid is not None:
+        most = size if found.image is not None else [0, 0]
+        fits = [0 < a <= b for a, b in zip(found.grid, most, strict=True)]
+        _require(all(fits), f"{place}.grid", found.grid, "rows and columns of an image's patches")
+    for maps in found.maps:
+        for layer, values in maps.layers.items():
+            sides = {L} if L else set(values.shape[:1]) - {0}
+            is_square = values.ndim == 2 and set(values.shape) == sides
+            _require(is_square, f"{place}.maps.{layer}", values.shape, f"({L or 'L'}, {L or 'L'})")
+
+
+def _check_output(output: Output, rows: int, L: int, place: str) -> None:
+    count, at = len(output.answers), output.position
+    is_inside = at is None if L == 0 else at is not None and 0 <= at < L
+    _require(is_inside, f"{place}.position", at, f"0 .. {L - 1}" if L else "None")
+    indices = [output.chosen, *(i for one in output.contrasts for i in (one.answer, one.against))]
+    _require(all(0 <= i < count for i in indices), place, indices, f"answers 0 .. {count - 1}")
+    used = [one.row for one in output.answers if one.row is not None]
+    used += [one.row for one in output.contrasts]
+    _require(all(0 <= row < rows for row in used), place, used, f"rows 0 .. {rows - 1}")
+
+
+def _require(is_right: bool, place: str, value: Any, expected: str) -> None:
+    if not is_right:
+        raise Damaged(place, value, expected)

@@ -1,0 +1,109 @@
+"""Explanations as tables: pandas' and Captum's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from captum_ssm.explanation.parts import Answer, Example, ExplanationData, Output
+from captum_ssm.explanation.units import bounds_of, spans_of, summed, texts_of
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of relevance with what it explains."""
+
+    output: Output
+    answer: Answer
+    against: Answer | None
+    index: int
+
+
+def rows_of(example: Example) -> Iterator[Row]:
+    """All rows of an example, by output: answers, then contrasts."""
+    for output in example.outputs:
+        for answer in output.answers:
+            if answer.row is not None:
+                yield Row(output, answer, None, answer.row)
+        for one in output.contrasts:
+            yield Row(output, output.answers[one.answer], output.answers[one.against], one.row)
+
+
+def require_texts(explanation: ExplanationData, what: str) -> None:
+    """Raise where an example is an image.
+
+    Raises:
+        ValueError: says what to use in its place.
+    """
+    for example in explanation.examples:
+        if example.image is not None:
+            raise ValueError(
+                f"{what} is of texts, and the example {example.name!r} is an image; its relevance "
+                "is returned by explanation.relevance(), (H, W)."
+            )
+
+
+def shares(values: np.ndarray) -> np.ndarray:
+    """Each number's part of the total magnitude."""
+    total = np.abs(values).sum()
+    return np.abs(values) / total if total else np.zeros_like(values)
+
+
+def to_pandas(explanation: ExplanationData, units: str) -> pandas.DataFrame:
+    """The table of :meth:`Explanation.to_pandas`."""
+    import pandas
+
+    require_texts(explanation, "the table")
+    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    for example in explanation.examples:
+        spans, texts = spans_of(example, units), texts_of(example, units)
+        bounds = bounds_of(example, units)
+        for method in explanation.methods:
+            for row in rows_of(example):
+                values = summed(example.relevance[method.name][row.index], spans)
+                against = "" if row.against is None else row.against.text
+                about = (example.name, method.name, row.output.position, row.answer.text, against)
+                for unit, (value, share) in enumerate(zip(values, shares(values), strict=True)):
+                    line = (*about, unit, bounds[unit][0], texts[unit], float(value), float(share))
+                    for name, item in zip(_COLUMNS, line, strict=True):
+                        columns[name].append(item)
+    return pandas.DataFrame(columns)
+
+
+_COLUMNS = (
+    *("example", "method", "output", "answer", "against"),
+    *("unit", "position", "text", "value", "share"),
+)
+
+
+def to_captum(explanation: ExplanationData) -> list[Any]:
+    """The records of :meth:`Explanation.to_captum`."""
+    require_texts(explanation, "Captum's table")
+    import torch
+
+    from captum_ssm.visualization import text_record
+
+    return [
+        text_record(
+            torch.from_numpy(example.relevance[method.name][row.index]),
+            [token.text for token in example.tokens],
+            predicted=row.output.answers[0].text,
+            probability=row.output.answers[0].probability,
+            target=row.answer.text
+            if row.against is None
+            else f"{row.answer.text}, not {row.against.text}",
+            true=method.title,
+            delta=float(example.deltas[method.name][row.index])
+            if method.name in example.deltas
+            else float("nan"),
+        )
+        for example in explanation.examples
+        for method in explanation.methods
+        for row in rows_of(example)
+    ]

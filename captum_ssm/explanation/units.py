@@ -1,0 +1,117 @@
+"""Units of a text: neighboring tokens whose relevance is summed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from captum_ssm.explanation.parts import Example, Span, Token
+
+_WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
+_SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s|$)|$|\n)", re.DOTALL)
+
+
+def words(tokens: Sequence[Token]) -> tuple[Span, ...]:
+    """Words, and each punctuation mark by itself."""
+    return _matched(tokens, _WORD)
+
+
+def sentences(tokens: Sequence[Token]) -> tuple[Span, ...]:
+    """What ends in a full stop, a question or exclamation mark, or a line break."""
+    return _matched(tokens, _SENTENCE)
+
+
+def named(tokens: Sequence[Token], spans: Mapping[str, tuple[int, int]]) -> tuple[Span, ...]:
+    """Parts given by a name and their characters; every other token is a unit by itself.
+
+    Raises:
+        ValueError: for a part outside the text, without a token, or that shares one with another.
+    """
+    length = max((token.end for token in tokens), default=0)
+    owners: dict[int, str] = {}
+    for name, (start, end) in spans.items():
+        if not 0 <= start < end <= length:
+            raise ValueError(
+                f"units[{name!r}] is {(start, end)}; expected characters (start, end) of the text, "
+                f"0 <= start < end <= {length}."
+            )
+        for i, token in enumerate(tokens):
+            if _begin(token) < end and start < token.end and token.start < token.end:
+                if i in owners:
+                    raise ValueError(
+                        f"units[{name!r}] and units[{owners[i]!r}] share the token "
+                        f"{token.text!r}; let one end before it."
+                    )
+                owners[i] = name
+        if name not in owners.values():
+            raise ValueError(f"units[{name!r}] is {(start, end)}, which holds no token.")
+    return _runs([owners.get(i, i) for i in range(len(tokens))])
+
+
+def spans_of(example: Example, units: str) -> tuple[Span, ...] | None:
+    """The spans of an example's units; None for its tokens.
+
+    Raises:
+        ValueError: for units that it does not have.
+    """
+    if units == "token":
+        return None
+    if units not in example.units:
+        raise ValueError(
+            f"units is {units!r}; expected {' or '.join(map(repr, ('token', *example.units)))}."
+        )
+    return example.units[units]
+
+
+def bounds_of(example: Example, units: str) -> list[tuple[int, int]]:
+    """The first token of each unit, and the one after its last."""
+    spans = spans_of(example, units)
+    if spans is None:
+        return [(i, i + 1) for i in range(len(example.tokens))]
+    return [(span.first, span.end) for span in spans]
+
+
+def texts_of(example: Example, units: str) -> list[str]:
+    """The text of each unit."""
+    bounds = bounds_of(example, units)
+    return ["".join(token.text for token in example.tokens[a:b]) for a, b in bounds]
+
+
+def summed(relevance: np.ndarray, spans: Sequence[Span] | None) -> np.ndarray:
+    """Relevance ``(..., L)`` summed over units, ``(..., units)``."""
+    if spans is None:
+        return relevance
+    return np.add.reduceat(relevance, [span.first for span in spans], axis=-1)
+
+
+def _matched(tokens: Sequence[Token], pattern: re.Pattern[str]) -> tuple[Span, ...]:
+    # A token belongs to the match that its first visible character lies in.
+    text = "".join(token.text for token in tokens if token.start < token.end)
+    matches = [match.span() for match in pattern.finditer(text)]
+    keys: list[object] = []
+    k = 0
+    for i, token in enumerate(tokens):
+        if token.start == token.end:  # a special token
+            keys.append(("special", i))
+            continue
+        while k + 1 < len(matches) and matches[k + 1][0] <= _begin(token):
+            k += 1
+        keys.append(k)
+    return _runs(keys)
+
+
+def _begin(token: Token) -> int:
+    return token.start + len(token.text) - len(token.text.lstrip())
+
+
+def _runs(keys: Iterable[object]) -> tuple[Span, ...]:
+    found: list[Span] = []
+    first = 0
+    for key, run in groupby(keys):
+        end = first + len(list(run))
+        found.append(Span(key if isinstance(key, str) else "", first, end))
+        first = end
+    return tuple(found)

@@ -1,0 +1,283 @@
+"""What depends on what in an autograd graph, read off its nodes without a backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from captum_ssm.graph.points import Point
+
+# Operations whose inputs are multiplied.
+_FACTORS = ("Mul", "Div")
+
+
+# Those that keep what they are given, as it is or in a sum.
+_VIEWS = ("Clone", "ToCopy", "View", "Reshape", "Unsafe", "Transpose", "T0", "Permute")
+
+
+_KEEPING = ("Add", *_VIEWS)
+
+
+def dependencies(roots: Sequence[Point | None], leaves: Sequence[Point]) -> list[frozenset[int]]:
+    """The leaves that each root depends on, read off the graph without a backward pass.
+
+    Leaves before another leaf count too. A root that is None depends on nothing.
+    """
+    bits = {leaf.edge.node: 1 << i for i, leaf in enumerate(leaves)}
+    known: dict[Node, int] = {}
+    _add_bits([root.edge.node for root in roots if root is not None], bits, known)
+    return [
+        frozenset() if root is None else frozenset(_members(known[root.edge.node]))
+        for root in roots
+    ]
+
+
+def _add_bits(roots: Iterable[Node], bits: Mapping[Node, int], known: dict[Node, int]) -> None:
+    # To what is known by node, for all nodes before the roots: the bits of those it depends on.
+    for root in roots:
+        stack = [root]
+        before: dict[Node, list[Node]] = {}  # of the nodes on the stack: slow to ask for
+        while stack:
+            node = stack[-1]
+            if node in known:
+                stack.pop()
+            elif node not in before:
+                before[node] = [n for n, _ in node.next_functions if n is not None]
+                stack.extend(n for n in before[node] if n not in known)
+            else:
+                stack.pop()
+                found = bits.get(node, 0)
+                for n in before.pop(node):
+                    found |= known[n]
+                known[node] = found
+
+
+def _members(bits: int) -> Iterator[int]:
+    return (i for i in range(bits.bit_length()) if bits >> i & 1)
+
+
+def is_read_past(root: Point, leaf: Point, between: Point) -> bool:
+    """Whether a root depends on a leaf by another way too than through a point between them."""
+    return leaf.edge.node in nodes_before([root.edge.node], {between.edge.node})
+
+
+@dataclass(frozen=True)
+class Joints:
+    """Where the graph before a root joins that before an earlier point, by no leaf.
+
+    Args:
+        stream (list of GradientEdge): before no other joint, and of no finer tokens than the point:
+            the residual stream around a mixer whose tokens the point holds.
+        past (list of GradientEdge): the others, by which something skips what leads to the point.
+        leaves (frozenset of int): those that the root reads by no joint.
+    """
+
+    stream: list[GradientEdge]
+    past: list[GradientEdge]
+    leaves: frozenset[int]
+
+
+class SegmentGraph:
+    """A graph that is cut at its leaves: how its tensors read these by way of no other one.
+
+    Args:
+        leaves (mapping of int to Point): by name, where it is cut.
+    """
+
+    def __init__(self, leaves: Mapping[int, Point]) -> None:
+        self._names = list(leaves)
+        self._ends = {leaf.edge.node: 1 << k for k, leaf in enumerate(leaves.values())}
+        self._known = dict(self._ends)
+
+    def read_by(self, edge: GradientEdge) -> frozenset[int]:
+        """The leaves that a tensor reads by way of no other."""
+        return self._named(self._bits(edge))
+
+    def joints(self, root: Point, entry: Point) -> Joints:
+        """Where the graph before ``root`` joins that before ``entry``, an earlier point."""
+        before = nodes_before([entry.edge.node], self._ends)
+        found, direct = dict[GradientEdge, set[Node]](), 0
+        for _, edge in edges_before(root.edge.node, self._ends, lambda one: one.node not in before):
+            if edge.node in self._ends:
+                direct |= self._ends[edge.node]
+            elif edge.node in before and edge.node.next_functions:  # a parameter has none
+                found[edge] = nodes_before([edge.node], self._ends)
+        stream = [
+            edge
+            for edge in found
+            if _times_finer(edge, entry.tokens) <= 1
+            and not any(edge.node in known for o, known in found.items() if o.node is not edge.node)
+        ]
+        past = [edge for edge in found if edge not in stream]
+        return Joints(stream, past, self._named(direct))
+
+    def added(
+        self, root: Point, passed: Collection[int], before: Collection[int], tokens: int | None
+    ) -> frozenset[int]:
+        """The leaves read by what is added, on the way to ``root``, to what comes of some leaves.
+
+        Factors are not added: a gate is no residual stream. Nor are finer tokens, as those of a
+        skip connection.
+
+        Args:
+            root (Point): after the leaves.
+            passed (collection of int): the leaves on whose way it is added.
+            before (collection of int): what is added reads no others.
+            tokens (int, optional): T, those of the leaves passed, where there are finer ones.
+        """
+        found, others = 0, ~self._bits_of(before)
+        for edge in self._sides(root, passed):
+            read = self._bits(edge)
+            if not read & others and (tokens is None or _times_finer(edge, tokens) < 2):
+                found |= read
+        return self._named(found)
+
+    def is_added(self, root: Point, passed: Collection[int], point: Point) -> bool:
+        """Whether a point itself is added, on the way to ``root``, to what comes of some leaves."""
+
+        def keeps(edge: GradientEdge) -> bool:
+            name = edge.node.name()
+            is_scaled = name.startswith(_FACTORS) and len(list(_inputs(edge.node))) == 1
+            return edge.node not in self._ends and (is_scaled or name.startswith(_KEEPING))
+
+        def kept(edge: GradientEdge) -> Iterator[GradientEdge]:
+            yield edge
+            if keeps(edge):
+                yield from (one for _, one in edges_before(edge.node, self._ends, keeps))
+
+        at = point.edge.node, point.edge.output_nr
+        kept_of = map(kept, self._sides(root, passed))
+        return any((one.node, one.output_nr) == at for edges in kept_of for one in edges)
+
+    def _sides(self, root: Point, passed: Collection[int]) -> Iterator[GradientEdge]:
+        # What is added on the way from a root to some leaves, and does not come of them.
+        through = self._bits_of(passed)
+
+        def passes(edge: GradientEdge) -> bool:
+            return self._bits(edge) & through != 0
+
+        for node, edge in edges_before(root.edge.node, self._ends, passes):
+            if not passes(edge) and not node.name().startswith(_FACTORS):
+                yield edge
+
+    def _bits(self, edge: GradientEdge) -> int:
+        if edge.node not in self._known:
+            _add_bits([edge.node], self._ends, self._known)
+        return self._known[edge.node]
+
+    def _bits_of(self, names: Collection[int]) -> int:
+        return sum(1 << self._names.index(name) for name in names)
+
+    def _named(self, bits: int) -> frozenset[int]:
+        return frozenset(self._names[k] for k in _members(bits))
+
+
+def meetings(roots: Sequence[Point], leaves: Sequence[Point]) -> Iterator[GradientEdge]:
+    """The tensors that all ways from some roots to some leaves pass, the earliest first.
+
+    The roots and the leaves themselves are left out.
+    """
+    ends = {leaf.edge.node for leaf in leaves}
+    known = dict.fromkeys(ends, 1)
+    _add_bits([root.edge.node for root in roots], {}, known)
+    # Earlier ones first.
+    nodes = [node for node, bits in known.items() if bits and node not in ends]
+    ways: dict[Any, int] = dict.fromkeys(ends, 1)  # to the leaves
+    for node in nodes:
+        ways[node] = sum(ways.get(earlier, 0) for earlier, _ in node.next_functions)
+    starts = [root.edge.node for root in roots if root.edge.node in ways]
+    total = sum(ways[node] for node in starts)
+    # From the roots, by node, and by which of the tensors that it returned: -1 to begin with.
+    arriving = {node: dict[int, int]() for node in nodes}
+    for node in starts:
+        if node in arriving:
+            arriving[node][-1] = 1 + arriving[node].get(-1, 0)
+    for node in reversed(nodes):
+        count = sum(arriving[node].values())
+        for earlier, output in node.next_functions:
+            if earlier is not None and earlier in arriving:
+                arriving[earlier][output] = count + arriving[earlier].get(output, 0)
+    for node in nodes:
+        for output, count in arriving[node].items():
+            # What as many ways pass as there are, all do.
+            if output >= 0 and count * ways[node] == total:
+                yield GradientEdge(node, output)
+
+
+def edges_before(
+    root: Node,
+    ends: Collection[Node] = (),
+    enters: Callable[[GradientEdge], bool] = lambda edge: True,
+) -> Iterator[tuple[Node, GradientEdge]]:
+    """The nodes from a root to the ends, each with each of its inputs.
+
+    What is before an input is looked at only where the input is entered.
+    """
+    seen, stack = set(ends), [root]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in _inputs(node):
+            yield node, edge
+            if enters(edge):
+                stack.append(edge.node)
+
+
+def _inputs(node: Node) -> Iterator[GradientEdge]:
+    return (GradientEdge(n, output) for n, output in node.next_functions if n is not None)
+
+
+def nodes_before(roots: Iterable[Node], ends: Collection[Node] = ()) -> set[Node]:
+    """Some nodes and those that they depend on; the ends too, but not what is before these."""
+    seen: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                stack.extend(n for n, _ in node.next_functions if n is not None)
+    return seen
+
+
+def _times_finer(edge: GradientEdge, tokens: int) -> float:
+    # How many times as many tokens a tensor holds, channels being its second or last axis.
+    shape = shape_of(edge)
+    sizes = [math.prod(shape) / shape[axis] for axis in (1, -1) if len(shape) > 1]
+    return min(sizes, default=math.inf) / tokens
+
+
+def shape_of(edge: GradientEdge) -> tuple[int, ...]:
+    """The shape of a tensor in the graph."""
+    return tuple(edge.node._input_metadata[edge.output_nr].shape)
+
+
+def is_closed(root: Tensor, given: Collection[Tensor], parameters: Collection[int]) -> bool:
+    """Whether a tensor depends on some tensors, and else on nothing but some parameters."""
+    ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, given)}
+    stops = {node for node, _ in ends}
+    start = get_gradient_edge(root).node
+    for _, edge in edges_before(start, (), lambda edge: edge.node not in stops):
+        leaf = getattr(edge.node, "variable", None)
+        if edge.node in stops:
+            if (edge.node, edge.output_nr) not in ends:
+                return False
+        elif leaf is not None and id(leaf) not in parameters:
+            return False
+    return True
+
+
+def before_view(point: Point) -> Point | None:
+    """What a tensor is a view or a copy of, its channels last; None where it is computed."""
+    node = point.edge.node
+    given = [GradientEdge(n, k) for n, k in node.next_functions if n is not None]
+    if len(given) != 1 or not node.name().startswith(_VIEWS):
+        return None
+    return replace(point, edge=given[0], shape=shape_of(given[0]), channels=-1)

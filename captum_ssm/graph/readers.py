@@ -1,0 +1,174 @@
+"""Which token, or entry, of a point reads each earlier one, decoded from a few backward passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from captum_ssm.graph.points import Point, gradients
+
+
+def readers(
+    root: Point,
+    leaf: Point,
+    channels: Tensor | None = None,
+    seed: int = 0,
+    *,
+    tokens: Tensor | None = None,
+    labels: Tensor | None = None,
+) -> Tensor | None:
+    """The token of ``root`` that reads each token of ``leaf``, ``(T,)`` int64; -1 for none.
+
+    None where several root tokens read one leaf token. Two backward passes: seeded with random
+    vectors :math:`r_t`, then with :math:`c_t r_t` for known numbers :math:`c_t`, the gradient at a
+    token that only root token t reads is multiplied by exactly :math:`c_t`. Where several read it,
+    the two gradients are not parallel. Where that is not clear, and in half precision, where the
+    factors are too coarse, it is :func:`readers_by_bits`.
+
+    Args:
+        root (Point): where gradients are put in.
+        leaf (Point): where they are read.
+        channels (Tensor, optional): the channels of the root to look at. Default: None
+        seed (int, optional): of the random vectors. Default: 0
+        tokens (Tensor, optional): the tokens of the root to look at. Default: None
+        labels (Tensor, optional): a number below T for each token of the root, returned in its
+            place; tokens with the same number count as one. Default: None
+    """
+    if min(torch.finfo(p.dtype).bits for p in (root, leaf)) < 32:
+        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens, labels=labels)
+    T = root.tokens
+    place = torch.arange(T, device=root.device) if labels is None else labels
+    codes = (1 + place / T).to(root.dtype)[:, None]
+    r = _noise_in(root, channels, tokens, seed)
+    ((first,), (second,)) = (gradients([root], [s], [leaf]) for s in (r, r * codes))
+    if first is None or second is None:
+        return torch.full((leaf.tokens,), -1, device=leaf.device)
+    found, is_clear = decoded(first, second, T)
+    if found is not None and not is_clear:
+        # Several readers, or gradients that are rounding: those through the norm of a multiple.
+        return readers_by_bits(root, leaf, channels, seed=seed, tokens=tokens, labels=labels)
+    return found
+
+
+def decoded(first: Tensor, second: Tensor, count: int) -> tuple[Tensor | None, bool]:
+    """The number k at each token whose second vector ``(E,)`` is its first times 1 + k / count.
+
+    They are ``(T,)`` int64, -1 for a first vector of zeros; None where vectors are not parallel.
+    And whether they are clear of rounding.
+    """
+    if first.is_complex():
+        first, second = (torch.view_as_real(x).flatten(1) for x in (first, second))
+    a, b = first.double(), second.double()
+    size = a.square().sum(-1)
+    ratio = (a * b).sum(-1) / size.clamp(min=1e-300)
+    rest = (b - ratio[:, None] * a).norm(dim=-1) / size.sqrt().clamp(min=1e-150)
+    if bool((rest > 0.01)[size > 1e-4 * size.amax()].any()):
+        return None, False
+    found = (ratio - 1) * count
+    number = found.round()
+    # Gradients so small that they are rounded may give any number, and infinite ones none.
+    clear = ((found - number).abs() <= 0.25) & (rest <= 0.05 / count)
+    clear &= (number >= 0) & (number < count)
+    is_read = size != 0
+    return torch.where(is_read & clear, number, -1).long(), bool((clear | ~is_read).all())
+
+
+def readers_by_bits(
+    root: Point,
+    leaf: Point,
+    channels: Tensor | None = None,
+    *,
+    by_channel: bool = False,
+    seed: int = 0,
+    tokens: Tensor | None = None,
+    labels: Tensor | None = None,
+) -> Tensor | None:
+    """:func:`readers` from exact zeros alone, in 2 log2(T) passes: for half precision.
+
+    With ``by_channel`` each channel of the leaf is looked at by itself, ``(T, E)``.
+    """
+    r = _noise_in(root, channels, tokens, seed)
+    place = torch.arange(root.tokens, device=root.device) if labels is None else labels
+    found: Tensor | None = None
+    for bit in range(max(1, (root.tokens - 1).bit_length())):
+        hits = []
+        for value in (0, 1):
+            chosen = ((place >> bit) & 1) == value
+            (g,) = gradients([root], [r * chosen[:, None]], [leaf])
+            if g is None:
+                return torch.full((leaf.tokens,), -1, device=leaf.device)
+            hits.append(g != 0 if by_channel else (g != 0).any(-1))
+        if bool((hits[0] & hits[1]).any()):
+            return None
+        if found is None:
+            found = torch.where(hits[0] | hits[1], 0, -1)
+        found = torch.where(hits[1], found | (1 << bit), found)
+    is_valid = found is not None and bool((found <= int(place.max())).all())
+    return found if is_valid else None
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entry of a root that reads each entry of a leaf, and the factor with which it does.
+
+    Args:
+        token (Tensor): ``(T, E)`` of the leaf, the token of the root; -1 for none.
+        channel (Tensor): ``(T, E)``, its channel; -1 for none.
+        factor (Tensor): ``(T, E)``, zero for none.
+    """
+
+    token: Tensor
+    channel: Tensor
+    factor: Tensor
+
+
+def entries(root: Point, leaf: Point, *, where: Tensor | None = None) -> Entries | None:
+    """The entries of ``root`` that read those of ``leaf``, where each is read by at most one.
+
+    None where an entry is read by several. Four backward passes: seeded with ones, with a number
+    for each token, with a number for each channel, and with random numbers as a proof.
+
+    With ``where``, ``(T, E)`` bool, only some entries of the root are looked at.
+    """
+    T, E = root.tokens, root.width
+    ones = torch.ones(T, E, dtype=root.dtype, device=root.device)
+    if where is not None:
+        ones = ones * where
+    if root.is_at(leaf):
+        token, channel = torch.meshgrid(
+            *(torch.arange(n, device=root.device) for n in (T, E)), indexing="ij"
+        )
+        read = ones != 0
+        return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), ones.double())
+    by_token = 1 + torch.arange(T, device=root.device)[:, None] / T
+    by_channel = 1 + torch.arange(E, device=root.device) / E
+    noise = root.noise(torch.Generator().manual_seed(0))
+    found = []
+    for seed in (ones, ones * by_token, ones * by_channel, ones * noise):
+        (g,) = gradients([root], [seed.to(root.dtype)], [leaf])
+        if g is None:
+            nothing = torch.full((leaf.tokens, leaf.width), -1, device=leaf.device)
+            return Entries(nothing, nothing, 0.0 * nothing)
+        found.append(g.double())
+    factor, tokens, channels, proof = found
+    read = factor != 0
+    safe = torch.where(read, factor, 1)
+    token = ((tokens / safe - 1) * T).round().long().clamp(0, T - 1)
+    channel = ((channels / safe - 1) * E).round().long().clamp(0, E - 1)
+    expected = factor * noise.double()[token, channel]
+    scale = factor.abs() * (1 + noise.double()[token, channel].abs())
+    if bool((((proof - expected).abs() > 1e-3 * scale) & (read | (proof != 0))).any()):
+        return None
+    return Entries(torch.where(read, token, -1), torch.where(read, channel, -1), factor)
+
+
+def _noise_in(root: Point, channels: Tensor | None, tokens: Tensor | None, seed: int) -> Tensor:
+    r = root.noise(torch.Generator().manual_seed(seed))
+    for axis, index in ((1, channels), (0, tokens)):
+        if index is not None:
+            kept = torch.zeros_like(r)
+            kept.index_copy_(axis, index, r.index_select(axis, index))
+            r = kept
+    return r

@@ -1,0 +1,175 @@
+"""Rules for relevance on the nodes of an autograd graph: one rule per kind of node.
+
+Linear operations conserve gradient times input. Everything else between two frozen mixers (MLPs,
+experts and their routers, gates, soft caps, norms) is in the graph that autograd recorded,
+whichever module computed it, so the rules are attached to the graph's nodes. The values of the
+forward pass do not change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from captum_ssm.graph.in_place import COPY_SLICES, is_hidden
+from captum_ssm.graph.kinds import (
+    LINEAR,
+    PRODUCTS,
+    Node,
+    coefficient_in,
+    followed_by,
+    is_gate,
+    is_without_rule,
+    kind_of,
+)
+from captum_ssm.graph.node_rules import BENDING, RULES, is_mean_of_channels, rule_of
+
+
+@contextmanager
+def ruled(
+    ends: Sequence[Node], starts: Sequence[Node], *, centered: bool = True
+) -> Iterator[dict[Node, bool]]:
+    """Attach the rules to the nodes between ``starts`` and ``ends``; gradients then obey them.
+
+    Yields whether relevance goes on from a node to one of the starts, for each node visited. If
+    ``centered``, a norm subtracts the mean over channels on the way back too.
+    """
+    visits, carries = _carrying(ends, starts)
+    with ExitStack() as stack:
+        for node, carrying, gates in visits:
+            if carrying and not carries[node]:
+                continue
+            if carrying and kind_of(node) == COPY_SLICES:
+                is_hidden(node)  # raises, unless nothing more can be seen
+            rule = rule_of(node, carrying, gates, centered=centered)
+            if rule is not None:
+                # The user's own graph may share these nodes.
+                stack.callback(node.register_hook(rule).remove)
+        yield carries
+
+
+class _Visit(NamedTuple):
+    # A node, the inputs by which relevance goes on to a start, and which of them are gates: factors
+    # of a product that count as coefficients.
+    node: Node
+    carrying: set[int]
+    gates: set[int]
+
+
+def _carrying(
+    ends: Sequence[Node], starts: Sequence[Node]
+) -> tuple[list[_Visit], dict[Node, bool]]:
+    # The nodes between, after their inputs.
+    visits: list[_Visit] = []
+    carries: dict[Node, bool] = dict.fromkeys(starts, True)
+    stack = list(ends)
+    while stack:
+        node = stack[-1]
+        children = [child for child, _ in node.next_functions]
+        followed = {i: children[i] for i in followed_by(node) if children[i] is not None}
+        unvisited = [child for child in followed.values() if child not in carries]
+        if node in carries:
+            stack.pop()
+        elif unvisited:
+            stack.extend(unvisited)
+        else:
+            carrying = {i for i, child in followed.items() if carries[child]}
+            carries[node] = bool(carrying)
+            visits.append(_Visit(node, carrying, _gates(node, carrying, children)))
+    if any(visit.gates for visit in visits):
+        _leave_out(visits, ends, carries)
+    return visits, carries
+
+
+def _gates(node: Node, carrying: set[int], inputs: Sequence[Node]) -> set[int]:
+    factors = carrying.intersection(PRODUCTS.get(kind_of(node), ())) if len(carrying) > 1 else ()
+    gates = {i for i in factors if is_gate(inputs[i])}
+    return gates if len(gates) < len(factors) else set()
+
+
+def _leave_out(visits: Sequence[_Visit], ends: Sequence[Node], carries: dict[Node, bool]) -> None:
+    # No relevance goes on from nodes that only gates are computed by.
+    reached = set(ends)
+    for visit in reversed(visits):  # each before its inputs
+        if visit.node in reached:
+            inputs = visit.node.next_functions
+            reached.update(inputs[i][0] for i in visit.carrying - visit.gates)
+        else:
+            carries[visit.node] = False
+
+
+def goes_through_activation(end: Node, start: Node) -> bool:
+    """Whether an activation, or a product of two signals, as in an MLP, lies between two nodes."""
+
+    def bends(visit: _Visit) -> bool:
+        kind = kind_of(visit.node)
+        if kind in PRODUCTS:
+            return visit.carrying.issuperset(PRODUCTS[kind])
+        return bool(visit.carrying) and kind in BENDING
+
+    return any(map(bends, _carrying([end], [start])[0]))
+
+
+def without_rule(carries: Mapping[Node, bool]) -> list[str]:
+    """The functions that relevance goes through by their plain gradient, by name.
+
+    It is asked while the rules of :func:`ruled`, which told what carries, are still attached.
+    """
+    kinds = set(map(kind_of, _nodes_without_rule(carries)))
+    return sorted("a function applied in place to a view" if x == COPY_SLICES else x for x in kinds)
+
+
+@contextmanager
+def stopped(carries: Mapping[Node, bool]) -> Iterator[None]:
+    """Let no relevance through functions without a rule, while rules are attached."""
+    with ExitStack() as stack:
+        for node in _nodes_without_rule(carries):
+            stack.callback(node.register_hook(lambda inner, outer: (None,) * len(inner)).remove)
+        yield
+
+
+def _nodes_without_rule(carries: Mapping[Node, bool]) -> list[Node]:
+    return [node for node, carry in carries.items() if carry and is_without_rule(node, RULES)]
+
+
+def added_coefficients(carries: Mapping[Node, bool]) -> list[str]:
+    """What is added to what relevance goes through, and counts as a constant, by name.
+
+    A sigmoid or an exponential of the tokens is a coefficient of what it multiplies. As a summand
+    it is part of the score that is missing from the relevance.
+    """
+    found: set[str | None] = set()
+    for node, carry in carries.items():
+        if carry and kind_of(node) in LINEAR and len(node.next_functions) > 1:
+            inputs = [one for one, _ in node.next_functions if one is not None]
+            found.update(coefficient_in(one, carries) for one in inputs if not carries.get(one))
+    return sorted(kind for kind in found if kind is not None)
+
+
+def mean_size(node: Node) -> int | None:
+    """The channels over which a norm's node takes the mean that it subtracts; 0 for other nodes.
+
+    None for a fused norm, which takes that of all.
+    """
+    kind = kind_of(node)
+    if kind == "NativeLayerNorm":
+        return math.prod(node._saved_normalized_shape)
+    if kind == "NativeGroupNorm":  # token by token
+        return node._saved_C // node._saved_group if node._saved_HxW == 1 else 0
+    if is_mean_of_channels(node):
+        return node._saved_self_sym_sizes[-1]
+    return None if "LayerNorm" in kind else 0
+
+
+def is_constant(x: Tensor) -> bool:
+    """Whether no relevance goes on from a tensor, because what computed it counts as constant."""
+    return x.grad_fn is not None and not followed_by(x.grad_fn)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by its class or its class's name."""
+    return isinstance(module, nn.LayerNorm) or "norm" in type(module).__name__.lower()

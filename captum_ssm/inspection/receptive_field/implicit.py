@@ -1,0 +1,60 @@
+"""The receptive field by implicit maps: a row of the product of I + A over layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.attr.maps.maps import MapOptions, StageMaps
+from captum_ssm.attr.to_inputs import of_inputs
+from captum_ssm.capture import Request, exact_arithmetic, freeze
+from captum_ssm.inspection.receptive_field.unit import (
+    Unit,
+    features_axis,
+    is_in_place,
+    places_of,
+    unit_of_tokens,
+)
+from captum_ssm.mixers import check_components
+from captum_ssm.utils.captum_api import is_tuple
+
+
+def implicit_maps(request: Request, position: Any, check: bool) -> tuple[Tensor, Unit]:
+    """Maps ``(B, *places)`` by implicit maps, and the unit that was asked."""
+    frozen = freeze(request, query=False, check=check)
+    tensor, ways = request.inputs[0], frozen.wiring.inputs
+    axis = features_axis(tensor, None)
+    if ways and tensor.is_floating_point() and ways[0].leaf.channels is not None:
+        axis = ways[0].leaf.channels % tensor.dim()
+    size = places_of(tensor, axis)
+    unit = unit_of_tokens(frozen, position, size)
+    assert unit.place is not None
+    folded = check_components("unified", None)
+    options = MapOptions(formulation="unified", components=folded, sign="absolute")
+    asked = frozen.at(unit.place[0])
+    with exact_arithmetic():
+        rows = _rolled(StageMaps(asked, asked.layers, options))
+        if is_in_place(frozen, size):
+            row, mask = rows[0], frozen.mask
+            return (row if mask is None or mask.shape != row.shape else row * mask), unit
+        relevance = of_inputs(rows, asked, "even", "nearest")
+    relevance = relevance[0] if is_tuple(relevance) else relevance
+    return (relevance if axis is None else relevance.sum(axis)), unit
+
+
+def _rolled(maps: StageMaps) -> list[Tensor]:
+    """The query's row of the product of I + A (no I without a residual): ``(B, L)`` per input."""
+
+    def step(stage: int, w: Tensor) -> dict[int, Tensor]:
+        m = maps.at(stage)
+        assert m is not None
+        sums = m.row_sums()
+        weights = dict.fromkeys(maps.streams(stage, m), w)
+        # A row that reads nothing, of padding, has no sum to divide by.
+        row = m.rmatvec(torch.where(sums > 0, w / sums, 0))
+        weights[stage] = row + w if stage in weights else row
+        return weights
+
+    return maps.wiring.back(maps.frozen.require_query(), step)

@@ -1,0 +1,370 @@
+"""What of a model can be explained, found out by running it, before anything is explained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.attr import TokenAttribution, methods
+from captum_ssm.capture import FrozenLayer, FrozenModel, Request, exact_arithmetic, freeze
+from captum_ssm.capture.check import Deviation, Rebuilt, tolerance_of
+from captum_ssm.capture.model import extract_logits
+from captum_ssm.capture.session import on_thrown_away
+from captum_ssm.discovery.search import shared
+from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
+from captum_ssm.mixers.registry import how_known
+from captum_ssm.utils.clones import repeated
+from captum_ssm.utils.quiet import quiet
+
+# What an adapter, a method or a model raises where it does not fit the other.
+ERRORS = (ValueError, TypeError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class MixerSupport:
+    """One visited mixer.
+
+    Args:
+        name (str): the module's path.
+        kind (str): the module's class.
+        known (str): how it is known: ``"registered"``, ``"measured"`` (its scans were recorded
+            and proven) or ``"recognized"`` (by an adapter of another class, and proven).
+        stage (int): its step through the model.
+        tokens (int): L.
+        grid (tuple of int, optional): the patches of the input that they are, along each axis;
+            None where they form no grid.
+        order (str): in which it reads the model's tokens: ``"forward"``, ``"backward"``, both,
+            ``"its own"``, a number of orders or of windows.
+        maps (int): M, channels or heads with a map of their own.
+        error (float): of its reconstruction, relative to the output. NaN if it failed.
+        recurrence_error (float): the same, relative to what the recurrence adds.
+        problem (str, optional): why it cannot be explained. Default: None
+        exchanged (float, optional): the share of neighboring tokens in what its scan is given, by
+            a token shift that no map shows. Default: 0.0
+
+    Examples::
+
+        >>> first = captum_ssm.supported(model, input_ids).mixers[0]
+        >>> first.name, first.kind, first.order, first.maps
+        ('backbone.layers.0.mixer', 'MambaMixer', 'forward', 32)
+    """
+
+    name: str
+    kind: str
+    known: str
+    stage: int
+    tokens: int
+    grid: tuple[int, ...] | None
+    order: str
+    maps: int
+    error: float
+    recurrence_error: float
+    problem: str | None = None
+    exchanged: float = 0.0
+
+    @property
+    def finding(self) -> str:
+        """How well it is reproduced, or why it cannot be explained."""
+        if self.problem is not None:
+            return self.problem
+        text = f"{self.error:.0e} ({self.recurrence_error:.0e} of the recurrence)"
+        if not self.exchanged:
+            return text
+        return f"{text}; up to {self.exchanged:.0%} is read from neighbors before the scan"
+
+    @property
+    def shown_tokens(self) -> str:
+        """The tokens along each axis of their grid, such as ``"8 x 8"``, or their number."""
+        return str(self.tokens) if self.grid is None else " x ".join(map(str, self.grid))
+
+
+@dataclass(frozen=True)
+class Support:
+    """What of a model can be explained at one input. Print it.
+
+    Args:
+        mixers (list of MixerSupport): in forward order.
+        between (str): what lies between them.
+        methods (dict of str to str): by name, why it does not work; None where it does.
+        held (float, optional): the share of what the score reads that the maps of the mixers hold;
+            the rest goes past them, and only a rollout and MambaLRP follow it. Default: 1.0
+        outside (dict of str to int, optional): the largest modules with weights that hold no mixer,
+            counted by class. Default: ``{}``
+        mixing (dict of str to int, optional): those of them in which tokens act on one another,
+            which no map shows. Default: ``{}``
+
+    Examples::
+
+        >>> captum_ssm.supported(model, input_ids).between
+        'each token by itself, in its place'
+    """
+
+    mixers: list[MixerSupport]
+    between: str
+    methods: dict[str, str | None]
+    held: float = 1.0
+    outside: Mapping[str, int] = field(default_factory=dict)
+    mixing: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        head = ("mixer", "class", "known", "stage", "tokens", "order", "maps", "error")
+        rows = [
+            (m.name, m.kind, m.known, str(m.stage), m.shown_tokens, m.order, str(m.maps), m.finding)
+            for m in self.mixers
+        ]
+        tried = [(name, why or "works") for name, why in self.methods.items()]
+        return "\n".join([*aligned([head, *rows]), "", *self.surroundings, "", *aligned(tried)])
+
+    @property
+    def surroundings(self) -> list[str]:
+        """What lies outside of the mixers, and between them, as lines."""
+        outside = Counter(self.outside) - Counter(self.mixing)
+        lines = [f"outside the maps: {counted(outside)}"]
+        if self.mixing:
+            mixing = counted(self.mixing)
+            lines.append(f"  {mixing}: tokens act on one another there, which no map shows")
+        return [*lines, f"between the mixers: {self.between}"]
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Rows of a table as lines, with the columns of these indices aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.rjust if i in set(right) else str.ljust for i in range(len(widths))]
+    return [
+        "  ".join(side(text, n) for side, text, n in zip(sides, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def counted(kinds: Mapping[str, int]) -> str:
+    """Classes with their numbers, such as ``"Linear, 4 x LayerNorm"``."""
+    return ", ".join(f"{n} x {kind}" if n > 1 else kind for kind, n in kinds.items()) or "nothing"
+
+
+@shared()
+def supported(
+    forward_func: Callable[..., Any],
+    inputs: Any,
+    *,
+    model: Any = None,
+    target: Any = None,
+    additional_forward_args: Any = None,
+) -> Support:
+    """Run a model and say what of it can be explained, and how that is known.
+
+    Long texts are cut to 32 tokens for the trial of the methods.
+
+    Args:
+        forward_func, inputs, model, additional_forward_args: as for
+            :class:`~captum_ssm.attr.TokenAttribution` and its ``attribute``.
+        target (Any, optional): what the methods are tried on; None for the likeliest output.
+            Default: None
+
+    Returns:
+        Support: its mixers, what lies between them, and which methods work.
+
+    Raises:
+        UnsupportedModelError: for a model without a mixer that is known or can be measured.
+        ValueError, TypeError: for inputs that the model does not take.
+
+    Examples::
+
+        >>> found = captum_ssm.supported(model, input_ids)
+        >>> [mixer.known for mixer in found.mixers]
+        ['registered', 'registered']
+        >>> found.methods["mamba-lrp"] is None  # it works
+        True
+    """
+    owner = forward_func if model is None else model
+    request = Request.of(forward_func, owner, inputs, additional_forward_args)
+    short = request.shortened(32) or request
+    others = list(outside(request.module))
+    frozen = _frozen(short, others)
+    if target is None:
+        target = likeliest(short)
+    tried = {
+        name: _problem(method(forward_func, owner), frozen, target)
+        for name, method in methods().items()
+    }
+    mixing = _mixing(frozen)
+    return Support(
+        [support_of(frozen, layer) for layer in frozen.layers],
+        between(frozen),
+        tried,
+        frozen.wiring.held,
+        kinds_of(others),
+        kinds_of(module for module in others if module in mixing),
+    )
+
+
+def _frozen(request: Request, others: Sequence[nn.Module]) -> FrozenModel:
+    # With the token that the model reads, where it can be told and reached.
+    freezes = partial(freeze, request, also=lambda module: module in others, check=False)
+    try:
+        return freezes()
+    except ERRORS:
+        with quiet():  # the first run has warned
+            return freezes(query=False)
+
+
+def _problem(method: TokenAttribution, frozen: FrozenModel, target: Any) -> str | None:
+    # Why a method does not explain the model at this input; None where it does.
+    request = frozen.request
+    if frozen.query is not None and not method.needs_target():
+        layers = [replace(layer, check=method.check) for layer in frozen.layers]
+        method = copy(method)
+        method._frozen = replace(frozen, layers=layers)
+    try:
+        with quiet():  # the report says what methods would warn of
+            method.attribute(
+                request.given,
+                target=target if method.needs_target() else None,
+                additional_forward_args=request.named or request.positional or None,
+            )
+    except ERRORS as error:
+        return first_line(error)
+    return None
+
+
+def outside(model: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules with weights that hold no mixer."""
+    for child in model.children():
+        if find_adapter(child) is not None or not any(True for _ in child.parameters()):
+            continue
+        if isinstance(child, nn.ModuleList) or any(True for _ in find_mixers(child)):
+            yield from outside(child)
+        else:
+            yield child
+
+
+def kinds_of(modules: Iterable[nn.Module]) -> Counter[str]:
+    """How many modules there are of each class, in their order."""
+    return Counter(type(module).__name__ for module in modules)
+
+
+def _mixing(frozen: FrozenModel) -> set[nn.Module]:
+    # The recorded modules in which tokens act on one another, where the wiring says that some do.
+    if not frozen.wiring.exchanged and not frozen.wiring.is_mixed:
+        return set()
+    return {call.module for call in frozen.others if _mixes(call, frozen.shape[1])}
+
+
+def _mixes(call: MixerCall, tokens: int) -> bool:
+    # Whether another first token changes what a module returns at a later one.
+    first = next((i for i, value in enumerate(call.args) if torch.is_tensor(value)), None)
+    if tokens < 2 or first is None or call.args[first].shape[1:2] != (tokens,):
+        return False
+    args = list(call.args)
+    args[first] = args[first].clone()
+    args[first][:, 0] = call.args[first][:, -1]
+    with torch.no_grad():
+        changed, output = replace(call, args=tuple(args)).run().output, call.run().output
+    return changed.shape[1:2] == (tokens,) and not torch.equal(changed[:, 1:], output[:, 1:])
+
+
+@repeated
+def likeliest(request: Request) -> Any:
+    """A target: the token, or class, that the model predicts for the first example."""
+    with torch.no_grad(), on_thrown_away(request) as (of_copies, _):
+        logits = extract_logits(of_copies.run())
+    if logits.dim() < 2:
+        return None
+    if logits.dim() == 3 and request.speaks(logits):
+        return int(logits[0, -1].argmax())
+    found = torch.unravel_index(logits[0].argmax(), logits.shape[1:])
+    index = tuple(int(one) for one in found)
+    return index[0] if len(index) == 1 else index
+
+
+def first_line(value: object) -> str:
+    """The first line of a message, or the name of what has none."""
+    text = str(value).strip()
+    return text.splitlines()[0] if text else type(value).__name__
+
+
+def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
+    """What of one mixer can be explained."""
+    grid = frozen.grids[layer.stage]
+    module = layer.source.module
+    found = MixerSupport(
+        layer.name,
+        type(module).__name__,
+        how_known(module),
+        layer.stage,
+        layer.shape[1],
+        None if grid is None else grid.shape,
+        _order(layer.order),
+        0,
+        float("nan"),
+        float("nan"),
+    )
+    try:
+        with exact_arithmetic():
+            mixer = layer.mixer
+            deviation = Deviation.of(layer.call, Rebuilt.of(mixer))
+            error, of_recurrence, _ = deviation.errors(layer.mask)
+    except ERRORS as problem:
+        return replace(found, problem=first_line(problem))
+    found = replace(
+        found,
+        order=_orders(layer, mixer),
+        maps=mixer.recurrence.maps,
+        error=error,
+        recurrence_error=of_recurrence,
+        exchanged=mixer.exchanged,
+    )
+    fits = error <= tolerance_of(layer.source, mixer.rounding)
+    return found if fits else replace(found, problem=f"not reproduced: relative error {error:.0e}")
+
+
+def _orders(layer: FrozenLayer, mixer: FrozenMixer) -> str:
+    # Of the mixer itself, or of the scans in it.
+    if layer.order is not None and layer.order.shape[0] > 1:
+        return f"{layer.order.shape[0]} windows"
+    scans = mixer.scans_in_order()
+    found = {
+        _order(order) if scan.recurrence.is_causal else "both ways" for scan, order, _ in scans
+    }
+    several = "its own" in found and len(scans) > 1
+    return f"{len(scans)} orders" if several else " + ".join(sorted(found))
+
+
+def _order(order: Tensor | None) -> str:
+    if order is None:
+        return "forward"
+    flat = order.flatten().cpu()
+    forward = torch.arange(len(flat))
+    if torch.equal(flat, forward):
+        return "forward"
+    return "backward" if torch.equal(flat, forward.flip(0)) else "its own"
+
+
+def between(frozen: FrozenModel) -> str:
+    """What lies between the mixers, in words."""
+    wiring = frozen.wiring
+    if wiring.refused is not None:
+        return wiring.refused
+    notes = []
+    for stage in wiring.stages:
+        for _, link in stage.reads:
+            if link.transport is not None:
+                T, S = stage.tokens, link.count
+                notes.append(f"{T} tokens made of {S}, by a measured transport")
+            elif link.source is not None:
+                notes.append(f"{stage.tokens} tokens chosen of {link.count}")
+    if wiring.past:
+        notes.append(wiring.past)
+    if wiring.exchanged:
+        notes.append(
+            f"tokens read up to {wiring.exchanged:.1%} from one another, which no map shows"
+        )
+    if not wiring.stages[0].reads and frozen.grid is None:
+        notes.append("the way from the input to the first mixer was not measured")
+    return "; ".join(notes) or "each token by itself, in its place"

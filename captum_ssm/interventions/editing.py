@@ -1,0 +1,263 @@
+"""The user's own run of the model, with the outputs of mixers edited.
+
+Each call of a chosen mixer is frozen at the current input of its layer, so that an edit of an
+earlier layer reaches it, and compared with what the module returned. The change by the edit is
+added to the module's output, so that where an edit changes nothing, the module's own values go on,
+bit by bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm.capture import resolve_model, unwrap
+from captum_ssm.capture.check import Rebuilt, check_reconstruction
+from captum_ssm.capture.session import IS_RECORDED
+from captum_ssm.capture.substitute import without_autocast
+from captum_ssm.capture.unknown_mixers import adapter_of
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.interventions.selection import Layers, chosen_layers
+from captum_ssm.mixers import FrozenMixer, MixerCall
+from captum_ssm.mixers.call import LinearCalls, bound_arguments
+from captum_ssm.mixers.registry import channels_of
+from captum_ssm.utils.allocator import workspace
+from captum_ssm.utils.blocks import bound, undo
+from captum_ssm.utils.copies import original
+from captum_ssm.utils.lazy import cached_property
+from captum_ssm.utils.nested import detached, with_first
+from captum_ssm.utils.offload import weights_loaded
+
+
+@dataclass(frozen=True)
+class OpenMixer:
+    """A mixer frozen in the middle of a run, taken apart after its scans.
+
+    Args:
+        path (str): the module's.
+        call (MixerCall): the call, at the current input of the layer.
+        mixer (FrozenMixer): the same, frozen, with its graph.
+    """
+
+    path: str
+    call: MixerCall
+    mixer: FrozenMixer
+
+    @cached_property
+    def mixed(self) -> list[Tensor]:
+        """What each of the mixer's scans returns, ``(B, L, D)``, in the scan's order."""
+        return [scan.mixed for scan, _, _ in self.mixer.scans_in_order()]
+
+    @cached_property
+    def gated(self) -> Tensor:
+        """The input of the output projection, ``(B, L, D)``."""
+        mixer = self.mixer
+        return mixer.gated_output_of(self.mixed) if mixer.is_readable else mixer.gated_output()
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the frozen mixer returns, ``(B, L, E)``."""
+        return self.mixer.projected(self.gated)
+
+    @cached_property
+    def projected(self) -> Tensor | None:
+        """What the module's output projection was given, ``(B, L, D)``, where that was kept."""
+        recorded = self.call.projected(self.mixer.out_weight)
+        return recorded if recorded is None or recorded.shape == self.gated.shape else None
+
+    def check(self, mask: Tensor | None) -> None:
+        """Raise `ReconstructionError` unless this is what the module computed."""
+        gated, recorded = self.gated.detach(), self.projected
+        with torch.no_grad():
+            share = self.mixer.recurrence_share(gated)
+            if recorded is None:
+                rebuilt = Rebuilt(self.output.detach(), share, self.mixer.rounding)
+            else:
+                rebuilt = Rebuilt(self.call.output, share, self.mixer.rounding, (gated, recorded))
+            check_reconstruction(self.path, self.call, rebuilt, mask)
+
+    def returning_mixed(self, mixed: list[Tensor]) -> Tensor:
+        """The module's output if its scans returned ``mixed`` instead of :attr:`mixed`."""
+        return self.returning(self.mixer.gated_output_of(mixed))
+
+    def returning(self, gated: Tensor) -> Tensor:
+        """The module's output for another input of its output projection, ``(B, L, D)``."""
+        output = self.call.output
+        if self.projected is None or self.mixer.out_gate is not None:
+            change = self.mixer.projected(gated) - self.output
+        else:
+            change = F.linear(gated - self.gated, self.mixer.out_weight)
+        if output.requires_grad and not change.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                f"{self.path} ({type(self.call.module).__name__}) was frozen without the graph of "
+                "its coefficients, as all measured mixers are, so no gradient goes through the "
+                "intervention's change; expected torch.no_grad(). Or register an adapter with "
+                "captum_ssm.register_mixer(module_type, freeze)."
+            )
+        return output + change.reshape(output.shape).to(output.dtype)
+
+
+Edit = Callable[[OpenMixer], Tensor]
+
+
+@contextmanager
+def edited(model: Any, layers: Layers, edit: Edit, *, check: bool = True) -> Iterator[None]:
+    """Let ``edit`` compute what the chosen mixers return, in this thread, while the block runs.
+
+    Args:
+        model (nn.Module or nnsight model): runs its own forward inside the block.
+        layers (int, str, slice or sequence, optional): mixers by index or path; None for all.
+        edit (Callable): takes an :class:`OpenMixer` and returns the output that replaces the
+            module's.
+        check (bool, optional): compare each frozen mixer with its module. Default: True
+
+    Raises:
+        ValueError: for a layer that is not there, or that is being edited already.
+        UnsupportedModelError: no mixer is known, or the block did not reach a chosen one.
+    """
+    model = unwrap(resolve_model(model, None))
+    chosen = chosen_layers(model, layers)
+    around = _EDITS.get()
+    twice = [p for p, m in chosen.items() if any(m in e.paths for e in around.get(m, ()))]
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} is edited by another intervention around this one; expected each "
+            "layer in one intervention at a time. Name other layers, or join the two into one."
+        )
+    edits = _Edits(model, {module: path for path, module in chosen.items()}, edit, check)
+    with workspace(), _noticed(edits):
+        yield
+    missed = [path for path in chosen if path not in edits.reached]
+    if missed:
+        raise UnsupportedModelError(
+            f"the block did not reach {', '.join(missed)}, so nothing was changed there; expected "
+            "it to run the model in this thread. Name the layers that it runs, and leave models "
+            "uncompiled (torch.compile does not see changes that come later)."
+        )
+
+
+@dataclass(eq=False)
+class _Edits:
+    # The edits of mixers by one intervention; a mixer inside of an edited one is left as it is.
+    model: nn.Module
+    paths: dict[nn.Module, str]
+    edit: Edit
+    check: bool
+    reached: set[str] = field(default_factory=set)
+    mask: Tensor | None = None
+    busy: bool = False
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a module runs: the model's own padding mask."""
+        if original(module) is self.model:
+            mask = bound_arguments(module, args, kwargs).get("attention_mask")
+            self.mask = mask if torch.is_tensor(mask) and mask.dim() == 2 else None
+
+    def acts_on(self, module: nn.Module) -> bool:
+        """Whether a call of a module is edited."""
+        return original(module) in self.paths and not self.busy
+
+    def leave(self, call: MixerCall) -> MixerCall:
+        """A call with what takes the place of its result."""
+        if not self.acts_on(call.module):
+            return call
+        module, result = original(call.module), call.result
+        path = self.paths[module]
+        if IS_RECORDED.get():
+            raise UnsupportedModelError(
+                f"{path} is edited by an intervention, and a method of frozen mixers was called "
+                "inside of the block, where it would explain the unedited mixer; expected methods "
+                "of gradients or perturbations there. Call this method outside of the block."
+            )
+        self.reached.add(path)
+        call = replace(call, path=path)
+        self.busy = True
+        try:
+            with without_autocast(), weights_loaded(module):
+                plain = replace(call, result=detached(result))
+                opened = OpenMixer(path, call, adapter_of(plain)(plain))
+                if self.check:
+                    opened.check(self._mask_of(call))
+                output = self.edit(opened)
+        finally:
+            self.busy = False
+        return replace(call, result=with_first(result, output))
+
+    def _mask_of(self, call: MixerCall) -> Tensor | None:
+        mask = call.token_mask() if self.mask is None else self.mask
+        fits = mask is not None and mask.shape == call.output.shape[:2]
+        return mask if fits else None
+
+
+# The interventions of this thread, by the modules that they are about. Hooks would not do: a module
+# that another thread is running must not lose one.
+_EDITS: ContextVar[dict[nn.Module, tuple[_Edits, ...]]] = ContextVar("edits", default={})  # noqa: B039
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def _noticed(edits: _Edits) -> Iterator[None]:
+    # Calls of the modules that an intervention is about go through it, in this thread.
+    modules = {edits.model, *edits.paths}
+    around = {module: (*_EDITS.get().get(module, ()), edits) for module in modules}
+    with ExitStack() as stack:
+        undo(stack, _leave, edits, modules)
+        _enter(edits, modules)
+        stack.enter_context(bound(_EDITS, _EDITS.get() | around))
+        yield
+
+
+def _enter(edits: _Edits, modules: set[nn.Module]) -> None:
+    with _LOCK:
+        for module in modules:
+            forward = module.__dict__.get("forward")
+            if not isinstance(forward, _Forward):
+                forward = module.__dict__["forward"] = _Forward(module)
+            forward.users.add(edits)
+
+
+def _leave(edits: _Edits, modules: set[nn.Module]) -> None:
+    with _LOCK:
+        for module in modules:
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, _Forward):
+                forward.users.discard(edits)
+                if forward.users:
+                    continue
+                if forward.is_instance:
+                    module.__dict__["forward"] = forward.original
+                else:
+                    module.__dict__.pop("forward", None)
+
+
+class _Forward:
+    # A module's forward while interventions, of any thread, are about it.
+    def __init__(self, module: nn.Module) -> None:
+        self.original, self.is_instance = module.forward, "forward" in module.__dict__
+        self.module = module
+        self.users: set[_Edits] = set()
+        update_wrapper(self, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, around = self.module, _EDITS.get().get(original(self.module), ())
+        for edits in around:
+            edits.enter(module, args, kwargs)
+        if not any(edits.acts_on(module) for edits in around):
+            return self.original(*args, **kwargs)
+        # The outputs of linear layers are kept, so that freezing the mixer does not compute them.
+        with LinearCalls() as linears:
+            result = self.original(*args, **kwargs)
+        call = MixerCall.of("", module, args, kwargs, result, channels=channels_of(module))
+        call = replace(call, linears=linears)
+        for edits in around:
+            call = edits.leave(call)
+        return call.own[2]

@@ -1,0 +1,82 @@
+"""Runs of one input, several at once in one batch, and the explained score of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from captum_ssm.capture import FrozenModel, Request
+from captum_ssm.capture.recording import Recording
+from captum_ssm.capture.target import read_score
+from captum_ssm.mixers import MixerCall
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one input.
+
+    Args:
+        frozen (FrozenModel): one of them.
+        target, position (Any): as for ``attribute``.
+    """
+
+    frozen: FrozenModel
+    target: Any
+    position: Any
+
+    def request(self, k: int) -> Request:
+        """The input k times, the examples of one run after those of another."""
+        request = self.frozen.request
+        B = request.batch
+        return replace(
+            request,
+            inputs=tuple(_repeated(x, k, B) for x in request.inputs),
+            positional=tuple(_repeated(x, k, B) for x in request.positional),
+            named={name: _repeated(x, k, B) for name, x in request.named.items()},
+        )
+
+    def scores(self, k: int = 1) -> Tensor:
+        """The score of each of k runs at once, ``(k, B)``, as the model is now."""
+        request, B = self.request(k), self.frozen.request.batch
+        mask, last = self.frozen.mask, self.frozen.layers[-1].call
+        output = request.run()
+        # The call tells the score how many tokens there are.
+        call = MixerCall(last.path, last.module, (), {}, times(last.output, k))
+        arguments = {} if mask is None else {"attention_mask": times(mask, k)}
+        recording = Recording(request, output, [call], [], arguments)
+        target, position = (
+            x * k if isinstance(x, list) and len(x) == B else _repeated(x, k, B)
+            for x in (self.target, self.position)
+        )
+        return read_score(recording, target, position).view(k, B)
+
+
+def times(x: Tensor, k: int) -> Tensor:
+    """``x (B, ...)`` k times: ``(k B, ...)``."""
+    return x if k == 1 else x.repeat(k, *[1] * (x.dim() - 1))
+
+
+def _repeated(value: Any, k: int, B: int) -> Any:
+    # Tensors with one row per example; other values hold for all examples.
+    has_examples = torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == B
+    return times(value, k) if has_examples else value
+
+
+def runs_at_once(count: Any) -> int:
+    """``perturbations_per_eval``, checked."""
+    if isinstance(count, int) and count >= 1:
+        return count
+    raise ValueError(f"perturbations_per_eval is {count!r}; expected an int of at least 1.")
+
+
+@contextmanager
+def bar(what: str, total: int, show: bool) -> Iterator[Callable[[int], Any]]:
+    """A progress bar, if ``show``; the yielded function takes how many steps were done."""
+    with tqdm(desc=what, total=total, disable=not show) as progress:
+        yield progress.update

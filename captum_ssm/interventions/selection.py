@@ -1,0 +1,111 @@
+"""Which tokens, heads and layers an intervention is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture import unwrap
+from captum_ssm.errors import InputError, UnsupportedModelError
+from captum_ssm.mixers import find_mixers
+from captum_ssm.utils.integers import as_index, as_integers
+
+# Positions, negative from the end; a bool mask, (L,) or one row per example; None for all.
+Tokens: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | None
+Layers: TypeAlias = int | str | slice | Sequence[int | str] | None
+
+
+def mask_of(
+    what: str, chosen: Tokens, shape: tuple[int, int], device: torch.device, of: str = "tokens"
+) -> Tensor:
+    """The chosen tokens, heads or channels as a bool mask ``(B, L)``.
+
+    Args:
+        what (str): the argument's name, for errors.
+        chosen (int, slice, sequence or Tensor, optional): integers, negative from the end, or
+            bools; ``(L,)``, or one row per example. None for all.
+        shape (tuple of int): (B, L).
+        device (torch.device): of the mask.
+        of (str, optional): what is chosen from, for errors. Default: ``"tokens"``
+
+    Raises:
+        InputError: for integers outside, or of a wrong shape.
+        TypeError: for anything else.
+    """
+    B, L = shape
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    if chosen is None:
+        return ~mask
+    if isinstance(chosen, slice):
+        mask[:, chosen] = True
+        return mask
+    try:
+        values = torch.as_tensor(chosen, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        values = None
+    if values is not None and values.numel() == 0:
+        return mask
+    if values is not None and values.dtype == torch.bool:
+        if values.shape not in ((L,), (1, L), (B, L)):
+            raise InputError(
+                f"{what} is a mask of shape {tuple(values.shape)}; the layer is given {L} {of} in "
+                f"{B} examples: expected ({L},) or ({B}, {L})."
+            )
+        return values.expand(B, L)
+    index = None if values is None else as_integers(values, device)
+    if index is None or index.dim() > 2:
+        raise TypeError(
+            f"{what} is {chosen!r}; expected an int, a slice, integers, a bool mask, or None for "
+            "all."
+        )
+    if index.dim() == 2 and index.shape[0] not in (1, B):
+        raise InputError(
+            f"{what} has {index.shape[0]} rows for a batch of {B}; expected one row per example."
+        )
+    if bool(((index < -L) | (index >= L)).any()):
+        raise InputError(
+            f"{what} holds {index.tolist()}, outside the {L} {of} of the layer: expected "
+            f"0 .. {L - 1} (or -{L} .. -1 from the end)."
+        )
+    index = (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
+    return mask.scatter(1, index, True)
+
+
+def chosen_layers(model: Any, layers: Layers) -> dict[str, nn.Module]:
+    """The mixers named by index (in the order of the modules, negative from the end) or path.
+
+    Raises:
+        UnsupportedModelError: the model holds no mixer that is known.
+        ValueError: for a layer that is not there.
+    """
+    mixers = dict(find_mixers(unwrap(model)))
+    paths = list(mixers)
+    if not paths:
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} holds no token mixer that captum_ssm knows yet. The "
+            "mixers of a model without a registered one are found when it is run: call "
+            "captum_ssm.supported(model, inputs) first."
+        )
+    if layers is None:
+        return mixers
+    if isinstance(layers, slice):
+        wanted: list[Any] = list(range(len(paths))[layers])
+    elif isinstance(layers, str) or as_index(layers) is not None:
+        wanted = [layers]
+    else:
+        wanted = list(layers)  # type: ignore[arg-type]
+    if not wanted:
+        raise ValueError(f"layers is {layers!r}, which names none; expected at least one.")
+    chosen = {}
+    for item in wanted:
+        index = paths.index(item) if item in paths else as_index(item)
+        if index is None or not -len(paths) <= index < len(paths):
+            raise ValueError(
+                f"layers holds {item!r}; this model has {len(paths)} mixers: expected an index "
+                f"0 .. {len(paths) - 1}, or a path: {', '.join(paths)}."
+            )
+        chosen[paths[index]] = mixers[paths[index]]
+    return chosen

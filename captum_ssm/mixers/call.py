@@ -1,0 +1,375 @@
+"""What an adapter is given: a recorded call of a mixer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from captum_ssm.mixers.linear_layers import is_plain
+from captum_ssm.utils.clones import address
+from captum_ssm.utils.copies import original
+from captum_ssm.utils.lazy import cached_property
+from captum_ssm.utils.nested import first_of, map_tensors, tensors_in
+from captum_ssm.utils.offload import weights_loaded
+
+if TYPE_CHECKING:
+    from captum_ssm.discovery.scans import KeptScans
+
+# What a module raises, or an adapter or a variant of one, that a call does not fit.
+MISFITS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
+# In place of the channels' axis, of tokens (L, B, E).
+TOKENS_FIRST = 2
+
+
+@dataclass(frozen=True)
+class MixerCall:
+    """One call of a mixer module in a forward pass, with its arguments and its result.
+
+    Args:
+        path (str): the module's name in the model.
+        module (nn.Module): the mixer.
+        args (tuple): positional arguments of its forward.
+        kwargs (dict): keyword arguments of its forward.
+        result (Any): what its forward returned.
+        gradient (Tensor, optional): gradient of the target with respect to ``output``,
+            ``(B, L, E)``. Default: None
+        order (int, optional): its position among the recorded calls of one forward pass.
+            Default: 0
+        linears (LinearCalls, optional): what its linear layers computed in the call, which is
+            then not computed again. Default: None
+        scans (KeptScans, optional): what its scan functions returned in the call. Default: None
+        channels (int, optional): the axis of the channels in the tokens that the module takes and
+            returns; ``TOKENS_FIRST`` for ``(L, B, E)``. In ``args``, ``kwargs`` and ``result`` they
+            are ``(B, L, E)``. Default: -1
+
+    Examples::
+
+        >>> module = model.backbone.layers[0].mixer
+        >>> x = torch.randn(1, 7, 16)
+        >>> call = MixerCall("mixer", module, (x,), {}, module(x))
+        >>> call.tokens().shape, call.output.shape
+        (torch.Size([1, 7, 16]), torch.Size([1, 7, 16]))
+    """
+
+    path: str
+    module: Any  # an nn.Module; adapters read attributes of its class
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    gradient: Tensor | None = None
+    order: int = 0
+    linears: LinearCalls | None = None
+    scans: KeptScans | None = None
+    channels: int = -1
+
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        *,
+        channels: int = -1,
+    ) -> MixerCall:
+        """A call of a module whose tokens have their channels on the axis ``channels``."""
+        args, kwargs = _tokens_moved((args, kwargs), channels, -1)
+        result = _tokens_moved(result, channels, -1)
+        return cls(path, module, args, kwargs, result, channels=channels)
+
+    @property
+    def own(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """``args``, ``kwargs`` and ``result`` as the module takes and returns them."""
+        args, kwargs = _tokens_moved((self.args, self.kwargs), -1, self.channels)
+        return args, kwargs, _tokens_moved(self.result, -1, self.channels)
+
+    def run(self, module: nn.Module | None = None) -> MixerCall:
+        """The same with what the module, or another one, returns for ``args`` and ``kwargs``."""
+        args, kwargs, _ = self.own
+        result = (self.module if module is None else module)(*args, **kwargs)
+        return replace(self, result=_tokens_moved(result, self.channels, -1))
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the call, by their names in the module's ``forward``."""
+        return bound_arguments(self.module, self.args, self.kwargs)
+
+    @property
+    def output(self) -> Tensor:
+        """The mixed tokens ``(B, L, E)``: the result, or its first element."""
+        return first_of(self.result)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The working dtype: float64 if the mixer's output is float64, else float32."""
+        return torch.float64 if self.output.dtype == torch.float64 else torch.float32
+
+    def tokens(self, name: str = "hidden_states") -> Tensor:
+        """The mixer's input tokens ``(B, L, E)``, in the working dtype."""
+        return self.given_tokens(name).to(self.dtype)
+
+    def given_tokens(self, name: str = "hidden_states") -> Tensor:
+        """The mixer's input tokens ``(B, L, E)``, as they were given.
+
+        Raises:
+            TypeError: for a call without a tensor of its own, such as one that is given a tuple.
+        """
+        value = self.arguments.get(name)
+        if value is None:
+            given = (*self.args, *self.kwargs.values())
+            value = next((a for a in given if torch.is_tensor(a)), None)
+        if value is None:
+            kinds = [type(a).__name__ for a in given]
+            raise TypeError(f"{self.path} is given {kinds}; expected tokens (B, L, E), a tensor.")
+        return value
+
+    def token_mask(self, name: str = "attention_mask") -> Tensor | None:
+        """The ``(B, L)`` padding mask passed to the mixer, in the working dtype, or None."""
+        mask = self.arguments.get(name)
+        if not torch.is_tensor(mask) or mask.dim() != 2:
+            return None
+        return mask.to(self.output.device, self.dtype)
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """``layer(x)`` for ``x (..., in)`` in the working dtype: ``(..., out)``.
+
+        A layer without a plain weight tensor (quantized, with LoRA) computes in its own dtype.
+        """
+        with weights_loaded(layer):
+            weight = getattr(layer, "weight", None)
+            if torch.is_tensor(weight):
+                x = x.to(weight.device)
+            if not is_plain(layer):  # its weight may be that of a layer inside of it
+                return layer(x.to(self.output.dtype)).to(self.dtype)
+            known = None if self.linears is None else self.linears.find(layer, x)
+            if known is not None:
+                has_graph = known.requires_grad or not x.requires_grad
+                return known if has_graph else _Known.apply(x, weight, known)
+            bias = None if layer.bias is None else self.parameter(layer.bias)
+            return F.linear(x, self.parameter(layer.weight), bias)
+
+    def projected(self, weight: Tensor) -> Tensor | None:
+        """What the module's output projection was given, ``(B, L, D)``.
+
+        None where that was not kept: where it is no plain linear layer with the matrix ``weight``,
+        or is not the last that the module computes.
+        """
+        found = None if self.linears is None else self.linears.given_for(self.output, weight)
+        return found if found is None or found.dtype == self.output.dtype else None
+
+    def weight(self, layer: Any) -> Tensor:
+        """The matrix of a linear layer, ``(out, in)``, in the working dtype.
+
+        For a layer without a plain weight tensor (quantized, with LoRA) it is computed from the
+        layer's outputs for unit vectors.
+        """
+        if is_plain(layer):
+            return self.parameter(layer.weight)
+        ones = torch.eye(layer.in_features, dtype=self.output.dtype, device=self.output.device)
+        with torch.no_grad():
+            return (self.linear(layer, ones) - self.linear(layer, 0 * ones[:1])).mT
+
+    def parameter(self, value: Tensor) -> Tensor:
+        """A parameter of any shape, detached, in the working dtype."""
+        return value.detach().to(self.dtype)
+
+    def decay_rate(self, A_log: Tensor) -> Tensor:
+        """``-exp(A_log)``, of any shape, computed in float32 whatever the model's dtype."""
+        return -torch.exp(A_log.detach().float()).to(self.dtype)
+
+
+class LinearCalls(TorchFunctionMode):
+    """What linear layers are given and return, in this thread, while it is active.
+
+    Examples::
+
+        >>> layer, x = nn.Linear(2, 3), torch.randn(1, 2)
+        >>> with LinearCalls() as calls:
+        ...     y = layer(x)
+        >>> calls.find(layer, x) is y, calls.find(layer, 2 * x) is None
+        (True, True)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A layer, or its weight: an offloaded layer has another one at each call.
+        self._calls: list[tuple[Any, Tensor, Tensor, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Of tensors made under inference mode nothing says whether they were changed since.
+        if func is F.linear and len(args) >= 2 and not result.is_inference():
+            self._calls.append((args[1], args[0], result, result._version))
+        return result
+
+    @contextmanager
+    def of(self, module: nn.Module) -> Iterator[None]:
+        """Only those of a module's own layers, while it runs, at no cost for what else it does."""
+
+        def keep(layer: Any, args: Any, result: Tensor) -> None:
+            self._calls.append((original(layer), args[0].detach(), result, result._version))
+
+        with ExitStack() as hooks:
+            for layer in filter(is_plain, module.children()):
+                hooks.enter_context(layer.register_forward_hook(keep))
+            yield
+
+    def keep_only(self, tokens: Tensor, output: Tensor) -> None:
+        """Let go of all calls, except those given as many tokens, and what ``output`` came of.
+
+        Args:
+            tokens (Tensor): ``(B, L, E)``, what the mixer was given.
+            output (Tensor): ``(B, L, E)``, what it returned. All in its dtype.
+        """
+        self._calls = [
+            one
+            for one in self._calls
+            if (one[1].shape == tokens.shape or one[2].is_set_to(output))
+            and one[1].dtype == one[2].dtype == output.dtype
+        ]
+
+    def nbytes_without(self, *others: Tensor) -> int:
+        """The size of what the layers were given and returned, without tensors held elsewhere."""
+        sizes = {address(x): x.nbytes for one in self._calls for x in one[1:3]}
+        for x in others:
+            sizes.pop(address(x), None)
+        return sum(sizes.values())
+
+    def forget(self) -> None:
+        """Let go of all calls."""
+        self._calls.clear()
+
+    def find(self, layer: Any, x: Tensor) -> Tensor | None:
+        """What a layer returned for ``x``, unless that was changed in place since."""
+        for own, given, result, version in self._calls:
+            # Under autocast a layer returns another dtype than it was given.
+            alike = given.dtype == x.dtype == result.dtype and given.shape == x.shape
+            is_own = own is layer if isinstance(own, nn.Module) else _are_one(own, layer.weight)
+            if is_own and alike:
+                is_it = given.is_set_to(x) or torch.equal(given, x)
+                is_it = is_it and result._version == version and _is_linear(own, given, result)
+                return result if is_it else None
+        return None
+
+    def given_for(self, output: Tensor, weight: Tensor) -> Tensor | None:
+        """What the layer with the matrix ``weight`` was given when it returned ``output``."""
+        for own, given, result, version in self._calls:
+            of_layer = address(getattr(own, "weight", own)) == address(weight)
+            if of_layer and result.is_set_to(output) and result._version == version:
+                return given if _is_linear(own, given, result) else None
+        return None
+
+
+def _are_one(weight: Tensor, other: Tensor) -> bool:
+    # Whether two weights are one, or one is a copy of the other for the time of a run.
+    same = weight.shape == other.shape and weight.stride() == other.stride()
+    return same and weight.dtype == other.dtype and address(weight) == address(other)
+
+
+def _is_linear(layer: Any, given: Tensor, result: Tensor) -> bool:
+    # Whether a layer computed what its weights say, for each token: its forward may be another one,
+    # or a hook may change what it returns. Sums of the channels with random signs tell.
+    if isinstance(layer, Tensor):  # the weight itself
+        return True
+    weight = layer.weight.detach()
+    if not given.dtype == weight.dtype == result.dtype:  # autocast
+        return False
+    with torch.autocast(weight.device.type, enabled=False):
+        return _is_product(layer, given, weight, result)
+
+
+def _is_product(layer: Any, given: Tensor, weight: Tensor, result: Tensor) -> bool:
+    given, result = (x.detach().flatten(0, -2) for x in (given, result))
+    signs = random_signs(weight)
+    row = signs @ weight
+    expected = given @ row
+    if layer.bias is not None:
+        expected = expected + layer.bias.detach() @ signs
+    size = torch.linalg.vector_norm(given, dim=-1) * torch.linalg.vector_norm(row)
+    size = size + torch.linalg.vector_norm(result, dim=-1)
+    return bool(((result @ signs - expected).abs() <= 1e-5 * size).all())
+
+
+def random_signs(weight: Tensor) -> Tensor:
+    """A sign for each row of ``weight (out, in)``: ``(out,)``, of its dtype and device."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 2, (len(weight),), generator=generator).to(weight) * 2 - 1
+
+
+class _Known(torch.autograd.Function):
+    # What a linear layer is known to return for x: only its gradient is computed.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, known: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.set_materialize_grads(False)
+        return known
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        (weight,) = ctx.saved_tensors
+        return None if gradient is None else gradient @ weight, None, None
+
+
+def _tokens_moved(values: Any, source: int, destination: int) -> Any:
+    # Nested values with an axis of the tokens among them, the first of three axes, moved.
+    is_tokens = (x for x in tensors_in(values) if x.dim() >= 3 and x.is_floating_point())
+    tokens = None if source == destination else next(is_tokens, None)
+    if tokens is None:
+        return values
+    is_first = TOKENS_FIRST in (source, destination)
+    moved = tokens.transpose(0, 1) if is_first else tokens.movedim(source, destination)
+    return map_tensors(lambda x: moved if x is tokens else x, values)
+
+
+def bound_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of ``module``, by their names in its ``forward``.
+
+    Arguments collected by ``**kwargs`` are listed with the others. If a subclass takes ``*args``
+    and passes them on, the names are those of the base class.
+    """
+    found: list[tuple[int, dict[str, Any]]] = []
+    for cls in type(module).__mro__:
+        if "forward" not in vars(cls):
+            continue
+        signature = inspect.signature(vars(cls)["forward"])
+        try:
+            named = dict(signature.bind(module, *args, **kwargs).arguments)
+        except TypeError:  # the arguments do not fit this class's forward
+            continue
+        unnamed = 0
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                named.update(named.pop(name, {}))
+            elif parameter.kind is Parameter.VAR_POSITIONAL:
+                unnamed = len(named.get(name, ()))
+        found.append((unnamed, named))
+    return min(found, key=lambda one: one[0])[1] if found else dict(kwargs)
+
+
+_CACHES = ("cache", "past_key_value", "inference_params")
+
+
+def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with None for generation caches, by their names; numbers stay."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, bool):
+            return False
+        # As the positions in a cache.
+        is_index = torch.is_tensor(value) and value.dtype == torch.int64
+        return value if isinstance(value, int) or is_index else None
+
+    is_cache = {name: any(part in name for part in _CACHES) for name in kwargs}
+    return {name: kept(value) if is_cache[name] else value for name, value in kwargs.items()}

@@ -1,0 +1,56 @@
+r"""The WKV mixer of RWKV-4 (Peng et al., 2023; Zimerman et al., eq. 18-21).
+
+In transformers: Rwkv. The average is in :mod:`captum_ssm.operators.wkv`. Its values mix each token
+with the one before, :math:`v_t = W (\mu \odot x_t + (1 - \mu) \odot x_{t-1})`, before their
+projection, so :math:`\mu` has a value per input feature e, not per channel d. A convolution of
+:math:`u = W x` with the taps :math:`(1 - \bar\mu_d, \bar\mu_d)` per channel approximates this, with
+:math:`\bar\mu_d` the mean of :math:`\mu` weighted by :math:`W_{de}^2`: the smallest residual for
+features of equal variance. The residual is added after the convolution, like a bias. It is zero if
+all features have the same :math:`\mu`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from captum_ssm.kernels.convolution import causal_conv
+from captum_ssm.mixers.call import MixerCall
+from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.mixers.parts import previous
+from captum_ssm.mixers.registry import adapts
+from captum_ssm.operators import wkv_operator, wkv_state
+
+
+@adapts("RwkvSelfAttention")
+def freeze_wkv(call: MixerCall) -> FrozenMixer:
+    """RWKV-4's time mixing."""
+    module = call.module
+    x = call.tokens("hidden")
+    shifted = previous(x)
+
+    def project(layer: torch.nn.Module, mix: Tensor) -> Tensor:
+        share = call.parameter(mix)
+        return call.linear(layer, x * share + shifted * (1 - share))
+
+    key = project(module.key, module.time_mix_key)
+    inputs = call.linear(module.value, x)
+    squares = call.weight(module.value).square()
+    total = squares.sum(1).clamp(min=1e-30)
+    share = squares @ call.parameter(module.time_mix_value).flatten() / total
+    taps = torch.stack([1 - share, share], -1)
+    values = project(module.value, module.time_mix_value)
+    gate = torch.sigmoid(project(module.receptance, module.time_mix_receptance))
+    decay = torch.exp(call.parameter(module.time_decay))
+    return FrozenMixer(
+        recurrence=wkv_operator(key, decay, call.parameter(module.time_first)),
+        memory=lambda: wkv_state(key, decay),
+        inputs=inputs,
+        out_proj=lambda y: call.linear(module.output, y),
+        out_weight=call.weight(module.output),
+        conv=taps,
+        conv_bias=values - causal_conv(inputs, taps),
+        gate=gate,
+        # Eq. 18 has no token shift of the values, which is the convolution here.
+        paper_components=("activation", "gate", "norm"),
+    )

@@ -1,0 +1,58 @@
+r"""The mLSTM cell of xLSTM (Beck et al., 2024).
+
+In transformers: xLSTM. The cell (:mod:`captum_ssm.operators.mlstm`) is followed by a layer norm per
+head and a sigmoid gate. The layer norm subtracts each head's mean
+over channels. All channels of a head share one map, so the map can act on the centered values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from captum_ssm.mixers.call import MixerCall
+from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.mixers.parts import rms_factor
+from captum_ssm.mixers.registry import adapts
+from captum_ssm.operators import mlstm_operator
+
+
+@adapts("xLSTMLayer")
+def freeze_mlstm(call: MixerCall) -> FrozenMixer:
+    """transformers' xLSTM layer, with single or fused weights."""
+    module = call.module
+    config = module.config
+    x, H = call.tokens("x"), config.num_heads
+    if config.weight_mode == "fused":
+        qk, vd = module.qk_dim, module.v_dim
+        q, k, v, o = call.linear(module.qkv_opreact, x).split([qk, qk, vd, vd], -1)
+        gates = _soft_cap(call.linear(module.ifgate_preact, x), config.gate_soft_cap)
+        i, f = gates.split([H, H], -1)
+    else:
+        q, k, v, o = (
+            call.linear(layer, x) for layer in (module.q, module.k, module.v, module.ogate_preact)
+        )
+        i, f = (
+            _soft_cap(call.linear(layer, x), config.gate_soft_cap)
+            for layer in (module.igate_preact, module.fgate_preact)
+        )
+    q, k = (t.unflatten(-1, (H, -1)) for t in (q, k))  # (B, L, H, N)
+    recurrence = mlstm_operator(q, k, i, f, width=v.shape[-1] // H, eps=config.eps)
+    norm = module.multihead_norm
+    heads = v.unflatten(-1, (H, -1))
+    weight = None if norm.weight is None else call.parameter(norm.weight)
+    gate = torch.sigmoid(o)
+    mixer = FrozenMixer(
+        recurrence=recurrence,
+        memory=lambda: recurrence,  # in units of its own largest exponent
+        inputs=(heads - heads.mean(-1, keepdim=True)).flatten(2),
+        out_proj=lambda y: call.linear(module.out_proj, y),
+        out_weight=call.weight(module.out_proj),
+        gate=gate,
+        offset=None if norm.bias is None else call.parameter(norm.bias) * gate,
+    )
+    return mixer.normed(lambda y: rms_factor(y, weight, norm.eps, H))
+
+
+def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)

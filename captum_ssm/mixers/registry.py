@@ -1,0 +1,255 @@
+"""Which adapter belongs to which module class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from captum_ssm.mixers.call import MixerCall
+from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.utils.copies import original
+
+Freeze = Callable[[MixerCall], FrozenMixer]
+_REGISTRY: dict[str, Freeze] = {}
+
+
+@dataclass
+class Known:
+    """What runs of a model told of it, or of one of its modules.
+
+    Args:
+        adapter (Callable, optional): of this module. That of its class comes first. Default: None
+        is_of_its_name (bool, optional): whether the adapter of its class computes what it computes,
+            where that was taken for the class by its name alone; None before they are compared.
+            Default: None
+        miss (str, optional): why it was not taken for a mixer. Default: ""
+        is_searched (bool, optional): whether its unknown mixers, if it has any, were found between
+            known ones. Default: False
+        made_of (frozenset, optional): what its graphs are made of in which nothing is left to be
+            searched for. Default: None
+        unknown (str, optional): what mixes tokens in it and is not a mixer. Default: None
+        honest (frozenset, optional): what its graphs are made of that were found to tell the truth.
+            Default: frozenset()
+        right (Any, optional): the state in which it was run in a wider dtype and found to be what
+            its adapter computes. Default: None
+    """
+
+    adapter: Freeze | None = None
+    is_of_its_name: bool | None = None
+    miss: str = ""
+    is_searched: bool = False
+    made_of: frozenset[Any] | None = None
+    unknown: str | None = None
+    honest: frozenset[Any] = frozenset()
+    right: Any = None
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
+_NOTHING = Known()  # of a module that nothing is known of
+# Packages that are what they are called. People keep copies of others, such as mamba_ssm, under the
+# same name, in which a class computes something else.
+_PACKAGES = ("captum_ssm", "transformers")
+
+
+def known_of(module: nn.Module) -> Known:
+    """What is known of a module, to be read and to be changed."""
+    return _KNOWN.setdefault(original(module), Known())
+
+
+def channels_of(module: nn.Module) -> int:
+    """The axis of the channels in the tokens that a mixer takes and returns."""
+    return getattr(find_adapter(module), "channels", -1)
+
+
+def adapts(*names: str) -> Callable[[Freeze], Freeze]:
+    """Register one of the library's own adapters, by the names of its classes.
+
+    Raises:
+        ValueError: for a name that already has an adapter.
+    """
+
+    def register(function: Freeze) -> Freeze:
+        for name in names:
+            if name in _REGISTRY:
+                both = [f"{f.__module__}.{f.__name__}" for f in (_REGISTRY[name], function)]
+                raise ValueError(
+                    f"{name!r} was given two adapters, {both[0]} and {both[1]}; expected one. "
+                    "Remove the name from either of them."
+                )
+            _REGISTRY[name] = function
+        return function
+
+    return register
+
+
+def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = None) -> Any:
+    """Register a mixer class, with the function that freezes a recorded call of it.
+
+    Args:
+        module_type (type or str): the module class, or its dotted name
+            (``"package.module.Class"``, or a trailing part of it such as ``"Class"``) to
+            avoid importing it. Subclasses are included; the most derived registered class wins.
+            Registering a name again, also one of the library's own, replaces its function.
+        freeze (Callable, optional): takes a :class:`MixerCall`, returns a
+            :class:`FrozenMixer`. None returns a decorator. Default: None
+
+    Returns:
+        The ``freeze`` function.
+
+    Raises:
+        TypeError: for a ``module_type`` that is neither a class nor a name, or a ``freeze`` that
+            cannot be called.
+
+    Examples::
+
+        >>> class MyMixer(nn.Module):
+        ...     pass
+        >>> @register_mixer(MyMixer)
+        ... def freeze_my_mixer(call):
+        ...     ...  # and returns FrozenMixer(recurrence=..., inputs=..., out_proj=..., ...)
+
+    The frozen mixer is checked against the module's own output at every use, so a wrong ``freeze``
+    raises ``ReconstructionError`` instead of explaining another model.
+    """
+    if isinstance(module_type, type):
+        name = f"{module_type.__module__}.{module_type.__qualname__}"
+    elif isinstance(module_type, str) and module_type:
+        name = module_type
+    else:
+        given = repr(module_type) if isinstance(module_type, str) else type(module_type).__name__
+        raise TypeError(
+            f"module_type is {given}; expected a module class or its dotted name, a str."
+        )
+
+    def register(function: Freeze) -> Freeze:
+        if not callable(function):
+            raise TypeError(
+                f"freeze is a {type(function).__name__}; expected a function that takes a "
+                "MixerCall and returns a FrozenMixer."
+            )
+        _REGISTRY[name] = function
+        return function
+
+    return register if freeze is None else register(freeze)
+
+
+def find_adapter(module: nn.Module) -> Freeze | None:
+    """The registered ``freeze`` for the class of ``module`` or its nearest base class, if any.
+
+    For a module of another class, the one that was found when its model ran.
+
+    Examples::
+
+        >>> find_adapter(model.backbone.layers[0].mixer).__name__
+        'freeze_s6'
+        >>> find_adapter(nn.Linear(2, 2)) is None
+        True
+    """
+    known = _KNOWN.get(original(module), _NOTHING)
+    found = None if known.is_of_its_name is False else _registered(module)
+    return known.adapter if found is None else found
+
+
+def _registered(module: nn.Module) -> Freeze | None:
+    # By the module's own class, or the nearest base of it.
+    for cls in type(module).__mro__:
+        parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
+        for start in range(len(parts)):
+            freeze = _REGISTRY.get(".".join(parts[start:]))
+            if freeze is not None:
+                return freeze
+    return None
+
+
+def may_be_namesake(module: nn.Module) -> bool:
+    """Whether one of the library's own adapters is taken for a class by its name alone.
+
+    Such an adapter has to be compared with what the module returns before it is used.
+    """
+    is_open = _KNOWN.get(original(module), _NOTHING).is_of_its_name is None
+    is_named = type(module).__module__.partition(".")[0] in _PACKAGES
+    return is_open and not is_named and is_own(_registered(module))
+
+
+def is_own(freeze: Freeze | None) -> bool:
+    """Whether an adapter is one of the library's own."""
+    return (getattr(freeze, "__module__", None) or "").startswith("captum_ssm.")
+
+
+def own_adapters() -> list[Freeze]:
+    """The library's own adapters, each once."""
+    return [freeze for freeze in dict.fromkeys(_REGISTRY.values()) if is_own(freeze)]
+
+
+def how_known(module: nn.Module) -> str:
+    """``"registered"``, ``"measured"`` or ``"recognized"``, of a module that has an adapter."""
+    adapter = _KNOWN.get(original(module), _NOTHING).adapter
+    by_class = adapter is None or find_adapter(module) is not adapter
+    return "registered" if by_class else getattr(adapter, "known", "recognized")
+
+
+def remember(found: Mapping[nn.Module, Freeze]) -> None:
+    """Let :func:`find_adapter` find these adapters of single modules."""
+    for module, freeze in found.items():
+        known_of(module).adapter = freeze
+
+
+def nearest_misses(model: nn.Module, most: int = 3) -> str:
+    """What in ``model`` looks like a mixer and why it is none; or nothing."""
+    found: dict[tuple[str, str], str] = {}
+    for path, module in model.named_modules():
+        if why := _KNOWN.get(original(module), _NOTHING).miss:
+            found.setdefault((type(module).__name__, why), path)
+    ranked = [*found.items()][:most]
+    return "; ".join(f"{path or 'the model'} ({kind}) {why}" for (kind, why), path in ranked)
+
+
+def registered() -> list[str]:
+    """The names of the registered mixers, sorted.
+
+    Examples::
+
+        >>> "MambaMixer" in registered()
+        True
+    """
+    return sorted(_REGISTRY)
+
+
+def supported_classes() -> str:
+    """What is registered, in a line of an error."""
+    return (
+        f"{len(_REGISTRY)} classes, such as MambaMixer and Mamba2Mixer "
+        "(captum_ssm.mixers.registered() lists them)"
+    )
+
+
+def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of ``model`` that have an adapter, except those inside of another such module.
+
+    Yields:
+        tuple: path and module, in the order of ``named_modules``.
+
+    Examples::
+
+        >>> [path for path, module in find_mixers(model)]
+        ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
+    """
+    return (one for one in outermost(model) if find_adapter(one[1]) is not None)
+
+
+def outermost(
+    module: nn.Module, path: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model in their order, each once, except those inside of a mixer."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    yield path, module
+    if find_adapter(module) is None:
+        for name, child in module.named_children():
+            yield from outermost(child, f"{path}.{name}" if path else name, seen)

@@ -1,6 +1,0 @@
-"""The page of an explanation: one HTML file, or a widget in a notebook. Needs no PyTorch."""
-
-from captum_ssm.page._html import page_html
-from captum_ssm.page._widget import notebook_bundle, widget
-
-__all__ = ["notebook_bundle", "page_html", "widget"]

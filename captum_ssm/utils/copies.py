@@ -1,0 +1,344 @@
+"""A model's modules, copied for the time of a run, so that the user's own are left alone.
+
+Hooks, replaced forwards and whatever the model writes while it runs (counters, caches, running
+means, weights under ``no_grad``) go to copies that are thrown away. Nothing has to be put back, so
+no exception and no signal can leave the user's model half restored.
+
+- A *copy* has the class and the attributes of its module. Containers, and objects that the model
+  keeps as attributes, are copied too; what cannot be copied (locks, open files, generators) is
+  shared.
+- Tensors are cloned, or shared and put back: :mod:`captum_ssm.utils.clones`.
+- Inside :func:`copied` a call of one of the user's modules, from a closure or a hook, is a call of
+  its copy. This is so in the thread that opened the block; other threads run the user's modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import threading
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.utils.blocks import WhileOpen, bound, undo
+from captum_ssm.utils.clones import Clones
+
+V = TypeVar("V")
+
+# An attribute that is made of more objects than these, such as a trainer, is shared.
+_MANY = 20_000
+_MARK = "_captum_ssm_copy_of"
+
+_ATOMIC = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, range, type(...), slice, torch.Size),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
+_SHARED = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType),
+    *(types.GeneratorType, types.CoroutineType, property, staticmethod, classmethod),
+)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+class _Uncopyable(Exception):
+    pass
+
+
+class _Mark:
+    # In the attributes of a copy: the user's module, and the run that the copy was made for.
+    def __init__(self, module: nn.Module, copies: Copies) -> None:
+        self.module, self.copies = module, copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
+        return self
+
+
+class Copies:
+    """The copies of a model's modules, and of what hangs on them.
+
+    Attributes:
+        root (nn.Module): the copy of the model.
+    """
+
+    root: nn.Module
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.modules: list[nn.Module] = []  # the user's
+        self._memo: dict[int, Any] = {}
+        self._held: list[Any] = []  # what the keys of the memo are the ids of
+        self._clones = Clones()
+        self._left = -1  # how many more objects an attribute may be made of
+
+    def make(self, root: nn.Module, *also: nn.Module) -> None:
+        """Copy the user's model, and others that run with it."""
+        self.root, *_ = (self._value(module) for module in (root, *also))
+
+    def of(self, value: V) -> V:
+        """The copy of a module, or a function with the user's modules replaced by their copies.
+
+        A method of a module and a partial function are taken apart. Other functions come back as
+        they are: the calls in them find the copies.
+        """
+        if isinstance(value, nn.Module):
+            return self._memo.get(id(value), value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.of(value.__self__))  # type: ignore[return-value]
+        if isinstance(value, functools.partial):
+            return functools.partial(self.of(value.func), *value.args, **value.keywords)  # type: ignore[return-value]
+        return value
+
+    def clear(self) -> None:
+        """Let go of the copies, and have them let go of what holds them in turn.
+
+        Copies that a hook has kept have the user's own weights from then on.
+        """
+        for module in self.modules:
+            made = self._memo.get(id(module))
+            if made is not None:
+                for name in (_MARK, "forward", "__nnsight__"):
+                    made.__dict__.pop(name, None)
+                for name in ("_parameters", "_buffers"):
+                    made.__dict__[name] = module.__dict__[name]
+        self._memo.clear()
+        self._held.clear()
+
+    def end(self, error: type[BaseException] | None, *_: object) -> None:
+        """Let go of the copies, and put back what of the model's tensors they shared."""
+        self.clear()
+        self._clones.end(error)
+
+    def _put(self, value: Any, made: Any) -> Any:
+        self._memo[id(value)] = made
+        self._held.append(value)
+        return made
+
+    def _attribute(self, value: Any) -> Any:
+        # The copy of a module's attribute, or the attribute itself where it cannot be copied.
+        kind = type(value)
+        if kind in _ATOMIC:
+            return value
+        if isinstance(value, (nn.Module, Tensor)) or id(value) in self._memo:
+            return self._value(value)
+        if kind in _MAPPINGS:
+            return self._mapping(value, self._attribute)
+        if kind in _SEQUENCES:
+            return self._sequence(value, self._attribute)
+        before, self._left = len(self._held), _MANY
+        try:
+            return self._value(value)
+        except Exception:  # any that an object raises when it is asked for its parts
+            for one in self._held[before:]:
+                del self._memo[id(one)]
+            del self._held[before:]
+            return value
+        finally:
+            self._left = -1
+
+    def _value(self, value: Any, _: Any = None) -> Any:
+        kind = type(value)
+        if kind in _ATOMIC:
+            return value
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known
+        if isinstance(value, Tensor):
+            return self._put(value, self._clones.of(value))
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, _SHARED):
+            return value
+        if kind in _MAPPINGS:
+            return self._mapping(value, self._value)
+        if kind in _SEQUENCES:
+            return self._sequence(value, self._value)
+        if kind is types.MethodType:
+            return types.MethodType(value.__func__, self._value(value.__self__))
+        if kind is torch.Generator:
+            return self._put(value, value.clone_state())
+        return self._object(value)
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        made = self._put(module, object.__new__(type(module)))
+        self.modules.append(module)
+        own = made.__dict__
+        own[_MARK] = _Mark(original(module), self)
+        for name, value in [*module.__dict__.items()]:
+            # A compiled forward is that of the user's module, and copies run without a compiler.
+            if name in (_MARK, "_compiled_call_impl"):
+                continue
+            if name.endswith("_hooks") and isinstance(value, dict):
+                own[name] = self._mapping(value, self._hook) if value else type(value)()
+            else:
+                own[name] = self._attribute(value)
+        for cls in type(module).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__") and hasattr(module, name):
+                    object.__setattr__(made, name, self._attribute(getattr(module, name)))
+        return made
+
+    def _hook(self, hook: Any) -> Any:
+        # A method of a module of the model goes to its copy. Others tell those who listen.
+        if type(hook) is types.MethodType and isinstance(hook.__self__, nn.Module):
+            return types.MethodType(hook.__func__, self._value(hook.__self__))
+        return hook
+
+    def _mapping(self, value: Any, one: Callable[[Any], Any]) -> Any:
+        known = self._memo.get(id(value))
+        if known is not None or len(value) > _MANY:
+            return value if known is None else known
+        made = self._put(value, value.copy())
+        if not (_are_atomic(value.values()) and _are_atomic(value)):
+            made.clear()
+            for key, item in [*value.items()]:
+                made[one(key)] = one(item)
+        return made
+
+    def _sequence(self, value: Any, one: Callable[[Any], Any]) -> Any:
+        known = self._memo.get(id(value))
+        if known is not None or len(value) > _MANY:
+            return value if known is None else known
+        if type(value) in (tuple, frozenset):
+            fixed = value if _are_atomic(value) else type(value)([one(item) for item in value])
+            return self._put(value, fixed)
+        made = self._put(value, value.copy())
+        if not _are_atomic(value):
+            items = [one(item) for item in value]
+            made.clear()
+            made.update(items) if type(value) is set else made.extend(items)
+        return made
+
+    def _object(self, value: Any) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            raise _Uncopyable
+        own = getattr(type(value), "__deepcopy__", None)
+        if own is not None:
+            return self._put(value, own(value, self._memo))
+        parts = value.__reduce_ex__(4)
+        if isinstance(parts, str):
+            return value
+        made = copy._reconstruct(value, self._memo, *parts, deepcopy=self._value)  # type: ignore[attr-defined]
+        return self._put(value, made)
+
+
+def _are_atomic(values: Any) -> bool:
+    return _ATOMIC.issuperset(map(type, values))
+
+
+# The copies that calls of the user's modules go to, innermost run first.
+_RUNNING: ContextVar[tuple[Copies, ...]] = ContextVar("captum_ssm_running", default=())
+_BEFORE: Any = nn.Module._call_impl
+
+
+def original(module: nn.Module) -> nn.Module:
+    """The user's module that a copy was made of; a module that is no copy itself."""
+    mark = module.__dict__.get(_MARK)
+    return module if mark is None else mark.module
+
+
+def running(module: nn.Module) -> nn.Module:
+    """The copy that calls of a module go to now, in this thread; else the module itself."""
+    return next((c.of(module) for c in _RUNNING.get() if c.of(module) is not module), module)
+
+
+@contextmanager
+def copied(model: nn.Module, *also: nn.Module) -> Iterator[Copies]:
+    """Copies of a model's modules and of others, which calls of them inside the block go to.
+
+    What the block draws from PyTorch's, NumPy's and Python's own random generators is put back, and
+    so are attributes of the modules' classes.
+
+    Raises:
+        UnsupportedModelError: for a run that wrote to memory which cannot be copied.
+    """
+    with ExitStack() as stack:
+        copies = Copies()
+        stack.push(copies.end)
+        stack.push(copies.end)
+        for put_back in (_random_states(), _class_attributes([model, *also])):
+            undo(stack, put_back)
+        copies.make(model, *also)
+        stack.enter_context(_LOOKED_AT.block())
+        stack.enter_context(bound(_RUNNING, (copies, *_RUNNING.get())))
+        yield copies
+
+
+def _look_at_calls() -> None:
+    global _BEFORE
+    if nn.Module._call_impl is not _call:
+        _BEFORE = nn.Module._call_impl
+        nn.Module._call_impl = _call  # type: ignore[method-assign]
+
+
+def _look_away() -> None:
+    if nn.Module._call_impl is _call:
+        nn.Module._call_impl = _BEFORE  # type: ignore[method-assign]
+
+
+_LOOKED_AT = WhileOpen(_look_at_calls, _look_away)
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    mark = self.__dict__.get(_MARK)
+    if mark is None:
+        self = running(self)
+    elif mark.copies.thread != threading.get_ident():
+        raise UnsupportedModelError(
+            f"{type(self).__name__} of the explained model was called in another thread than the "
+            "one that runs the model; expected a forward that runs in one thread. Let it call its "
+            "modules one after the other, without a thread pool, while it is explained."
+        )
+    return _BEFORE(self, *args, **kwargs)
+
+
+def _random_states() -> Callable[[], None]:
+    # What puts the states of the process's random generators back.
+    own, host = random.getstate(), torch.get_rng_state()
+    numpy = np.random.get_state()  # noqa: NPY002
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def put_back() -> None:
+        torch.set_rng_state(host)
+        random.setstate(own)
+        np.random.set_state(numpy)  # noqa: NPY002
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+    return put_back
+
+
+def _class_attributes(models: Iterable[nn.Module]) -> Callable[[], None]:
+    # What puts the attributes of the modules' own classes back.
+    kinds = {type(module) for model in models for module in model.modules()}
+    classes = {cls for kind in kinds for cls in kind.__mro__}
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in _NOT_WRITTEN]
+    before = {cls: dict(vars(cls)) for cls in own}
+
+    def put_back() -> None:
+        for cls, attributes in before.items():
+            for name in [*vars(cls)]:
+                if name not in attributes:
+                    type.__delattr__(cls, name)
+            for name, value in attributes.items():
+                if vars(cls).get(name) is not value:
+                    type.__setattr__(cls, name, value)
+
+    return put_back
+
+
+_NOT_WRITTEN = frozenset({"torch", "builtins", "abc", "typing", "captum_ssm", "nnsight"})

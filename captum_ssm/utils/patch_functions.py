@@ -1,0 +1,127 @@
+"""The bodies of functions, exchanged for the time of a run.
+
+Whoever refers to a function, and however, then calls the other body. No hook of the interpreter is
+needed: a debugger's or a coverage tool's stay in place. Calls of other threads go on to the
+original.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+from captum_ssm.utils.blocks import undo
+
+# Takes the function, one with its own body, and the arguments of a call.
+Body = Callable[[FunctionType, FunctionType, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.bodies: dict[FunctionType, Body] = {}
+
+
+_THIS = _Thread()
+_LOCK = threading.Lock()
+_EXCHANGED: dict[FunctionType, _Exchange] = {}
+
+
+@contextmanager
+def exchanged(functions: Iterable[FunctionType], body: Body) -> Iterator[None]:
+    """Calls of some functions in this thread run another body."""
+    user = _User(functions)
+    with ExitStack() as stack:
+        undo(stack, setattr, _THIS, "bodies", _THIS.bodies)
+        undo(stack, user.put_back)
+        user.exchange()
+        _THIS.bodies = {**_THIS.bodies, **dict.fromkeys(user.functions, body)}
+        yield
+
+
+def own_codes(functions: Iterable[FunctionType]) -> list[CodeType]:
+    """The code of each function, also of those whose bodies are exchanged now, by any thread."""
+    with _LOCK:
+        return [_EXCHANGED[f].code if f in _EXCHANGED else f.__code__ for f in functions]
+
+
+class _Exchange:
+    # A function whose body is exchanged, by how many runs.
+    def __init__(self, function: FunctionType) -> None:
+        f = self.function = function
+        self.code, self.users = f.__code__, set[_User]()
+        self.original = FunctionType(
+            f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__
+        )
+        self.original.__kwdefaults__ = function.__kwdefaults__
+        self.original.__qualname__ = function.__qualname__
+        self.original.__module__ = function.__module__
+        self.is_signed = "__signature__" in vars(function)
+
+    def put(self) -> None:
+        """Give the function the other body."""
+        # Models ask functions which arguments they take; the other body takes any.
+        if not self.is_signed:
+            vars(self.function)["__signature__"] = inspect.signature(self.original)
+        consts = tuple(
+            self if const == "the exchange" else const for const in _stub.__code__.co_consts
+        )
+        self.function.__code__ = _stub.__code__.replace(
+            co_consts=consts, co_freevars=self.code.co_freevars
+        )
+
+    def put_back(self) -> None:
+        """Give the function its own body."""
+        self.function.__code__ = self.code
+        if not self.is_signed:
+            vars(self.function).pop("__signature__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        body = _THIS.bodies.get(self.function)
+        if body is None:
+            return self.original(*args, **kwargs)
+        return body(self.function, self.original, args, kwargs)
+
+
+def _stub(*args: Any, **kwargs: Any) -> Any:
+    exchange: Any = "the exchange"  # a constant of the body, which each function gets its own of
+    return exchange(*args, **kwargs)
+
+
+class _User:
+    # A block whose functions have other bodies.
+    def __init__(self, functions: Iterable[FunctionType]) -> None:
+        self.functions = list(functions)
+
+    def exchange(self) -> None:
+        with _LOCK:
+            for function in self.functions:
+                exchange = _EXCHANGED.get(function)
+                if exchange is None:
+                    exchange = _EXCHANGED[function] = _Exchange(function)
+                exchange.users.add(self)
+                exchange.put()
+
+    def put_back(self) -> None:
+        with _LOCK:
+            for function in self.functions:
+                exchange = _EXCHANGED.get(function)
+                if exchange is not None:
+                    exchange.users.discard(self)
+                    if not exchange.users:
+                        exchange.put_back()
+                        _EXCHANGED.pop(function, None)
+
+
+def _after_fork() -> None:
+    # Another thread of the parent may have held the lock.
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,60 @@
+"""Whether a tokenizer knows all of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from captum_ssm.errors import TargetError
+
+
+def unknown_parts(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The tokens of ``ids`` in one line, if the unknown token is among them; else ``""``.
+
+    Args:
+        tokenizer (TokenizerLike): with an ``unk_token_id``, or without one.
+        ids (sequence of int): what it made of a text.
+    """
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    # Byte-level tokenizers know every text; their unknown token begins or ends one.
+    others = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")]
+    if unknown is None or unknown in others or unknown not in ids:
+        return ""
+    return " ".join(tokenizer.convert_ids_to_tokens(list(ids)))
+
+
+def require_known(tokenizer: Any, text: str, ids: Sequence[int], name: str, instead: str) -> None:
+    """Raise where a tokenizer put its unknown token for a part of ``text``.
+
+    Args:
+        tokenizer (TokenizerLike): as for :func:`unknown_parts`.
+        text (str): may hold the unknown token itself.
+        ids (sequence of int): what the tokenizer made of it.
+        name (str): of the text, for the message.
+        instead (str): what takes token ids, for the message.
+
+    Raises:
+        TargetError: names tokens that are in the vocabulary, those near the text first.
+    """
+    read = unknown_parts(tokenizer, ids)
+    if not read or tokenizer.unk_token in text:
+        return
+    known = sorted(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
+    near = get_close_matches(text.strip(), known, n=5)
+    shown = [*near, *(token for token in known if token not in near)][:20]
+    raise TargetError(
+        f"{name} is {text!r}, which the tokenizer reads as {read}: a part of it is not in the "
+        f"vocabulary. Among its {len(known)} tokens are {', '.join(shown)}; {instead}"
+    )
+
+
+def unknown_in_prompt(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of a warning where a prompt holds the unknown token; else ``""``."""
+    read = unknown_parts(tokenizer, ids)
+    if not read:
+        return ""
+    return (
+        f"the tokenizer reads the prompt as {read}: a part of it is not in the vocabulary, and the "
+        "model reads the unknown token in its place. Use other words there."
+    )

@@ -1,0 +1,57 @@
+"""Functions that are called before and after calls of some modules, for the time of a block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from captum_ssm.utils.blocks import undo
+
+# Takes a module and what it is called with; returns other arguments, ``(args, kwargs)``, or None.
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+# Takes a module, what it was called with and what it returned; returns another result, or None.
+After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+@contextmanager
+def watch_modules(
+    modules: Iterable[nn.Module], *, before: Before | None = None, after: After | None = None
+) -> Iterator[None]:
+    """Have functions called before and after each call of some modules, in this thread.
+
+    Calls in other threads go on unseen. The hooks are removed at the end of the block, also after
+    an exception or a signal.
+
+    Args:
+        modules (iterable of nn.Module): the modules, or copies of them.
+        before (Callable, optional): takes a module, its args and its kwargs. Default: None
+        after (Callable, optional): takes a module, its args, its kwargs and its result.
+            Default: None
+
+    Examples::
+
+        >>> layer, widths = nn.Linear(2, 3), []
+        >>> with watch_modules([layer], after=lambda m, args, kw, y: widths.append(y.shape[-1])):
+        ...     _ = layer(torch.ones(1, 2))
+        >>> _ = layer(torch.ones(1, 2))
+        >>> widths
+        [3]
+    """
+    thread = threading.get_ident()
+
+    def here(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *call: function(*call) if threading.get_ident() == thread else None
+
+    with ExitStack() as stack:
+        for module in modules:
+            if before is not None:
+                handle = module.register_forward_pre_hook(here(before), with_kwargs=True)
+                undo(stack, handle.remove)
+            if after is not None:
+                handle = module.register_forward_hook(here(after), with_kwargs=True)
+                undo(stack, handle.remove)
+        yield

@@ -1,0 +1,132 @@
+"""Where in the input the tokens of each stage lie, measured, and the grids that they form."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from captum_ssm.models.token_grid import TokenGrid
+from captum_ssm.wiring.inputs import Way
+from captum_ssm.wiring.wiring import INPUT, Link, Wiring
+
+# Passes for the mean places of tokens. One tells clear lines apart.
+PROBES = (1, 8)
+
+
+class StageGrids:
+    """The grid of each stage's tokens; None where they form none, and for texts.
+
+    A token lies at the mean of the places it is made of, weighted as by a transport. Tokens that
+    are made of no place (CLS, registers) are left out. Measured for the stages up to the one that
+    is asked for.
+
+    Args:
+        wiring (Wiring): of a run with one input.
+        declared (TokenGrid, optional): that of the first stage, where the model tells.
+    """
+
+    def __init__(self, wiring: Wiring, declared: TokenGrid | None) -> None:
+        way = wiring.inputs[0] if len(wiring.inputs) == 1 else None
+        self._wiring = wiring
+        self._known: dict[int, TokenGrid | None] = {}
+        self._size: tuple[int, ...] = ()
+        if way is None or not way.roots or way.leaf.channels is None:
+            return
+        self._size = _axes(way)
+        start = _points(self._size)
+        if declared is not None:
+            start = _of_tokens(declared, wiring.stages[0].tokens)
+        self._after = {n: {INPUT: start.expand(way.batch, -1, -1)} for n in PROBES}
+
+    def __getitem__(self, stage: int) -> TokenGrid | None:
+        stage %= len(self._wiring.stages)
+        if stage not in self._known:
+            self._known[stage] = self._measured(stage) if self._size else None
+        return self._known[stage]
+
+    def _measured(self, stage: int) -> TokenGrid | None:
+        for probes in PROBES:
+            found = _grid(self._places(stage, probes)[0], self._size)
+            if found is not None:
+                return found
+        return None
+
+    def _places(self, last: int, probes: int) -> Tensor:
+        # The coordinates of a stage's tokens, (B, T, axes + 1); zero for those that have none.
+        after = self._after[probes]
+        for i, stage in enumerate(self._wiring.stages[: last + 1]):
+            if i in after:
+                continue
+            reads = stage.reads or ((INPUT, Link()),)
+            if any(link.share is not None for _, link in reads):  # the finest tokens say it best
+                reads = (max(reads, key=lambda read: after[read[0]].shape[1]),)
+            found = [link.matvec(after[earlier], probes) for earlier, link in reads]
+            rows = reduce(torch.add, found)
+            after[i] = rows / rows[..., -1:].clamp(min=1e-12)
+        return after[last]
+
+
+def _axes(way: Way) -> tuple[int, ...]:
+    # The axes of the input that are places.
+    shape = way.leaf.shape
+    channels = None if way.leaf.channels is None else way.leaf.channels % len(shape)
+    return tuple(n for axis, n in enumerate(shape) if axis not in (0, channels))
+
+
+def _points(size: tuple[int, ...]) -> Tensor:
+    # Coordinates in (0, 1) of every place, and a one: (S, axes + 1).
+    axes = [(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in size]
+    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, -2)
+    return torch.cat([points, torch.ones(len(points), 1, dtype=torch.float64)], 1)
+
+
+def _of_tokens(grid: TokenGrid, tokens: int) -> Tensor:
+    found = torch.zeros(tokens, len(grid.shape) + 1, dtype=torch.float64)
+    found[grid.index.flatten()] = _points(grid.shape)
+    return found
+
+
+def _grid(places: Tensor, size: tuple[int, ...]) -> TokenGrid | None:
+    kept = (places[:, -1] > 0.5).nonzero()[:, 0]
+    points = places[kept, :-1]
+    best: tuple[float, TokenGrid] | None = None
+    for shape in _shapes(len(kept), len(size)):
+        flat = torch.zeros(len(kept), dtype=torch.long)
+        for values, n in zip(points.T, shape, strict=True):
+            flat = flat * n + _lines(values, n)
+        if bool((flat >= 0).all()) and len(flat.unique()) == len(kept):
+            index = torch.empty_like(kept)
+            index[flat] = kept
+            ratios = [math.log(n / m) for n, m in zip(shape, size, strict=True)]
+            uneven = max(ratios) - min(ratios)
+            if best is None or uneven < best[0]:
+                best = uneven, TokenGrid(index.view(shape))
+    return None if best is None else best[1]
+
+
+def _lines(values: Tensor, count: int) -> Tensor:
+    # On which of so many lines each coordinate lies, below zero where they form none. Lines need
+    # not be even: strided tokens lie on the borders of cells.
+    order = values.argsort()
+    lines = values[order].view(count, -1)
+    gaps, widths = lines.mean(1).diff(), lines.amax(1) - lines.amin(1)
+    if count > 1 and bool(gaps.min() < max(gaps.mean() / 4, widths.max())):
+        return torch.full_like(order, -(len(values) ** 2))
+    found = torch.empty_like(order)
+    found[order] = torch.arange(count).repeat_interleave(len(values) // count)
+    return found
+
+
+def _shapes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+    if count == 0:
+        return
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    for first in itertools.product(divisors, repeat=axes - 1):
+        rest, left = divmod(count, math.prod(first))
+        if left == 0:
+            yield (*first, rest)

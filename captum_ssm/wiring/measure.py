@@ -1,0 +1,243 @@
+"""What lies between the mixers of a model, measured on the graph that the cuts of one run left.
+
+A backward pass through it shows whether each token is handled by itself and in its place. Where it
+is not, the order of the tokens that a mixer is given is decoded. Where there is no order, as
+between stages of different numbers of tokens, it is measured how strongly each token reads each
+earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.token_weights import Pairs, Transport, pairs
+from captum_ssm.wiring.cuts import Cuts
+from captum_ssm.wiring.ledger import structure
+from captum_ssm.wiring.mixer_graph import MixerGraph
+from captum_ssm.wiring.mixing_test import is_mixed
+from captum_ssm.wiring.output import Readout
+from captum_ssm.wiring.residual_streams import is_given_stream, streams_around
+from captum_ssm.wiring.skips import Skips
+from captum_ssm.wiring.token_map import TokenMaps
+from captum_ssm.wiring.wiring import Link, Read, Stage, Wiring, sequence
+
+
+def measure(
+    cuts: Cuts,
+    output: Tensor | None,
+    batch: int,
+    *,
+    score: Tensor | None = None,
+    in_grid: bool = False,
+) -> Wiring:
+    """The wiring of the run that ``cuts`` was made for.
+
+    Args:
+        cuts (Cuts): with at least one port.
+        output (Tensor, optional): what the model returned, if it depends on the mixers.
+        batch (int): B.
+        score (Tensor, optional): ``(B,)``, an entry of the output, where the tokens that it is
+            read from are asked for, not those of the whole output. Default: None
+        in_grid (bool, optional): whether it is known which token is which patch, so that the way
+            from the input does not have to be measured. Default: False
+    """
+    end = at = None
+    if output is not None and output.requires_grad and output.is_floating_point():
+        end = Point.of(output)
+    if score is not None and score.requires_grad:
+        at = Point.of(score, None)
+    cuts.measuring = True
+    try:
+        graph = MixerGraph(cuts, end, batch, in_grid=in_grid)
+        return _measured(graph, Readout(graph, at))
+    except UnsupportedModelError as error:
+        count, tokens = len(cuts.ports), cuts.ports[-1].exit.tokens // batch
+        return replace(sequence(count, tokens), refused=str(error))
+    finally:
+        cuts.measuring = False
+
+
+def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
+    graph.refuse_calls()
+    mixing = _Mixing(graph, readout.is_per_token)
+    simple = _counts_agree(graph, readout) and not mixing.between(list(graph.exits))
+    skips = Skips(graph, is_pooled=not readout.is_per_token)
+    maps = TokenMaps(graph, skips, None if simple else mixing.unmixed())
+    stages, output = _stages(graph, maps), _output(graph, maps, readout)
+    for s, stage in enumerate(stages):
+        chosen = skips.partial & set(stage.calls) or _is_selected(graph, stage.calls[0])
+        around = streams_around(graph, s, finer=not (simple or chosen))
+        is_given = is_given_stream(graph, s) if 0 in around else None
+        stages[s] = replace(stage, around=around, is_given_stream=is_given)
+    if not simple:
+        mixing.check(maps)
+    shares: list[Tensor | None] = [None] * len(output)
+    if not readout.is_whole:
+        shares = readout.shares(output, stages, maps.past.get(graph.end, {}))
+    past = readout.past_pool(stages, shares)
+    held, said = readout.balance(past, shares)
+    # The tokens of the output do not read what goes past: only the output as a whole does.
+    output += tuple(
+        (graph.stage_of[k], Link().of(torch.zeros_like(read))) for k, read in past.items()
+    )
+    ends = [*graph.entries.values(), readout.output]
+    return Wiring(
+        stages,
+        output,
+        [graph.windows(i) for i in range(graph.end)],
+        [*shares, *past.values()],
+        maps.exchanged,
+        maps.is_far,
+        inputs=graph.ways,
+        unknown=readout.unknown() if simple else None,
+        held=held,
+        past=said,
+        rows=readout.rows(),
+        structure=structure((point.edge.node for point in ends if point is not None), is_cut=True),
+    )
+
+
+def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Stage]:
+    stages = []
+    for group in graph.groups:
+        reads = maps.reads(group[0])
+        for i in group[1:]:
+            if maps.unmixed is None:
+                graph.orders[i] = None
+            else:
+                _place_sibling(graph, i, group[0])
+            graph.put(i)
+        stages.append(Stage(tuple(group), reads, graph.tokens(group[0])))
+    return stages
+
+
+def _output(graph: MixerGraph, maps: TokenMaps, readout: Readout) -> tuple[Read, ...]:
+    end = graph.end
+    if readout.is_per_token:
+        return maps.reads(end)
+    sources = graph.leads(end)
+    if maps.unmixed is not None and len(sources) == 1:
+        maps.past[end] = maps.skips.of(end, sources[0])
+        sources += maps.past[end]
+    return tuple((graph.stage_of[i], Link()) for i in sources)
+
+
+def _counts_agree(graph: MixerGraph, readout: Readout) -> bool:
+    entries = [entry for entry in graph.entries.values() if entry is not None]
+    if not readout.is_per_token and readout.output is not None:
+        entries.remove(readout.output)
+    points = [*graph.leaves, *entries]
+    is_one = len({point.tokens for point in points}) == 1
+    return is_one and all(point.shape[0] == graph.batch for point in points)
+
+
+def _is_selected(graph: MixerGraph, i: int) -> bool:
+    # Whether the tokens of a mixer are some of earlier ones, past which the others go.
+    links = [link for (k, _), link in graph.links.items() if k == i]
+    return any(link.source is not None for link in links)
+
+
+class _Mixing:
+    # Whether tokens act on one another between mixers whose tokens are the same.
+    def __init__(self, graph: MixerGraph, per_token: bool) -> None:
+        self.graph, self.per_token = graph, per_token
+        self._unmixed: list[set[int]] = []
+
+    def between(self, leaves: Sequence[int], *, all_read: bool = False) -> bool:
+        # Whether not everything between acts on each token by itself, in its order.
+        graph, end = self.graph, self.graph.end
+        roots = {i: graph.entries[i] for i in leaves if i >= 0}
+        output = graph.entries[end]
+        is_read = self.per_token and graph.direct[end] <= set(leaves)
+        if is_read and output is not None and output.tokens == graph.exits[leaves[0]].tokens:
+            roots[end] = output
+        known = {i: root for i, root in roots.items() if root is not None}
+        exits = {i: graph.exits[i] for i in leaves}
+        return is_mixed(known, exits, graph.orders, all_read=all_read)
+
+    def unmixed(self) -> list[set[int]]:
+        # Mixers of equally many tokens, in groups in which each token is read in its place only.
+        graph = self.graph
+        found: dict[int, list[int]] = {}
+        for i, leaf in graph.exits.items():
+            root = graph.entries.get(i)
+            if root is not None and {root.shape[0], leaf.shape[0]} == {graph.batch}:
+                found.setdefault(leaf.tokens if root.tokens == leaf.tokens else 0, []).append(i)
+        groups = [group for tokens, group in found.items() if tokens and len(group) > 1]
+        if sum(map(len, groups)) < len(graph.exits):  # else they are mixed
+            self._unmixed = [set(one) for one in groups if not self.between(one, all_read=True)]
+        return self._unmixed
+
+    def check(self, maps: TokenMaps) -> None:
+        # Mixers of the same tokens, in their orders, from one transport to the next. What happens
+        # between two stages shows in what the later one reads of the one before both.
+        graph = self.graph
+        spaces: dict[int, list[int]] = {}
+        for i, grid in graph.grid_of.items():
+            if i != graph.end:
+                spaces.setdefault(grid, []).append(i)
+        for space in spaces.values():
+            if len(space) < 2 or any(set(space) <= group for group in self._unmixed):
+                continue
+            if not self.between(space):
+                continue
+            for i in [*space, *([graph.end] if self.per_token else [])]:
+                near = graph.direct.get(i, frozenset())
+                near = near.union(*(graph.direct[k] for k in near if k >= 0))
+                leaves = [j for j in space if j in near and j in graph.reads.get(i, ())]
+                if leaves:
+                    maps.leak(i, leaves)
+
+
+def _place_sibling(graph: MixerGraph, i: int, lead: int) -> None:
+    # The order of a mixer side by side with another, by what both read, or are read by.
+    given, other = graph.entries[i], graph.entries[lead]
+    if given is not None and other is not None and given.edge == other.edge:
+        graph.orders[i] = graph.orders.get(lead)
+        return
+    T = graph.exits[i].tokens
+    root = graph.entries[next(k for k, one in graph.direct.items() if i in one)]
+    place = torch.full((T,), -1)  # of the lead's tokens, for each of this mixer's
+    for mine, theirs in _alike(graph, i, lead, root):
+        both = (mine >= 0) & (theirs >= 0)
+        place[mine[both]] = theirs[both]
+        if bool((place >= 0).all()):
+            break
+    left = torch.ones(T, dtype=torch.bool)
+    left[place[place >= 0]] = False
+    if int(left.sum()) == 1:
+        place[place < 0] = int(left.nonzero())
+    if torch.equal(place.sort().values, torch.arange(T)):
+        graph.orders.put(i, lead, place)
+    elif root is not None and root.tokens == T == graph.exits[lead].tokens:
+        graph.orders[i] = graph.orders.get(lead)  # unless the check of mixing knows better
+    else:
+        raise graph.refused(i, lead, "side by side, in orders that could not be told apart")
+
+
+def _alike(
+    graph: MixerGraph, i: int, lead: int, root: Point | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    # Which token of each of two mixers reads a token of a third one, or is read by one of a root.
+    def found(reading: Point | None, k: int) -> Pairs | None:
+        if reading is None:
+            return None
+        return pairs(Transport(reading, graph.exits[k], graph.batch), repeated=False)
+
+    for k in sorted(graph.direct[i] & graph.direct[lead]):
+        both = [found(graph.entries[j], k) for j in (i, lead)]
+        mine, theirs = (None if one is None else one.reader for one in both)
+        if mine is not None and theirs is not None:
+            yield mine, theirs
+    both = [found(root, j) for j in (i, lead)]
+    mine, theirs = (
+        None if one is None or root is None else one.source(root.tokens) for one in both
+    )
+    if mine is not None and theirs is not None:
+        yield mine, theirs

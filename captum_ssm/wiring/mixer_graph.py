@@ -1,0 +1,230 @@
+"""The graph of one run, cut at its mixers, and what is known of the tokens that each is given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import SegmentGraph, nodes_before
+from captum_ssm.wiring.cuts import Cuts, Start
+from captum_ssm.wiring.inputs import Way, feature_axis, stem_of
+from captum_ssm.wiring.token_order import Orders
+from captum_ssm.wiring.wiring import INPUT, Link, side_by_side
+
+# Operations in which tokens act on one another, and which no measured transport may hide.
+MIXERS = (
+    "Softmax",
+    "ScaledDotProduct",
+    "CumSum",
+    "Cumsum",
+    "Rnn",
+    "Lstm",
+    "Gru",
+    "Stack",
+    "Unbind",
+)
+ADVICE = (
+    "A map through the layers would be wrong. The maps of single layers are right all the same "
+    "(captum_ssm.hidden_attention), and MambaLRP goes through the model's own graph: look at its "
+    "convergence delta. Or register the module that mixes the tokens with "
+    "captum_ssm.register_mixer."
+)
+_UNKNOWN = Link(source=torch.empty(0))
+
+
+class MixerGraph:
+    """Where mixers are entered and left, what reads what, and in which orders.
+
+    Mixers are numbered from 0 in forward order. The inputs are below zero, from INPUT down, and the
+    output comes last.
+
+    Args:
+        cuts (Cuts): with at least one port.
+        output (Point, optional): what the model returned, if it depends on the mixers.
+        batch (int): B.
+        in_grid (bool): whether the way from the input does not have to be measured.
+
+    Attributes:
+        end (int): the number of the output.
+        entries (dict of int to Point): the tokens that each mixer, and the output, is given; None
+            where these depend on nothing that was recorded.
+        exits (dict of int to Point): those that each mixer returned, and those of the inputs.
+        reads (dict of int to set): what each reads, also by way of the residual stream.
+        direct (dict of int to frozenset): what each reads by way of no other mixer.
+        groups (list of list of int): the mixers of each stage.
+        ways (tuple of Way): of the inputs.
+        cut (SegmentGraph): what is read by way of no other mixer, or input.
+        orders (Orders): in which order each is given the tokens, as far as it is known.
+        links (dict): how each reads others, as far as it is known.
+        stage_of (dict): the stage of each mixer, and each input for itself.
+        grid_of (dict): by mixer and input, the first one whose tokens are the same.
+    """
+
+    def __init__(self, cuts: Cuts, output: Point | None, batch: int, *, in_grid: bool) -> None:
+        self.batch, self.end = batch, len(cuts.ports)
+        self.names = [port.name for port in cuts.ports]
+        self.exits = {i: port.exit for i, port in enumerate(cuts.ports)}
+        self.entries = {i: port.entry for i, port in enumerate(cuts.ports)}
+        self.entries[self.end] = output
+        starts = {INPUT - k: start.point for k, start in cuts.starts.items()}
+        self.cut = SegmentGraph(starts | self.exits)
+        self.ways = self._ways(cuts.starts)
+        if not in_grid:
+            self.exits |= {INPUT - k: way.leaf for k, way in enumerate(self.ways)}
+        self.reads = {i: {*self.read_by(i) & self.exits.keys()} for i in self.entries}
+        self.direct = self._direct()
+        self._refuse_lost()
+        self.groups = side_by_side(self.direct)
+        self.orders = Orders(batch)
+        self.links: dict[tuple[int, int], Link] = {}
+        self.stage_of = {i: i for i in self.exits if i < 0}
+        self.stage_of |= {i: s for s, group in enumerate(self.groups) for i in group}
+        self.grid_of = {i: i for i in self.exits if i < 0}
+
+    def _direct(self) -> dict[int, frozenset[int]]:
+        # Without a graph the output comes from the mixers that nothing else reads.
+        self._before: dict[int, set[int]] = {i: set() for i in self.exits if i < 0}
+        for i, read in self.reads.items():
+            self._before[i] = read.union(*(self._before[j] for j in read))
+        direct = {i: self.nearest(read) for i, read in self.reads.items()}
+        if not direct[self.end]:
+            direct[self.end] = frozenset(range(self.end)).difference(*direct.values())
+        return direct
+
+    def nearest(self, read: Iterable[int]) -> frozenset[int]:
+        """What is read, except what others among it are made of."""
+        return frozenset(read).difference(*(self._before.get(j, ()) for j in read))
+
+    def _ways(self, starts: dict[int, Start]) -> tuple[Way, ...]:
+        if not starts or sorted(starts) != list(range(len(starts))):
+            return ()
+        ways = []
+        for k, start in sorted(starts.items()):
+            # Tokens that are made of it without another mixer between.
+            read_by = ((root, self.read_by(i)) for i, root in self.entries.items())
+            mine = [root for root, one in read_by if root and INPUT - k in one and max(one) < 0]
+            leaf = start.point
+            stem = None
+            if start.embedded:
+                mine = []
+            elif mine and leaf.channels is not None:
+                stem = stem_of(mine, leaf, self.batch)
+                axis = feature_axis(mine[0] if stem is None else stem, leaf, self.batch)
+                leaf = replace(leaf, channels=axis)
+            ways.append(Way(leaf, start.values, tuple(mine), self.batch, stem))
+        return tuple(ways)
+
+    def _refuse_lost(self) -> None:
+        lost = [i for i in range(self.end) if not self.direct[i]]
+        if lost and any(i < 0 for one in self.direct.values() for i in one):
+            given, first = ((self.batch, self.tokens(i)) for i in (lost[0], 0))
+            raise UnsupportedModelError(
+                f"{self.name(lost[0])} is given tokens that do not come from the input, "
+                f"(batch, tokens) = {given}, and {self.name(0)} is given {first}; expected a "
+                "forward_func that runs the model once (not generate()), differentiably."
+            )
+
+    def refuse_calls(self) -> None:
+        """Raise where a mixer is run for each example, or changes the number of tokens."""
+        calls = Counter(self.names)
+        for i, name in enumerate(self.names):
+            given, exit = self.entries[i], self.exits[i]
+            if given is not None and given.tokens != exit.tokens:
+                raise UnsupportedModelError(
+                    f"{name} is given {given.tokens} tokens and returns {exit.tokens}, so that its "
+                    "maps are not over the tokens of one sequence; expected a mixer that returns "
+                    "one token for each. Register an adapter with captum_ssm.register_mixer."
+                )
+            if exit.shape[0] % self.batch != 0 and calls[name] % self.batch == 0:
+                raise UnsupportedModelError(
+                    f"the model runs {name} on one example at a time, {calls[name]} times for "
+                    f"{self.batch} examples, and maps through the layers are of all at once; "
+                    "explain one example at a time."
+                )
+
+    def name(self, i: int) -> str:
+        """What i is called in messages."""
+        if i < 0:
+            return "the input" if len(self.ways) == 1 else f"input {INPUT - i}"
+        return self.names[i] if i < self.end else "the output"
+
+    def tokens(self, i: int) -> int:
+        """T, of one example, after a mixer or of an input."""
+        return self.exits[i].tokens // self.batch
+
+    @property
+    def leaves(self) -> list[Point]:
+        """The exits."""
+        return list(self.exits.values())
+
+    def leads(self, i: int) -> list[int]:
+        """What i reads directly: of mixers side by side the first one."""
+        direct = sorted(self.direct[i], reverse=True)
+        return sorted({self.stage_of[j]: j for j in direct}.values())
+
+    def lead(self, i: int) -> int:
+        """The first mixer side by side with one."""
+        return next((group[0] for group in self.groups if i in group), i)
+
+    def read_by(self, i: int) -> frozenset[int]:
+        """The mixers and inputs, read by way of no other, whose sum is the stream given to i."""
+        entry = self.entries.get(i)
+        return frozenset() if entry is None else self.cut.read_by(entry.edge)
+
+    def put(self, i: int) -> None:
+        """Note whose tokens are those of i, a mixer whose links are known."""
+        linked = [j for j in self.direct[i] if self.links.get((i, j), _UNKNOWN).is_in_place]
+        self.grid_of[i] = self.grid_of[linked[0]] if linked else self.grid_of.get(self.lead(i), i)
+
+    def first(self, i: int) -> int:
+        """The first of the mixers that work on the tokens of i."""
+        return next((k for k in range(i + 1) if self.is_same_grid(k, i)), i)
+
+    def is_same_grid(self, i: int, j: int) -> bool:
+        """Whether the tokens of i are those of j, from one mixer to the next."""
+        return self.grid_of[i] == self.grid_of[j]
+
+    def order(self, i: int) -> Tensor:
+        """Which of the model's tokens each token of a mixer, an input or the output is."""
+        order, point = self.orders.get(i), self.exits.get(i) or self.entries[i]
+        assert point is not None
+        return torch.arange(point.tokens) if order is None else order
+
+    def windows(self, i: int) -> Tensor | None:
+        """The order of one example's tokens in a mixer's windows, ``(W, l)``."""
+        order, shape, T = self.orders.get(i), self.exits[i].shape, self.tokens(i)
+        windows = shape[0] // self.batch if len(shape) == 3 else 1
+        if order is None:
+            return None if windows == 1 else torch.arange(T).view(windows, -1)
+        local = self.orders.of_example(order, T, T)
+        if local is None:
+            raise UnsupportedModelError(
+                f"{self.name(i)} is given the tokens of each example in an order of its own; "
+                "explain one example at a time."
+            )
+        return local.view(windows, -1)
+
+    def kinds_before(self, root: Point, others: Iterable[Point] = ()) -> list[str]:
+        """The operations from a point back to the cuts, or to some other points."""
+        ends = {leaf.edge.node for leaf in (*self.leaves, *others)}
+        nodes = nodes_before([root.edge.node], ends) - ends
+        return sorted({node.name().partition("Backward")[0] for node in nodes})
+
+    def refuse_mixers(self, i: int, j: int) -> None:
+        """Raise where tokens act on one another before i."""
+        root = self.entries[i]
+        for kind in [] if root is None else self.kinds_before(root):
+            if kind.startswith(MIXERS):
+                raise self.refused(i, j, f"by an operation that is no known mixer ({kind})")
+
+    def refused(self, i: int, j: int, how: str) -> UnsupportedModelError:
+        """What is raised where tokens are mixed between j and i."""
+        return UnsupportedModelError(
+            f"between {self.name(j)} and {self.name(i)} tokens are mixed {how}. {ADVICE}"
+        )

@@ -1,0 +1,177 @@
+"""Whether tokens act on one another between mixers: gradients put in at some reach others.
+
+All tokens here are the same, each mixer's in an order of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from captum_ssm.graph.fast_products import RankOneProducts
+from captum_ssm.graph.points import Point, closed, gradients, visit_gradients
+from captum_ssm.wiring.token_order import Orders
+
+# So many tokens, in the whole batch, are looked at two by two.
+_FEW = 64
+# Narrower matrices are multiplied faster than they are exchanged for others of rank one.
+_WIDE = 256
+
+
+def is_mixed(
+    roots: Mapping[int, Point],
+    leaves: Mapping[int, Point],
+    orders: Orders,
+    *,
+    all_read: bool = False,
+) -> bool:
+    """Whether tokens that mixers are given depend on tokens of mixers and inputs in other places.
+
+    So they do where some tokens of an input are read, and others, for which there is another token
+    in their place, are not. With ``all_read`` the same is asked of what mixers returned.
+    """
+    asked = [i for i in leaves if i < 0 or all_read]
+    if max(point.width for point in leaves.values()) < _WIDE:
+        return _finds_mixing(roots, leaves, orders, asked)
+    with RankOneProducts():
+        suspected = _finds_mixing(roots, leaves, orders, asked)
+    return suspected and _finds_mixing(roots, leaves, orders, asked)
+
+
+def _finds_mixing(
+    roots: Mapping[int, Point],
+    leaves: Mapping[int, Point],
+    orders: Orders,
+    asked: Iterable[int],
+) -> bool:
+    count = next(iter(leaves.values())).tokens
+    generator = torch.Generator().manual_seed(0)
+    unread = {i: torch.ones(count, dtype=torch.bool) for i in asked}
+    numbers, found = list(leaves), False
+
+    def seed(i: int, root: Point, chosen: Tensor) -> Callable[[], Tensor]:
+        rows, columns = root.rank_one(generator)
+        rows = rows * orders.chosen(i, chosen).to(root.device)[:, None]
+        return lambda: rows * columns
+
+    for chosen in separating(count, generator):
+
+        def visit(k: int, gradient: Tensor, chosen: Tensor = chosen) -> None:
+            nonlocal found
+            i = numbers[k]
+            others = ~orders.chosen(i, chosen).to(gradient.device)
+            # NaN, as at the norm of a token that is zero, tells nothing.
+            found = found or bool((gradient[others].abs() > 0).any())
+            if i in unread:
+                unread[i] &= ~(gradient != 0).any(-1).cpu()
+
+        seeds = [seed(i, root, chosen) for i, root in roots.items()]
+        visit_gradients(list(roots.values()), seeds, list(leaves.values()), visit)
+        if found:
+            return True
+    return any(bool(one.any()) and not bool(one.all()) for one in unread.values())
+
+
+@dataclass(frozen=True)
+class Leak:
+    """What of other tokens gets into each without a mixer.
+
+    Args:
+        share (float): their share in what is read.
+        is_far (bool): whether others are read than the neighbors that a token shift or a
+            convolution reads.
+    """
+
+    share: float
+    is_far: bool
+
+
+def leaks(
+    mixer: int,
+    root: Point,
+    leaves: Mapping[int, Point],
+    orders: Orders,
+    around: Sequence[GradientEdge] = (),
+) -> dict[int, Leak]:
+    """What leaks into the tokens that a mixer is given from others of each leaf, if anything does.
+
+    What comes by way of the tensors in ``around`` is no leak.
+    """
+    generator = torch.Generator().manual_seed(0)
+    away, whole = dict.fromkeys(leaves, 0.0), dict.fromkeys(leaves, 0.0)
+
+    def energies(seed: Tensor) -> dict[int, Tensor]:
+        found = zip(leaves, gradients([root], [seed], list(leaves.values())), strict=True)
+        return {j: g.double().square().sum(-1).cpu() for j, g in found if g is not None}
+
+    def put(chosen: Tensor) -> Tensor:
+        noise = root.noise(generator)
+        return noise * orders.chosen(mixer, chosen).to(root.device)[:, None]
+
+    for own in halves(root.tokens, generator):
+        seed = put(own)
+        every = leaking = energies(seed)
+        if around:
+            with closed(around):
+                leaking = energies(seed)
+        for j, energy in every.items():
+            whole[j] += float(energy.sum())
+        for j, energy in leaking.items():
+            away[j] += float(energy[~orders.chosen(j, own)].sum())
+    leaves = {j: leaf for j, leaf in leaves.items() if away[j] > 0}
+    if not leaves:
+        return {}
+    one, near = _neighbors(root.tokens, orders.batch)
+    with closed(around):
+        found = energies(put(one))
+    near_of = {j: float(energy[orders.chosen(j, near)].sum()) for j, energy in found.items()}
+    # Half of what goes to other tokens goes to tokens that were not chosen.
+    return {
+        j: Leak(
+            min(1.0, 2 * away[j] / max(whole[j], 1e-300)),
+            j in found and near_of[j] < 0.99 * float(found[j].sum()),
+        )
+        for j in leaves
+    }
+
+
+def _neighbors(count: int, batch: int) -> tuple[Tensor, Tensor]:
+    # One of the tokens, late enough that a causal recurrence would show, and those close to it.
+    length = count // batch
+    t, reach = length - 1 - length // 4, max(1, min(4, length // 4))
+    one, near = torch.zeros(2, count, dtype=torch.bool)
+    one[t] = True
+    near[max(0, t - reach) : t + reach + 1] = True
+    return one, near
+
+
+def separating(count: int, generator: torch.Generator) -> list[Tensor]:
+    """Sets of tokens, ``(count,)`` bool: a half and the rest.
+
+    For few tokens they are such that for any two of them, both ways, a set holds one and not the
+    other (Sperner: codes of equal weight).
+    """
+    if count > _FEW:
+        return list(halves(count, generator))[:2]
+    size = next(k for k in range(2, count + 2) if math.comb(k, k // 2) >= count)
+    codes = itertools.islice(itertools.combinations(range(size), size // 2), count)
+    holds = torch.zeros(count, size, dtype=torch.bool)
+    for token, code in zip(torch.randperm(count, generator=generator).tolist(), codes, strict=True):
+        holds[token, list(code)] = True
+    return list(holds.T)
+
+
+def halves(count: int, generator: torch.Generator) -> Iterator[Tensor]:
+    # Halves of the tokens and their rests, (count,) bool: where the tokens are few, such that any
+    # two of them are told apart.
+    place = torch.randperm(count, generator=generator)
+    for bit in range(max(1, (count - 1).bit_length()) if count <= _FEW else 1):
+        half = (place >> bit) & 1 == 1
+        yield half
+        yield ~half

@@ -1,0 +1,225 @@
+"""At which tokens, and how strongly, an output without tokens or a score reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.relevance_rules import goes_through_activation
+from captum_ssm.graph.token_weights import Transport
+from captum_ssm.wiring.inputs import portions
+from captum_ssm.wiring.ledger import Gathered, gathered, source_of, token_tensors, weights
+from captum_ssm.wiring.mixer_graph import MIXERS, MixerGraph
+from captum_ssm.wiring.mixing_test import is_mixed
+from captum_ssm.wiring.token_order import Orders
+from captum_ssm.wiring.wiring import Read, Stage
+
+
+class Readout:
+    """What the output of one run, or a score, reads.
+
+    Args:
+        graph (MixerGraph): the run; its output becomes the pool.
+        score (Point, optional): an entry of the output, where the tokens that it is read from are
+            asked for, not those of the whole output.
+
+    Attributes:
+        pool (Point): the tokens in which all that a pooled output reads comes together; None where
+            there are none, or the output holds tokens itself.
+    """
+
+    def __init__(self, graph: MixerGraph, score: Point | None) -> None:
+        self.graph, self.score, self.output = graph, score, graph.entries[graph.end]
+        self.root = self.output if score is None else score
+        self.pool: Point | None = None
+        # How strongly a pooled output reads what goes past these tokens, by mixer: (T,).
+        self._left: dict[int, Tensor] = {}
+        if self.root is not None and not self.is_per_token:
+            self._find_pool()
+        if self.pool is not None:
+            graph.entries[graph.end] = self.pool
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether what is read is tokens: the output's own, or those of the pool."""
+        point, graph = self.output, self.graph
+        if point is None or self.pool is not None:
+            return True
+        last = [graph.exits[i].tokens for i in graph.direct[graph.end]]
+        shape = point.shape
+        return len(shape) == 3 and shape[0] == graph.batch and point.tokens in last
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each token of the output is read for itself."""
+        return self.is_per_token and self.score is None and self.pool is None
+
+    def _find_pool(self) -> None:
+        graph, root = self.graph, self.root
+        assert root is not None
+        read = graph.direct[graph.end]
+        held = {i: gathered(root, graph.exits[i], graph.batch) for i in read}
+        last = max(read)
+        some = [one for one in held[last][1:] if one.holds_all_of(graph.exits[last])]
+        for one in sorted(reversed(some), key=lambda one: not one.is_permuted):
+            if not self._left_over([one]):
+                self.pool = one.point
+                return
+        pool = some[-1] if len(read) == 1 and some and some[-1].is_permuted else None
+        left = self._left_over([one[-1] for one in held.values()] if pool is None else [pool])
+        if all(graph.exits[k].tokens == graph.exits[last].tokens for k in left):
+            self._left, self.pool = left, None if pool is None else pool.point
+        # Else they are of other grids, and skips.
+
+    def _left_over(self, held: Sequence[Gathered]) -> dict[int, Tensor]:
+        # How strongly is read what goes past these tokens.
+        graph = self.graph
+        found = self._weights(graph.leaves, [one.point.edge for one in held])
+        left = {k: one for k, one in zip(graph.exits, found, strict=True) if one is not None}
+        direct = graph.direct[graph.end]
+        return {k: one for k, one in left.items() if k not in direct and bool(one.any())}
+
+    def shares(
+        self, output: Sequence[Read], stages: Sequence[Stage], past: Mapping[int, Transport]
+    ) -> list[Tensor | None]:
+        """The shares in which tokens after the output's stages are read: ``(B, T)``.
+
+        Where they are read from several stages past one another, they share it. ``past`` holds the
+        ways to these.
+        """
+        if self.pool is not None:
+            read = self._read_at(self.pool)
+            if read is None or not bool((read.sum(1) > 0).all()):
+                return [None] * len(output)
+            return [link.rmatvec(_normalized(read)) for _, link in output]
+        mixers = [s if s < 0 else stages[s].calls[0] for s, _ in output]
+        read_of = [one for i in mixers if (one := self._read_of(i, past.get(i))) is not None]
+        whole = reduce(torch.add, [one.sum(1) for one in read_of], torch.zeros(()))
+        if len(read_of) < len(mixers) or not bool((whole > 0).all()):
+            return [None] * len(mixers)
+        found = [_normalized(one) for one in read_of]
+        if past:
+            sizes = [self._read_of(i, past.get(i), power=2) for i in mixers]
+            parts = portions([one.sum(1, keepdim=True) for one in sizes if one is not None])
+            found = [one * part for one, part in zip(found, parts, strict=True)]
+        return list(found)
+
+    def past_pool(self, stages: Sequence[Stage], shares: list[Tensor | None]) -> dict[int, Tensor]:
+        """What a pooled output reads past its tokens: the shares ``(B, T)``, by mixer.
+
+        The shares that it is known to read elsewhere are changed in place.
+        """
+        graph, end = self.graph, self.graph.end
+        main = [one for one in shares if one is not None]
+        if not self._left or not main or len(main) < len(shares):
+            return {}
+        left = {k: self._in_order(k, one) for k, one in self._left.items()}
+        if self.pool is None:  # a residual stream that joins where tokens are no longer apart
+            read = reduce(torch.logical_or, [one > 0 for one in main])
+            left = {
+                k: one for k, one in left.items() if one.shape != read.shape or one[~read].any()
+            }
+        past: dict[int, Tensor] = {}
+        while left:
+            k = max(left)
+            past[k] = left.pop(k)
+            stage = next((one for one in stages if k in one.calls), None)
+            stream = graph.read_by(k) if stage and stage.around else frozenset()
+            for m in stream & left.keys():
+                left[m] = left[m] * (past[k] == 0)
+            if not stream <= self._left.keys() or (stage and len(stage.calls) > 1):
+                raise graph.refused(k, end, "past all others, without the residual stream there")
+            graph.refuse_mixers(end, k)
+            left = {m: one for m, one in left.items() if bool(one.any())}
+        found = self._read_at(graph.exits[max(graph.direct[end])])
+        sums = [one.sum(1, keepdim=True) for one in past.values()]
+        own = sums[0] if found is None else found.sum(1, keepdim=True)
+        total = reduce(torch.add, sums, own)
+        shares[:] = [None if one is None else one * (own / total) for one in shares]
+        return {k: one / total for k, one in past.items()}
+
+    def balance(
+        self, past: Mapping[int, Tensor], shares: Sequence[Tensor | None]
+    ) -> tuple[float, str | None]:
+        """What share of a pooled output the maps hold, also in words where some goes past."""
+        if not past:
+            return 1.0, None
+        parts, held = [], sum(float(read.sum(1).mean()) for read in shares if read is not None)
+        for k, read in past.items():
+            at = (read > 0.01 * read.amax(1, keepdim=True)).any(0).nonzero()[:, 0].tolist()
+            where = f"token {at[0]}" if len(at) == 1 else f"{len(at)} tokens"
+            share = float(read.sum(1).mean())
+            parts.append(f"{share:.0%} goes past, from {self.graph.name(k)} at {where}")
+        return held, f"the maps hold {held:.0%} of what the score reads; {', '.join(parts)}"
+
+    def rows(self) -> Tensor | None:
+        """How far the rows of an output of fewer tokens are from its last tokens, ``(n,)``."""
+        graph, root = self.graph, self.output
+        leaf, T = graph.exits[graph.end - 1], graph.tokens(graph.end - 1)
+        if root is None or len(root.shape) != 3 or root.shape[1] >= T:
+            return None
+        source = source_of(root, leaf, graph.batch)
+        if source is None:
+            return None
+        n = root.shape[1]
+        return source[:n] - torch.arange(T - n, T)
+
+    def unknown(self) -> str | None:
+        """What mixes tokens after the last mixers, before a score; empty where it is linear."""
+        graph, root, T = self.graph, self.root, self.graph.tokens(max(self.graph.exits))
+        if root is None or self.pool is None or T < 2:
+            return None
+        leaves = {i: graph.exits[i] for i in range(graph.end) if graph.tokens(i) == T}
+        found = token_tensors(root, [self.pool, *graph.leaves], T, graph.batch)
+        ends = {graph.end + k: point for k, point in enumerate(found)}
+        if not ends or not is_mixed(ends, leaves, Orders(graph.batch)):
+            return None
+        kinds = sorted({kind for p in found for kind in graph.kinds_before(p, [self.pool])})
+        how = ", ".join(kind for kind in kinds if kind.startswith(MIXERS))
+        pool = self.pool.edge.node
+        if not how and not any(goes_through_activation(p.edge.node, pool) for p in found):
+            return ""
+        how = f" ({how})" if how else ""
+        return f"after {graph.name(graph.end - 1)} tokens are mixed by no known mixer{how}"
+
+    def _weights(
+        self, leaves: Sequence[Point], around: Sequence[GradientEdge] = (), *, power: int = 1
+    ) -> list[Tensor | None]:
+        if self.root is None:
+            return [None] * len(leaves)
+        graph = self.graph
+        return weights(self.root, leaves, graph.batch, graph.leaves, around, power=power)
+
+    def _read_at(self, leaf: Point) -> Tensor | None:
+        # How strongly tokens are read, (B, T), where they are last apart.
+        if self.root is None:
+            return None
+        last = gathered(self.root, leaf, self.graph.batch)[-1]
+        (read,) = self._weights([last.point])
+        return None if read is None else last.weights(read, self.graph.batch, leaf.tokens)
+
+    def _read_of(self, i: int, past: Transport | None, *, power: int = 1) -> Tensor | None:
+        # How strongly tokens after mixer i are read, in the model's order.
+        leaf = self.graph.exits[i]
+        if past is None and power == 1:
+            found = self._read_at(leaf)
+        else:
+            (found,) = self._weights([leaf], () if past is None else past.around, power=power)
+            if found is not None and past is not None and past.kept is not None:
+                found = found * past.kept.to(found)
+        return None if found is None else self._in_order(i, found)
+
+    def _in_order(self, i: int, found: Tensor) -> Tensor:
+        # Numbers of tokens after mixer i as (B, T), in the model's order.
+        flat = torch.empty_like(found.flatten())
+        flat[self.graph.order(i).to(flat.device)] = found.flatten()
+        return flat.view(self.graph.batch, -1)
+
+
+def _normalized(read: Tensor) -> Tensor:
+    return read / read.sum(1, keepdim=True).clamp(min=1e-300)

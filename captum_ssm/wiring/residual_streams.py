@@ -1,0 +1,73 @@
+"""Which mixers a residual stream goes around, read off the graph between them."""
+
+from __future__ import annotations
+
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.wiring.mixer_graph import ADVICE, MixerGraph
+
+
+def streams_around(graph: MixerGraph, stage: int, *, finer: bool) -> tuple[int, ...]:
+    """How many stages before a stage the residual streams leave that go around it.
+
+    What is added to the tokens that the stage returns reads some mixers and inputs by way of no
+    other mixer. A stream leaves before the stage that reads the same ones.
+
+    Args:
+        graph (MixerGraph): the run, with the grids of its tokens.
+        stage (int): the stage.
+        finer (bool): whether there are finer tokens elsewhere, as in a U-shape.
+
+    Raises:
+        UnsupportedModelError: where what is added is no such stream, or not the same for all that
+            read the stage.
+    """
+    group, nexts = graph.groups[stage], _nexts(graph, stage)
+    if any(graph.entries[i] is None for i in group) or not nexts or not graph.ways:
+        return (0,)  # not recorded
+    before: set[int] = set()  # all that the group depends on
+    stack = list(group)
+    while stack:
+        new = graph.read_by(stack.pop()) - before
+        before |= new
+        stack.extend(new)
+    tokens = graph.exits[group[0]].tokens if finer else None
+    found = {graph.cut.added(root, group, before, tokens) for root in nexts}
+    name = graph.name(group[0])
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"{name} returns tokens that are read with a residual stream here and without it, "
+            f"or with another one, there; expected the same for all that read them. {ADVICE}"
+        )
+    (added,) = found
+    rest, streams = added, []
+    for back in range(stage + 1):
+        first = graph.groups[stage - back][0]
+        read = graph.read_by(first)
+        if read & rest and read <= added and graph.is_same_grid(group[0], first):
+            streams.append(back)
+            rest = rest - read
+    if not rest:
+        return tuple(streams)
+    raise UnsupportedModelError(
+        f"{name} returns tokens to which others are added that no mixer before it was given; "
+        f"expected a residual stream around it, or around it and the mixers before it. {ADVICE}"
+    )
+
+
+def is_given_stream(graph: MixerGraph, stage: int) -> bool | None:
+    """Whether a stage's mixers are given the residual stream itself; None if that is unknown.
+
+    They are not where they are given what a norm makes of it.
+    """
+    group, nexts = graph.groups[stage], _nexts(graph, stage)
+    given = graph.entries[group[0]]
+    if given is None or not nexts:
+        return None
+    return any(graph.cut.is_added(root, group, given) for root in nexts)
+
+
+def _nexts(graph: MixerGraph, stage: int) -> list[Point]:
+    # What is given to those that read a stage.
+    group = set(graph.groups[stage])
+    return [root for i, root in graph.entries.items() if root and graph.direct[i] & group]

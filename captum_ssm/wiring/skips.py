@@ -1,0 +1,178 @@
+"""Ways past mixers: skip connections, and tokens that a mixer does not work on.
+
+A U-shape adds finer tokens to those of a coarser grid. A class token may go past mixers that work
+on the patches only. An input may be added once more, turned around, after later mixers. What a
+residual stream hands on around a mixer is none of these: the mixer's map counts it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.reachability import Joints, meetings, shape_of
+from captum_ssm.graph.token_weights import Pairs, Patches, Transport, pairs, pushed
+from captum_ssm.wiring.mixer_graph import MixerGraph
+
+
+class Skips:
+    """What reads tokens past the mixer before it.
+
+    Args:
+        graph (MixerGraph): the run.
+        is_pooled (bool): whether the output holds no tokens.
+
+    Attributes:
+        partial (set of int): the mixers that work on some of the tokens, which others go past.
+    """
+
+    def __init__(self, graph: MixerGraph, *, is_pooled: bool) -> None:
+        self.graph, self.is_pooled = graph, is_pooled
+        self.partial: set[int] = set()
+
+    def of(self, i: int, j: int) -> dict[int, Transport]:
+        """What i reads past j, on other tokens than those of j, and the ways there."""
+        graph, root, found = self.graph, self.graph.entries[i], self._joints(i, j)
+        if root is None or found is None:
+            return {}
+        read = self._leads(found.leaves)
+        near = [self._leads(graph.nearest(graph.cut.read_by(edge))) for edge in found.past]
+        known = read.union(*near)
+        ways: dict[int, Transport] = {}
+        passed, partly, waiting = set[int](), [j], set(known)
+        while waiting - passed:
+            k = max(waiting - passed)
+            passed.add(k)
+            if graph.is_same_grid(j, k):
+                if k not in read:  # some of the tokens may go past these mixers too
+                    waiting |= self._start(k)
+                continue
+            # No way goes through a mixer, where the graph was left whole.
+            cut = [*found.stream, *(point.edge for m, point in graph.exits.items() if 0 <= m != k)]
+            cut += [e for e, one in zip(found.past, near, strict=True) if k in known - one]
+            way = Transport(root, graph.exits[k], graph.batch, tuple(cut))
+            handed = self._handed_on(i, partly, k)
+            if handed is not None:
+                self.partial.add(j)
+                partly.append(k)
+                waiting |= self._start(k)
+                left = replace(way, kept=~handed)
+                if _is_read(left):
+                    ways[k] = left
+            elif k in known:
+                ways[k] = way
+                here = Transport(root, graph.exits[j], graph.batch)
+                if not _read_all([here, *ways.values()]):
+                    # Others may go past these mixers too.
+                    partly.append(k)
+                    waiting |= self._start(k)
+        return dict(sorted(ways.items()))
+
+    def of_same_tokens(self, i: int, j: int) -> dict[int, Transport]:
+        """What i may read past the residual stream around j, of the tokens of j, and the ways."""
+        graph, root, found = self.graph, self.graph.entries[i], self._joints(i, j)
+        if root is None or found is None:
+            return {}
+        near = set(found.leaves if found.stream else ()).union(*map(graph.cut.read_by, found.past))
+        return {
+            k: Transport(root, graph.exits[k], graph.batch, tuple(found.stream))
+            for k in near & graph.exits.keys()
+            if graph.exits[k].tokens == root.tokens
+            and graph.is_same_grid(j, k)
+            and graph.lead(j) != graph.lead(k)
+        }
+
+    def _joints(self, i: int, j: int) -> Joints | None:
+        # Where what goes around j joins on the way to i.
+        root, entry = self.graph.entries[i], self.graph.entries.get(j)
+        return None if root is None or entry is None else self.graph.cut.joints(root, entry)
+
+    def _leads(self, found: Iterable[int]) -> set[int]:
+        # An input may be left out, where it is known which token is which patch.
+        return {self.graph.lead(i) for i in found if i in self.graph.exits}
+
+    def _start(self, i: int) -> set[int]:
+        # What the first of the mixers reads that work on the same tokens.
+        first = self.graph.first(i)
+        return {k for m, k in self.graph.links if m == first}
+
+    def _handed_on(self, i: int, around: Iterable[int], k: int) -> Tensor | None:
+        """Which tokens of k residual streams hand on to i, ``(T,)`` bool; None for none.
+
+        Tokens of some mixers are made of these, and what is given to i reads them together with
+        that: a skip must not count them twice.
+        """
+        found = [one for j in around if (one := self._handed_on_around(i, j, k)) is not None]
+        return reduce(torch.logical_or, found) if found else None
+
+    def _handed_on_around(self, i: int, j: int, k: int) -> Tensor | None:
+        graph, made = self.graph, self._made(self.graph.first(j), k)
+        if made is None:
+            return None
+        made_of = defaultdict[int, set[int]](set)
+        for token, source in zip(made.root.tolist(), made.leaf.tolist(), strict=True):
+            made_of[token].add(source)
+        for root in self._tokens_of(i, (j, k)):
+            # Tokens that are merged and then repeated are not handed on.
+            by_j, by_k = (
+                pairs(Transport(root, graph.exits[m], graph.batch), repeated=made.reader is None)
+                for m in (j, k)
+            )
+            if by_j is None or by_k is None:
+                continue
+            reads = zip(by_j.root.tolist(), graph.order(j)[by_j.leaf].tolist(), strict=True)
+            together = {(token, one) for token, read in reads for one in made_of[read]}
+            known = zip(by_k.root.tolist(), graph.order(k)[by_k.leaf].tolist(), strict=True)
+            alike = torch.tensor([read in together for read in known], dtype=torch.bool)
+            handed = torch.zeros(graph.exits[k].tokens, dtype=torch.bool)
+            handed[by_k.leaf[alike]] = True
+            if bool(handed[by_k.leaf[~alike]].any()):
+                raise UnsupportedModelError(
+                    "tokens are repeated, and a mixer is given some of the copies, past which the "
+                    "others go; expected one that is given all copies of a token or none. Use "
+                    "MambaLRP, which goes through the model's own graph."
+                )
+            return handed.to(root.device) if bool(handed.any()) else None
+        return None
+
+    def _made(self, first: int, k: int) -> Pairs | None:
+        # Which of the model's tokens after k each token is made of that a mixer is given.
+        graph, link = self.graph, self.graph.links.get((first, k))
+        if link is None:
+            return None
+        if isinstance(link.transport, Patches):
+            found = Pairs.of_reader(link.transport.owner)
+            return replace(found, leaf=graph.order(k)[found.leaf])
+        if link.source is None:
+            return None
+        S = graph.tokens(k)
+        every = [torch.where(link.source >= 0, link.source + b * S, -1) for b in range(graph.batch)]
+        return Pairs.of_source(torch.cat(every))
+
+    def _tokens_of(self, i: int, leaves: Iterable[int]) -> list[Point]:
+        # What i is given; before a pooled output, the tensor in which the tokens come together.
+        root = self.graph.entries[i]
+        if root is None or i < self.graph.end or not self.is_pooled:
+            return [] if root is None else [root]
+        edge = next(meetings([root], [self.graph.exits[m] for m in leaves]), None)
+        if edge is None:
+            return []
+        return [replace(root, edge=edge, shape=shape_of(edge), channels=axis) for axis in (-1, 1)]
+
+
+def _is_read(way: Transport) -> bool:
+    return bool(way.energy([way.root.noise(torch.Generator().manual_seed(0))]).any())
+
+
+def _read_all(ways: Iterable[Transport]) -> bool:
+    # Whether each token of the root reads something by one of the ways.
+    noise = torch.Generator().manual_seed(0)
+    found = [pushed(way, way.leaf.unflat(way.leaf.noise(noise)))[0] for way in ways]
+    return bool(torch.stack([(one != 0).any(-1) for one in found]).any(0).all())

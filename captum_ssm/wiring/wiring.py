@@ -1,0 +1,326 @@
+"""How the mixers of a model hang together: stages, and how each reads the tokens of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import UnsupportedModelError
+from captum_ssm.graph.points import Point
+from captum_ssm.graph.token_weights import Transport
+from captum_ssm.utils.lazy import cached_property
+from captum_ssm.utils.progress import progress
+from captum_ssm.wiring.inputs import Way
+
+# The first of the model's inputs, among the stages that a stage reads; the next ones are below it.
+INPUT = -1
+
+
+@dataclass(frozen=True)
+class Link:
+    """Which earlier tokens each of some tokens is made of. By default of the one in its place.
+
+    Args:
+        source (Tensor, optional): ``(T,)``: the one earlier token, -1 for none. Default: None
+        transport (Transport, optional): in which shares. Default: None
+        order (Tensor, optional): ``(S,)``: where the transport's earlier tokens are. Default: None
+        count (int, optional): S, the number of earlier tokens, where it is not T. Default: 0
+        share (Tensor, optional): ``(B, T)``: the part of each token that is made of these earlier
+            ones, where it is made of several inputs. Default: None, all of it
+    """
+
+    source: Tensor | None = None
+    transport: Transport | None = None
+    order: Tensor | None = None
+    count: int = 0
+    share: Tensor | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether each token is the one in its place, and nothing else."""
+        return self.is_in_place and self.share is None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether each token is the one in its place, or a share of it is."""
+        return self.source is None and self.transport is None
+
+    def of(self, share: Tensor) -> Link:
+        """The same for a part of each token, ``(B, T)``."""
+        return replace(self, share=share if self.share is None else share * self.share)
+
+    def earlier(self, tokens: int) -> int:
+        """S, the number of earlier tokens, of ``tokens`` ones that read them."""
+        return self.count or tokens
+
+    def is_read(self, root: Point) -> Tensor:
+        """Whether earlier tokens are read by each token of ``root``: 0 or 1, ``(T,)`` or one."""
+        if self.source is None:
+            return torch.ones(1, device=root.device)
+        return (self.source >= 0).to(root.device, torch.float64)
+
+    def rmatvec(self, w: Tensor) -> Tensor:
+        """Weights ``(B, T)`` as weights of the earlier tokens, ``(B, S)``."""
+        if self.share is not None:
+            w = w * self.share.to(w)
+        if self.transport is not None:
+            return self._placed(self.transport.rmatvec(w))
+        if self.source is None:
+            return w
+        kept = self.source >= 0
+        out = w.new_zeros(w.shape[0], self.count)
+        return out.index_add_(1, self.source[kept].to(w.device), w[:, kept])
+
+    def matmul(self, matrix: Tensor) -> Tensor:
+        """``(B, S, ...)``, one row per earlier token, as ``(B, T, ...)``."""
+        found = self._read(matrix)
+        if self.share is None:
+            return found
+        return found * self.share.to(found).view(*self.share.shape, *[1] * (found.dim() - 2))
+
+    def matvec(self, values: Tensor, probes: int) -> Tensor:
+        """Means ``(B, T, k)`` of ``values (B, S, k)`` in [0, 1] of the earlier tokens.
+
+        They are weighted as by the transport, measured in so many passes; zero for tokens that
+        read none.
+        """
+        if self.transport is not None:
+            values = values if self.order is None else values[:, self.order]
+            return self.transport.matvec(values, probes)
+        return self._read(values)
+
+    def _read(self, matrix: Tensor) -> Tensor:
+        if self.transport is not None:
+            return self._placed(self.transport.matrix()).to(matrix) @ matrix
+        if self.source is None:
+            return matrix
+        source = self.source.to(matrix.device)
+        return matrix[:, source.clamp(min=0)] * (source >= 0).to(matrix)[:, None]
+
+    def _placed(self, found: Tensor) -> Tensor:
+        if self.order is None:
+            return found
+        return found[..., torch.argsort(self.order).to(found.device)]
+
+
+# A stage (or INPUT), and how its tokens are read.
+Read = tuple[int, Link]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step through the model: a mixer, or several side by side that read the same tokens.
+
+    Args:
+        calls (tuple of int): the mixers' calls.
+        reads (tuple of Read): the stages whose tokens its own are made of.
+        tokens (int): T, their number.
+        around (tuple of int, optional): how many stages before this one the residual streams leave
+            that are added to what its mixers return: 0 where one goes around this stage only, 1
+            around this one and the one before, which are then in series in one branch. Empty where
+            nothing is added. Default: (0,)
+        is_given_stream (bool, optional): whether its mixers are given the residual stream itself,
+            and not what a norm makes of it; None where that was not measured. Default: None
+    """
+
+    calls: tuple[int, ...]
+    reads: tuple[Read, ...]
+    tokens: int
+    around: tuple[int, ...] = (0,)
+    is_given_stream: bool | None = None
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How the mixers of one run hang together.
+
+    Args:
+        stages (list of Stage): in forward order.
+        output (tuple of Read): the stages that the output is made of.
+        orders (list of Tensor): by call, None or ``(W, l)``: token t of window w of the mixer's
+            sequences is this one of its stage's tokens.
+        readout (list of Tensor): by read of the output, ``(B, T)``: the shares in which a pooled
+            output reads the tokens, or None.
+        exchanged (float, optional): the largest share that tokens read from one another between
+            two mixers. Default: 0.0
+        is_far (bool, optional): whether they read others than their neighbors so. Default: False
+        refused (str, optional): why no map through the layers can be made. Default: None
+        inputs (tuple of Way, optional): by input of the model, how its entries make up tokens.
+            Default: (), where that was not measured
+        unknown (str, optional): what mixes tokens after the mixers and is none; empty where that is
+            linear. Default: None
+        held (float, optional): the share of what a pooled output reads that comes through the
+            last mixers. Default: 1.0
+        past (str, optional): what goes past them, in words. Default: None
+        rows (Tensor, optional): ``(n,)``, of an output of n rows that are fewer than the tokens:
+            how far each is from the place that it has among the last n. Default: None
+        structure (frozenset, optional): what the graph between the mixers is made of.
+            Default: frozenset(), for nothing known
+    """
+
+    stages: list[Stage]
+    output: tuple[Read, ...]
+    orders: list[Tensor | None]
+    readout: list[Tensor | None]
+    exchanged: float = 0.0
+    is_far: bool = False
+    refused: str | None = None
+    inputs: tuple[Way, ...] = ()
+    unknown: str | None = None
+    held: float = 1.0
+    past: str | None = None
+    rows: Tensor | None = None
+    structure: frozenset[Any] = frozenset()
+
+    @cached_property
+    def stage_of(self) -> dict[int, int]:
+        """The stage of each call."""
+        return {call: i for i, stage in enumerate(self.stages) for call in stage.calls}
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each stage after the first reads the one before it, token by token."""
+        reads = [*(stage.reads for stage in self.stages), self.output]
+        return all(
+            len(read) <= 1 and all(link.is_identity and s == i for s, link in read)
+            for i, read in enumerate(reads[1:])
+        )
+
+    @property
+    def needs_graph(self) -> bool:
+        """Whether something is still to be measured on the graph of the run."""
+        reads = [*(stage.reads for stage in self.stages), self.output]
+        measured = any(link.transport is not None for read in reads for _, link in read)
+        return measured or any(way.roots for way in self.inputs)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a mixer that is not known may lie between the others."""
+        return self.refused is not None or self.is_far or self.unknown is not None
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether all mixers work on the input's tokens in their order."""
+        reads = [*(stage.reads for stage in self.stages), self.output]
+        same = all(link.is_identity for read in reads for _, link in read)
+        return same and all(order is None for order in self.orders)
+
+    @property
+    def grids(self) -> list[list[int]]:
+        """The stages that work on the same tokens, one after the other."""
+        found: list[list[int]] = []
+        for i, stage in enumerate(self.stages):
+            same = any(s == i - 1 and not link.count for s, link in stage.reads)
+            if found and same and stage.tokens == self.stages[i - 1].tokens:
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return found
+
+    def starting_at(self, stage: int) -> Wiring:
+        """The same without what is before a stage, whose tokens are then the input's."""
+
+        def kept(reads: tuple[Read, ...]) -> tuple[Read, ...]:
+            return tuple(read for read in reads if read[0] >= stage)
+
+        stages = [replace(one, reads=kept(one.reads)) for one in self.stages]
+        return replace(self, stages=stages, output=kept(self.output))
+
+    def lengthened(self, tokens: int) -> Wiring:
+        """A simple wiring, of inputs of another length."""
+        return replace(
+            self,
+            stages=[replace(stage, tokens=tokens) for stage in self.stages],
+            readout=[None] * len(self.readout),
+            inputs=(),
+        )
+
+    def back(
+        self,
+        at_output: Sequence[Tensor],
+        step: Callable[[int, Tensor], dict[int, Tensor]],
+        *,
+        to_inputs: bool = True,
+    ) -> list[Tensor]:
+        """Carry weights of tokens from the output back to the inputs.
+
+        Args:
+            at_output (sequence of Tensor): ``(B, T)`` for each read of the output.
+            step (Callable): takes a stage and weights of the tokens after it, returns those of the
+                tokens before it, and before earlier stages that a residual stream leaves at: by
+                stage.
+            to_inputs (bool, optional): go on to the inputs, which may cost as much as all the
+                rest. Default: True
+
+        Returns:
+            list of Tensor: ``(B, L)`` for each input, of its tokens; empty without ``to_inputs``.
+        """
+        at: dict[int, list[Tensor]] = {}
+        before: dict[int, list[Tensor]] = {}
+        for (stage, _), w in zip(self.output, at_output, strict=True):
+            at.setdefault(stage, []).append(w)
+        for i in progress(range(len(self.stages) - 1, -1, -1), "layers"):
+            if i in at:
+                for stage, found in step(i, reduce(torch.add, at.pop(i))).items():
+                    before.setdefault(stage, []).append(found)
+            if i in before:
+                w = reduce(torch.add, before.pop(i))
+                for earlier, link in self.stages[i].reads or ((INPUT, Link()),):
+                    if to_inputs or earlier >= 0:
+                        at.setdefault(earlier, []).append(link.rmatvec(w))
+        return self._at_inputs(at) if to_inputs else []
+
+    def from_first(self, w: Tensor) -> list[Tensor]:
+        """Weights ``(B, T)`` of the first stage's tokens as those of each input's."""
+        reads = self.stages[0].reads or ((INPUT, Link()),)
+        return self._at_inputs({i: [link.rmatvec(w)] for i, link in reads})
+
+    def _at_inputs(self, at: dict[int, list[Tensor]]) -> list[Tensor]:
+        if INPUT in at and len(at) == 1 and len(self.inputs) < 2:
+            return [reduce(torch.add, at[INPUT])]
+        (like, *_), *_ = at.values()
+        none = [like.new_zeros(way.batch, way.leaf.tokens // way.batch) for way in self.inputs]
+        return [reduce(torch.add, at.get(INPUT - k, []), zero) for k, zero in enumerate(none)]
+
+    def forth(self, start: Tensor, step: Callable[[int, dict[int, Tensor]], Tensor]) -> Tensor:
+        """Carry a matrix from the input, ``(B, L, ...)``, to the output.
+
+        ``step`` takes a stage and the rows before it and all earlier ones, by stage, and returns
+        those after it.
+
+        Raises:
+            UnsupportedModelError: if the output is read from several grids of tokens.
+        """
+        sizes = [self.stages[i].tokens for i, _ in self.output if i >= 0]
+        if len(set(sizes)) > 1:
+            raise UnsupportedModelError(
+                f"the output is read from stages of {' and '.join(map(str, sizes))} tokens, so "
+                "there is no one axis of output tokens; expected one. attribute() gives the row of "
+                "the output, or of one entry of it with target=."
+            )
+        after, before = {INPUT: start}, {}
+        for i, stage in enumerate(progress(self.stages, "layers")):
+            reads = stage.reads or ((INPUT, Link()),)
+            before[i] = reduce(torch.add, [link.matmul(after[earlier]) for earlier, link in reads])
+            after[i] = step(i, before)
+        return reduce(torch.add, [link.matmul(after[i]) for i, link in self.output])
+
+
+def sequence(count: int, tokens: int) -> Wiring:
+    """The wiring of mixers one after the other, each token in its place."""
+    stages = [Stage((i,), ((i - 1, Link()),), tokens) for i in range(count)]
+    return Wiring(stages, ((count - 1, Link()),), [None] * count, [None])
+
+
+def side_by_side(direct: dict[int, frozenset[int]]) -> list[list[int]]:
+    """The stages: mixers that read the same, and are read by the same."""
+    groups: dict[Any, list[int]] = {}
+    for i in range(max(direct)):
+        read_by = frozenset(j for j, one in direct.items() if i in one)
+        groups.setdefault((direct[i], read_by), []).append(i)
+    return sorted(groups.values())
