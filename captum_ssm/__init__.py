@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         RawAttention,
         UnifiedImplicitAttention,
     )
-    from captum_ssm.discovery import scans as scans
     from captum_ssm.discovery.scans import register_scan
     from captum_ssm.errors import (
         InputError,
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from captum_ssm.explanation import Explanation
-    from captum_ssm.explanation import page as page
-    from captum_ssm.explanation.make import captum_llm as generation
     from captum_ssm.explanation.make import explain
     from captum_ssm.explanation.make.captum_llm import SSMLLMAttribution
     from captum_ssm.inspection.cost import Estimate, estimate
@@ -84,18 +81,26 @@ __all__ = [
 
 # The module of each name; those of the attribution methods are in attr.
 _MODULES = {
-    **dict.fromkeys(("Estimate", "estimate"), "_cost"),
-    **dict.fromkeys(("InputError", "ReconstructionError"), "_errors"),
-    **dict.fromkeys(("TargetError", "UnsupportedModelError"), "_errors"),
-    **dict.fromkeys(("hidden_attention", "token_grids"), "_hidden_attention"),
-    **dict.fromkeys(("Area", "ReceptiveField", "effective_receptive_field"), "_receptive_field"),
-    **dict.fromkeys(("MixerSupport", "Support", "supported"), "_supported"),
+    **dict.fromkeys(("Estimate", "estimate"), "inspection.cost"),
+    **dict.fromkeys(("InputError", "ReconstructionError"), "errors"),
+    **dict.fromkeys(("TargetError", "UnsupportedModelError"), "errors"),
+    **dict.fromkeys(("hidden_attention", "token_grids"), "inspection.implicit_attention"),
+    **dict.fromkeys(("Area", "ReceptiveField"), "inspection.receptive_field"),
+    **dict.fromkeys(("MixerSupport", "Support", "supported"), "inspection.support"),
     **dict.fromkeys(("FrozenMixer", "MixerCall", "register_mixer"), "mixers"),
     "Explanation": "explanation",
-    "MemoryLimitError": "_memory",
-    "SSMLLMAttribution": "generation",
-    "explain": "_explain",
-    "register_scan": "scans",
+    "MemoryLimitError": "utils.memory",
+    "effective_receptive_field": "inspection.receptive_field",
+    "SSMLLMAttribution": "explanation.make.captum_llm",
+    "explain": "explanation.make",
+    "register_scan": "discovery.scans",
+}
+
+# Folders that had another name in 0.1.0.
+_RENAMED = {
+    "generation": "explanation.make.captum_llm",
+    "page": "explanation.page",
+    "scans": "discovery.scans",
 }
 
 
@@ -104,6 +109,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(f"captum_ssm.{_MODULES.get(name, 'attr')}"), name)
         globals()[name] = value
         return value
+    if name in _RENAMED:
+        raise AttributeError(f"captum_ssm.{name} is now captum_ssm.{_RENAMED[name]}.", name=name)
     module = f"captum_ssm.{name}"
     try:
         return import_module(module)

@@ -1,4 +1,4 @@
-"""Relevance propagation through an autograd graph, by the rules of :mod:`captum_ssm.graph.relevance_rules`."""
+"""Relevance propagation through an autograd graph, by :mod:`captum_ssm.graph.relevance_rules`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,19 @@
-"""Running the user's model: one way down, a concern per file.
+"""Running the user's model once, and what is made of that run.
 
-:mod:`model` (what counts as a model) < :mod:`request` (its input and arguments) < :mod:`wiring`
-(how its mixers hang together) < :mod:`mixer_graph` (the graph of a run between them),
-:mod:`token_map`, :mod:`streams`, :mod:`skips` and :mod:`readout` (what is read off it) <
-:mod:`measure` (all of that, in order) < :mod:`tracing` (a
-model under nnsight) < :mod:`recording` (what one run of it left) < :mod:`visits` (of its mixers) <
-:mod:`record` (the run) and :mod:`remote` (the same on a server) <
-:mod:`discovery` (mixers that no adapter knows), :mod:`target` (the query and the score) and
-:mod:`checking` (does a frozen mixer compute what the mixer did) < :mod:`substitution` (frozen
-mixers that stand in for a model's own) < :mod:`frozen` (what all
-of it makes) < :mod:`freezing`.
+The model runs under nnsight on copies of its modules that are thrown away, so that nothing has to
+be put back. A call goes through these files:
+
+- ``model`` and ``check_inputs`` say what counts as a model and an input; ``request`` has both;
+- ``unknown_mixers`` searches for mixers that no adapter is registered for;
+- ``session`` opens nnsight on the copies; ``record`` runs the model there; ``visits`` follows its
+  mixers, and ``substitute`` puts frozen ones in their place where a gradient is asked for;
+  ``embedded_ids`` and ``reuse`` keep what the run computed anyway;
+- ``recording`` is what the run left, ``remote`` makes the same of a run on a server;
+- ``target`` reads the query token and the score of a target;
+- ``check`` recomputes each frozen mixer, ``finite`` looks at its numbers, ``wider_dtype`` runs it
+  once more where rounding leaves a doubt, ``honesty`` and ``randomness`` test whether one run can
+  be trusted at all;
+- ``frozen_model`` is the result, and ``freezing`` makes it of a request.
 """
 
 from captum_ssm.capture.freezing import freeze

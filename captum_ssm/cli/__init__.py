@@ -50,7 +50,7 @@ def _parser(called: Sequence[str]) -> argparse.ArgumentParser:
     for name, told in COMMANDS.items():
         command = commands.add_parser(name, help=told, allow_abbrev=False)
         if name in called:
-            module = import_module(f"captum_ssm.cli._{name}")
+            module = import_module(f"captum_ssm.cli.{name}")
             command.description = (module.__doc__ or "").partition("\n")[0]
             module.add(command)
             command.set_defaults(run=module.run)

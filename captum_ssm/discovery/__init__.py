@@ -1,0 +1,1 @@
+"""A mixer that nobody registered, found by what it computes."""

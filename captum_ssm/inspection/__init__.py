@@ -1,0 +1,1 @@
+"""Questions about a model: its maps, what of it is supported, what a call costs, how far it sees."""

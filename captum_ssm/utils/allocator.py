@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,10 +44,10 @@ def _allocator() -> Any:
     if not extension_loaded():
         return None
     try:
-        from captum_ssm import _C_allocator
+        allocator = import_module("captum_ssm._C_allocator")
     except ImportError:
         return None
-    return _C_allocator if _release(_C_allocator.TORCH) == _release(torch.__version__) else None
+    return allocator if _release(allocator.TORCH) == _release(torch.__version__) else None
 
 
 def _release(version: str) -> list[str]:

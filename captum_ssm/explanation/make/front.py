@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -209,9 +210,10 @@ def _title(examples: Sequence[Example], name: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from captum_ssm import __version__
-
-    versions = {"captum_ssm": __version__, "python": sys.version.split()[0]}
+    versions = {
+        PACKAGES[0]: import_module(PACKAGES[0]).__version__,
+        "python": sys.version.split()[0],
+    }
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)

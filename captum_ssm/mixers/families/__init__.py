@@ -1,0 +1,1 @@
+"""Adapters: one file per family, from a recorded call to a frozen mixer."""

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,13 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-import captum_ssm
-
 _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _ADDED = (torch.baddbmm, Tensor.baddbmm)
 PRODUCTS = frozenset((*_MATMUL, *_ADDED, torch.einsum))
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_OURS = f"{os.path.dirname(captum_ssm.__file__)}{os.sep}"
+_OURS = f"{Path(__file__).parents[3]}{os.sep}"
 _AROUND = ("torch", "nnsight")  # packages whose frames come and go
 _MODELS = f"{_OURS}models{os.sep}"
 _DEEPEST = 16  # frames that tell places apart
