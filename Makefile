@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(STAMP)
 	$(BIN)/python tutorials/copying_demo.py --output out
 
-# On two workers; in one process, say, with PYTEST_ARGS="-n 0 tests/test_golden.py".
+# On two workers; in one process, say, with PYTEST_ARGS="-n 0 tests/properties/test_golden.py".
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 

@@ -10,7 +10,7 @@ refused. Classes that no tiny model here holds (vision, audio, encoders) are lis
     python benchmarks/census.py lfm2 zaya            # some models only
     PYTHONPATH=. .venv-fla/bin/python benchmarks/census.py --package fla --save
 
-`tests/test_census.py` compares the names of the classes with the table on each change.
+`tests/properties/test_census.py` compares the names of the classes with the table on each change.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Random weights in the shape of mamba-130m (width 768, 1536 channels, 16 states), two layers. Each
 length doubles the one before. The times of a method with the workspace
-(`captum_ssm/utils/allocator.py`) and without it are taken by turns, in one process per method and length and as a first call would
-find it: glibc has its defaults, and gives back what it kept of the call before. Transformers' own
-scan does not fit into memory at these lengths, so that ours takes its place, as in `end_to_end.py
---fast-scan`.
+(`captum_ssm/utils/allocator.py`) and without it are taken by turns, in one process per method and
+length and as a first call would find it: glibc has its defaults, and gives back what it kept of the
+call before. Transformers' own scan does not fit into memory at these lengths, so that ours takes
+its place, as in `end_to_end.py --fast-scan`.
 
     python benchmarks/doublings.py
 

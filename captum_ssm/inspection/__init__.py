@@ -1,1 +1,1 @@
-"""Questions about a model: its maps, what of it is supported, what a call costs, how far it sees."""
+"""Questions about a model: its maps, what of it is supported, a call's cost, how far it sees."""

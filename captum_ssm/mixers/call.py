@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,20 @@ from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in
 from captum_ssm.utils.offload import weights_loaded
 
-if TYPE_CHECKING:
-    from captum_ssm.discovery.scans import KeptScans
-
 # What a module raises, or an adapter or a variant of one, that a call does not fit.
 MISFITS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
 # In place of the channels' axis, of tokens (L, B, E).
 TOKENS_FIRST = 2
+
+
+class ScanResults(Protocol):
+    """What the scan functions of a call returned, for when its module runs once more."""
+
+    def find(self, call: Any) -> Any | None:
+        """What the same call of a function returned; None if that is not known."""
+
+    def forget(self) -> None:
+        """Let go of all results."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class MixerCall:
             Default: 0
         linears (LinearCalls, optional): what its linear layers computed in the call, which is
             then not computed again. Default: None
-        scans (KeptScans, optional): what its scan functions returned in the call. Default: None
+        scans (ScanResults, optional): what its scan functions returned in the call. Default: None
         channels (int, optional): the axis of the channels in the tokens that the module takes and
             returns; ``TOKENS_FIRST`` for ``(L, B, E)``. In ``args``, ``kwargs`` and ``result`` they
             are ``(B, L, E)``. Default: -1
@@ -68,7 +75,7 @@ class MixerCall:
     gradient: Tensor | None = None
     order: int = 0
     linears: LinearCalls | None = None
-    scans: KeptScans | None = None
+    scans: ScanResults | None = None
     channels: int = -1
 
     @classmethod

@@ -90,11 +90,11 @@ def register_scan(
     wrong one explains nothing.
 
     Args:
-        build (Callable): yields :class:`~captum_ssm.discovery.scans.Candidate`. Its parameters are the roles;
-            those without a default have to be there, as tensors. Arguments that the function does
-            not take are not passed. A parameter ``returned`` gets what the function returned, to
-            measure what no argument says. Registering a function of the same name again replaces
-            it.
+        build (Callable): yields :class:`~captum_ssm.discovery.scans.Candidate`. Its parameters
+            are the roles; those without a default have to be there, as tensors. Arguments that
+            the function does not take are not passed. A parameter ``returned`` gets what the
+            function returned, to measure what no argument says. Registering a function of the
+            same name again replaces it.
         names (dict, optional): for each role the names that a function's parameter may have, in
             addition to the role's own. Default: None
         enlarge (sequence of str, optional): roles, tensors, in each of which the recurrence (and

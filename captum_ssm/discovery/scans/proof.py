@@ -23,7 +23,7 @@ from captum_ssm.discovery.scans.form import Candidate, ScanForm, forms_of
 from captum_ssm.discovery.scans.forms.arguments import working_dtype
 from captum_ssm.discovery.scans.impulses import candidates_by_impulses, measurable_values
 from captum_ssm.discovery.scans.packed import joined, sequences
-from captum_ssm.discovery.scans.reuse import KeptScans
+from captum_ssm.mixers.call import ScanResults
 from captum_ssm.operators import TokenOperator, WeightsOperator
 from captum_ssm.utils.nested import first_of, with_first
 
@@ -113,7 +113,7 @@ class ScanCalls:
             the result.
         forms_only (bool, optional): nothing is measured with impulses, and products with a matrix
             are left alone. Default: False
-        kept (KeptScans, optional): of another run. What a call returned there, it returns here.
+        kept (ScanResults, optional): of another run. What a call returned there, it returns here.
             Default: None
     """
 
@@ -122,7 +122,7 @@ class ScanCalls:
         take: Callable[[FunctionCall, Scan, Any], Any],
         *,
         forms_only: bool = False,
-        kept: KeptScans | None = None,
+        kept: ScanResults | None = None,
     ) -> None:
         self.take = take
         self.forms_only = forms_only

@@ -210,10 +210,8 @@ def _title(examples: Sequence[Example], name: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {
-        PACKAGES[0]: import_module(PACKAGES[0]).__version__,
-        "python": sys.version.split()[0],
-    }
+    own = import_module("captum_ssm").__version__
+    versions = {"captum_ssm": own, "python": sys.version.split()[0]}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)

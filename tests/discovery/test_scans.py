@@ -3,7 +3,6 @@
 import re
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -292,7 +291,7 @@ def test_a_form_of_a_user(monkeypatch):
 
 def test_the_page_on_scan_forms_runs(monkeypatch):
     monkeypatch.setattr(_form, "_FORMS", dict(_form._FORMS))
-    page = Path(__file__).parents[1] / "docs" / "development" / "add_a_scan_form.md"
+    page = ROOT / "docs" / "development" / "add_a_scan_form.md"
     code, form, use = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
     names = {}
     exec(code, names)

@@ -1,0 +1,91 @@
+"""The layout of the package: what keeps a large tree easy to read. lint-imports checks imports."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import captum_ssm
+
+ROOT = Path(captum_ssm.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LINES, FUNCTION = 400, 50  # lines of a file; lines of code of a function
+
+# Larger than that, for now. Both lists only ever become shorter.
+LARGE_FILES: dict[str, int] = {}
+LARGE_FUNCTIONS: dict[str, int] = {}
+
+# Words that meant several things. The glossary has the words that took their place.
+RETIRED = {
+    *("FrozenLayer", "Way", "Transport", "Patches", "Through", "Link", "Port", "Cuts"),
+    *("Substitution", "Rules", "Made", "PlacedOperator", "Ask", "Asked", "speaks", "past_writes"),
+}
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in FILES:
+        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def lines_of_code(function: ast.FunctionDef, source: list[str]) -> int:
+    """Lines of a function without its docstring, blank lines and comments."""
+    first = function.body[0]
+    begin = first.end_lineno + 1 if ast.get_docstring(function) else first.lineno
+    lines = [source[i].strip() for i in range(begin - 1, function.end_lineno)]
+    return sum(bool(line) and not line.startswith("#") for line in lines)
+
+
+def test_only_the_front_and_the_errors_stand_at_the_root():
+    names = {path.name for path in ROOT.glob("*.py")}
+    assert names == {"__init__.py", "__main__.py", "errors.py"}
+
+
+def test_file_names_have_no_underscore_at_the_front():
+    names = {path.stem for path in FILES} | {path.parent.name for path in FILES}
+    assert {name for name in names if name.startswith("_")} == {"__init__", "__main__"}
+
+
+def test_every_folder_begins_with_a_page():
+    for name, tree in trees():
+        if name.endswith("__init__.py"):
+            assert ast.get_docstring(tree), name
+
+
+def test_files_are_short():
+    lengths = {p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in FILES}
+    large = {name: length for name, length in lengths.items() if length > LINES}
+    assert set(large) == set(LARGE_FILES)
+    for name, length in large.items():
+        assert length <= LARGE_FILES[name], f"{name} grew to {length} lines"
+
+
+def test_functions_are_short():
+    large = {}
+    for path, (name, tree) in zip(FILES, trees(), strict=True):
+        source = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                length = lines_of_code(node, source)
+                if length > FUNCTION:
+                    large[f"{name}:{node.name}"] = length
+    assert set(large) == set(LARGE_FUNCTIONS)
+    for name, length in large.items():
+        assert length <= LARGE_FUNCTIONS[name], f"{name} grew to {length} lines of code"
+
+
+def test_every_class_has_a_name_of_its_own():
+    names = [
+        node.name
+        for _, tree in trees()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def test_retired_words_stay_retired():
+    for name, tree in trees():
+        for node in ast.walk(tree):
+            word = getattr(node, "id", None) or getattr(node, "attr", None)
+            defined = getattr(node, "name", None)
+            assert not {word, defined} & RETIRED, f"{name} uses {word or defined}"
