@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import wild
+from folders import ROOT
 from proofs import proven
 from torch.nn import functional as F
 
