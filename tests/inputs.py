@@ -73,7 +73,7 @@ class Univariate(Series):
         return self.inp(x[..., None])
 
 
-class Patches(Classifier):
+class PatchWeights(Classifier):
     """Patches of 4 steps of ``(B, F, L)``."""
 
     def __init__(self, features: int = 3) -> None:
@@ -226,7 +226,7 @@ FORMS = {
     "series `(B, L, F)`": Form(Series, noise(2, 8, 3)),
     "channels first `(B, F, L)`": Form(ChannelsFirst, noise(2, 3, 8)),
     "one variable `(B, L)`": Form(Univariate, noise(2, 8)),
-    "patches of a series": Form(Patches, noise(2, 3, 16)),
+    "patches of a series": Form(PatchWeights, noise(2, 3, 16)),
     "a strided stem": Form(Stem, noise(2, 3, 16)),
     "table `(B, F)`": Form(Tabular, noise(2, 6)),
     "two series, a tuple": Form(Two, (noise(2, 8, 3), noise(2, 8, 5))),

@@ -23,7 +23,7 @@ WIDE = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Transport:
+class TokenWeights:
     r"""How strongly each token of ``root`` reads each token of ``leaf``: T, ``(T_root, T_leaf)``.
 
     :math:`T_{ts} \propto \|J_{ts}\|_F^2`, the squared Frobenius norm of the block of the Jacobian,
@@ -174,7 +174,7 @@ class Transport:
 
 
 @dataclass(frozen=True, eq=False)
-class Patches(Transport):
+class PatchWeights(TokenWeights):
     """A transport in which each token of the leaf is read by one of the root at most.
 
     It is measured once, in as many passes as there are channels (64 at most), and each token hands
@@ -218,7 +218,7 @@ class Patches(Transport):
 
 
 @dataclass(frozen=True, eq=False)
-class Through(Transport):
+class WeightsThroughStem(TokenWeights):
     r"""A transport by way of other tokens that all ways from the root to the leaf pass.
 
     T is then the product of the two, :math:`T_{tm} T_{ms}`. Tokens of many channels take few
@@ -231,11 +231,11 @@ class Through(Transport):
     between: Point = field(kw_only=True)
 
     @cached_property
-    def steps(self) -> tuple[Transport, Transport]:
+    def steps(self) -> tuple[TokenWeights, TokenWeights]:
         """From the root to the tokens between, and from there to the leaf."""
-        first = Transport(self.between, self.leaf, self.batch, values=self.values)
+        first = TokenWeights(self.between, self.leaf, self.batch, values=self.values)
         values = None if self.values is None else self.between.unflat(first.added(self.values))
-        return Transport(self.root, self.between, self.batch, values=values), first
+        return TokenWeights(self.root, self.between, self.batch, values=values), first
 
     def rmatvec(self, w: Tensor, probes: int | None = None) -> Tensor:
         """w^T T for ``w (B, T)``: ``(B, S)``, in ``probes`` backward passes on each part."""
@@ -255,7 +255,7 @@ class Through(Transport):
 
 
 @contextmanager
-def pulling(way: Transport) -> Iterator[Callable[..., Tensor | None]]:
+def pulling(way: TokenWeights) -> Iterator[Callable[..., Tensor | None]]:
     """Gives a function of a seed in the shape of the root: the gradient at the leaf, in its shape.
 
     It returns None where there is no gradient, and takes the options of
@@ -282,7 +282,7 @@ def pulling(way: Transport) -> Iterator[Callable[..., Tensor | None]]:
         yield pull
 
 
-def pushed(way: Transport, *directions: Tensor) -> list[Tensor]:
+def pushed(way: TokenWeights, *directions: Tensor) -> list[Tensor]:
     """The derivatives of the root along ``directions`` of the leaf's shape, ``(T, E)`` each."""
     root = way.root
     with torch.enable_grad():
@@ -335,7 +335,7 @@ class Pairs:
         return found
 
 
-def pairs(way: Transport, *, repeated: bool = True) -> Pairs | None:
+def pairs(way: TokenWeights, *, repeated: bool = True) -> Pairs | None:
     """Which tokens read which by a way; None where tokens are mixed.
 
     Each token of the leaf is read by one at most, or, where they are ``repeated``, each of the root

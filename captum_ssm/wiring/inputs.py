@@ -12,7 +12,7 @@ from torch import Tensor
 from captum_ssm.graph.points import Point, gradients
 from captum_ssm.graph.reachability import meetings
 from captum_ssm.graph.relevance_rules import ruled
-from captum_ssm.graph.token_weights import WIDE, Through, Transport, orthogonal
+from captum_ssm.graph.token_weights import WIDE, TokenWeights, WeightsThroughStem, orthogonal
 
 # Backward passes through the first layers, at most, for the shares of features.
 _PROBES, _COARSE = 64, 8
@@ -75,7 +75,7 @@ class Way:
         is_coarse = max(point.tokens for point in points) < self.leaf.tokens
         most = _COARSE if is_wide and is_coarse else _PROBES
         seeds = [orthogonal(point, self.batch, min(point.width, most)) for point in points]
-        # What is data-dependent in between is a constant, as in `Transport.added`.
+        # What is data-dependent in between is a constant, as in `TokenWeights.added`.
         with ruled([point.edge.node for point in points], [self.leaf.edge.node]):
             for some in zip_longest(*seeds):
                 given = [(point, s) for point, s in zip(points, some, strict=True) if s is not None]
@@ -87,14 +87,16 @@ class Way:
 
     def added(self, root: Point) -> Tensor:
         r"""The size of what it adds to each token of ``root``, :math:`\|J x\|`: ``(B, T)``."""
-        found = Transport(root, self.leaf, self.batch).added(self.values)
+        found = TokenWeights(root, self.leaf, self.batch).added(self.values)
         return found.double().norm(dim=-1).view(self.batch, -1)
 
-    def transport(self, root: Point) -> Transport:
+    def transport(self, root: Point) -> TokenWeights:
         """How strongly tokens of mixers read this input, by way of the stem where there is one."""
         if self.stem is None:
-            return Transport(root, self.leaf, self.batch, values=self.values)
-        return Through(root, self.leaf, self.batch, values=self.values, between=self.stem)
+            return TokenWeights(root, self.leaf, self.batch, values=self.values)
+        return WeightsThroughStem(
+            root, self.leaf, self.batch, values=self.values, between=self.stem
+        )
 
     def shaped(self, entries: Tensor) -> Tensor:
         """``entries (B, S, F)`` in the shape of the input."""
@@ -165,7 +167,7 @@ def feature_axis(root: Point, leaf: Point, batch: int) -> int | None:
     return usual if usual in whole else next(iter(whole), None)
 
 
-def shares(ways: Sequence[Transport]) -> list[Tensor]:
+def shares(ways: Sequence[TokenWeights]) -> list[Tensor]:
     """The parts ``(B, T)`` in which tokens are read by these ways, by the norms of their rows."""
     return portions([way.row_norms(_PAST).view(way.batch, -1) for way in ways])
 

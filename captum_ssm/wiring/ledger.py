@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 from captum_ssm.graph.points import Point, closed
 from captum_ssm.graph.reachability import dependencies, edges_before, meetings, shape_of
 from captum_ssm.graph.relevance_rules import ruled
-from captum_ssm.graph.token_weights import Transport, pairs
+from captum_ssm.graph.token_weights import TokenWeights, pairs
 
 # Seeds of an output of many entries, whose gradients stand for those of all of them.
 _SEEDS = 4
@@ -129,7 +129,7 @@ def source_of(root: Point, leaf: Point, batch: int) -> Tensor | None:
 
     None where a token is made of several, or all of none.
     """
-    found = pairs(Transport(root, leaf, batch), repeated=root.tokens > leaf.tokens)
+    found = pairs(TokenWeights(root, leaf, batch), repeated=root.tokens > leaf.tokens)
     return None if found is None or not len(found.root) else found.source(root.tokens)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.token_weights import Pairs, Transport, pairs
+from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
 from captum_ssm.wiring.cuts import Cuts
 from captum_ssm.wiring.ledger import structure
 from captum_ssm.wiring.mixer_graph import MixerGraph
@@ -228,7 +228,7 @@ def _alike(
     def found(reading: Point | None, k: int) -> Pairs | None:
         if reading is None:
             return None
-        return pairs(Transport(reading, graph.exits[k], graph.batch), repeated=False)
+        return pairs(TokenWeights(reading, graph.exits[k], graph.batch), repeated=False)
 
     for k in sorted(graph.direct[i] & graph.direct[lead]):
         both = [found(graph.entries[j], k) for j in (i, lead)]

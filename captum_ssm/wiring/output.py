@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.relevance_rules import goes_through_activation
-from captum_ssm.graph.token_weights import Transport
+from captum_ssm.graph.token_weights import TokenWeights
 from captum_ssm.wiring.inputs import portions
 from captum_ssm.wiring.ledger import Gathered, gathered, source_of, token_tensors, weights
 from captum_ssm.wiring.mixer_graph import MIXERS, MixerGraph
@@ -85,7 +85,7 @@ class Readout:
         return {k: one for k, one in left.items() if k not in direct and bool(one.any())}
 
     def shares(
-        self, output: Sequence[Read], stages: Sequence[Stage], past: Mapping[int, Transport]
+        self, output: Sequence[Read], stages: Sequence[Stage], past: Mapping[int, TokenWeights]
     ) -> list[Tensor | None]:
         """The shares in which tokens after the output's stages are read: ``(B, T)``.
 
@@ -203,7 +203,7 @@ class Readout:
         (read,) = self._weights([last.point])
         return None if read is None else last.weights(read, self.graph.batch, leaf.tokens)
 
-    def _read_of(self, i: int, past: Transport | None, *, power: int = 1) -> Tensor | None:
+    def _read_of(self, i: int, past: TokenWeights | None, *, power: int = 1) -> Tensor | None:
         # How strongly tokens after mixer i are read, in the model's order.
         leaf = self.graph.exits[i]
         if past is None and power == 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import Joints, meetings, shape_of
-from captum_ssm.graph.token_weights import Pairs, Patches, Transport, pairs, pushed
+from captum_ssm.graph.token_weights import Pairs, PatchWeights, TokenWeights, pairs, pushed
 from captum_ssm.wiring.mixer_graph import MixerGraph
 
 
@@ -37,7 +37,7 @@ class Skips:
         self.graph, self.is_pooled = graph, is_pooled
         self.partial: set[int] = set()
 
-    def of(self, i: int, j: int) -> dict[int, Transport]:
+    def of(self, i: int, j: int) -> dict[int, TokenWeights]:
         """What i reads past j, on other tokens than those of j, and the ways there."""
         graph, root, found = self.graph, self.graph.entries[i], self._joints(i, j)
         if root is None or found is None:
@@ -45,7 +45,7 @@ class Skips:
         read = self._leads(found.leaves)
         near = [self._leads(graph.nearest(graph.cut.read_by(edge))) for edge in found.past]
         known = read.union(*near)
-        ways: dict[int, Transport] = {}
+        ways: dict[int, TokenWeights] = {}
         passed, partly, waiting = set[int](), [j], set(known)
         while waiting - passed:
             k = max(waiting - passed)
@@ -57,7 +57,7 @@ class Skips:
             # No way goes through a mixer, where the graph was left whole.
             cut = [*found.stream, *(point.edge for m, point in graph.exits.items() if 0 <= m != k)]
             cut += [e for e, one in zip(found.past, near, strict=True) if k in known - one]
-            way = Transport(root, graph.exits[k], graph.batch, tuple(cut))
+            way = TokenWeights(root, graph.exits[k], graph.batch, tuple(cut))
             handed = self._handed_on(i, partly, k)
             if handed is not None:
                 self.partial.add(j)
@@ -68,21 +68,21 @@ class Skips:
                     ways[k] = left
             elif k in known:
                 ways[k] = way
-                here = Transport(root, graph.exits[j], graph.batch)
+                here = TokenWeights(root, graph.exits[j], graph.batch)
                 if not _read_all([here, *ways.values()]):
                     # Others may go past these mixers too.
                     partly.append(k)
                     waiting |= self._start(k)
         return dict(sorted(ways.items()))
 
-    def of_same_tokens(self, i: int, j: int) -> dict[int, Transport]:
+    def of_same_tokens(self, i: int, j: int) -> dict[int, TokenWeights]:
         """What i may read past the residual stream around j, of the tokens of j, and the ways."""
         graph, root, found = self.graph, self.graph.entries[i], self._joints(i, j)
         if root is None or found is None:
             return {}
         near = set(found.leaves if found.stream else ()).union(*map(graph.cut.read_by, found.past))
         return {
-            k: Transport(root, graph.exits[k], graph.batch, tuple(found.stream))
+            k: TokenWeights(root, graph.exits[k], graph.batch, tuple(found.stream))
             for k in near & graph.exits.keys()
             if graph.exits[k].tokens == root.tokens
             and graph.is_same_grid(j, k)
@@ -122,7 +122,7 @@ class Skips:
         for root in self._tokens_of(i, (j, k)):
             # Tokens that are merged and then repeated are not handed on.
             by_j, by_k = (
-                pairs(Transport(root, graph.exits[m], graph.batch), repeated=made.reader is None)
+                pairs(TokenWeights(root, graph.exits[m], graph.batch), repeated=made.reader is None)
                 for m in (j, k)
             )
             if by_j is None or by_k is None:
@@ -147,7 +147,7 @@ class Skips:
         graph, link = self.graph, self.graph.links.get((first, k))
         if link is None:
             return None
-        if isinstance(link.transport, Patches):
+        if isinstance(link.transport, PatchWeights):
             found = Pairs.of_reader(link.transport.owner)
             return replace(found, leaf=graph.order(k)[found.leaf])
         if link.source is None:
@@ -167,11 +167,11 @@ class Skips:
         return [replace(root, edge=edge, shape=shape_of(edge), channels=axis) for axis in (-1, 1)]
 
 
-def _is_read(way: Transport) -> bool:
+def _is_read(way: TokenWeights) -> bool:
     return bool(way.energy([way.root.noise(torch.Generator().manual_seed(0))]).any())
 
 
-def _read_all(ways: Iterable[Transport]) -> bool:
+def _read_all(ways: Iterable[TokenWeights]) -> bool:
     # Whether each token of the root reads something by one of the ways.
     noise = torch.Generator().manual_seed(0)
     found = [pushed(way, way.leaf.unflat(way.leaf.noise(noise)))[0] for way in ways]

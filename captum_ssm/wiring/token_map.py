@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point, gradients
 from captum_ssm.graph.reachability import meetings
-from captum_ssm.graph.token_weights import Pairs, Patches, Transport, pairs
+from captum_ssm.graph.token_weights import Pairs, PatchWeights, TokenWeights, pairs
 from captum_ssm.wiring.inputs import portions, shares
 from captum_ssm.wiring.ledger import gathered, points
 from captum_ssm.wiring.mixer_graph import MixerGraph
@@ -47,7 +47,7 @@ class TokenMaps:
 
     def __init__(self, graph: MixerGraph, skips: Skips, unmixed: list[set[int]] | None) -> None:
         self.graph, self.skips, self.unmixed = graph, skips, unmixed
-        self.past: dict[int, dict[int, Transport]] = {}
+        self.past: dict[int, dict[int, TokenWeights]] = {}
         self.exchanged, self.is_far = 0.0, False
         # By mixer, its reads, to which those of what goes past an exchange of tokens belong.
         self._read_by: dict[int, tuple[Read, ...]] = {}
@@ -92,7 +92,7 @@ class TokenMaps:
                 raise graph.refused(i, j, f"by something that is no mixer ({leak.share:.0%})")
             self.exchanged = max(self.exchanged, leak.share)
 
-    def _map(self, i: int, j: int, way: Transport | None = None) -> Link:
+    def _map(self, i: int, j: int, way: TokenWeights | None = None) -> Link:
         """How the tokens given to i read those of j, or by one way past others to them.
 
         Decodes the order of i.
@@ -106,11 +106,11 @@ class TokenMaps:
             return Link()
         stem = graph.ways[INPUT - j].stem if way is None and j < 0 else None
         # Where tokens share those of a stem, they share what those are made of.
-        is_shared = stem is not None and pairs(Transport(root, stem, B), repeated=False) is None
+        is_shared = stem is not None and pairs(TokenWeights(root, stem, B), repeated=False) is None
         found = None
         if not is_shared:
             repeated = way is not None or root.tokens > leaf.tokens
-            found = pairs(way or Transport(root, leaf, B), repeated=repeated)
+            found = pairs(way or TokenWeights(root, leaf, B), repeated=repeated)
         source = None if found is None else self._source(found, i, j)
         is_alike = way is None and root.tokens == leaf.tokens
         if source is not None:
@@ -154,7 +154,7 @@ class TokenMaps:
             )
         return Link(source=local, count=S)
 
-    def _weights(self, i: int, j: int, way: Transport | None, found: Pairs | None) -> Link:
+    def _weights(self, i: int, j: int, way: TokenWeights | None, found: Pairs | None) -> Link:
         graph = self.graph
         root, leaf, B, S = graph.entries[i], graph.exits[j], graph.batch, graph.tokens(j)
         assert root is not None
@@ -167,11 +167,11 @@ class TokenMaps:
             raise graph.refused(i, j, "across the examples of the batch")
         if found is not None and found.reader is not None:
             values = graph.ways[INPUT - j].values if j < 0 else None
-            way = Patches(root, leaf, B, values=values, owner=found.reader)
+            way = PatchWeights(root, leaf, B, values=values, owner=found.reader)
         elif j < 0:
             way = graph.ways[INPUT - j].transport(root)
         else:
-            way = Transport(root, leaf, B)
+            way = TokenWeights(root, leaf, B)
         return Link(transport=way, order=local, count=S)
 
     def _are_apart(self, root: Point, leaf: Point) -> bool:
@@ -199,14 +199,14 @@ class TokenMaps:
             past = self._moved(i, j)
         if not past or root is None:
             return []
-        ways = {j: Transport(root, graph.exits[j], graph.batch), **past}
+        ways = {j: TokenWeights(root, graph.exits[j], graph.batch), **past}
         for (k, way), share in zip(ways.items(), shares([*ways.values()]), strict=True):
             known = graph.links.get((i, k))
             link = self._map(i, k, way) if known is None else known
             graph.links[i, k] = replace(link, share=share)
         return list(past)
 
-    def _moved(self, i: int, j: int) -> dict[int, Transport]:
+    def _moved(self, i: int, j: int) -> dict[int, TokenWeights]:
         # Such as an input that is added once more, turned around, after later mixers.
         graph = self.graph
         ways = self.skips.of_same_tokens(i, j)
@@ -218,7 +218,7 @@ class TokenMaps:
             raise graph.refused(k, i, "in other places, without the residual stream there")
         return {k: moved[k]}
 
-    def _is_moved(self, i: int, k: int, way: Transport) -> bool:
+    def _is_moved(self, i: int, k: int, way: TokenWeights) -> bool:
         # Whether i reads tokens of k in other places by a way; where they are mixed, that is
         # refused or said.
         found = pairs(way)
@@ -265,7 +265,7 @@ class TokenMaps:
         unclear = graph.refused(i, j, "by something that is no mixer, past which others are read")
         held = gathered(root, graph.exits[j], graph.batch)
         stream = [one.point for one in held if one.is_in_place][-1]
-        found, way = graph.cut.joints(root, stream), Transport(root, stream, graph.batch)
+        found, way = graph.cut.joints(root, stream), TokenWeights(root, stream, graph.batch)
         others = {k for k in graph.direct[i] if graph.lead(k) != graph.lead(j)}
         if others or found.leaves or len(found.stream) != 1 or len(found.past) > 1:
             raise unclear
@@ -279,10 +279,10 @@ class TokenMaps:
             self._read_past[i] = tuple((s, link.of(1 - share)) for s, link in self._read_by[first])
         return Link(transport=way, count=graph.tokens(j), share=share)
 
-    def _share(self, way: Transport, edge: GradientEdge) -> Tensor | None:
+    def _share(self, way: TokenWeights, edge: GradientEdge) -> Tensor | None:
         # The part of each token that comes by a way; the rest is the token there in its place.
         for point in points(edge, way.batch):
-            past = Transport(way.root, point, way.batch, (way.leaf.edge,))
+            past = TokenWeights(way.root, point, way.batch, (way.leaf.edge,))
             found = pairs(past, repeated=False) if point.tokens == way.root.tokens else None
             reader = None if found is None else found.reader
             if reader is not None and torch.equal(reader, torch.arange(point.tokens)):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
-from captum_ssm.graph.token_weights import Transport
+from captum_ssm.graph.token_weights import TokenWeights
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.progress import progress
 from captum_ssm.wiring.inputs import Way
@@ -35,7 +35,7 @@ class Link:
     """
 
     source: Tensor | None = None
-    transport: Transport | None = None
+    transport: TokenWeights | None = None
     order: Tensor | None = None
     count: int = 0
     share: Tensor | None = None

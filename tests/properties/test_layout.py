@@ -17,7 +17,16 @@ LARGE_FUNCTIONS: dict[str, int] = {}
 
 # Words that meant several things. The glossary has the words that took their place.
 RETIRED = {
-    *("FrozenLayer", "Way", "Transport", "Patches", "Through", "Link", "Port", "Cuts"),
+    *(
+        "FrozenLayer",
+        "Way",
+        "TokenWeights",
+        "PatchWeights",
+        "WeightsThroughStem",
+        "Link",
+        "Port",
+        "Cuts",
+    ),
     *("Substitution", "Rules", "Made", "PlacedOperator", "Ask", "Asked", "speaks", "past_writes"),
 }
 

@@ -16,7 +16,7 @@ from torch.autograd.functional import jacobian
 from captum_ssm import MambaRollout, UnsupportedModelError
 from captum_ssm.attr.maps.maps import MapOptions, StageMaps, rollout_row
 from captum_ssm.capture import Request, freeze
-from captum_ssm.graph.token_weights import Transport
+from captum_ssm.graph.token_weights import TokenWeights
 from captum_ssm.mixers import MixerCall, find_adapter
 from captum_ssm.models import BidirectionalMamba
 
@@ -215,7 +215,7 @@ def test_a_rollout_is_the_product(name, monkeypatch):
     def carried(self, w, probes=None):  # exact where each token reads one, as all of these do
         return torch.einsum("bt,bts->bs", w, self.matrix())
 
-    monkeypatch.setattr(Transport, "rmatvec", carried)
+    monkeypatch.setattr(TokenWeights, "rmatvec", carried)
     model = made(Model(SHAPES[name]))
     x = noise(1, L, E, seed=3)
     states = model.states(x)

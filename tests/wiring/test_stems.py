@@ -15,7 +15,7 @@ from captum_ssm import MambaLRP
 from captum_ssm.capture import Request, freeze
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import meetings
-from captum_ssm.graph.token_weights import Through
+from captum_ssm.graph.token_weights import WeightsThroughStem
 
 OF_TOKENS = [method for method in METHODS if method is not MambaLRP]
 SIDE = 12
@@ -82,7 +82,7 @@ def test_the_stem_is_found(kind, shape, axis):
     stem = wiring.inputs[0].stem
     assert stem.channels == axis
     assert stem.shape[axis] == 64
-    assert isinstance(wiring.stages[0].reads[0][1].transport, Through)
+    assert isinstance(wiring.stages[0].reads[0][1].transport, WeightsThroughStem)
 
 
 @pytest.mark.parametrize("kind", [Past, inputs.Stem], ids=["a way past it", "few channels"])
@@ -90,7 +90,7 @@ def test_what_is_no_stem(kind):
     x = noise(2, 3, SIDE, SIDE) if kind is Past else noise(2, 3, SIDE)
     wiring = freeze_of(made(kind), x).wiring
     assert wiring.inputs[0].stem is None
-    assert not isinstance(wiring.stages[0].reads[0][1].transport, Through)
+    assert not isinstance(wiring.stages[0].reads[0][1].transport, WeightsThroughStem)
 
 
 def test_it_is_the_product_of_two_transports():
