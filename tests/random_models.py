@@ -38,7 +38,7 @@ class Mixer(nn.Module):
         return find_adapter(self.mixer)(call).recurrence.matrix("mean") @ rows
 
 
-class Step(nn.Module):
+class LayerStep(nn.Module):
     """One step of a model. By default rows stay what they are: tokens do not act on one another."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -53,7 +53,7 @@ class Step(nn.Module):
         return rows
 
 
-class MLP(Step):
+class MLP(LayerStep):
     def draw(self, rng):
         self.out, self.is_residual = nn.Linear(E, E), rng.random() < 0.8
 
@@ -62,17 +62,17 @@ class MLP(Step):
         return x + y if self.is_residual else y
 
 
-class Norm(Step):
+class Norm(LayerStep):
     def forward(self, x):
         return self.norm(x)
 
 
-class Gate(Step):
+class Gate(LayerStep):
     def forward(self, x):
         return x * self.linear(x).sigmoid()
 
 
-class OneMixer(Step):
+class OneMixer(LayerStep):
     def draw(self, rng):
         self.mixer, self.is_residual = Mixer(rng.random() < 0.7), rng.random() < 0.85
         self.scale = rng.choice([1.0, 0.1, 0.01])
@@ -86,7 +86,7 @@ class OneMixer(Step):
         return rows + mixed if self.is_residual else mixed
 
 
-class InSeries(Step):
+class InSeries(LayerStep):
     """Two mixers in one branch."""
 
     def draw(self, rng):
@@ -103,7 +103,7 @@ class InSeries(Step):
         return rows + self.two.rows(self.between(x), between)
 
 
-class Permuted(Step):
+class Permuted(LayerStep):
     """The tokens in another order, from here on."""
 
     def draw(self, rng):
@@ -140,7 +140,7 @@ class SideBySide(Permuted):
         return rows + self.one.rows(given, rows) + two
 
 
-class Partial(Step):
+class Partial(LayerStep):
     """A mixer of some of the tokens, past which the others go: all but the first, or every other.
 
     It is written in the ways in which people write it.
@@ -174,7 +174,7 @@ class Partial(Step):
         return found
 
 
-class Cropped(Step):
+class Cropped(LayerStep):
     """Without the first tokens."""
 
     def draw(self, rng):
@@ -187,7 +187,7 @@ class Cropped(Step):
         return rows[:, self.count :]
 
 
-class Register(Step):
+class Register(LayerStep):
     """A token more, which is a parameter."""
 
     def draw(self, rng):
@@ -203,7 +203,7 @@ class Register(Step):
         return torch.cat([x[:, : self.at], more, x[:, self.at :]], 1)
 
 
-class Repeated(Step):
+class Repeated(LayerStep):
     """Each token twice: next to itself, or after all others."""
 
     def draw(self, rng):

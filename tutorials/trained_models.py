@@ -84,7 +84,7 @@ class SeriesClassifier(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
-class Stage(nn.Module):
+class Step(nn.Module):
     """VMamba blocks on one grid, channels first: ``(B, E, H, W)`` to the same."""
 
     def __init__(self, width: int, grid: tuple[int, int], depth: int, state: int) -> None:
@@ -128,11 +128,11 @@ class DigitsSegmenter(nn.Module):
         self.pixels = ConvBlock(3, half)
         self.stem = ConvBlock(half, width, stride=2)
         self.patches = nn.Conv2d(width, width, 3, stride=2, padding=1)
-        self.down = Stage(width, grid, depth, state)
+        self.down = Step(width, grid, depth, state)
         self.merge = nn.Conv2d(width, 2 * width, 2, stride=2)
-        self.bottom = Stage(2 * width, coarse, depth, state)
+        self.bottom = Step(2 * width, coarse, depth, state)
         self.split = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
-        self.up = Stage(width, grid, 1, state)
+        self.up = Step(width, grid, 1, state)
         self.to_halves = nn.ConvTranspose2d(width, width, 2, stride=2)
         self.halves = ConvBlock(width, width)
         self.to_pixels = nn.ConvTranspose2d(width, half, 2, stride=2)

@@ -32,7 +32,7 @@ from captum_ssm.utils.integers import as_index, as_integers
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import map_tensors
 from captum_ssm.utils.offload import moved, weights_loaded
-from captum_ssm.wiring.grids import StageGrids
+from captum_ssm.wiring.grids import StepGrids
 from captum_ssm.wiring.wiring import Wiring
 
 
@@ -180,9 +180,9 @@ class FrozenModel:
         return B, tokens
 
     @cached_property
-    def grids(self) -> StageGrids:
+    def grids(self) -> StepGrids:
         """By stage, the grid of its tokens; None where they form none."""
-        return StageGrids(self.wiring, self.grid)
+        return StepGrids(self.wiring, self.grid)
 
     def from_patches(self, mode: str) -> FrozenModel:
         """The same, with relevance interpolated from the first stage's own grid.

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from captum_ssm.models.token_grid import TokenGrid
-from captum_ssm.wiring.inputs import Way
-from captum_ssm.wiring.wiring import INPUT, Link, Wiring
+from captum_ssm.wiring.inputs import InputMap
+from captum_ssm.wiring.wiring import INPUT, TokenMap, Wiring
 
 # Passes for the mean places of tokens. One tells clear lines apart.
 PROBES = (1, 8)
 
 
-class StageGrids:
+class StepGrids:
     """The grid of each stage's tokens; None where they form none, and for texts.
 
     A token lies at the mean of the places it is made of, weighted as by a transport. Tokens that
@@ -62,7 +62,7 @@ class StageGrids:
         for i, stage in enumerate(self._wiring.stages[: last + 1]):
             if i in after:
                 continue
-            reads = stage.reads or ((INPUT, Link()),)
+            reads = stage.reads or ((INPUT, TokenMap()),)
             if any(link.share is not None for _, link in reads):  # the finest tokens say it best
                 reads = (max(reads, key=lambda read: after[read[0]].shape[1]),)
             found = [link.matvec(after[earlier], probes) for earlier, link in reads]
@@ -71,7 +71,7 @@ class StageGrids:
         return after[last]
 
 
-def _axes(way: Way) -> tuple[int, ...]:
+def _axes(way: InputMap) -> tuple[int, ...]:
     # The axes of the input that are places.
     shape = way.leaf.shape
     channels = None if way.leaf.channels is None else way.leaf.channels % len(shape)

@@ -21,7 +21,7 @@ _PAST = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class InputMap:
     """How the entries of one input make up the tokens that the first mixers are given.
 
     Entries are places times features: steps times variables, pixels times colors. Of an input of

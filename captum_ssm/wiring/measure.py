@@ -25,7 +25,7 @@ from captum_ssm.wiring.output import Readout
 from captum_ssm.wiring.residual_streams import is_given_stream, streams_around
 from captum_ssm.wiring.skips import Skips
 from captum_ssm.wiring.token_map import TokenMaps
-from captum_ssm.wiring.wiring import Link, Read, Stage, Wiring, sequence
+from captum_ssm.wiring.wiring import Read, Step, TokenMap, Wiring, sequence
 
 
 def measure(
@@ -84,7 +84,7 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     held, said = readout.balance(past, shares)
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
-        (graph.stage_of[k], Link().of(torch.zeros_like(read))) for k, read in past.items()
+        (graph.stage_of[k], TokenMap().of(torch.zeros_like(read))) for k, read in past.items()
     )
     ends = [*graph.entries.values(), readout.output]
     return Wiring(
@@ -103,7 +103,7 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     )
 
 
-def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Stage]:
+def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
     stages = []
     for group in graph.groups:
         reads = maps.reads(group[0])
@@ -113,7 +113,7 @@ def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Stage]:
             else:
                 _place_sibling(graph, i, group[0])
             graph.put(i)
-        stages.append(Stage(tuple(group), reads, graph.tokens(group[0])))
+        stages.append(Step(tuple(group), reads, graph.tokens(group[0])))
     return stages
 
 
@@ -125,7 +125,7 @@ def _output(graph: MixerGraph, maps: TokenMaps, readout: Readout) -> tuple[Read,
     if maps.unmixed is not None and len(sources) == 1:
         maps.past[end] = maps.skips.of(end, sources[0])
         sources += maps.past[end]
-    return tuple((graph.stage_of[i], Link()) for i in sources)
+    return tuple((graph.stage_of[i], TokenMap()) for i in sources)
 
 
 def _counts_agree(graph: MixerGraph, readout: Readout) -> bool:

@@ -13,9 +13,9 @@ from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import SegmentGraph, nodes_before
 from captum_ssm.wiring.cuts import Cuts, Start
-from captum_ssm.wiring.inputs import Way, feature_axis, stem_of
+from captum_ssm.wiring.inputs import InputMap, feature_axis, stem_of
 from captum_ssm.wiring.token_order import Orders
-from captum_ssm.wiring.wiring import INPUT, Link, side_by_side
+from captum_ssm.wiring.wiring import INPUT, TokenMap, side_by_side
 
 # Operations in which tokens act on one another, and which no measured transport may hide.
 MIXERS = (
@@ -35,7 +35,7 @@ ADVICE = (
     "convergence delta. Or register the module that mixes the tokens with "
     "captum_ssm.register_mixer."
 )
-_UNKNOWN = Link(source=torch.empty(0))
+_UNKNOWN = TokenMap(source=torch.empty(0))
 
 
 class MixerGraph:
@@ -82,7 +82,7 @@ class MixerGraph:
         self._refuse_lost()
         self.groups = side_by_side(self.direct)
         self.orders = Orders(batch)
-        self.links: dict[tuple[int, int], Link] = {}
+        self.links: dict[tuple[int, int], TokenMap] = {}
         self.stage_of = {i: i for i in self.exits if i < 0}
         self.stage_of |= {i: s for s, group in enumerate(self.groups) for i in group}
         self.grid_of = {i: i for i in self.exits if i < 0}
@@ -101,7 +101,7 @@ class MixerGraph:
         """What is read, except what others among it are made of."""
         return frozenset(read).difference(*(self._before.get(j, ()) for j in read))
 
-    def _ways(self, starts: dict[int, Start]) -> tuple[Way, ...]:
+    def _ways(self, starts: dict[int, Start]) -> tuple[InputMap, ...]:
         if not starts or sorted(starts) != list(range(len(starts))):
             return ()
         ways = []
@@ -117,7 +117,7 @@ class MixerGraph:
                 stem = stem_of(mine, leaf, self.batch)
                 axis = feature_axis(mine[0] if stem is None else stem, leaf, self.batch)
                 leaf = replace(leaf, channels=axis)
-            ways.append(Way(leaf, start.values, tuple(mine), self.batch, stem))
+            ways.append(InputMap(leaf, start.values, tuple(mine), self.batch, stem))
         return tuple(ways)
 
     def _refuse_lost(self) -> None:

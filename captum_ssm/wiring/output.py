@@ -17,7 +17,7 @@ from captum_ssm.wiring.ledger import Gathered, gathered, source_of, token_tensor
 from captum_ssm.wiring.mixer_graph import MIXERS, MixerGraph
 from captum_ssm.wiring.mixing_test import is_mixed
 from captum_ssm.wiring.token_order import Orders
-from captum_ssm.wiring.wiring import Read, Stage
+from captum_ssm.wiring.wiring import Read, Step
 
 
 class Readout:
@@ -85,7 +85,7 @@ class Readout:
         return {k: one for k, one in left.items() if k not in direct and bool(one.any())}
 
     def shares(
-        self, output: Sequence[Read], stages: Sequence[Stage], past: Mapping[int, TokenWeights]
+        self, output: Sequence[Read], stages: Sequence[Step], past: Mapping[int, TokenWeights]
     ) -> list[Tensor | None]:
         """The shares in which tokens after the output's stages are read: ``(B, T)``.
 
@@ -109,7 +109,7 @@ class Readout:
             found = [one * part for one, part in zip(found, parts, strict=True)]
         return list(found)
 
-    def past_pool(self, stages: Sequence[Stage], shares: list[Tensor | None]) -> dict[int, Tensor]:
+    def past_pool(self, stages: Sequence[Step], shares: list[Tensor | None]) -> dict[int, Tensor]:
         """What a pooled output reads past its tokens: the shares ``(B, T)``, by mixer.
 
         The shares that it is known to read elsewhere are changed in place.

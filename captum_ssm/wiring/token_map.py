@@ -22,7 +22,7 @@ from captum_ssm.wiring.ledger import gathered, points
 from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.mixing_test import leaks
 from captum_ssm.wiring.skips import Skips
-from captum_ssm.wiring.wiring import INPUT, Link, Read
+from captum_ssm.wiring.wiring import INPUT, Read, TokenMap
 
 # The largest share of what a token reads from others without a mixer.
 _EXCHANGED = 0.5
@@ -59,7 +59,7 @@ class TokenMaps:
         leads = graph.leads(i)
         inputs = [j for j in leads if j < 0]
         for j in leads:
-            links[i, j] = Link() if simple else self._map(i, j)
+            links[i, j] = TokenMap() if simple else self._map(i, j)
         if not simple and len(leads) == 1 and i not in self._read_past:
             leads += self._others(i, leads[0])
         root = graph.entries[i]
@@ -92,7 +92,7 @@ class TokenMaps:
                 raise graph.refused(i, j, f"by something that is no mixer ({leak.share:.0%})")
             self.exchanged = max(self.exchanged, leak.share)
 
-    def _map(self, i: int, j: int, way: TokenWeights | None = None) -> Link:
+    def _map(self, i: int, j: int, way: TokenWeights | None = None) -> TokenMap:
         """How the tokens given to i read those of j, or by one way past others to them.
 
         Decodes the order of i.
@@ -100,10 +100,10 @@ class TokenMaps:
         graph = self.graph
         root, leaf, B = graph.entries[i], graph.exits[j], graph.batch
         if root is None:  # an output without a graph
-            return Link()
+            return TokenMap()
         if way is None and any({i, j} <= group for group in self.unmixed or ()):
             graph.orders.setdefault(i, graph.orders.get(j))
-            return Link()
+            return TokenMap()
         stem = graph.ways[INPUT - j].stem if way is None and j < 0 else None
         # Where tokens share those of a stem, they share what those are made of.
         is_shared = stem is not None and pairs(TokenWeights(root, stem, B), repeated=False) is None
@@ -115,13 +115,13 @@ class TokenMaps:
         is_alike = way is None and root.tokens == leaf.tokens
         if source is not None:
             if is_alike and bool((source >= 0).all()) and self._is_order(i, j, source):
-                return Link()
+                return TokenMap()
             return self._sourced(i, j, source)
         # What a stem makes of its neighbors is the way from an input, not mixing between tokens.
         if is_alike and not (j < 0 and graph.ways[INPUT - j].roots):
             graph.orders.setdefault(i, graph.orders.get(j))
             # Tokens that act on one another, each in its place, are looked at when all are known.
-            return self._exchange(i, j) if self._is_exchanged(i, j) else Link()
+            return self._exchange(i, j) if self._is_exchanged(i, j) else TokenMap()
         return self._weights(i, j, way, found)
 
     def _source(self, found: Pairs, i: int, j: int) -> Tensor | None:
@@ -142,7 +142,7 @@ class TokenMaps:
         orders[i] = order
         return order is None or i < self.graph.end
 
-    def _sourced(self, i: int, j: int, source: Tensor) -> Link:
+    def _sourced(self, i: int, j: int, source: Tensor) -> TokenMap:
         graph = self.graph
         S = graph.tokens(j)
         local = graph.orders.of_example(source, len(source) // graph.batch, S)
@@ -152,16 +152,16 @@ class TokenMaps:
                 "of the batch in a way of its own (as by a router), and maps through the layers "
                 "are of all examples at once; explain one example at a time."
             )
-        return Link(source=local, count=S)
+        return TokenMap(source=local, count=S)
 
-    def _weights(self, i: int, j: int, way: TokenWeights | None, found: Pairs | None) -> Link:
+    def _weights(self, i: int, j: int, way: TokenWeights | None, found: Pairs | None) -> TokenMap:
         graph = self.graph
         root, leaf, B, S = graph.entries[i], graph.exits[j], graph.batch, graph.tokens(j)
         assert root is not None
         order = graph.orders.get(j)
         local = None if order is None else graph.orders.of_example(order, S, S)
         if way is not None:
-            return Link(transport=way, order=local, count=S)
+            return TokenMap(transport=way, order=local, count=S)
         graph.refuse_mixers(i, j)
         if (local is None and order is not None) or not self._are_apart(root, leaf):
             raise graph.refused(i, j, "across the examples of the batch")
@@ -172,7 +172,7 @@ class TokenMaps:
             way = graph.ways[INPUT - j].transport(root)
         else:
             way = TokenWeights(root, leaf, B)
-        return Link(transport=way, order=local, count=S)
+        return TokenMap(transport=way, order=local, count=S)
 
     def _are_apart(self, root: Point, leaf: Point) -> bool:
         # Whether examples do not read one another.
@@ -229,7 +229,7 @@ class TokenMaps:
         order = self.graph.order
         return not torch.equal(order(i)[found.root], order(k)[found.leaf])
 
-    def _check_unread(self, i: int, links: Sequence[Link]) -> None:
+    def _check_unread(self, i: int, links: Sequence[TokenMap]) -> None:
         # Tokens that are made of none that are known are made of nothing else.
         graph, root = self.graph, self.graph.entries[i]
         sources = [one.source for one in links if one.source is not None]
@@ -252,7 +252,7 @@ class TokenMaps:
         leak = leaks(i, root, {j: graph.exits[j]}, graph.orders).get(j)
         return leak is not None and leak.share > _EXCHANGED and leak.is_far
 
-    def _exchange(self, i: int, j: int) -> Link:
+    def _exchange(self, i: int, j: int) -> TokenMap:
         """How i reads j, of the same grid, where others are mixed in, as by a convolution.
 
         It reads the last tokens of the stream that are still in their places. A stream may go
@@ -277,7 +277,7 @@ class TokenMaps:
             if share is None or first is None:
                 raise unclear
             self._read_past[i] = tuple((s, link.of(1 - share)) for s, link in self._read_by[first])
-        return Link(transport=way, count=graph.tokens(j), share=share)
+        return TokenMap(transport=way, count=graph.tokens(j), share=share)
 
     def _share(self, way: TokenWeights, edge: GradientEdge) -> Tensor | None:
         # The part of each token that comes by a way; the rest is the token there in its place.

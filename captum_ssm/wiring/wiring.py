@@ -15,14 +15,14 @@ from captum_ssm.graph.points import Point
 from captum_ssm.graph.token_weights import TokenWeights
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.progress import progress
-from captum_ssm.wiring.inputs import Way
+from captum_ssm.wiring.inputs import InputMap
 
 # The first of the model's inputs, among the stages that a stage reads; the next ones are below it.
 INPUT = -1
 
 
 @dataclass(frozen=True)
-class Link:
+class TokenMap:
     """Which earlier tokens each of some tokens is made of. By default of the one in its place.
 
     Args:
@@ -50,7 +50,7 @@ class Link:
         """Whether each token is the one in its place, or a share of it is."""
         return self.source is None and self.transport is None
 
-    def of(self, share: Tensor) -> Link:
+    def of(self, share: Tensor) -> TokenMap:
         """The same for a part of each token, ``(B, T)``."""
         return replace(self, share=share if self.share is None else share * self.share)
 
@@ -109,11 +109,11 @@ class Link:
 
 
 # A stage (or INPUT), and how its tokens are read.
-Read = tuple[int, Link]
+Read = tuple[int, TokenMap]
 
 
 @dataclass(frozen=True)
-class Stage:
+class Step:
     """One step through the model: a mixer, or several side by side that read the same tokens.
 
     Args:
@@ -163,14 +163,14 @@ class Wiring:
             Default: frozenset(), for nothing known
     """
 
-    stages: list[Stage]
+    stages: list[Step]
     output: tuple[Read, ...]
     orders: list[Tensor | None]
     readout: list[Tensor | None]
     exchanged: float = 0.0
     is_far: bool = False
     refused: str | None = None
-    inputs: tuple[Way, ...] = ()
+    inputs: tuple[InputMap, ...] = ()
     unknown: str | None = None
     held: float = 1.0
     past: str | None = None
@@ -270,14 +270,14 @@ class Wiring:
                     before.setdefault(stage, []).append(found)
             if i in before:
                 w = reduce(torch.add, before.pop(i))
-                for earlier, link in self.stages[i].reads or ((INPUT, Link()),):
+                for earlier, link in self.stages[i].reads or ((INPUT, TokenMap()),):
                     if to_inputs or earlier >= 0:
                         at.setdefault(earlier, []).append(link.rmatvec(w))
         return self._at_inputs(at) if to_inputs else []
 
     def from_first(self, w: Tensor) -> list[Tensor]:
         """Weights ``(B, T)`` of the first stage's tokens as those of each input's."""
-        reads = self.stages[0].reads or ((INPUT, Link()),)
+        reads = self.stages[0].reads or ((INPUT, TokenMap()),)
         return self._at_inputs({i: [link.rmatvec(w)] for i, link in reads})
 
     def _at_inputs(self, at: dict[int, list[Tensor]]) -> list[Tensor]:
@@ -305,7 +305,7 @@ class Wiring:
             )
         after, before = {INPUT: start}, {}
         for i, stage in enumerate(progress(self.stages, "layers")):
-            reads = stage.reads or ((INPUT, Link()),)
+            reads = stage.reads or ((INPUT, TokenMap()),)
             before[i] = reduce(torch.add, [link.matmul(after[earlier]) for earlier, link in reads])
             after[i] = step(i, before)
         return reduce(torch.add, [link.matmul(after[i]) for i, link in self.output])
@@ -313,8 +313,8 @@ class Wiring:
 
 def sequence(count: int, tokens: int) -> Wiring:
     """The wiring of mixers one after the other, each token in its place."""
-    stages = [Stage((i,), ((i - 1, Link()),), tokens) for i in range(count)]
-    return Wiring(stages, ((count - 1, Link()),), [None] * count, [None])
+    stages = [Step((i,), ((i - 1, TokenMap()),), tokens) for i in range(count)]
+    return Wiring(stages, ((count - 1, TokenMap()),), [None] * count, [None])
 
 
 def side_by_side(direct: dict[int, frozenset[int]]) -> list[list[int]]:

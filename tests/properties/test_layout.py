@@ -19,11 +19,11 @@ LARGE_FUNCTIONS: dict[str, int] = {}
 RETIRED = {
     *(
         "FrozenLayer",
-        "Way",
+        "InputMap",
         "TokenWeights",
         "PatchWeights",
         "WeightsThroughStem",
-        "Link",
+        "TokenMap",
         "Port",
         "Cuts",
     ),

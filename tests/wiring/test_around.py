@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
 from captum_ssm import MambaRollout, UnsupportedModelError
-from captum_ssm.attr.maps.maps import MapOptions, StageMaps, rollout_row
+from captum_ssm.attr.maps.maps import GridMaps, MapOptions, rollout_row
 from captum_ssm.capture import Request, freeze
 from captum_ssm.graph.token_weights import TokenWeights
 from captum_ssm.mixers import MixerCall, find_adapter
@@ -238,7 +238,7 @@ def test_a_rollout_is_the_product(name, monkeypatch):
             share = size / sum(sizes.values())
             assert_close(found[own][k], share, 1e-9)
     row = product(model, states, read, found)
-    (ours,) = rollout_row(StageMaps(frozen, frozen.layers, MapOptions()))
+    (ours,) = rollout_row(GridMaps(frozen, frozen.layers, MapOptions()))
     assert_close(ours[0], row, 1e-9)
     # Of the entry as a score, which tells every method where it is.
     ours = MambaRollout(lambda x: model(x)[:, 1, 5], model).attribute(x)

@@ -31,7 +31,7 @@ from captum_ssm.wiring.wiring import INPUT
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerStep:
     """Mixers side by side in a residual stream, and how the score reads what they add to it.
 
     Groups are mixers, with the score's coefficients at what these returned; the direction is that
@@ -68,7 +68,7 @@ class Decomposition:
     """
 
     frozen: FrozenModel
-    steps: dict[int, Step]
+    steps: dict[int, LayerStep]
     score: Tensor
     past: Sequence[Tensor] = ()
     with_stream: bool = True

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.attr.latim_parts.chain import Decomposition, Step
+from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep
 from captum_ssm.attr.latim_parts.residual_stream import feeding_norm
 from captum_ssm.attr.mamba_lrp import Rules, has_a_rule
 from captum_ssm.attr.norms import first_input
@@ -291,7 +291,7 @@ def _check_shares(wiring: Wiring) -> None:
 _Mixer = tuple[FrozenLayer, _Cut, Tensor, Tensor | None]
 
 
-def _step(group: Sequence[_Mixer], batch: int) -> Step:
+def _step(group: Sequence[_Mixer], batch: int) -> LayerStep:
     for layer, cut, _, at_stream in group:
         if at_stream is not None and cut.before.shape == cut.exit.shape:
             before, at_before = (_in_place(layer, x, batch) for x in (cut.before, at_stream))
@@ -299,7 +299,7 @@ def _step(group: Sequence[_Mixer], batch: int) -> Step:
                 _multiplied(one, _in_place(one, at_exit, batch), at_before)
                 for one, _, at_exit, _ in group
             ]
-            return Step(groups, before, at_before)
+            return LayerStep(groups, before, at_before)
     raise UnsupportedModelError(
         f"{group[0][0].name} does not add to a residual stream of its own tokens that leads on "
         "to the score, or is not given it by a norm that is known; LaTIM expects that of every "

@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.attr.latim_parts.chain import Decomposition, Step, dot, output_of
+from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep, dot, output_of
 from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.capture import FrozenLayer, FrozenModel
 from captum_ssm.capture.recording import Recording
@@ -50,7 +50,7 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
     read = [(group, _stream_before(group[0], frozen)) for group in groups]
     read = [(group, before) for group, before in read if before.shape == final.shape]
     streams = [*(before for _, before in read[1:]), final]
-    steps: dict[int, Step] = {}
+    steps: dict[int, LayerStep] = {}
     scaled: dict[int, FrozenLayer] = {}
     for (mixers, before), following in zip(read, streams, strict=True):
         group = _multiplied(mixers, before, _stream_after(mixers, frozen.others, following), live)
@@ -64,7 +64,7 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
                 "and another aggregation for a map of one layer."
             )
         local = _local(following, before, mixed)
-        steps[group[0].stage] = Step([(group, direction)], before, direction, local)
+        steps[group[0].stage] = LayerStep([(group, direction)], before, direction, local)
     layers = [scaled.get(id(layer), layer) for layer in frozen.layers]
     # What is read by a function without a rule is not the stream times the direction.
     score = frozen.require_score().to(direction) if frozen.unruled else dot(direction, final)

@@ -210,7 +210,7 @@ class LayerMap:
         return torch.stack([part.row_sums() for part in self.parts]).sum(0)
 
 
-class StageMaps:
+class GridMaps:
     """The maps of some layers of a model, by stage, each made anew when it is asked for."""
 
     def __init__(
@@ -250,7 +250,7 @@ class StageMaps:
         return MixerMap(operator, self.options, scale, self.frozen.mask_of(layer), adds_input)
 
 
-def raw_row(maps: StageMaps) -> list[Tensor]:
+def raw_row(maps: GridMaps) -> list[Tensor]:
     """The query's row, averaged over stages: ``(B, L)`` for each input."""
     query, wiring = maps.frozen.require_query(), maps.wiring
     asked: dict[int, Tensor] = {}
@@ -277,7 +277,7 @@ def raw_row(maps: StageMaps) -> list[Tensor]:
     return [row / max(1, read) for row in rows]
 
 
-def rollout_row(maps: StageMaps) -> list[Tensor]:
+def rollout_row(maps: GridMaps) -> list[Tensor]:
     r"""The query's row of :math:`\prod_\lambda (I + M_\lambda)`, latest leftmost.
 
     ``(B, L)`` for each input. I is the residual stream. Of mixers in series in one branch it goes
@@ -300,7 +300,7 @@ def rollout_row(maps: StageMaps) -> list[Tensor]:
     return maps.wiring.back(maps.frozen.require_query(), step)
 
 
-def rollout_matrix(maps: StageMaps) -> Tensor:
+def rollout_matrix(maps: GridMaps) -> Tensor:
     """The whole product of :func:`rollout_row`: ``(B, L, L)``."""
     count = len(maps.frozen.request.inputs)
     if count > 1:

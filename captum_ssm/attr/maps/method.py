@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from captum_ssm.attr.base import TokenAttribution
-from captum_ssm.attr.maps.maps import MapChoices, MapOptions, StageMaps, rollout_matrix, rollout_row
+from captum_ssm.attr.maps.maps import GridMaps, MapChoices, MapOptions, rollout_matrix, rollout_row
 from captum_ssm.attr.options import Arguments
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.captum_api import TargetType
@@ -36,15 +36,15 @@ class MapAttribution(TokenAttribution):
         start_layer: int = 0,
         grid: int | None = None,
         query: bool = True,
-    ) -> StageMaps:
+    ) -> GridMaps:
         made = self._map_options(**options)
         frozen = self._freeze(arguments, query=query, gradients=made.gradients)
         if grid is not None:
             frozen = frozen.from_grid(grid, self.interpolate_mode or "bilinear")
         chosen = frozen.from_layer(start_layer) if layers is None else frozen.select(layers)
-        return StageMaps(frozen, chosen, made)
+        return GridMaps(frozen, chosen, made)
 
-    def _relevance(self, maps: StageMaps, read: Callable[[StageMaps], list[Tensor]]) -> Any:
+    def _relevance(self, maps: GridMaps, read: Callable[[GridMaps], list[Tensor]]) -> Any:
         with self._computing():
             return self._formatted(read(maps), maps.frozen)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.attr.maps.maps import MapOptions, StageMaps
+from captum_ssm.attr.maps.maps import GridMaps, MapOptions
 from captum_ssm.attr.to_inputs import of_inputs
 from captum_ssm.capture import Request, exact_arithmetic, freeze
 from captum_ssm.inspection.receptive_field.unit import (
@@ -35,7 +35,7 @@ def implicit_maps(request: Request, position: Any, check: bool) -> tuple[Tensor,
     options = MapOptions(formulation="unified", components=folded, sign="absolute")
     asked = frozen.at(unit.place[0])
     with exact_arithmetic():
-        rows = _rolled(StageMaps(asked, asked.layers, options))
+        rows = _rolled(GridMaps(asked, asked.layers, options))
         if is_in_place(frozen, size):
             row, mask = rows[0], frozen.mask
             return (row if mask is None or mask.shape != row.shape else row * mask), unit
@@ -44,7 +44,7 @@ def implicit_maps(request: Request, position: Any, check: bool) -> tuple[Tensor,
     return (relevance if axis is None else relevance.sum(axis)), unit
 
 
-def _rolled(maps: StageMaps) -> list[Tensor]:
+def _rolled(maps: GridMaps) -> list[Tensor]:
     """The query's row of the product of I + A (no I without a residual): ``(B, L)`` per input."""
 
     def step(stage: int, w: Tensor) -> dict[int, Tensor]:
