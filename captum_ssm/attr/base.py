@@ -15,8 +15,8 @@ from captum_ssm.attr.options import RESULTS, Arguments, Option, documented, opti
 from captum_ssm.attr.to_inputs import FEATURE_SHARES, of_inputs
 from captum_ssm.capture import (
     FrozenModel,
+    FrozenStandIns,
     Request,
-    Substitution,
     check_forward,
     check_remote,
     exact_arithmetic,
@@ -280,7 +280,7 @@ class TokenAttribution(Attribution):
         position: Any = None,
         *,
         gradients: bool = False,
-        substitution: Substitution | None = None,
+        substitution: FrozenStandIns | None = None,
         **options: Any,
     ) -> FrozenModel:
         # The options are those of freeze.

@@ -11,7 +11,7 @@ from torch import Tensor
 from captum_ssm.attr.base import TokenAttribution, delta
 from captum_ssm.attr.latim_parts.chain import Decomposition, logits_of_tokens
 from captum_ssm.attr.latim_parts.contributions import Contributions
-from captum_ssm.attr.latim_parts.grids import CutMixers, ScoreGraph, grids_of
+from captum_ssm.attr.latim_parts.grids import CutStandIns, ScoreGraph, grids_of
 from captum_ssm.attr.latim_parts.layer_map import (
     LOGIT,
     layer_error,
@@ -372,7 +372,7 @@ class LaTIM(TokenAttribution):
     def _cut_graph(self, frozen: FrozenModel, arguments: Arguments) -> ScoreGraph:
         # The graph of another run, in which modules whose graph has no rules are replaced.
         request = with_leaves(frozen.request)
-        cut = CutMixers(request, frozen)
+        cut = CutStandIns(request, frozen)
         run = self._run(
             request,
             arguments.position,

@@ -15,7 +15,7 @@ from captum_ssm.attr.base import TokenAttribution, delta
 from captum_ssm.attr.norms import FrozenNorm, first_input
 from captum_ssm.attr.options import Arguments
 from captum_ssm.attr.relevance import relevance_at
-from captum_ssm.capture import FrozenModel, Request, Substitution
+from captum_ssm.capture import FrozenModel, FrozenStandIns, Request
 from captum_ssm.capture.check import Rebuilt
 from captum_ssm.capture.embedded_ids import entries_of, is_view
 from captum_ssm.capture.model import input_embeddings
@@ -125,8 +125,8 @@ class MambaLRP(TokenAttribution):
 
     def _ruled(
         self, request: Request, position: Any, target: Any, *, wiring: bool
-    ) -> tuple[Rules, FrozenModel]:
-        rules = Rules(request)
+    ) -> tuple[RelevanceStandIns, FrozenModel]:
+        rules = RelevanceStandIns(request)
         with (
             memory_limit(self.memory_limit),
             limited_graph(request.module, self.get_name()),
@@ -154,7 +154,7 @@ def _is_activation(module: nn.Module) -> bool:
     return isinstance(module, nn.Tanh) or type(module).__module__ == "transformers.activations"
 
 
-class Rules(Substitution):
+class RelevanceStandIns(FrozenStandIns):
     """Frozen forms of mixers, norms and activations, and the leaves at which relevance is read."""
 
     keeps_mixers = False

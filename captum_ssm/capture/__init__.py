@@ -21,13 +21,13 @@ from captum_ssm.capture.frozen_model import FrozenLayer, FrozenModel, exact_arit
 from captum_ssm.capture.model import check_forward, check_model, is_model, resolve_model, unwrap
 from captum_ssm.capture.remote import check_remote
 from captum_ssm.capture.request import Request
-from captum_ssm.capture.substitute import Substitution
+from captum_ssm.capture.substitute import FrozenStandIns
 
 __all__ = [
     "FrozenLayer",
     "FrozenModel",
+    "FrozenStandIns",
     "Request",
-    "Substitution",
     "check_forward",
     "check_model",
     "check_remote",

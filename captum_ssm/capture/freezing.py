@@ -20,7 +20,7 @@ from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.remote import ONLY_LAYERS, record_remotely
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import on_thrown_away
-from captum_ssm.capture.substitute import Made, Substitution
+from captum_ssm.capture.substitute import FrozenDuringRun, FrozenStandIns
 from captum_ssm.capture.target import check_rows, counted_tokens, query_weights, read_score
 from captum_ssm.capture.unknown_mixers import find_unknown_mixers
 from captum_ssm.errors import InputError, UnsupportedModelError
@@ -47,7 +47,7 @@ def freeze(
     gradients: bool = False,
     through_mixers: bool = True,
     also: Callable[[nn.Module], bool] | None = None,
-    substitution: Substitution | None = None,
+    substitution: FrozenStandIns | None = None,
     check: bool = True,
     wiring: bool = True,
     keep_graph: bool = False,
@@ -130,19 +130,19 @@ class _Plan:
     through_mixers: bool
     also: Callable[[nn.Module], bool] | None
     wiring: bool
-    substitution: Substitution | None
+    substitution: FrozenStandIns | None
 
     @property
     def own_graph(self) -> bool:
         # Whether what takes the mixers' place needs the score with its graph.
         return self.substitution is not None
 
-    def run(self) -> tuple[Recording, Wiring, list[Made | None]]:
+    def run(self) -> tuple[Recording, Wiring, list[FrozenDuringRun | None]]:
         # A recording, how its mixers hang together, and what was frozen meanwhile.
         request, stand_in = self.request, self.substitution
         if not self.own_graph and self.gradients and self.through_mixers:
             # What other modules read says what the mixers add to.
-            stand_in = Substitution(keeps_outputs=self.also is not None)
+            stand_in = FrozenStandIns(keeps_outputs=self.also is not None)
         with noting_draws() as draws:
             recording = self._recorded(stand_in)
         if any(draws):
@@ -168,7 +168,7 @@ class _Plan:
             recording.check_finite()  # names the mixer, where the score could not
         return read_score(recording, self.target, self.position)
 
-    def _recorded(self, stand_in: Substitution | None) -> Recording:
+    def _recorded(self, stand_in: FrozenStandIns | None) -> Recording:
         request, has_score = self.request, self.gradients or self.own_graph
         if request.remote:
             return record_remotely(request)
@@ -205,7 +205,7 @@ def _check_tokens(inputs: Tensor, tokens: int) -> None:
 
 
 def _frozen_layers(
-    recording: Recording, wiring: Wiring, made: Sequence[Made | None], check: bool
+    recording: Recording, wiring: Wiring, made: Sequence[FrozenDuringRun | None], check: bool
 ) -> list[FrozenLayer]:
     layers: list[FrozenLayer] = []
     visits = Counter[str]()

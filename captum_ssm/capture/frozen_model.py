@@ -21,7 +21,7 @@ from captum_ssm.capture.check import (
 from captum_ssm.capture.finite import check_relevance
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.request import Request
-from captum_ssm.capture.substitute import Made, without_autocast
+from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
 from captum_ssm.capture.target import at_stages, one_query
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
@@ -58,7 +58,7 @@ class FrozenLayer:
     call: MixerCall
     stage: int
     source: MixerCall = field(repr=False)
-    made: Made | None = field(repr=False)
+    made: FrozenDuringRun | None = field(repr=False)
     mask: Tensor | None = field(repr=False)
     check: bool = field(repr=False)
     order: Tensor | None = field(default=None, repr=False)

@@ -22,7 +22,7 @@ from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.recording import Recording, no_graph, split_calls
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.session import find_points, instrumented, traced, without_compiler
-from captum_ssm.capture.substitute import Substitution
+from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.capture.visits import Visits, check_embedded, is_table
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers.call import bound_arguments
@@ -32,7 +32,7 @@ from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import detached, tensors_in
 from captum_ssm.utils.progress import Bar
 from captum_ssm.utils.retry import past_writes
-from captum_ssm.wiring.cuts import Cuts
+from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.measure import measure
 
 
@@ -42,7 +42,7 @@ def record(
     *,
     score: Callable[[Recording], Tensor] | None = None,
     also: Callable[[nn.Module], bool] | None = None,
-    substitute: Substitution | None = None,
+    substitute: FrozenStandIns | None = None,
     wiring: bool = False,
     through_mixers: bool = True,
 ) -> Recording:
@@ -79,7 +79,7 @@ def record(
     if not wiring:
         return _record_once(request, score, also, substitute, None, whole)
 
-    def once(cuts: Cuts) -> Recording:
+    def once(cuts: RunCuts) -> Recording:
         try:
             return _record_once(request, score, also, substitute, cuts, whole)
         finally:
@@ -87,10 +87,10 @@ def record(
 
     # The run may hide from autograd what lies between the mixers, or change in place what that
     # needs. Then it is run once more, in a way that bears with it.
-    recording = past_writes(lambda: once(Cuts(whole=whole)))
+    recording = past_writes(lambda: once(RunCuts(whole=whole)))
     if recording.wiring is None and not gradients:
         with _GradientsStayOn():
-            recording = past_writes(lambda: once(Cuts(whole=False)))
+            recording = past_writes(lambda: once(RunCuts(whole=False)))
     if gradients:
         return recording
     if recording.wiring is None:
@@ -107,8 +107,8 @@ def _record_once(
     request: Request,
     score: Callable[[Recording], Tensor] | None,
     also: Callable[[nn.Module], bool] | None,
-    substitute: Substitution | None,
-    cuts: Cuts | None,
+    substitute: FrozenStandIns | None,
+    cuts: RunCuts | None,
     whole: bool,
 ) -> Recording:
     # Whole: gradients of the score go through the mixers.

@@ -21,7 +21,7 @@ from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.models.token_grid import TokenGrid, find_token_grid
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import tensors_in
-from captum_ssm.wiring.cuts import Port
+from captum_ssm.wiring.cuts import MixerCut
 from captum_ssm.wiring.wiring import Wiring
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Recording:
     score: Tensor | None = None
     edges: Sequence[GradientEdge | None] = ()
     unruled: frozenset[str] = frozenset()
-    ports: Sequence[Port] = ()
+    ports: Sequence[MixerCut] = ()
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -37,7 +37,7 @@ Adapter = Callable[[MixerCall], FrozenMixer]
 
 
 @dataclass(frozen=True)
-class Made:
+class FrozenDuringRun:
     """A mixer that was frozen while the model ran, and how far it is from what the mixer returned.
 
     Args:
@@ -49,7 +49,7 @@ class Made:
     deviation: Deviation
 
 
-class Substitution:
+class FrozenStandIns:
     """Frozen mixers that stand in for a model's own, which then run without a graph.
 
     Without compiled kernels a recurrence runs in Python, and its backward pass may cost quadratic
@@ -69,7 +69,7 @@ class Substitution:
 
     def __init__(self, *, keeps_outputs: bool = False) -> None:
         self.keeps_outputs = keeps_outputs
-        self.made: list[Made | None] = []
+        self.made: list[FrozenDuringRun | None] = []
         self.kept_bytes: float = KEPT
         self._linears = LinearCalls()
         # Of mixers whose graph is made in the backward pass.
@@ -109,7 +109,7 @@ class Substitution:
         self._linears.forget()  # a frozen mixer may hold its call
         deviation = Deviation.of(given, rebuilt)
         is_needed = self.keeps_mixers and is_kept
-        self.made.append(Made(detached(mixer) if is_needed else None, deviation))
+        self.made.append(FrozenDuringRun(detached(mixer) if is_needed else None, deviation))
         if not in_place:
             return call.result
         if is_kept:

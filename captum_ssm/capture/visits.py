@@ -16,14 +16,14 @@ from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.reuse import InnerResults
 from captum_ssm.capture.session import run_in
-from captum_ssm.capture.substitute import Substitution
+from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.mixers import MixerCall
 from captum_ssm.mixers.registry import channels_of
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import first_of, map_tensors, tensors_in, with_first
 from captum_ssm.utils.progress import Bar
-from captum_ssm.wiring.cuts import Cuts
+from captum_ssm.wiring.cuts import RunCuts
 
 
 class Visits:
@@ -39,8 +39,8 @@ class Visits:
         request: Request,
         root: nn.Module,
         mixers: Mapping[nn.Module, str],
-        substitute: Substitution | None,
-        cuts: Cuts | None,
+        substitute: FrozenStandIns | None,
+        cuts: RunCuts | None,
         bar: Bar,
         *,
         whole: bool,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.attr.mamba_lrp import Rules, has_a_rule, with_leaves
+from captum_ssm.attr.mamba_lrp import RelevanceStandIns, has_a_rule, with_leaves
 from captum_ssm.attr.relevance import coefficients_at
 from captum_ssm.capture import FrozenLayer, Request, exact_arithmetic, freeze
 from captum_ssm.capture.check import Rebuilt
@@ -207,7 +207,7 @@ def _coefficients(pair: Pair, runs: Runs, check: bool) -> dict[str, _Slopes]:
     return _slopes(activations, lambda tensors: coefficients_at(tensors, score, starts))
 
 
-class _RulesWithActivations(Rules):
+class _RulesWithActivations(RelevanceStandIns):
     # The rules of MambaLRP; the activations inside of each mixer stay in the graph.
     def __init__(self, request: Request) -> None:
         super().__init__(request)

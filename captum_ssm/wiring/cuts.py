@@ -19,7 +19,7 @@ from captum_ssm.graph.reachability import dependencies
 class _Exit(torch.autograd.Function):
     # The identity. While the wiring is measured no gradient goes from here into the mixer.
     @staticmethod
-    def forward(ctx: Any, y: Tensor, cuts: Cuts) -> Tensor:
+    def forward(ctx: Any, y: Tensor, cuts: RunCuts) -> Tensor:
         ctx.cuts = cuts
         ctx.set_materialize_grads(False)
         return y.clone()  # a model may write into it
@@ -30,7 +30,7 @@ class _Exit(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Port:
+class MixerCut:
     """One call of a mixer in the graph.
 
     Args:
@@ -46,7 +46,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Start:
+class InputCut:
     """One of the model's inputs in the graph.
 
     Args:
@@ -61,7 +61,7 @@ class Start:
 
 
 @dataclass
-class Cuts:
+class RunCuts:
     """Where a run of a model is cut, and what it left there.
 
     Args:
@@ -72,8 +72,8 @@ class Cuts:
     """
 
     whole: bool
-    starts: dict[int, Start] = field(default_factory=dict)
-    ports: list[Port] = field(default_factory=list)
+    starts: dict[int, InputCut] = field(default_factory=dict)
+    ports: list[MixerCut] = field(default_factory=list)
     embedded: dict[int, Tensor] = field(default_factory=dict)
     measuring: bool = False
     _begun: dict[int, Tensor] = field(default_factory=dict)
@@ -88,14 +88,14 @@ class Cuts:
     def leave(self, name: str, output: Tensor) -> Tensor:
         """The tokens that the model goes on with in place of a mixer's ``output``."""
         found = self._started(output)
-        self.ports.append(Port(name, self._entries.pop(), Point.of(found)))
+        self.ports.append(MixerCut(name, self._entries.pop(), Point.of(found)))
         return found
 
     def begin(self, index: int, values: Tensor, *, embedded: bool) -> Tensor:
         """One of the model's inputs, or its embeddings, as the model is to go on with them."""
         found = self._started(values)
         channels = None if values.dim() == 2 else -1
-        self.starts[index] = Start(Point.of(found, channels), values.detach(), embedded)
+        self.starts[index] = InputCut(Point.of(found, channels), values.detach(), embedded)
         return found
 
     def embed(self, index: int, ids: Tensor, entries: Tensor, value: Tensor, width: int) -> Tensor:

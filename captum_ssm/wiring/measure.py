@@ -17,7 +17,7 @@ from torch import Tensor
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.token_weights import Pairs, TokenWeights, pairs
-from captum_ssm.wiring.cuts import Cuts
+from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.ledger import structure
 from captum_ssm.wiring.mixer_graph import MixerGraph
 from captum_ssm.wiring.mixing_test import is_mixed
@@ -29,7 +29,7 @@ from captum_ssm.wiring.wiring import Read, Step, TokenMap, Wiring, sequence
 
 
 def measure(
-    cuts: Cuts,
+    cuts: RunCuts,
     output: Tensor | None,
     batch: int,
     *,

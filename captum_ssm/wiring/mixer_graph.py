@@ -12,7 +12,7 @@ from torch import Tensor
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.graph.points import Point
 from captum_ssm.graph.reachability import SegmentGraph, nodes_before
-from captum_ssm.wiring.cuts import Cuts, Start
+from captum_ssm.wiring.cuts import InputCut, RunCuts
 from captum_ssm.wiring.inputs import InputMap, feature_axis, stem_of
 from captum_ssm.wiring.token_order import Orders
 from captum_ssm.wiring.wiring import INPUT, TokenMap, side_by_side
@@ -66,7 +66,7 @@ class MixerGraph:
         grid_of (dict): by mixer and input, the first one whose tokens are the same.
     """
 
-    def __init__(self, cuts: Cuts, output: Point | None, batch: int, *, in_grid: bool) -> None:
+    def __init__(self, cuts: RunCuts, output: Point | None, batch: int, *, in_grid: bool) -> None:
         self.batch, self.end = batch, len(cuts.ports)
         self.names = [port.name for port in cuts.ports]
         self.exits = {i: port.exit for i, port in enumerate(cuts.ports)}
@@ -101,7 +101,7 @@ class MixerGraph:
         """What is read, except what others among it are made of."""
         return frozenset(read).difference(*(self._before.get(j, ()) for j in read))
 
-    def _ways(self, starts: dict[int, Start]) -> tuple[InputMap, ...]:
+    def _ways(self, starts: dict[int, InputCut]) -> tuple[InputMap, ...]:
         if not starts or sorted(starts) != list(range(len(starts))):
             return ()
         ways = []

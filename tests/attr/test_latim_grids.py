@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from two_grids import E, Layer, TwoGrids
 
 from captum_ssm import LaTIM, UnsupportedModelError
-from captum_ssm.attr.latim_parts.grids import CutMixers, ScoreGraph
+from captum_ssm.attr.latim_parts.grids import CutStandIns, ScoreGraph
 from captum_ssm.capture import FrozenModel, Request, freeze
 from captum_ssm.models import BidirectionalMamba
 
@@ -103,13 +103,13 @@ def test_a_mode_interpolates_from_the_grid():
 )
 def test_one_run_of_images_is_enough(model, target, monkeypatch):
     model, x = made(model()), noise(2, 3, 16, 16)
-    runs, run = [], CutMixers.__init__
+    runs, run = [], CutStandIns.__init__
 
-    def counted(self: CutMixers, request: Request, frozen: FrozenModel) -> None:
+    def counted(self: CutStandIns, request: Request, frozen: FrozenModel) -> None:
         runs.append(request)
         run(self, request, frozen)
 
-    monkeypatch.setattr(CutMixers, "__init__", counted)
+    monkeypatch.setattr(CutStandIns, "__init__", counted)
     options = {"activation": "gate", "return_convergence_delta": True}
     found = LaTIM(model).attribute(x, target, **options)
     assert not runs

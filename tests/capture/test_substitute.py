@@ -12,8 +12,8 @@ from unchanged import assert_unchanged, fingerprint
 
 from captum_ssm import MambaAttribution, MambaLRP, MambaRollout, ReconstructionError
 from captum_ssm.attr.latim_parts.residual_stream import norms_and_head, stream_of
-from captum_ssm.attr.mamba_lrp import Rules, with_leaves
-from captum_ssm.capture import Request, Substitution, freeze
+from captum_ssm.attr.mamba_lrp import RelevanceStandIns, with_leaves
+from captum_ssm.capture import FrozenStandIns, Request, freeze
 from captum_ssm.capture import record as record_module
 from captum_ssm.capture.record import record
 from captum_ssm.capture.substitute import KEPT
@@ -86,11 +86,11 @@ def test_an_interrupt_in_the_backward_pass_leaves_no_trace(
     monkeypatch.setattr("captum_ssm.capture.substitute.KEPT", 0)
     before = fingerprint(model)
 
-    def interrupt(self: Substitution) -> None:
+    def interrupt(self: FrozenStandIns) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Substitution, "_count", interrupt)
+        patch.setattr(FrozenStandIns, "_count", interrupt)
         with pytest.raises(KeyboardInterrupt):
             method(model).attribute(ids, target=5)
     assert_unchanged(model, before)
@@ -238,7 +238,7 @@ def test_a_convolution_of_few_taps_has_gradients(function: Any, length: int) -> 
 def test_relevance_keeps_the_form_only_of_what_mixers_returned() -> None:
     model, ids = build("mamba"), torch.ones(1, 9, dtype=torch.long)
     request = with_leaves(Request.of(model, None, ids))
-    rules = Rules(request)
+    rules = RelevanceStandIns(request)
     frozen = freeze(request, target=3, substitution=rules, query=False)
     for layer in frozen.layers:
         assert layer.call.output.shape == (1, 9, model.config.hidden_size)

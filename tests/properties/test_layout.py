@@ -24,10 +24,19 @@ RETIRED = {
         "PatchWeights",
         "WeightsThroughStem",
         "TokenMap",
-        "Port",
-        "Cuts",
+        "MixerCut",
+        "RunCuts",
     ),
-    *("Substitution", "Rules", "Made", "PlacedOperator", "Ask", "Asked", "speaks", "past_writes"),
+    *(
+        "FrozenStandIns",
+        "RelevanceStandIns",
+        "FrozenDuringRun",
+        "PlacedOperator",
+        "Ask",
+        "Asked",
+        "speaks",
+        "past_writes",
+    ),
 }
 
 

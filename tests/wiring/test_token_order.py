@@ -28,7 +28,7 @@ from captum_ssm import (
     hidden_attention,
 )
 from captum_ssm.capture import Request, freeze
-from captum_ssm.capture.substitute import Substitution
+from captum_ssm.capture.substitute import FrozenStandIns
 from captum_ssm.graph.fast_products import RankOneProducts
 from captum_ssm.graph.points import Point, gradients, visit_gradients
 from captum_ssm.graph.reachability import is_closed
@@ -560,13 +560,13 @@ def test_the_graph_of_a_measured_mixer_may_be_one_node(method, kind, monkeypatch
     model, x = wild.Stack(kind(), kind(), kind()).eval(), torch.randn(2, 7, 6)
     with_it = method(model).attribute(x, target=(4, 1))
     applied = []
-    own = Substitution._hidden
+    own = FrozenStandIns._hidden
     monkeypatch.setattr(
-        Substitution, "_hidden", lambda self, call: applied.append(call) or call.result
+        FrozenStandIns, "_hidden", lambda self, call: applied.append(call) or call.result
     )
     torch.testing.assert_close(method(model).attribute(x, target=(4, 1)), with_it)
     assert len(applied) == 3
-    hidden = own(Substitution(), applied[0])
+    hidden = own(FrozenStandIns(), applied[0])
     assert "_Recomputed" in hidden.grad_fn.name()
     x = next(tensors_in(applied[0].args))
     grads = [
@@ -591,9 +591,9 @@ def test_a_mixer_that_reads_what_it_is_not_given_keeps_its_graph():
     own = {id(p) for p in mixer.parameters()}
     call = MixerCall("mixer", mixer, (tokens,), {}, mixer(tokens))
     assert not is_closed(call.result, [tokens], own)
-    assert Substitution()._hidden(call) is call.result
+    assert FrozenStandIns()._hidden(call) is call.result
     mixer.found = None
     call = MixerCall("mixer", mixer, (tokens,), {}, mixer(tokens))
     assert is_closed(call.result, [tokens], own)
-    assert Substitution()._hidden(call) is not call.result
+    assert FrozenStandIns()._hidden(call) is not call.result
     assert not is_closed(call.result, [tokens], own - {id(mixer.D)})

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep
 from captum_ssm.attr.latim_parts.residual_stream import feeding_norm
-from captum_ssm.attr.mamba_lrp import Rules, has_a_rule
+from captum_ssm.attr.mamba_lrp import RelevanceStandIns, has_a_rule
 from captum_ssm.attr.norms import first_input
 from captum_ssm.attr.relevance import of_constants, times, warn_of_unruled
 from captum_ssm.capture import FrozenLayer, FrozenModel, Request
@@ -36,7 +36,7 @@ from captum_ssm.graph.relevance_rules import is_norm, ruled, without_rule
 from captum_ssm.mixers import MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.reordered import in_order
 from captum_ssm.utils.nested import tensors_in, with_first
-from captum_ssm.wiring.cuts import Port
+from captum_ssm.wiring.cuts import MixerCut
 from captum_ssm.wiring.wiring import Wiring
 
 # Norms of PyTorch, which are single nodes of the graph.
@@ -55,7 +55,7 @@ def _cut(
     frozen: FrozenModel,
     index: int,
     call: MixerCall,
-    port: Port,
+    port: MixerCut,
     norm: MixerCall | None,
     *,
     is_fed: bool,
@@ -183,7 +183,7 @@ class _Norms(TorchFunctionMode):
         return y
 
 
-class CutMixers(Rules):
+class CutStandIns(RelevanceStandIns):
     """A run in which what a mixer returns starts a new graph, and all else is frozen."""
 
     def __init__(self, request: Request, frozen: FrozenModel) -> None:
@@ -221,7 +221,7 @@ class CutMixers(Rules):
         norm, tokens = feeding_norm(call, self._norms), call.given_tokens()
         entry = Point.of(tokens) if tokens.requires_grad else None
         output = call.output.detach().clone().requires_grad_()
-        port = Port(call.path, entry, Point.of(output))
+        port = MixerCut(call.path, entry, Point.of(output))
         # No norm between the last mixer and this one: it is given the stream itself.
         is_fed = not self._is_after_norm
         self._cuts.append(_cut(self._frozen, len(self._cuts), call, port, norm, is_fed=is_fed))
