@@ -143,15 +143,15 @@ def names_in(package: str) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for path in sorted(Path(spec.origin).parent.glob(pattern)):
         text = path.read_text()
-        speaks = "CausalLM(" in text
-        if package == "transformers" and not (speaks or RECURRENT.search(text)):
+        is_language_output = "CausalLM(" in text
+        if package == "transformers" and not (is_language_output or RECURRENT.search(text)):
             continue
         for name, bases, body in CLASS.findall(text):
             if "Module" not in bases or "def forward(" not in body or name in NO_MIXERS:
                 continue
             if package != "transformers" or RECURRENT.search(body):
                 found[name] = True
-            elif speaks and SOFTMAX.search(body):
+            elif is_language_output and SOFTMAX.search(body):
                 found[name] = False
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture import FrozenLayer, Request, freeze
+from captum_ssm.capture import FrozenCall, Request, freeze
 from captum_ssm.discovery.measure import freeze_measured
 from captum_ssm.mixers import COMPONENTS, FrozenMixer, MixerCall
 
@@ -30,7 +30,7 @@ def measured(module: nn.Module, *args: Tensor) -> FrozenMixer:
 
 def frozen_layers(
     model: nn.Module, tokens: Tensor, mask: Tensor | None = None, check: bool = False
-) -> list[FrozenLayer]:
+) -> list[FrozenCall]:
     extra = None if mask is None else {"attention_mask": mask}
     return freeze(Request.of(model, None, tokens, extra), query=False, check=check).layers
 
@@ -46,7 +46,7 @@ def affine_output(mixer: FrozenMixer) -> Tensor:
     return y @ mixer.out_weight.mT + mixer.out_proj(torch.zeros_like(y))
 
 
-def assert_reconstructs(layer: FrozenLayer, mask: Tensor | None = None) -> None:
+def assert_reconstructs(layer: FrozenCall, mask: Tensor | None = None) -> None:
     """The mixer, rebuilt in three ways, puts out what the model's mixer did."""
     real = 1.0 if mask is None else mask[..., None]
     mixer, expected = layer.mixer, layer.call.output * real

@@ -28,7 +28,7 @@ from captum_ssm.kernels import linear_attention as linear_attention_kernels
 from captum_ssm.operators import (
     DiagonalOperator,
     LinearAttentionOperator,
-    PlacedOperator,
+    PackedOperator,
     ScaledOperator,
     SkipOperator,
     SoftmaxOperator,
@@ -91,15 +91,15 @@ def naive_trapezoid_of_rank(op: SumOperator) -> Tensor:
     return total
 
 
-def placed(length: int, heads: int) -> PlacedOperator:
+def placed(length: int, heads: int) -> PackedOperator:
     """Two examples, one of which is padded on the left to twice its length."""
     half = length // 2
     parts = tuple(linear_attention(size, heads, 128, 64) for size in (length, length - half))
     at = (torch.arange(length), torch.arange(half, length))
-    return PlacedOperator(parts, (0, 1), at, (2, length))
+    return PackedOperator(parts, (0, 1), at, (2, length))
 
 
-def naive_placed(op: PlacedOperator) -> Tensor:
+def naive_placed(op: PackedOperator) -> Tensor:
     maps = torch.zeros(2, op.maps, op.length, op.length, dtype=torch.float64)
     for part, row, at in zip(op.parts, op.examples, op.positions, strict=True):
         assert isinstance(part, LinearAttentionOperator)
@@ -245,7 +245,7 @@ def token_by_token(op: TokenOperator, v: Tensor) -> Tensor:
             spread[:, step :: op.steps] = part
             found.append(token_by_token(op.inner, spread)[:, op.steps - 1 :: op.steps])
         return torch.cat(found, -1)
-    if isinstance(op, PlacedOperator):
+    if isinstance(op, PackedOperator):
         out = torch.zeros_like(v)
         for part, row, at in zip(op.parts, op.examples, op.positions, strict=True):
             out[row, at] = token_by_token(part, v[row : row + 1, at])[0]

@@ -32,7 +32,7 @@ from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.captum_api import Attribution, TargetType, is_tuple, log_usage
 from captum_ssm.utils.memory import memory_limit
 from captum_ssm.utils.progress import showing
-from captum_ssm.utils.retry import past_writes
+from captum_ssm.utils.retry import retry_with_copies
 
 # Options by the names that they had before.
 RENAMED = {"stage": "grid"}
@@ -162,7 +162,7 @@ class TokenAttribution(Attribution):
         asked = inputs, target, additional_forward_args, position, return_convergence_delta
         with workspace(), showing(show_progress):
             # A model that changes in place what a gradient needs is run once more on copies.
-            run = seen_in_views(past_writes)
+            run = seen_in_views(retry_with_copies)
             result = run(lambda: self._attribute(Arguments(*asked), **options))
         check_relevance(result, unwrap(resolve_model(self.forward_func, self._known_model())))
         return result

@@ -352,7 +352,7 @@ def warn_if_padding_is_read(
 
 def warn_of_shift(call: MixerCall, mixer: FrozenMixer) -> None:
     """Warn where a mixer's maps act on values that a token shift has mixed."""
-    if mixer.exchanged:
+    if mixer.neighbor_share:
         # In the same words for all layers, of which Python shows one.
         warnings.warn(
             f"{type(call.module).__name__} reads neighboring tokens before its scan (a token "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.check import check_deviation
-from captum_ssm.capture.frozen_model import FrozenLayer, FrozenModel
+from captum_ssm.capture.frozen_model import FrozenCall, FrozenModel
 from captum_ssm.capture.honesty import check_honesty
 from captum_ssm.capture.randomness import noting_draws, warn_of_randomness
 from captum_ssm.capture.record import record
@@ -68,7 +68,7 @@ def freeze(
             Default: True
         also (Callable, optional): says which modules outside the mixers to keep too.
             Default: None
-        substitution (Substitution, optional): takes the mixers' place; the score then keeps its
+        substitution (FrozenStandIns, optional): takes the mixers' place; the score then keeps its
             graph, and no gradient is taken. Default: None
         check (bool, optional): raise where a frozen mixer does not reproduce its output.
             Default: True
@@ -206,8 +206,8 @@ def _check_tokens(inputs: Tensor, tokens: int) -> None:
 
 def _frozen_layers(
     recording: Recording, wiring: Wiring, made: Sequence[FrozenDuringRun | None], check: bool
-) -> list[FrozenLayer]:
-    layers: list[FrozenLayer] = []
+) -> list[FrozenCall]:
+    layers: list[FrozenCall] = []
     visits = Counter[str]()
     for i, call in enumerate(recording.calls):
         name = f"{call.path}:{visits[call.path]}" if visits[call.path] else call.path
@@ -220,7 +220,7 @@ def _frozen_layers(
             check_deviation(name, call, during_run.deviation, mask)
         here = _brought(in_order(call, order, recording.shape[0]), recording.device)
         stage = wiring.stage_of[i]
-        layers.append(FrozenLayer(name, here, stage, call, during_run, mask, check, order))
+        layers.append(FrozenCall(name, here, stage, call, during_run, mask, check, order))
     return layers
 
 

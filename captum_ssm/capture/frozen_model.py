@@ -37,7 +37,7 @@ from captum_ssm.wiring.wiring import Wiring
 
 
 @dataclass
-class FrozenLayer:
+class FrozenCall:
     """One visited mixer: its recorded call and its frozen form, in the model's order of tokens.
 
     Args:
@@ -92,12 +92,12 @@ class FrozenLayer:
         """(B, L), the tokens it works on."""
         return self.call.output.shape[0], self.call.output.shape[1]
 
-    def times(self, scale: Tensor) -> FrozenLayer:
+    def times(self, scale: Tensor) -> FrozenCall:
         """The same, of a mixer whose output the model multiplies by ``scale (E,)``."""
         call = replace(self.call, result=self.call.output * scale.to(self.call.output))
         return replace(self, call=call, scale=scale)
 
-    def of_first(self) -> FrozenLayer:
+    def of_first(self) -> FrozenCall:
         """The same of the first example, read and checked anew."""
         B = self.shape[0]
 
@@ -136,7 +136,7 @@ class FrozenModel:
 
     Args:
         request (Request): what was run.
-        layers (list of FrozenLayer): its mixers, in forward order.
+        layers (list of FrozenCall): its mixers, in forward order.
         shape (tuple of int): (B, L).
         counted (int): the tokens that positions count.
         mask (Tensor, optional): ``(B, L)``, 1 for tokens and 0 for padding. Default: None
@@ -158,7 +158,7 @@ class FrozenModel:
     """
 
     request: Request
-    layers: list[FrozenLayer]
+    layers: list[FrozenCall]
     shape: tuple[int, int]
     counted: int
     wiring: Wiring
@@ -233,7 +233,7 @@ class FrozenModel:
             )
         return grids[index]
 
-    def mask_of(self, layer: FrozenLayer) -> Tensor | None:
+    def mask_of(self, layer: FrozenCall) -> Tensor | None:
         """The padding mask of a layer's tokens, if they are the input's."""
         return self.mask if self.mask is None or self.mask.shape == layer.shape else None
 
@@ -256,10 +256,10 @@ class FrozenModel:
         """
         if self.wiring.refused is not None:
             raise UnsupportedModelError(self.wiring.refused)
-        if self.wiring.exchanged:
+        if self.wiring.neighbor_share:
             warnings.warn(
-                f"between mixers tokens read up to {self.wiring.exchanged:.1%} from one another by "
-                "something that is no mixer (a token shift, a convolution, a gate for all tokens), "
+                f"between mixers tokens read up to {self.wiring.neighbor_share:.1%} from one another "
+                "by something that is not a mixer (a token shift, a convolution, a gate for all tokens), "
                 "which the maps do not show. MambaLRP accounts for it.",
                 UserWarning,
                 stacklevel=2,
@@ -328,7 +328,7 @@ class FrozenModel:
             )
         return (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
 
-    def from_layer(self, start: int) -> list[FrozenLayer]:
+    def from_layer(self, start: int) -> list[FrozenCall]:
         """The layers from stage ``start`` (negative from the end) on."""
         count, index = len(self.wiring.stages), as_index(start)
         if index is None or not -count <= index < count:
@@ -346,7 +346,7 @@ class FrozenModel:
         mask = self.mask.reshape(self.shape[0], *[1] * (matrix.dim() - 3), self.mask.shape[1])
         return matrix * mask[..., None] * mask[..., None, :]
 
-    def select(self, layers: int | str | Sequence[int | str] | None) -> list[FrozenLayer]:
+    def select(self, layers: int | str | Sequence[int | str] | None) -> list[FrozenCall]:
         """The layers named by index (negative from the end) or path; None for all."""
         if layers is None:
             return self.layers
@@ -358,11 +358,11 @@ class FrozenModel:
             raise ValueError("layers is empty; name at least one, or pass None for all.")
         return [self._layer(item, f"layers holds {item!r}") for item in wanted]
 
-    def select_one(self, layer: int | str | None) -> FrozenLayer:
+    def select_one(self, layer: int | str | None) -> FrozenCall:
         """The layer named by its index (negative from the end) or its path."""
         return self._layer(layer, f"layer is {layer!r}")
 
-    def _layer(self, name: int | str | None, given: str) -> FrozenLayer:
+    def _layer(self, name: int | str | None, given: str) -> FrozenCall:
         by_name = {layer.name: i for i, layer in enumerate(self.layers)}
         count = len(self.layers)
         index = by_name.get(name) if isinstance(name, str) else as_index(name)

@@ -31,7 +31,7 @@ from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.copies import original
 from captum_ssm.utils.nested import detached, tensors_in
 from captum_ssm.utils.progress import Bar
-from captum_ssm.utils.retry import past_writes
+from captum_ssm.utils.retry import retry_with_copies
 from captum_ssm.wiring.cuts import RunCuts
 from captum_ssm.wiring.measure import measure
 
@@ -55,7 +55,7 @@ def record(
             Default: None
         also (Callable, optional): says which modules outside the mixers to record too, such as
             the norms at which the residual stream can be read. Default: None
-        substitute (Substitution, optional): takes each recorded call, its tensors alive in the
+        substitute (FrozenStandIns, optional): takes each recorded call, its tensors alive in the
             graph, and returns what the model goes on with in place of the call's result.
             Default: None
         wiring (bool, optional): measure what lies between the mixers. Default: False
@@ -87,10 +87,10 @@ def record(
 
     # The run may hide from autograd what lies between the mixers, or change in place what that
     # needs. Then it is run once more, in a way that bears with it.
-    recording = past_writes(lambda: once(RunCuts(whole=whole)))
+    recording = retry_with_copies(lambda: once(RunCuts(whole=whole)))
     if recording.wiring is None and not gradients:
         with _GradientsStayOn():
-            recording = past_writes(lambda: once(RunCuts(whole=False)))
+            recording = retry_with_copies(lambda: once(RunCuts(whole=False)))
     if gradients:
         return recording
     if recording.wiring is None:

@@ -101,7 +101,7 @@ class Recording:
     @cached_property
     def is_language(self) -> bool:
         """Whether the output is logits of tokens."""
-        return self.request.speaks(extract_logits(self.output))
+        return self.request.is_language_output(extract_logits(self.output))
 
     @property
     def entry(self) -> Tensor | None:

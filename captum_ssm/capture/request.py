@@ -111,7 +111,7 @@ class Request:
         """Whether the (first) input is token ids."""
         return not self.inputs[0].is_floating_point()
 
-    def speaks(self, output: Tensor) -> bool:
+    def is_language_output(self, output: Tensor) -> bool:
         """Whether an output is logits of tokens: ids came in, or a table has as many as it has."""
         tables = (m for m in self.module.modules() if isinstance(m, nn.Embedding))
         known = getattr(input_embeddings(self.module), "num_embeddings", None)

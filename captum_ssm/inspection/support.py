@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr import TokenAttribution, methods
-from captum_ssm.capture import FrozenLayer, FrozenModel, Request, exact_arithmetic, freeze
+from captum_ssm.capture import FrozenCall, FrozenModel, Request, exact_arithmetic, freeze
 from captum_ssm.capture.check import Deviation, Rebuilt, tolerance_of
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.session import on_thrown_away
@@ -22,6 +22,7 @@ from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.registry import how_known
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.quiet import quiet
+from captum_ssm.utils.renamed import renamed
 
 # What an adapter, a method or a model raises where it does not fit the other.
 ERRORS = (ValueError, TypeError, RuntimeError)
@@ -46,8 +47,8 @@ class MixerSupport:
         error (float): of its reconstruction, relative to the output. NaN if it failed.
         recurrence_error (float): the same, relative to what the recurrence adds.
         problem (str, optional): why it cannot be explained. Default: None
-        exchanged (float, optional): the share of neighboring tokens in what its scan is given, by
-            a token shift that no map shows. Default: 0.0
+        neighbor_share (float, optional): the share of neighboring tokens in what its scan is given,
+            by a token shift that no map shows. Default: 0.0
 
     Examples::
 
@@ -67,7 +68,9 @@ class MixerSupport:
     error: float
     recurrence_error: float
     problem: str | None = None
-    exchanged: float = 0.0
+    neighbor_share: float = 0.0
+
+    __getattr__ = renamed(exchanged="neighbor_share")
 
     @property
     def finding(self) -> str:
@@ -75,9 +78,9 @@ class MixerSupport:
         if self.problem is not None:
             return self.problem
         text = f"{self.error:.0e} ({self.recurrence_error:.0e} of the recurrence)"
-        if not self.exchanged:
+        if not self.neighbor_share:
             return text
-        return f"{text}; up to {self.exchanged:.0%} is read from neighbors before the scan"
+        return f"{text}; up to {self.neighbor_share:.0%} is read from neighbors before the scan"
 
     @property
     def shown_tokens(self) -> str:
@@ -251,7 +254,7 @@ def kinds_of(modules: Iterable[nn.Module]) -> Counter[str]:
 
 def _mixing(frozen: FrozenModel) -> set[nn.Module]:
     # The recorded modules in which tokens act on one another, where the wiring says that some do.
-    if not frozen.wiring.exchanged and not frozen.wiring.is_mixed:
+    if not frozen.wiring.neighbor_share and not frozen.wiring.is_mixed:
         return set()
     return {call.module for call in frozen.others if _mixes(call, frozen.shape[1])}
 
@@ -276,7 +279,7 @@ def likeliest(request: Request) -> Any:
         logits = extract_logits(of_copies.run())
     if logits.dim() < 2:
         return None
-    if logits.dim() == 3 and request.speaks(logits):
+    if logits.dim() == 3 and request.is_language_output(logits):
         return int(logits[0, -1].argmax())
     found = torch.unravel_index(logits[0].argmax(), logits.shape[1:])
     index = tuple(int(one) for one in found)
@@ -289,7 +292,7 @@ def first_line(value: object) -> str:
     return text.splitlines()[0] if text else type(value).__name__
 
 
-def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
+def support_of(frozen: FrozenModel, layer: FrozenCall) -> MixerSupport:
     """What of one mixer can be explained."""
     grid = frozen.grids[layer.stage]
     module = layer.source.module
@@ -318,13 +321,13 @@ def support_of(frozen: FrozenModel, layer: FrozenLayer) -> MixerSupport:
         maps=mixer.recurrence.maps,
         error=error,
         recurrence_error=of_recurrence,
-        exchanged=mixer.exchanged,
+        neighbor_share=mixer.neighbor_share,
     )
     fits = error <= tolerance_of(layer.source, mixer.rounding)
     return found if fits else replace(found, problem=f"not reproduced: relative error {error:.0e}")
 
 
-def _orders(layer: FrozenLayer, mixer: FrozenMixer) -> str:
+def _orders(layer: FrozenCall, mixer: FrozenMixer) -> str:
     # Of the mixer itself, or of the scans in it.
     if layer.order is not None and layer.order.shape[0] > 1:
         return f"{layer.order.shape[0]} windows"
@@ -361,9 +364,9 @@ def between(frozen: FrozenModel) -> str:
                 notes.append(f"{stage.tokens} tokens chosen of {link.count}")
     if wiring.past:
         notes.append(wiring.past)
-    if wiring.exchanged:
+    if wiring.neighbor_share:
         notes.append(
-            f"tokens read up to {wiring.exchanged:.1%} from one another, which no map shows"
+            f"tokens read up to {wiring.neighbor_share:.1%} from one another, which no map shows"
         )
     if not wiring.stages[0].reads and frozen.grid is None:
         notes.append("the way from the input to the first mixer was not measured")

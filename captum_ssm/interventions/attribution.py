@@ -13,7 +13,7 @@ from torch import Tensor
 
 from captum_ssm.attr.mamba_lrp import RelevanceStandIns, has_a_rule, with_leaves
 from captum_ssm.attr.relevance import coefficients_at
-from captum_ssm.capture import FrozenLayer, Request, exact_arithmetic, freeze
+from captum_ssm.capture import FrozenCall, Request, exact_arithmetic, freeze
 from captum_ssm.capture.check import Rebuilt
 from captum_ssm.capture.recording import gradients_at
 from captum_ssm.errors import UnsupportedModelError
@@ -114,7 +114,7 @@ class _Slopes:
     mixed: list[Tensor]
 
 
-def _effect(component: str, slopes: _Slopes, clean: FrozenLayer, corrupted: FrozenLayer) -> Tensor:
+def _effect(component: str, slopes: _Slopes, clean: FrozenCall, corrupted: FrozenCall) -> Tensor:
     # The effect of patching each token, (B, L).
     if component == "output":
         change = clean.call.output - corrupted.call.output

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm.capture import FrozenLayer, Request, exact_arithmetic, freeze
+from captum_ssm.capture import FrozenCall, Request, exact_arithmetic, freeze
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.interventions.selection import Tokens, mask_of
 from captum_ssm.mixers import FrozenMixer
@@ -154,7 +154,7 @@ def states(
     return {layer.name: _state(layer, positions) for layer in chosen}
 
 
-def _state(layer: FrozenLayer, positions: Tokens) -> LayerState:
+def _state(layer: FrozenCall, positions: Tokens) -> LayerState:
     mixer = layer.mixer
     operator, values = memory_of(mixer), mixer.values
     L = operator.length

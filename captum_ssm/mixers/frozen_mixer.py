@@ -16,6 +16,7 @@ from captum_ssm.operators import TokenOperator
 from captum_ssm.operators.composed import product, sum_of
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import detached
+from captum_ssm.utils.renamed import renamed
 
 COMPONENTS = ("conv", "activation", "gate", "norm", "skip")
 PAPER_COMPONENTS = ("conv", "activation", "gate", "norm")
@@ -66,8 +67,8 @@ class FrozenMixer:
             differs by token, as that of a GLU. Default: None
         adds_input (bool, optional): whether the skip is a residual: the mixer's own input, added to
             what it returns. Default: False
-        exchanged (float, optional): the share of neighboring tokens in v, by a token shift that no
-            map shows. Default: 0.0
+        neighbor_share (float, optional): the share of neighboring tokens in v, by a token shift that
+            no map shows. Default: 0.0
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
 
@@ -102,8 +103,10 @@ class FrozenMixer:
     memory: Callable[[], TokenOperator] | None = field(default=None, repr=False)
     out_gate: Tensor | None = None
     adds_input: bool = False
-    exchanged: float = 0.0
+    neighbor_share: float = 0.0
     rounding: float = 1.0
+
+    __getattr__ = renamed(exchanged="neighbor_share")
 
     @cached_property
     def convolved(self) -> Tensor:

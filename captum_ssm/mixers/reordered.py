@@ -39,7 +39,7 @@ class ReorderedMixer(FrozenMixer):
             paper_components=inner.paper_components,
             out_gate=None if inner.out_gate is None else _to_model(inner.out_gate, order),
             adds_input=inner.adds_input,
-            exchanged=inner.exchanged,
+            neighbor_share=inner.neighbor_share,
             rounding=inner.rounding,
             inner=inner,
             order=order,

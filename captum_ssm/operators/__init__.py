@@ -12,7 +12,7 @@ from captum_ssm.operators.diagonal import one_state as one_state
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.linear_attention import LinearAttentionOperator
 from captum_ssm.operators.mlstm import mlstm_operator as mlstm_operator
-from captum_ssm.operators.packed import PlacedOperator
+from captum_ssm.operators.packed import PackedOperator
 from captum_ssm.operators.permuted import MovedOperator, PermutedOperator
 from captum_ssm.operators.softmax import SoftmaxOperator
 from captum_ssm.operators.substeps import SubstepOperator
@@ -28,8 +28,8 @@ __all__ = [
     "HeadOperator",
     "LinearAttentionOperator",
     "MovedOperator",
+    "PackedOperator",
     "PermutedOperator",
-    "PlacedOperator",
     "ScaledOperator",
     "SkipOperator",
     "SoftmaxOperator",
@@ -39,3 +39,9 @@ __all__ = [
     "TokenOperator",
     "WeightsOperator",
 ]
+
+
+def __getattr__(name: str) -> None:
+    if name == "PlacedOperator":
+        raise AttributeError("operators.PlacedOperator is now operators.PackedOperator.", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

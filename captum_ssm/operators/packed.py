@@ -12,7 +12,7 @@ from captum_ssm.operators.base import PartsOperator, TokenOperator, check_rmatve
 
 
 @dataclass(frozen=True)
-class PlacedOperator(PartsOperator):
+class PackedOperator(PartsOperator):
     """Operators over sequences of their own lengths, each at its tokens of one batch.
 
     All other entries are zero: tokens of no sequence, and between sequences.
@@ -27,7 +27,7 @@ class PlacedOperator(PartsOperator):
 
         >>> one, other = SkipOperator(torch.rand(1, 3, 4)), SkipOperator(torch.rand(1, 5, 4))
         >>> at = (torch.arange(2, 5), torch.arange(5))  # the first example is padded on the left
-        >>> operator = PlacedOperator((one, other), (0, 1), at, (2, 5))
+        >>> operator = PackedOperator((one, other), (0, 1), at, (2, 5))
         >>> operator.matvec(torch.ones(2, 5, 4))[0, :2].abs().max()
         tensor(0.)
     """

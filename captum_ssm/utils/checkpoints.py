@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch.utils.checkpoint import checkpoint
 
-from captum_ssm.utils.patch_functions import exchanged
+from captum_ssm.utils.patch_functions import patched_functions
 
 
 def without_checkpoints() -> AbstractContextManager[None]:
@@ -17,7 +17,7 @@ def without_checkpoints() -> AbstractContextManager[None]:
 
     The graph of a part that runs once more in each backward pass has no nodes to measure on.
     """
-    return exchanged([cast(FunctionType, checkpoint)], _run_once)
+    return patched_functions([cast(FunctionType, checkpoint)], _run_once)
 
 
 def _run_once(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The bodies of functions, exchanged for the time of a run.
+"""The bodies of functions, replaced for the time of a run.
 
 Whoever refers to a function, and however, then calls the other body. No hook of the interpreter is
 needed: a debugger's or a coverage tool's stay in place. Calls of other threads go on to the
@@ -32,7 +32,7 @@ _EXCHANGED: dict[FunctionType, _Exchange] = {}
 
 
 @contextmanager
-def exchanged(functions: Iterable[FunctionType], body: Body) -> Iterator[None]:
+def patched_functions(functions: Iterable[FunctionType], body: Body) -> Iterator[None]:
     """Calls of some functions in this thread run another body."""
     user = _User(functions)
     with ExitStack() as stack:
@@ -44,13 +44,13 @@ def exchanged(functions: Iterable[FunctionType], body: Body) -> Iterator[None]:
 
 
 def own_codes(functions: Iterable[FunctionType]) -> list[CodeType]:
-    """The code of each function, also of those whose bodies are exchanged now, by any thread."""
+    """The code of each function, also of those whose bodies are replaced now, by any thread."""
     with _LOCK:
         return [_EXCHANGED[f].code if f in _EXCHANGED else f.__code__ for f in functions]
 
 
 class _Exchange:
-    # A function whose body is exchanged, by how many runs.
+    # A function whose body is replaced, by how many runs.
     def __init__(self, function: FunctionType) -> None:
         f = self.function = function
         self.code, self.users = f.__code__, set[_User]()

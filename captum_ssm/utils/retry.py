@@ -13,7 +13,7 @@ from captum_ssm.utils.saved_tensors import Save, saving
 Result = TypeVar("Result")
 
 
-def past_writes(run: Callable[[], Result]) -> Result:
+def retry_with_copies(run: Callable[[], Result]) -> Result:
     """What ``run()`` returns, also of a model that writes into what its gradient needs.
 
     Such a model is run once more, with copies of all that its graph keeps.

@@ -39,7 +39,7 @@ def measure(
     """The wiring of the run that ``cuts`` was made for.
 
     Args:
-        cuts (Cuts): with at least one port.
+        cuts (RunCuts): with at least one port.
         output (Tensor, optional): what the model returned, if it depends on the mixers.
         batch (int): B.
         score (Tensor, optional): ``(B,)``, an entry of the output, where the tokens that it is
@@ -92,7 +92,7 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
         output,
         [graph.windows(i) for i in range(graph.end)],
         [*shares, *past.values()],
-        maps.exchanged,
+        maps.neighbor_share,
         maps.is_far,
         inputs=graph.ways,
         unknown=readout.unknown() if simple else None,

@@ -45,7 +45,7 @@ class MixerGraph:
     output comes last.
 
     Args:
-        cuts (Cuts): with at least one port.
+        cuts (RunCuts): with at least one port.
         output (Point, optional): what the model returned, if it depends on the mixers.
         batch (int): B.
         in_grid (bool): whether the way from the input does not have to be measured.

@@ -41,14 +41,14 @@ class TokenMaps:
 
     Attributes:
         past (dict): by what reads past others, the ways to what it reads.
-        exchanged (float): the largest share that tokens read from one another.
+        neighbor_share (float): the largest share that tokens read from one another.
         is_far (bool): whether they read others than their neighbors so.
     """
 
     def __init__(self, graph: MixerGraph, skips: Skips, unmixed: list[set[int]] | None) -> None:
         self.graph, self.skips, self.unmixed = graph, skips, unmixed
         self.past: dict[int, dict[int, TokenWeights]] = {}
-        self.exchanged, self.is_far = 0.0, False
+        self.neighbor_share, self.is_far = 0.0, False
         # By mixer, its reads, to which those of what goes past an exchange of tokens belong.
         self._read_by: dict[int, tuple[Read, ...]] = {}
         self._read_past: dict[int, tuple[Read, ...]] = {}
@@ -90,7 +90,7 @@ class TokenMaps:
             self.is_far |= is_far
             if leak.share > _EXCHANGED and is_far:
                 raise graph.refused(i, j, f"by something that is no mixer ({leak.share:.0%})")
-            self.exchanged = max(self.exchanged, leak.share)
+            self.neighbor_share = max(self.neighbor_share, leak.share)
 
     def _map(self, i: int, j: int, way: TokenWeights | None = None) -> TokenMap:
         """How the tokens given to i read those of j, or by one way past others to them.

@@ -27,7 +27,7 @@ class TokenMap:
 
     Args:
         source (Tensor, optional): ``(T,)``: the one earlier token, -1 for none. Default: None
-        transport (Transport, optional): in which shares. Default: None
+        transport (TokenWeights, optional): in which shares. Default: None
         order (Tensor, optional): ``(S,)``: where the transport's earlier tokens are. Default: None
         count (int, optional): S, the number of earlier tokens, where it is not T. Default: 0
         share (Tensor, optional): ``(B, T)``: the part of each token that is made of these earlier
@@ -146,8 +146,8 @@ class Wiring:
             sequences is this one of its stage's tokens.
         readout (list of Tensor): by read of the output, ``(B, T)``: the shares in which a pooled
             output reads the tokens, or None.
-        exchanged (float, optional): the largest share that tokens read from one another between
-            two mixers. Default: 0.0
+        neighbor_share (float, optional): the largest share that tokens read from one another
+            between two mixers. Default: 0.0
         is_far (bool, optional): whether they read others than their neighbors so. Default: False
         refused (str, optional): why no map through the layers can be made. Default: None
         inputs (tuple of Way, optional): by input of the model, how its entries make up tokens.
@@ -167,7 +167,7 @@ class Wiring:
     output: tuple[Read, ...]
     orders: list[Tensor | None]
     readout: list[Tensor | None]
-    exchanged: float = 0.0
+    neighbor_share: float = 0.0
     is_far: bool = False
     refused: str | None = None
     inputs: tuple[InputMap, ...] = ()

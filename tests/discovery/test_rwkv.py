@@ -127,7 +127,7 @@ def test_a_token_shift_before_the_scan_is_said(time_mix):
     with pytest.warns(UserWarning, match="token shift"):
         found = supported(time_mix, x, target=(6, 3))
     assert all(mixer.known == "measured" and mixer.error < 1e-5 for mixer in found.mixers)
-    assert all(0.05 < mixer.exchanged < 0.95 for mixer in found.mixers)
+    assert all(0.05 < mixer.neighbor_share < 0.95 for mixer in found.mixers)
     assert "is read from neighbors before the scan" in str(found)
 
 
@@ -138,9 +138,9 @@ def test_the_share_of_neighbors_is_that_of_the_values_weights():
     weight = mixer.v.weight.detach()
     own, other = (((weight * share) ** 2).sum() for share in (1 - mixer.mix[3], mixer.mix[3]))
     # Of one random direction of the values.
-    assert abs(found.exchanged - float(other / (own + other))) < 0.25
+    assert abs(found.neighbor_share - float(other / (own + other))) < 0.25
     still = stack(TimeMix(shares=0.0))
-    assert supported(still, given(), target=(6, 3)).mixers[0].exchanged == 0
+    assert supported(still, given(), target=(6, 3)).mixers[0].neighbor_share == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*token shift")

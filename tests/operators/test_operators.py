@@ -14,8 +14,8 @@ from captum_ssm.operators import (
     ConvolvedOperator,
     DiagonalOperator,
     LinearAttentionOperator,
+    PackedOperator,
     PermutedOperator,
-    PlacedOperator,
     ScaledOperator,
     SkipOperator,
     SoftmaxOperator,
@@ -76,7 +76,7 @@ def make_softmax(L: int, **changes: object) -> SoftmaxOperator:
     return SoftmaxOperator(normal(B, H, L, N), normal(B, H, L, N), 0.6, WIDTH, **changes)
 
 
-def make_placed(L: int) -> PlacedOperator:
+def make_placed(L: int) -> PackedOperator:
     """The first example padded on the left, the second one on the right."""
     lengths = (max(1, L - 3), max(1, L - 5))
     parts = tuple(
@@ -84,7 +84,7 @@ def make_placed(L: int) -> PlacedOperator:
         for row, length in enumerate(lengths)
     )
     at = (torch.arange(L - lengths[0], L), torch.arange(lengths[1]))
-    return PlacedOperator(parts, (0, 1), at, (B, L))
+    return PackedOperator(parts, (0, 1), at, (B, L))
 
 
 def arange_back(L: int) -> Tensor:
@@ -234,7 +234,7 @@ def naive_maps(op: TokenOperator) -> Tensor:
     if isinstance(op, SubstepOperator):
         rows = naive_maps(op.inner)[:, :, op.steps - 1 :: op.steps]
         return torch.cat([rows[..., step :: op.steps] for step in range(op.steps)], 1)
-    if isinstance(op, PlacedOperator):
+    if isinstance(op, PackedOperator):
         maps = torch.zeros(B, op.maps, op.length, op.length, dtype=op.dtype)
         for part, example, at in zip(op.parts, op.examples, op.positions, strict=True):
             maps[example, :, at[:, None], at] = naive_maps(part)[0]

@@ -18,7 +18,7 @@ LARGE_FUNCTIONS: dict[str, int] = {}
 # Words that meant several things. The glossary has the words that took their place.
 RETIRED = {
     *(
-        "FrozenLayer",
+        "FrozenCall",
         "InputMap",
         "TokenWeights",
         "PatchWeights",
@@ -31,11 +31,11 @@ RETIRED = {
         "FrozenStandIns",
         "RelevanceStandIns",
         "FrozenDuringRun",
-        "PlacedOperator",
+        "PackedOperator",
         "Ask",
         "Asked",
-        "speaks",
-        "past_writes",
+        "is_language_output",
+        "retry_with_copies",
     ),
 }
 

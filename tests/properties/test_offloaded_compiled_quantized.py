@@ -30,7 +30,7 @@ from captum_ssm import (
     UnsupportedModelError,
     hidden_attention,
 )
-from captum_ssm.capture import FrozenLayer, Request, freeze
+from captum_ssm.capture import FrozenCall, Request, freeze
 from captum_ssm.interventions import knockout
 from captum_ssm.mixers.linear_layers import is_quantized
 from captum_ssm.utils.nested import map_tensors
@@ -196,9 +196,9 @@ def test_all_of_a_frozen_mixer_is_moved(family):
 @some_families
 @each_method
 def test_moved_mixers_are_explained_alike(method, family, monkeypatch):
-    own = FrozenLayer.mixer.fget
+    own = FrozenCall.mixer.fget
     there = property(lambda layer: moved(own(layer), torch.device("cpu")))
-    monkeypatch.setattr(FrozenLayer, "mixer", there)
+    monkeypatch.setattr(FrozenCall, "mixer", there)
     found = method(build(family)).attribute(TOKENS, target=5)
     torch.testing.assert_close(found, expected(family, method))
 

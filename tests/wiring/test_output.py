@@ -346,7 +346,7 @@ def test_plain_models_balance(name):
         MambaLRP(model).attribute(x, target=1)
     assert wiring.is_simple
     assert wiring.past is None
-    assert not wiring.exchanged
+    assert not wiring.neighbor_share
 
 
 def test_a_model_that_cannot_be_moved_is_said():

@@ -200,7 +200,7 @@ def test_one_token_that_reads_one_other_is_seen(pair):
         return one(x) + two(x)
 
     wiring = freeze(Request.of(made(Stack(swap)), None, tokens(1, 7)), query=False).wiring
-    assert wiring.exchanged > 0
+    assert wiring.neighbor_share > 0
 
 
 @each([MambaAttribution, UnifiedImplicitAttention])
@@ -437,7 +437,7 @@ def test_a_product_over_the_tokens(strength, tokens_first):
     model = made(Stack(update, mixers=1))
     with torch.no_grad():
         wiring = freeze(Request.of(model, None, tokens(1))).wiring
-    assert (wiring.exchanged > 0) == (strength > 0)
+    assert (wiring.neighbor_share > 0) == (strength > 0)
     assert wiring.is_simple
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from captum_ssm.attr.latim_parts.alti import Alti, of_tiles
 from captum_ssm.attr.latim_parts.contributions import Contributions
-from captum_ssm.capture import FrozenLayer, FrozenModel
+from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.capture.target import token_ids
 from captum_ssm.errors import TargetError
 from captum_ssm.operators.composed import sum_of
@@ -39,13 +39,13 @@ class LayerStep:
     step is local, if it is not frozen. All are ``(B, T, E)``.
     """
 
-    groups: list[tuple[list[FrozenLayer], Tensor]]
+    groups: list[tuple[list[FrozenCall], Tensor]]
     before: Tensor
     direction: Tensor
     local: Tensor | None = None
 
     @property
-    def layers(self) -> list[FrozenLayer]:
+    def layers(self) -> list[FrozenCall]:
         """All mixers."""
         return [layer for group, _ in self.groups for layer in group]
 
@@ -178,7 +178,7 @@ class Decomposition:
         return zeros
 
 
-def output_of(layers: Sequence[FrozenLayer]) -> Tensor:
+def output_of(layers: Sequence[FrozenCall]) -> Tensor:
     """What layers side by side returned, in all, in the working dtype."""
     return sum_of([layer.call.output.to(layer.call.dtype) for layer in layers])
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from captum_ssm import kernels
 from captum_ssm.attr.latim_parts.scan_part import PIECE, ScanPart
-from captum_ssm.capture import FrozenLayer, FrozenModel
+from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer
 from captum_ssm.operators import TokenOperator
@@ -69,7 +69,7 @@ class Contributions:
 
     @classmethod
     def of(
-        cls, frozen: FrozenModel, layers: Sequence[FrozenLayer], activation: str
+        cls, frozen: FrozenModel, layers: Sequence[FrozenCall], activation: str
     ) -> Contributions:
         """The contributions to a layer of a frozen model, or to layers side by side."""
         return cls([layer.mixer for layer in layers], activation, frozen.mask_of(layers[0]))

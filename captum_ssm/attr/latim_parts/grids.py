@@ -24,7 +24,7 @@ from captum_ssm.attr.latim_parts.residual_stream import feeding_norm
 from captum_ssm.attr.mamba_lrp import RelevanceStandIns, has_a_rule
 from captum_ssm.attr.norms import first_input
 from captum_ssm.attr.relevance import of_constants, times, warn_of_unruled
-from captum_ssm.capture import FrozenLayer, FrozenModel, Request
+from captum_ssm.capture import FrozenCall, FrozenModel, Request
 from captum_ssm.capture.finite import check_finite
 from captum_ssm.capture.recording import require_graph
 from captum_ssm.discovery.measure.unfused import fused_norms
@@ -288,7 +288,7 @@ def _check_shares(wiring: Wiring) -> None:
 
 
 # A layer, its cut, and the coefficients of the score there.
-_Mixer = tuple[FrozenLayer, _Cut, Tensor, Tensor | None]
+_Mixer = tuple[FrozenCall, _Cut, Tensor, Tensor | None]
 
 
 def _step(group: Sequence[_Mixer], batch: int) -> LayerStep:
@@ -308,8 +308,8 @@ def _step(group: Sequence[_Mixer], batch: int) -> LayerStep:
 
 
 def _multiplied(
-    layer: FrozenLayer, direction: Tensor, at_stream: Tensor
-) -> tuple[list[FrozenLayer], Tensor]:
+    layer: FrozenCall, direction: Tensor, at_stream: Tensor
+) -> tuple[list[FrozenCall], Tensor]:
     # A mixer and its direction, with what its output is multiplied by before it is added to the
     # stream, a number per channel, in the mixer. The score reads the stream by the mixer's own norm
     # nowhere else, so that its coefficients after the mixer are those before it.
@@ -325,7 +325,7 @@ def _multiplied(
     return [layer.times(scale)], direction / scale
 
 
-def _in_place(layer: FrozenLayer, x: Tensor, batch: int) -> Tensor:
+def _in_place(layer: FrozenCall, x: Tensor, batch: int) -> Tensor:
     # A tensor at the mixer's tokens, in the model's order: (B, T, E).
     moved = in_order(replace(layer.source, gradient=x), layer.order, batch).gradient
     assert moved is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 from captum_ssm.attr.latim_parts.alti import Alti, of_tiles
 from captum_ssm.attr.latim_parts.chain import output_of
 from captum_ssm.attr.latim_parts.contributions import Contributions
-from captum_ssm.capture import FrozenLayer, FrozenModel
+from captum_ssm.capture import FrozenCall, FrozenModel
 
 LOGIT: Literal["alti_logit"] = "alti_logit"
 
@@ -40,7 +40,7 @@ def norm_order(aggregation: str | float, layer: int | str | None) -> str | float
 
 
 def layer_map(
-    frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float
+    frozen: FrozenModel, layer: FrozenCall, activation: str, order: str | float
 ) -> Tensor:
     """The scores of every pair of a layer's tokens, ``(B, L, L)``."""
     rows = torch.arange(layer.shape[1], device=layer.call.output.device)
@@ -48,7 +48,7 @@ def layer_map(
 
 
 def query_row(
-    frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float
+    frozen: FrozenModel, layer: FrozenCall, activation: str, order: str | float
 ) -> Tensor:
     """The query's row of a layer's map, ``(B, L)``."""
     frozen.require_chain("LaTIM")
@@ -61,7 +61,7 @@ def query_row(
 
 
 def _tiles(
-    frozen: FrozenModel, layer: FrozenLayer, activation: str, order: str | float, rows: Tensor
+    frozen: FrozenModel, layer: FrozenCall, activation: str, order: str | float, rows: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     # Ascending rows (R,) of a layer's map: tiles of them, each with (B, r, C).
     parts = Contributions.of(frozen, [layer], activation)
@@ -77,7 +77,7 @@ def _tiles(
         yield chosen, parts.reduced(index, parts.columns(chosen), norm)
 
 
-def layer_error(frozen: FrozenModel, layer: FrozenLayer, activation: str) -> Tensor:
+def layer_error(frozen: FrozenModel, layer: FrozenCall, activation: str) -> Tensor:
     """The norm of what the contributions miss of a layer's output, over the output's, ``(B,)``."""
     parts = Contributions.of(frozen, [layer], activation)
     output = output_of([layer]) - parts.bias()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from captum_ssm.attr.latim_parts.chain import Decomposition, LayerStep, dot, output_of
 from captum_ssm.attr.norms import FrozenNorm, first_input
-from captum_ssm.capture import FrozenLayer, FrozenModel
+from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.capture.recording import Recording
 from captum_ssm.graph.relevance_rules import is_norm
 from captum_ssm.mixers import MixerCall, find_mixers
@@ -51,7 +51,7 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
     read = [(group, before) for group, before in read if before.shape == final.shape]
     streams = [*(before for _, before in read[1:]), final]
     steps: dict[int, LayerStep] = {}
-    scaled: dict[int, FrozenLayer] = {}
+    scaled: dict[int, FrozenCall] = {}
     for (mixers, before), following in zip(read, streams, strict=True):
         group = _multiplied(mixers, before, _stream_after(mixers, frozen.others, following), live)
         scaled |= dict(zip(map(id, mixers), group, strict=True))
@@ -72,7 +72,7 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
 
 
 def _stream_after(
-    group: Sequence[FrozenLayer], norms: Sequence[MixerCall], following: Tensor
+    group: Sequence[FrozenCall], norms: Sequence[MixerCall], following: Tensor
 ) -> Tensor:
     # The stream straight after a layer's mixers: what the next norm is given, as that of an MLP.
     last = max(layer.call.order for layer in group)
@@ -83,8 +83,8 @@ def _stream_after(
 
 
 def _multiplied(
-    group: list[FrozenLayer], before: Tensor, after: Tensor, live: Recording | None
-) -> list[FrozenLayer]:
+    group: list[FrozenCall], before: Tensor, after: Tensor, live: Recording | None
+) -> list[FrozenCall]:
     # The layers with what their outputs are multiplied by, a number per channel, if that makes up
     # for what is added to the stream.
     added = (after - before).flatten(0, 1).double()  # (B L, E)
@@ -112,7 +112,7 @@ def _multiplied(
 
 
 def _scales_of_graph(
-    group: list[FrozenLayer], after: Tensor, live: Recording | None
+    group: list[FrozenCall], after: Tensor, live: Recording | None
 ) -> Tensor | None:
     # How strongly each channel of the stream takes in each mixer's output, (E, mixers), at one
     # token. None unless the stream is in the graph of the run, as the input of a recorded module.
@@ -153,7 +153,7 @@ def norms_and_head(model: nn.Module) -> Callable[[nn.Module], bool]:
     return lambda module: is_norm(module) or original(module) is head
 
 
-def _read_out(frozen: FrozenModel, last_group: list[FrozenLayer]) -> tuple[Tensor, Tensor]:
+def _read_out(frozen: FrozenModel, last_group: list[FrozenCall]) -> tuple[Tensor, Tensor]:
     # The final stream and the direction in which the score is read from it.
     last = frozen.layers[-1].call
     width = last.output.shape[-1]
@@ -198,7 +198,7 @@ def _pulled_back(call: MixerCall) -> Tensor:
     return norm.pull_back(gradient)
 
 
-def _stream_before(layer: FrozenLayer, frozen: FrozenModel) -> Tensor:
+def _stream_before(layer: FrozenCall, frozen: FrozenModel) -> Tensor:
     call, is_given = layer.call, frozen.wiring.stages[layer.stage].is_given_stream
     norm = feeding_norm(call, [other for other in frozen.others if other.order < call.order])
     if norm is not None and not is_given:

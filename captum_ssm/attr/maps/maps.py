@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from captum_ssm.capture import FrozenLayer, FrozenModel
+from captum_ssm.capture import FrozenCall, FrozenModel
 from captum_ssm.operators import REDUCTIONS, TokenOperator
 from captum_ssm.operators.composed import sum_of
 from captum_ssm.utils.memory import require, tile_entries
@@ -214,9 +214,9 @@ class GridMaps:
     """The maps of some layers of a model, by stage, each made anew when it is asked for."""
 
     def __init__(
-        self, frozen: FrozenModel, layers: Sequence[FrozenLayer], options: MapOptions
+        self, frozen: FrozenModel, layers: Sequence[FrozenCall], options: MapOptions
     ) -> None:
-        self.stages: dict[int, list[FrozenLayer]] = {}
+        self.stages: dict[int, list[FrozenCall]] = {}
         for layer in layers:
             self.stages.setdefault(layer.stage, []).append(layer)
         self.frozen, self.options = frozen, options
@@ -239,7 +239,7 @@ class GridMaps:
             stages.add(stage)
         return stages
 
-    def _part(self, layer: FrozenLayer) -> MixerMap:
+    def _part(self, layer: FrozenCall) -> MixerMap:
         mixer = layer.mixer
         operator = mixer.operator(self.options.formulation, self.options.components)
         scale = None

@@ -19,7 +19,7 @@ from captum_ssm.discovery.measure.rerun import is_close
 from captum_ssm.discovery.scans import first_tensor
 from captum_ssm.mixers.call import MixerCall, without_caches
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.operators import PlacedOperator
+from captum_ssm.operators import PackedOperator
 
 
 def freeze_examples(
@@ -74,7 +74,7 @@ def _together(
     shape: tuple[int, int],
 ) -> FrozenMixer:
     first, recurrences = mixers[0], tuple(mixer.recurrence for mixer in mixers)
-    operator = PlacedOperator(recurrences, tuple(rows), tuple(positions), shape)
+    operator = PackedOperator(recurrences, tuple(rows), tuple(positions), shape)
     ones = [torch.ones_like(mixer.inputs) for mixer in mixers]
 
     def placed(name: str) -> Tensor | None:
@@ -96,6 +96,6 @@ def _together(
         recurrence=operator,
         inputs=inputs,
         activation=activation,
-        exchanged=max(mixer.exchanged for mixer in mixers),
+        neighbor_share=max(mixer.neighbor_share for mixer in mixers),
         **factors,
     )

@@ -142,7 +142,7 @@ def _of_directions(
     mixer = with_padding(mixer, directions)
     after = norms[0][1]
     mixer = with_added_terms(rerun, projection, mixer, directions, convolutions, after)
-    return replace(mixer, exchanged=neighbor_share)
+    return replace(mixer, neighbor_share=neighbor_share)
 
 
 def _norm(

@@ -77,7 +77,7 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
                     direction if direction.lands is None else entered(rerun, direction)
                 )
         convolutions = [find_convolution(rerun, direction) for direction in directions]
-        exchanged = share_of_neighbors(rerun, directions, convolutions)
+        neighbor_share = share_of_neighbors(rerun, directions, convolutions)
     except NotMeasured:
         return None
     first, orders = directions[0], tuple(d.order for d in directions)
@@ -88,7 +88,7 @@ def find_recurrence(rerun: Rerun, why: str) -> FrozenRecurrence | None:
         inputs=first.values[:, torch.argsort(first.order)],
         out_proj=lambda y: y,
         out_weight=eye.to(first.values.device),
-        exchanged=exchanged,
+        neighbor_share=neighbor_share,
         recorded=rerun.run.output.detach().reshape(rerun.B, rerun.L, rerun.E),
         missing=UnsupportedModelError(
             f"{call.path} ({type(call.module).__name__}) has no adapter, and of what it does only "

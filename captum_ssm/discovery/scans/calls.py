@@ -33,7 +33,7 @@ from captum_ssm.discovery.scans.forms.states import is_associative, with_states
 from captum_ssm.utils.blocks import undo
 from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.nested import map_tensors
-from captum_ssm.utils.patch_functions import exchanged, own_codes
+from captum_ssm.utils.patch_functions import own_codes, patched_functions
 
 # The last two stand for the products and the loops at all places in the code.
 _BUILT_IN = (F.scaled_dot_product_attention, fourier_convolution, token_product, token_loop)
@@ -45,7 +45,7 @@ class FunctionCall:
     """A call of a function whose arguments play the roles of a scan.
 
     Args:
-        function (Callable): what was called: the function itself, its body not exchanged.
+        function (Callable): what was called: the function itself, its body not replaced.
         args (tuple): positional arguments.
         kwargs (dict): keyword arguments.
         source (Callable): the function as the model knows it.
@@ -127,7 +127,7 @@ def intercepted(
         return call.run() if around is None else around(call)
 
     with (
-        exchanged(bodies, _handled),
+        patched_functions(bodies, _handled),
         handled_by(handled),
         _BuiltIn(built_in, without) if built_in else nullcontext(),
     ):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.discovery.scans.calls import FunctionCall
-from captum_ssm.operators import PlacedOperator
+from captum_ssm.operators import PackedOperator
 
 
 def sequences(call: FunctionCall) -> list[tuple[FunctionCall, slice]] | None:
@@ -41,11 +41,11 @@ def sequences(call: FunctionCall) -> list[tuple[FunctionCall, slice]] | None:
     return parts
 
 
-def joined(operators: Sequence[Any], parts: Sequence[slice]) -> PlacedOperator:
+def joined(operators: Sequence[Any], parts: Sequence[slice]) -> PackedOperator:
     """The operators of packed sequences as one over their row."""
     device = operators[0].device
     at = tuple(torch.arange(part.start, part.stop, device=device) for part in parts)
-    return PlacedOperator(tuple(operators), (0,) * len(parts), at, (1, parts[-1].stop))
+    return PackedOperator(tuple(operators), (0,) * len(parts), at, (1, parts[-1].stop))
 
 
 def _part(value: Tensor, start: int, stop: int, total: int) -> Tensor:
