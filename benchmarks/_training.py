@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import trange
@@ -19,6 +21,118 @@ from transformers import PreTrainedModel
 WARMUP_STEPS = 200
 FINAL_LR_FRACTION = 0.01
 SIZE_LIMIT = 2_000_000
+MODELS = Path(__file__).resolve().parents[1] / "tutorials" / "models"
+
+
+def options(
+    description: str | None, output: str, report_every: int, **others: int
+) -> argparse.ArgumentParser:
+    """A parser of the options that the scripts share; each script adds its own.
+
+    Args:
+        description (str, optional): the script's docstring, whose first line is shown.
+        output (str): the folder's name in ``tutorials/models``; one that ends in ``-`` lacks the
+            model's name, which :func:`parsed` adds.
+        report_every (int): the default of ``--report-every``.
+        others (int): further whole numbers with their defaults, such as ``steps``.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    is_whole = not output.endswith("-")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=MODELS / output if is_whole else None,
+        help=None if is_whole else f"default: tutorials/models/{output}...",
+    )
+    for name, default in {"seed": 0, **others}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument(
+        "--report-every", type=int, default=report_every, help="steps between reports"
+    )
+    return parser
+
+
+def add_mamba_options(parser: argparse.ArgumentParser, layers: int) -> None:
+    """The sizes of a Mamba that is trained from nothing."""
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--state", type=int, default=32, help="state size per channel")
+    parser.add_argument("--conv", type=int, default=4, help="width of the convolution")
+    parser.add_argument("--rate-scale", type=float, default=0.1, help="scales A at the start")
+
+
+def parsed(parser: argparse.ArgumentParser, output: str, name: str) -> argparse.Namespace:
+    """The arguments; without ``--output`` it is ``output`` and the argument called ``name``."""
+    args = parser.parse_args()
+    if args.output is None:
+        args.output = MODELS / f"{output}{getattr(args, name)}"
+    return args
+
+
+def slow_rates(model: nn.Module, scale: float) -> None:
+    """Scale the rates ``A``, so that the state remembers for longer than the stock ones let it."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.add_(math.log(scale))
+
+
+def size_of(model: nn.Module) -> int:
+    """The number of a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def shown_settings(config: Any, names: Sequence[str]) -> str:
+    """The settings of these names that a configuration has, for the card."""
+    settings = {name: getattr(config, name, None) for name in names}
+    return ", ".join(f"`{name}={value}`" for name, value in settings.items() if value is not None)
+
+
+def about_run(
+    script: str, args: argparse.Namespace, training: str, packages: Sequence[Any] = (torch,)
+) -> dict[str, Any]:
+    """The card's rows on how a model was trained.
+
+    Args:
+        script (str): its path from the repository's root.
+        args (argparse.Namespace): ``seed``.
+        training (str): the steps and the time.
+        packages (sequence of modules): those whose versions matter.
+    """
+    versions = ", ".join(f"{package.__name__} {package.__version__}" for package in packages)
+    return {
+        "command": f"`{' '.join([f'python {script}', *sys.argv[1:]])}`",
+        "seed": args.seed,
+        "training": training,
+        "made with": versions,
+    }
+
+
+def train_module(
+    args: argparse.Namespace,
+    train: Callable[[], nn.Module],
+    evaluate: Callable[[nn.Module], dict[str, Any]],
+    model_card: Callable[[dict[str, Any], argparse.Namespace, float], str],
+) -> None:
+    """Train a plain module on one thread, judge it, and save it with its metrics and its card.
+
+    Args:
+        args (argparse.Namespace): ``output`` and ``seed``.
+        train (Callable): returns the trained model; what it takes is the time on the card.
+        evaluate (Callable): takes the model, in evaluation mode, to its held-out scores.
+        model_card (Callable): takes metrics, arguments and seconds of processor time to the card.
+    """
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
+    torch.manual_seed(args.seed)
+    start = time.process_time()
+    model = train().eval()
+    seconds = time.process_time() - start
+    metrics = {**evaluate(model), "parameters": size_of(model)}
+    save_module(model, metrics, model_card(metrics, args, seconds), args.output)
+    print(metrics)
 
 
 def optimizer_for(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:

@@ -18,13 +18,12 @@ import argparse
 import ctypes
 import json
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from _memory import in_a_process, status_mib
 from _record import RESULTS, save
 from end_to_end import fast_scan, model_of
 from transformers.models.mamba import modeling_mamba
@@ -66,7 +65,7 @@ def measured(name: str, layers: int, length: int, repeats: int, cpu_time: bool) 
                     "s": seconds,
                     "system_s": after.ru_stime - before.ru_stime,
                     "page_faults": after.ru_minflt - before.ru_minflt,
-                    "peak_MiB": peak_mib(),
+                    "peak_MiB": status_mib("VmHWM"),
                 }
             )
     if not torch.equal(found["with"], found["without"]):
@@ -76,12 +75,6 @@ def measured(name: str, layers: int, length: int, repeats: int, cpu_time: bool) 
         best = min(runs[side], key=lambda run: run["s"])
         row |= {f"{side}_{key}": value for key, value in best.items()}
     return row
-
-
-def peak_mib() -> float:
-    """The largest resident set since it was started anew."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def main() -> None:
@@ -105,11 +98,9 @@ def main() -> None:
     for method in args.methods:
         before: dict[str, Any] = {}
         for length in args.lengths:
-            command = [sys.executable, __file__, "--one", "--methods", method]
-            command += ["--layers", str(args.layers), "--lengths", str(length)]
-            command += ["--repeats", str(args.repeats), *["--cpu-time"] * args.cpu_time]
-            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            row = json.loads(run.stdout.splitlines()[-1])
+            shape = ("--layers", args.layers, "--lengths", length, "--repeats", args.repeats)
+            clock = ["--cpu-time"] * args.cpu_time
+            row = in_a_process(__file__, "--methods", method, *shape, *clock)
             if before:
                 for side in SIDES:
                     row[f"{side}_doubling"] = row[f"{side}_s"] / before[f"{side}_s"]

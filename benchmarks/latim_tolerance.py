@@ -22,21 +22,13 @@ from typing import Any
 import torch
 import transformers
 from _record import RESULTS, save
+from end_to_end import model_of
 from torch import Tensor
 
 from captum_ssm import LaTIM
 
 MODELS = Path(__file__).resolve().parents[1] / "tutorials" / "models"
 TRAINED = ("copying-mamba", "copying-mamba2", "stories-mamba", "stories-mamba2", "passkey-mamba")
-
-
-def of_130m_shape(layers: int) -> Any:
-    """Random weights in the shape of mamba-130m, with few layers."""
-    torch.manual_seed(0)
-    config = transformers.MambaConfig(
-        vocab_size=1000, hidden_size=768, num_hidden_layers=layers, state_size=16, use_cache=False
-    )
-    return transformers.MambaForCausalLM(config).eval()
 
 
 def tokens(model: Any, length: int) -> Tensor:
@@ -121,7 +113,7 @@ def main() -> None:
         if name in TRAINED:
             model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name).eval()
         else:
-            model = of_130m_shape(args.layers)
+            model = model_of(args.layers)
         ids = tokens(model, args.length)
         with torch.no_grad():
             target = int(model(ids).logits[0, -1].argmax())

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from _memory import in_a_process, status_mib
 from _record import RESULTS, save
 from end_to_end import fast_scan, model_of
 from transformers.models.mamba import modeling_mamba
@@ -37,7 +36,7 @@ def measured(method: str, layers: int, length: int, tolerance: float) -> dict[st
     with torch.no_grad():
         model(ids)
     forward = time.perf_counter() - start
-    forward_peak = peak_gib()
+    forward_peak = status_mib("VmHWM") / 1024
     start, processor = time.perf_counter(), time.process_time()
     if method == "lrp":
         MambaLRP(model).attribute(ids, target=3)
@@ -50,16 +49,10 @@ def measured(method: str, layers: int, length: int, tolerance: float) -> dict[st
         "tolerance": tolerance if method == "attribution" else None,
         "seconds": time.perf_counter() - start,
         "processor_seconds": time.process_time() - processor,
-        "peak_GiB": peak_gib(),
+        "peak_GiB": status_mib("VmHWM") / 1024,
         "forward_s": forward,
         "forward_peak_GiB": forward_peak,
     }
-
-
-def peak_gib() -> float:
-    """The largest resident set of this process so far."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / (1 << 20)
 
 
 def main() -> None:
@@ -78,11 +71,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for length in args.lengths:
         for method in args.methods:
-            command = [sys.executable, __file__, "--one", "--methods", method]
-            command += ["--layers", str(args.layers), "--lengths", str(length)]
-            command += ["--tolerance", str(args.tolerance)]
-            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            rows.append(json.loads(run.stdout.splitlines()[-1]))
+            shape = ("--layers", args.layers, "--lengths", length, "--tolerance", args.tolerance)
+            rows.append(in_a_process(__file__, "--methods", method, *shape))
             print(json.dumps(rows[-1], indent=1), flush=True)
             save(args.output, "long_gradients", rows)
 

@@ -15,8 +15,6 @@ import argparse
 import ctypes
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -26,6 +24,7 @@ from typing import Any
 import accelerate
 import torch
 import transformers
+from _memory import in_a_process, status_mib
 from _record import RESULTS, save
 
 import captum_ssm.attr
@@ -64,12 +63,6 @@ def jamba() -> Any:
 MODELS = {"mamba": mamba, "jamba": jamba}
 
 
-def resident(name: str) -> float:
-    """A line of this process's status, in MiB."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) / 1024
-
-
 def measured(kind: str, side: str, length: int) -> list[dict[str, Any]]:
     """By method, in this process: the peak, the processor's seconds and the relevance."""
     warnings.simplefilter("ignore")
@@ -81,7 +74,7 @@ def measured(kind: str, side: str, length: int) -> list[dict[str, Any]]:
         method(tiny).attribute(ids[:, :8], target=3)  # loads what is loaded once
     libc = ctypes.CDLL("libc.so.6")
     libc.malloc_trim(0)
-    without = resident("VmRSS")
+    without = status_mib("VmRSS")
     torch.manual_seed(0)
     model = MODELS[kind]().eval().requires_grad_(False)
     block = sum(p.nbytes for p in model.base_model.layers[0].parameters())
@@ -107,20 +100,11 @@ def measured(kind: str, side: str, length: int) -> list[dict[str, Any]]:
                     "block_MiB": block / 2**20,
                     "weights_MiB": weights / 2**20,
                     "seconds": time.process_time() - start,
-                    "peak_MiB": resident("VmHWM") - without,
+                    "peak_MiB": status_mib("VmHWM") - without,
                     "found": found.tolist(),
                 }
             )
     return rows
-
-
-def in_a_process(kind: str, side: str, length: int) -> list[dict[str, Any]]:
-    """What :func:`measured` returns in a fresh process, on one thread."""
-    command = [sys.executable, __file__, "--one", kind, side, "--length", str(length)]
-    # What is freed is given back, so that each method starts from the same level.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 def joined(here: dict[str, Any], away: dict[str, Any]) -> dict[str, Any]:
@@ -145,9 +129,13 @@ def main() -> None:
     if args.one:
         print(json.dumps(measured(*args.one, args.length)))
         return
+    # What is freed is given back, so that each method starts from the same level.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     rows = []
     for kind in args.models:
-        here, away = (in_a_process(kind, side, args.length) for side in SIDES)
+        here, away = (
+            in_a_process(__file__, kind, side, "--length", args.length, env=env) for side in SIDES
+        )
         rows += [joined(*both) for both in zip(here, away, strict=True)]
     for row in rows:
         print(

@@ -13,7 +13,6 @@ machine; other machines round differently and end elsewhere.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -46,9 +45,18 @@ from transformers import (
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
-from _training import fit, save, table
-
-MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
+from _training import (
+    about_run,
+    add_mamba_options,
+    fit,
+    options,
+    parsed,
+    save,
+    shown_settings,
+    size_of,
+    slow_rates,
+    table,
+)
 
 # Seeds of the strings used to follow and to judge training.  The two kinds of batches could share
 # a seed and still have no string in common (see task.py); distinct seeds keep the strings looked
@@ -109,10 +117,7 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
             "chunk_size": args.chunk,
         }
         model = Mamba2ForCausalLM(Mamba2Config(**settings, **heads, expand=2))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.add_(math.log(args.rate_scale))
+    slow_rates(model, args.rate_scale)
     return model
 
 
@@ -193,7 +198,6 @@ def model_card(
 ) -> str:
     """The README.md saved next to the weights."""
     kind = type(model).__name__
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     each_length = accuracy.strings // len(LENGTHS)
     shown = [
         "hidden_size",
@@ -205,19 +209,19 @@ def model_card(
         "n_groups",
         "chunk_size",
     ]
-    settings = [f"`{key}={value}`" for key in shown if (value := getattr(model.config, key, None))]
     rows = {
         "task": f"`benchmarks/copying/task.py`: strings of {MIN_LENGTH} to {MAX_LENGTH} symbols, "
         f"each drawn uniformly from {len(SYMBOLS)}",
         "vocabulary": f"ids 0 to {len(SYMBOLS) - 1} are `{SYMBOLS[0]}` to `{SYMBOLS[-1]}`, "
         f"id {SEPARATOR_ID} is `{SEPARATOR}`; there is no tokenizer",
-        "model": f"{', '.join(settings)}; {parameters:,} parameters, float32",
-        "command": f"`{' '.join(['python benchmarks/copying/train.py', *sys.argv[1:]])}`",
-        "seed": args.seed,
-        "training": f"{args.steps:,} steps of {args.batch} strings; "
+        "model": f"{shown_settings(model.config, shown)}; {size_of(model):,} parameters, float32",
+    } | about_run(
+        "benchmarks/copying/train.py",
+        args,
+        f"{args.steps:,} steps of {args.batch} strings; "
         f"{seconds / 60:.0f} minutes, {args.threads} CPU thread(s)",
-        "made with": f"torch {torch.__version__}, transformers {transformers.__version__}",
-    }
+        (torch, transformers),
+    )
     scores = {
         "copied tokens, given the true copy so far": accuracy.teacher_forced,
         "the same at the length where it is lowest": accuracy.worst_length,
@@ -253,32 +257,16 @@ model = {kind}.from_pretrained("tutorials/models/{args.output.name}").eval()
 
 def parse_arguments() -> argparse.Namespace:
     """The settings; the defaults are those of ``tutorials/models/copying-mamba``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options(__doc__, "copying-", report_every=100, threads=1, steps=5000, batch=64)
     parser.add_argument("--model", choices=("mamba", "mamba2"), default="mamba")
-    parser.add_argument("--output", type=Path, help="default: tutorials/models/copying-MODEL")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--state", type=int, default=32, help="state size per channel")
-    parser.add_argument("--conv", type=int, default=4, help="width of the convolution")
-    parser.add_argument("--rate-scale", type=float, default=0.1, help="scales A at the start")
-    parser.add_argument("--head-dim", type=int, default=16, help="mamba2 only")
-    parser.add_argument("--groups", type=int, default=1, help="mamba2 only")
-    parser.add_argument("--chunk", type=int, default=16, help="mamba2 only")
-    parser.add_argument("--report-every", type=int, default=100, help="steps between reports")
+    add_mamba_options(parser, layers=3)
+    for name, default in {"head-dim": 16, "groups": 1, "chunk": 16}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="mamba2 only")
     parser.add_argument("--strings-per-length", type=int, default=500, help="for evaluation")
     parser.add_argument(
         "--evaluate-only", action="store_true", help="measure the model already in the output"
     )
-    args = parser.parse_args()
-    if args.output is None:
-        args.output = MODELS / f"copying-{args.model}"
-    return args
+    return parsed(parser, "copying-", "model")
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 from contextlib import nullcontext
@@ -40,9 +39,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
-from _training import fit, save, table
+from _training import about_run, fit, options, parsed, save, size_of, slow_rates, table
 
-MODELS = Path(__file__).resolve().parents[2] / "tutorials" / "models"
 SHORTEST_LESSON = 24
 LESSONS = 0.3
 BLANKS = 0.5
@@ -121,10 +119,8 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
     prefix, settings = SPECS[args.architecture]
     config = getattr(transformers, f"{prefix}Config")(**SHARED, **settings)
     model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log") and prefix.startswith("Mamba"):
-                parameter.add_(math.log(0.1))
+    if prefix.startswith("Mamba"):
+        slow_rates(model, 0.1)
     return model
 
 
@@ -166,19 +162,19 @@ def model_card(
 ) -> str:
     """The README.md saved next to the weights."""
     kind = type(model).__name__
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     settings = ", ".join(f"`{k}={v}`" for k, v in SPECS[args.architecture][1].items())
     rows = {
         "task": "`benchmarks/language/stories.py`: short stories of people, things and animals, "
         f"{len(WORDS)} words, up to {args.people} people with a thing each",
         "tokenizer": "words; `AutoTokenizer` loads it",
-        "model": f"{settings}; {parameters:,} parameters, float32",
-        "command": f"`{' '.join(['python benchmarks/language/train.py', *sys.argv[1:]])}`",
-        "seed": args.seed,
-        "training": f"{args.steps:,} steps of {args.batch} stories of up to {args.length} words; "
+        "model": f"{settings}; {size_of(model):,} parameters, float32",
+    } | about_run(
+        "benchmarks/language/train.py",
+        args,
+        f"{args.steps:,} steps of {args.batch} stories of up to {args.length} words; "
         f"{seconds / 60:.0f} minutes, {args.threads} CPU thread(s)",
-        "made with": f"torch {torch.__version__}, transformers {transformers.__version__}",
-    }
+        (torch, transformers),
+    )
     asked = {
         "color": "Anna has a red ball. ... Anna's ball is **red**",
         "animal": "The dogs near the bird **bark**",
@@ -232,30 +228,14 @@ def save_portably(model: PreTrainedModel, directory: Path) -> None:
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The settings; the defaults are those of ``tutorials/models/stories-*``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("architecture", choices=SPECS)
-    parser.add_argument("--output", type=Path, help="default: tutorials/models/stories-...")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--people", type=int, default=PEOPLE, help="in a story at most")
-    parser.add_argument("--length", type=int, default=64, help="words of a story at most")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--report-every", type=int, default=500, help="steps between reports")
-    parser.add_argument("--stories", type=int, default=500, help="of each kind, for evaluation")
-    args = parser.parse_args()
-    if args.output is None:
-        args.output = MODELS / f"stories-{args.architecture}"
-    return args
-
-
 def main() -> None:
     """Train, save, then measure what was saved."""
-    args = parse_arguments()
+    parser = options(__doc__, "stories-", report_every=500, threads=1, steps=3000, batch=32)
+    parser.add_argument("architecture", choices=SPECS)
+    parser.add_argument("--people", type=int, default=PEOPLE, help="in a story at most")
+    parser.add_argument("--length", type=int, default=64, help="words of a story at most")
+    parser.add_argument("--stories", type=int, default=500, help="of each kind, for evaluation")
+    args = parsed(parser, "stories-", "architecture")
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
     model = build(args)

@@ -12,7 +12,6 @@ machine; other machines round differently and end elsewhere.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -35,9 +34,17 @@ from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
-from _training import fit, save, table
-
-OUTPUT = Path(__file__).resolve().parents[2] / "tutorials" / "models" / "passkey-mamba"
+from _training import (
+    about_run,
+    add_mamba_options,
+    fit,
+    options,
+    save,
+    shown_settings,
+    size_of,
+    slow_rates,
+    table,
+)
 
 PROGRESS_SEED = 10_001
 SHORTEST_LESSON = 8
@@ -62,10 +69,7 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
             pad_token_id=None,
         )
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.add_(math.log(args.rate_scale))
+    slow_rates(model, args.rate_scale)
     return model
 
 
@@ -106,21 +110,20 @@ def model_card(
     model: PreTrainedModel, scores: dict[int, Accuracy], args: argparse.Namespace, seconds: float
 ) -> str:
     """The README.md saved next to the weights."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     shown = ["hidden_size", "num_hidden_layers", "state_size", "conv_kernel"]
-    settings = ", ".join(f"`{key}={getattr(model.config, key)}`" for key in shown)
     rows = {
         "task": f"`benchmarks/passkey/records.py`: {RECORDS} records in {CONTEXT // 2} "
         f"to {CONTEXT} tokens of context, one question",
         "vocabulary": f"{VOCABULARY_SIZE} ids: filler `a` to `z`, digits `0` to `9`, keys "
         "`A` to `P`, `<KEY>`, `<QUERY>`; there is no tokenizer",
-        "model": f"{settings}; {parameters:,} parameters, float32",
-        "command": f"`{' '.join(['python benchmarks/passkey/train.py', *sys.argv[1:]])}`",
-        "seed": args.seed,
-        "training": f"{args.steps:,} steps of {args.batch} examples; "
+        "model": f"{shown_settings(model.config, shown)}; {size_of(model):,} parameters, float32",
+    } | about_run(
+        "benchmarks/passkey/train.py",
+        args,
+        f"{args.steps:,} steps of {args.batch} examples; "
         f"{seconds / 60:.0f} minutes, {args.threads} CPU thread(s)",
-        "made with": f"torch {torch.__version__}, transformers {transformers.__version__}",
-    }
+        (torch, transformers),
+    )
     lines = "\n".join(
         f"| {context} | {score.answered:.2%} | {score.generated:.2%} |"
         for context, score in scores.items()
@@ -153,29 +156,12 @@ model = MambaForCausalLM.from_pretrained("tutorials/models/{args.output.name}").
 """
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The settings; the defaults are those of ``tutorials/models/passkey-mamba``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--state", type=int, default=32, help="state size per channel")
-    parser.add_argument("--conv", type=int, default=4, help="width of the convolution")
-    parser.add_argument("--rate-scale", type=float, default=0.1, help="scales A at the start")
-    parser.add_argument("--report-every", type=int, default=100, help="steps between reports")
-    parser.add_argument("--examples", type=int, default=500, help="for evaluation")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Train, save, then measure what was saved."""
-    args = parse_arguments()
+    parser = options(__doc__, "passkey-mamba", report_every=100, threads=1, steps=1500, batch=32)
+    add_mamba_options(parser, layers=2)
+    parser.add_argument("--examples", type=int, default=500, help="for evaluation")
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
     model = build(args)

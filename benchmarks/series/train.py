@@ -12,9 +12,7 @@ machine; other machines round differently and end elsewhere.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,8 @@ from torch.nn import functional
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tutorials"))
 from _scan import fast_scan
-from _training import fit, save_module, table
-from trained_models import KINDS, MODELS
+from _training import about_run, fit, options, parsed, slow_rates, table, train_module
+from trained_models import KINDS
 
 PROGRESS_SEED = 10_001
 SHORTEST_LESSON = 8
@@ -47,10 +45,7 @@ SHORTEST_LESSON = 8
 def build(task: str) -> nn.Module:
     """An untrained model whose state remembers for longer than the stock rates let it."""
     model = KINDS[f"series-{task}"]()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.add_(math.log(0.1))
+    slow_rates(model, 0.1)
     return model
 
 
@@ -63,8 +58,9 @@ def lesson_length(step: int, steps: int) -> int:
     return round(SHORTEST_LESSON + (STEPS - SHORTEST_LESSON) * progress)
 
 
-def train(model: nn.Module, args: argparse.Namespace) -> None:
-    """Train in place on fresh series at every step."""
+def train(args: argparse.Namespace) -> nn.Module:
+    """The model after training on fresh series at every step."""
+    model = build(args.task)
     generator = torch.Generator().manual_seed(args.seed)
     watched = torch.Generator().manual_seed(PROGRESS_SEED)
     if args.task == "forecaster":
@@ -87,12 +83,13 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
         def scores() -> dict[str, float]:
             return burst_scores(model, bursts)
 
-    fit(model, args, args.task, loss_of, scores)
+    with fast_scan():
+        fit(model, args, args.task, loss_of, scores)
+    return model
 
 
 def evaluate(model: nn.Module, task: str) -> dict[str, Any]:
     """The held-out scores that the card shows."""
-    model.eval()
     if task == "forecaster":
         forecasts = held_out_forecasts()
         return {**forecast_scores(model, forecasts), "held_out": len(forecasts)}
@@ -141,12 +138,13 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
         "task": f"`benchmarks/series/signals.py`: {task}",
         "input and output": shapes,
         "model": f"{architecture}; {metrics['parameters']:,} parameters, float32",
-        "command": f"`{' '.join(['python benchmarks/series/train.py', *sys.argv[1:]])}`",
-        "seed": args.seed,
-        "training": f"{args.steps:,} steps of {args.batch} fresh series; "
+    } | about_run(
+        "benchmarks/series/train.py",
+        args,
+        f"{args.steps:,} steps of {args.batch} fresh series; "
         f"{seconds / 60:.0f} minutes of processor time, 1 thread",
-        "made with": f"torch {torch.__version__}, transformers {transformers.__version__}",
-    }
+        (torch, transformers),
+    )
     scores = {says: f"{metrics[key]:.3f}" for key, says in SCORES.items() if key in metrics}
     samples = "forecasts" if args.task == "forecaster" else "bursts"
     return f"""# {args.output.name}
@@ -179,38 +177,11 @@ model, {samples} = load("{args.output.name}"), {drawn}
 """
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The settings; the defaults are those of ``tutorials/models/series-*``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("task", choices=ABOUT)
-    parser.add_argument("--output", type=Path, help="default: tutorials/models/series-...")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--report-every", type=int, default=250, help="steps between reports")
-    args = parser.parse_args(arguments)
-    if args.output is None:
-        args.output = MODELS / f"series-{args.task}"
-    return args
-
-
 def main() -> None:
-    args = parse_arguments()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # it warns about every CUDA kernel it lacks
-    torch.manual_seed(args.seed)
-    model = build(args.task)
-    with fast_scan():
-        start = time.process_time()
-        train(model, args)
-        seconds = time.process_time() - start
-    # With the code that others run, not with the scan for training.
-    metrics = evaluate(model, args.task)
-    metrics["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    save_module(model, metrics, model_card(metrics, args, seconds), args.output)
-    print(metrics)
+    parser = options(__doc__, "series-", report_every=250, steps=1500, batch=64)
+    parser.add_argument("task", choices=ABOUT)
+    args = parsed(parser, "series-", "task")
+    train_module(args, lambda: train(args), lambda model: evaluate(model, args.task), model_card)
 
 
 if __name__ == "__main__":

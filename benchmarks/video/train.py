@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from torch.nn import functional
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tutorials"))
 from _scan import fast_scan
-from _training import fit, save_module, table
-from trained_models import MODELS, VideoClassifier
+from _training import about_run, fit, options, table, train_module
+from trained_models import VideoClassifier
 
 PROGRESS_SEED = 10_001
 
@@ -75,13 +74,12 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
         "model": "tubelets of 2 frames, 4 x 4 each (`nn.Conv3d`, 8 x 4 x 4 = 128 tokens), "
         "positions, 2 blocks of `captum_ssm.models.BidirectionalMamba`, width 48, state 8; the "
         f"tokens' mean; {metrics['parameters']:,} parameters, float32",
-        "command": f"`{' '.join(['python benchmarks/video/train.py', *sys.argv[1:]])}`",
-        "seed": args.seed,
-        "training": f"{steps} steps of {args.batch} fresh clips, in the first half of the first "
-        "cycle of 2 to 16 frames; "
-        f"{seconds / 60:.0f} minutes of processor time, 1 thread",
-        "made with": f"torch {torch.__version__}",
-    }
+    } | about_run(
+        "benchmarks/video/train.py",
+        args,
+        f"{steps} steps of {args.batch} fresh clips, in the first half of the first cycle of 2 to "
+        f"16 frames; {seconds / 60:.0f} minutes of processor time, 1 thread",
+    )
     found = {
         "accuracy": f"{metrics['accuracy']:.1%}",
         "accuracy without the deciding frame; a guess is 25%": (
@@ -120,36 +118,24 @@ shape in it.
 """
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The settings; the defaults are those of ``tutorials/models/moving-video``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=MODELS / "moving-video")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--report-every", type=int, default=150, help="steps between reports")
-    return parser.parse_args()
+def train(args: argparse.Namespace) -> nn.Module:
+    """The model after all cycles."""
+    model = VideoClassifier()
+    with fast_scan():
+        for number in range(len(CYCLES)):
+            run(number, model, args)
+    return model
+
+
+def evaluate(model: nn.Module) -> dict[str, Any]:
+    """The held-out scores that the card shows."""
+    clips = held_out_clips()
+    return {**scores(model, clips), "held_out": len(clips)}
 
 
 def main() -> None:
-    args = parse_arguments()
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    model = VideoClassifier()
-    with fast_scan():
-        start = time.process_time()
-        for number in range(len(CYCLES)):
-            run(number, model, args)
-        seconds = time.process_time() - start
-    clips = held_out_clips()
-    metrics = {
-        **scores(model.eval(), clips),
-        "held_out": len(clips),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
-    save_module(model, metrics, model_card(metrics, args, seconds), args.output)
-    print(metrics)
+    args = options(__doc__, "moving-video", report_every=150, batch=64).parse_args()
+    train_module(args, lambda: train(args), evaluate, model_card)
 
 
 if __name__ == "__main__":

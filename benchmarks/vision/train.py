@@ -8,17 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
 import torch
 from data import CANVAS, Samples, compose, digits, held_out
-from safetensors.torch import save_file
 from torch import nn
 
 from captum_ssm.models import VisionMamba
 
-OUTPUT = Path(__file__).parents[2] / "tutorials" / "models" / "digits-vim"
+# After this directory, so that files of the same name here come first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from _training import MODELS, save_module, size_of
 
 
 def build() -> VisionMamba:
@@ -110,19 +112,17 @@ and Kaynak, 1998).
 
 def save(model: VisionMamba, args: argparse.Namespace) -> None:
     """The weights, their metrics and their card."""
-    args.output.mkdir(parents=True, exist_ok=True)
-    save_file(model.state_dict(), args.output / "model.safetensors")
     metrics = {
         "accuracy": accuracy(model, held_out()),
         "held_out": len(held_out()),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": size_of(model),
         "steps": args.steps,
         "batch": args.batch,
         "seed": args.seed,
         "torch": torch.__version__,
     }
-    (args.output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    (args.output / "README.md").write_text(CARD.format(train=len(digits("train")[0]), **metrics))
+    card = CARD.format(train=len(digits("train")[0]), **metrics)
+    save_module(model, metrics, card, args.output)
     print(json.dumps(metrics, indent=2))
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=MODELS / "digits-vim")
     args = parser.parse_args()
     torch.set_num_threads(1)
     save(train(args.steps, args.batch, args.seed), args)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from torch.nn import functional
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tutorials"))
-from _training import fit, save_module, table
-from trained_models import MODELS, DigitsSegmenter
+from _training import about_run, fit, options, table, train_module
+from trained_models import DigitsSegmenter
 
 PROGRESS_SEED = 10_001
 JITTER = 0.15
@@ -50,14 +49,19 @@ LESSONS = (
 
 def train(args: argparse.Namespace) -> DigitsSegmenter:
     """The model after all lessons."""
-    torch.manual_seed(args.seed)
     state = DigitsSegmenter().state_dict()
     for lesson in LESSONS:
         model = DigitsSegmenter(lesson.size)
         model.load_state_dict(state)
         run(lesson, model, args)
         state = model.state_dict()
-    return model.eval()
+    return model
+
+
+def evaluate(model: nn.Module) -> dict[str, Any]:
+    """The held-out scores that the card shows."""
+    scenes = held_out_scenes()
+    return {**scores(model, scenes), "held_out": len(scenes)}
 
 
 def run(lesson: Lesson, model: nn.Module, args: argparse.Namespace) -> None:
@@ -93,12 +97,12 @@ def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float
         "model": "stages of `captum_ssm.models.SS2D` on 12 x 12 (2 blocks, width 32), 6 x 6 (2, "
         "64) and again 12 x 12 (1, 32) patches; strided convolutions down, transposed ones up, "
         f"skip connections added at every size; {metrics['parameters']:,} parameters, float32",
-        "command": f"`{' '.join(['python benchmarks/vision/train_segmenter.py', *sys.argv[1:]])}`",
-        "seed": args.seed,
-        "training": f"{lessons}, all fresh, the training digits turned and scaled by up to "
+    } | about_run(
+        "benchmarks/vision/train_segmenter.py",
+        args,
+        f"{lessons}, all fresh, the training digits turned and scaled by up to "
         f"{JITTER:.0%}; {seconds / 60:.0f} minutes of processor time, 1 thread",
-        "made with": f"torch {torch.__version__}",
-    }
+    )
     found = {
         "mIoU over the 11 classes": f"{metrics['miou']:.1%}",
         "IoU of the class where it is lowest": f"{metrics['lowest_iou']:.1%}",
@@ -136,31 +140,9 @@ scikit-learn's `load_digits` (UCI, Alpaydin and Kaynak, 1998).
 """
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The settings; the defaults are those of ``tutorials/models/digits-segmenter``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=MODELS / "digits-segmenter")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--report-every", type=int, default=50, help="steps between reports")
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = parse_arguments()
-    torch.set_num_threads(1)
-    start = time.process_time()
-    model = train(args)
-    seconds = time.process_time() - start
-    scenes = held_out_scenes()
-    metrics = {
-        **scores(model, scenes),
-        "held_out": len(scenes),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
-    save_module(model, metrics, model_card(metrics, args, seconds), args.output)
-    print(metrics)
+    args = options(__doc__, "digits-segmenter", report_every=50).parse_args()
+    train_module(args, lambda: train(args), evaluate, model_card)
 
 
 if __name__ == "__main__":
