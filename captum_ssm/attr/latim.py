@@ -347,7 +347,7 @@ class LaTIM(TokenAttribution):
             if grid is not None:
                 return score.at_grid(grid, self.interpolate_mode)
         elif grid is not None:
-            frozen.stages_of(grid)  # raises where there is no such grid
+            frozen.steps_of(grid)  # raises where there is no such grid
         return score if layer is None else score.at_layer(layer)
 
     def _stream(self, frozen: FrozenModel) -> Decomposition | None:

@@ -152,8 +152,8 @@ class _Plan:
         recording.check_finite()
         wiring = recording.wiring or sequence(len(recording.calls), recording.shape[1])
         # What puts leaves of its own into the graph checks that they are at all of the ids.
-        if request.by_ids and not self.own_graph and not (self.wiring and wiring.stages[0].reads):
-            _check_tokens(request.inputs[0], wiring.stages[0].tokens)
+        if request.by_ids and not self.own_graph and not (self.wiring and wiring.steps[0].reads):
+            _check_tokens(request.inputs[0], wiring.steps[0].tokens)
         return recording, wiring, [] if stand_in is None else stand_in.made
 
     def with_gradients(self, recording: Recording, score: Tensor) -> Recording:
@@ -219,8 +219,8 @@ def _frozen_layers(
         if during_run is not None and check:
             check_deviation(name, call, during_run.deviation, mask)
         here = _brought(in_order(call, order, recording.shape[0]), recording.device)
-        stage = wiring.stage_of[i]
-        layers.append(FrozenCall(name, here, stage, call, during_run, mask, check, order))
+        step = wiring.step_of[i]
+        layers.append(FrozenCall(name, here, step, call, during_run, mask, check, order))
     return layers
 
 

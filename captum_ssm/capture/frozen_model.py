@@ -22,7 +22,7 @@ from captum_ssm.capture.finite import check_relevance
 from captum_ssm.capture.recording import Recording
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.substitute import FrozenDuringRun, without_autocast
-from captum_ssm.capture.target import at_stages, one_query
+from captum_ssm.capture.target import at_steps, one_query
 from captum_ssm.errors import UnsupportedModelError
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter
 from captum_ssm.mixers.reordered import ReorderedMixer
@@ -43,7 +43,7 @@ class FrozenCall:
     Args:
         name (str): the module's path; a module's later visits carry ``":1"``, ``":2"``, ...
         call (MixerCall): what was recorded, on the device of the first mixer.
-        stage (int): its step through the model; mixers that run side by side share one.
+        step (int): its step through the model; mixers that run side by side share one.
         source (MixerCall): what was recorded, on the device of its own weights.
         made (Made, optional): what was frozen, and compared, while the model ran.
         mask (Tensor, optional): ``(B, L)``, zero for padding.
@@ -56,7 +56,7 @@ class FrozenCall:
 
     name: str
     call: MixerCall
-    stage: int
+    step: int
     source: MixerCall = field(repr=False)
     made: FrozenDuringRun | None = field(repr=False)
     mask: Tensor | None = field(repr=False)
@@ -141,7 +141,7 @@ class FrozenModel:
         counted (int): the tokens that positions count.
         mask (Tensor, optional): ``(B, L)``, 1 for tokens and 0 for padding. Default: None
         wiring (Wiring): how the layers hang together.
-        query (list of Tensor, optional): ``(B, L)`` for each stage that the output reads, weights
+        query (list of Tensor, optional): ``(B, L)`` for each step that the output reads, weights
             of the tokens whose rows are explained: one token, or an even share of each where the
             model pools by mean. Default: None
         score (Tensor, optional): ``(B,)``, the explained score, where gradients were asked.
@@ -173,19 +173,19 @@ class FrozenModel:
 
     @property
     def input_shape(self) -> tuple[int, int]:
-        """(B, L), the tokens of the input: those that the first stage's are made of."""
-        B, tokens = self.shape[0], self.wiring.stages[0].tokens
-        for _, link in self.wiring.stages[0].reads:
+        """(B, L), the tokens of the input: those that the first step's are made of."""
+        B, tokens = self.shape[0], self.wiring.steps[0].tokens
+        for _, link in self.wiring.steps[0].reads:
             tokens = link.earlier(tokens)
         return B, tokens
 
     @cached_property
     def grids(self) -> StepGrids:
-        """By stage, the grid of its tokens; None where they form none."""
+        """By step, the grid of its tokens; None where they form none."""
         return StepGrids(self.wiring, self.grid)
 
     def from_patches(self, mode: str) -> FrozenModel:
-        """The same, with relevance interpolated from the first stage's own grid.
+        """The same, with relevance interpolated from the first step's own grid.
 
         Itself where the model declares a grid, or forms none.
         """
@@ -202,24 +202,24 @@ class FrozenModel:
         Raises:
             ValueError: for a grid that the model does not have, or whose tokens form no grid.
         """
-        stages = self.stages_of(grid)
-        first = stages[0]
+        steps = self.steps_of(grid)
+        first = steps[0]
         patches = self.grids[first]
         if patches is None:
             raise ValueError(
-                f"grid is {grid!r}, whose {self.wiring.stages[first].tokens} tokens form no grid "
+                f"grid is {grid!r}, whose {self.wiring.steps[first].tokens} tokens form no grid "
                 "over the input; leave grid at None."
             )
         wiring, output = self.wiring.starting_at(first), self.wiring.output
         query = self.query
         if query is not None:
             query = [w for w, (read, _) in zip(query, output, strict=True) if read >= first]
-        layers = [layer for layer in self.layers if layer.stage in stages]
+        layers = [layer for layer in self.layers if layer.step in steps]
         patches = replace(patches, mode=mode)
         return replace(self, wiring=wiring, grid=patches, query=query, layers=layers)
 
-    def stages_of(self, grid: int) -> list[int]:
-        """The stages of a grid, which work on the same tokens.
+    def steps_of(self, grid: int) -> list[int]:
+        """The steps of a grid, which work on the same tokens.
 
         Raises:
             ValueError: for a grid that the model does not have.
@@ -244,7 +244,7 @@ class FrozenModel:
         return replace(self, layers=layers, shape=(1, self.shape[1]), mask=mask)
 
     def require_query(self) -> list[Tensor]:
-        """The query's weights, ``(B, L)`` for each stage that the output reads."""
+        """The query's weights, ``(B, L)`` for each step that the output reads."""
         assert self.query is not None
         return self.query
 
@@ -258,9 +258,9 @@ class FrozenModel:
             raise UnsupportedModelError(self.wiring.refused)
         if self.wiring.neighbor_share:
             warnings.warn(
-                f"between mixers tokens read up to {self.wiring.neighbor_share:.1%} from one another "
-                "by something that is not a mixer (a token shift, a convolution, a gate for all tokens), "
-                "which the maps do not show. MambaLRP accounts for it.",
+                f"between mixers tokens read up to {self.wiring.neighbor_share:.1%} from one "
+                "another by something that is not a mixer (a token shift, a convolution, a gate for "
+                "all tokens), which the maps do not show. MambaLRP accounts for it.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -285,7 +285,7 @@ class FrozenModel:
     def is_chain(self) -> bool:
         """Whether all layers work on the same tokens in their order, one after the other."""
         orders = self.wiring.orders
-        in_place = all(any(orders[c] is None for c in one.calls) for one in self.wiring.stages)
+        in_place = all(any(orders[c] is None for c in one.calls) for one in self.wiring.steps)
         return in_place and self.wiring.is_chain
 
     def require_score(self) -> Tensor:
@@ -304,7 +304,7 @@ class FrozenModel:
         shape, call = (self.shape[0], self.counted), self.layers[0].call
         mask = None if self.mask is None or self.mask.shape != shape else self.mask != 0
         query = one_query(position, shape, mask, call.output.device)
-        return replace(self, query=at_stages(query.to(call.dtype), self.wiring))
+        return replace(self, query=at_steps(query.to(call.dtype), self.wiring))
 
     def row_index(
         self, rows: int | Sequence[int] | Tensor, shape: tuple[int, int] | None = None
@@ -329,14 +329,14 @@ class FrozenModel:
         return (index % L).reshape(-1, index.shape[-1] if index.dim() else 1).expand(B, -1)
 
     def from_layer(self, start: int) -> list[FrozenCall]:
-        """The layers from stage ``start`` (negative from the end) on."""
-        count, index = len(self.wiring.stages), as_index(start)
+        """The layers from step ``start`` (negative from the end) on."""
+        count, index = len(self.wiring.steps), as_index(start)
         if index is None or not -count <= index < count:
             raise ValueError(
                 f"start_layer is {start!r}; this model has {count} layers of mixers: expected "
                 f"0 .. {count - 1} (or -{count} .. -1 from the end)."
             )
-        return [layer for layer in self.layers if layer.stage >= index % count]
+        return [layer for layer in self.layers if layer.step >= index % count]
 
     def mask_matrix(self, matrix: Tensor) -> Tensor:
         """``matrix (B, ..., L, L)``, finite, with the rows and columns of padding set to zero."""

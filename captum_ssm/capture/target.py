@@ -33,7 +33,7 @@ def read_score(recording: Recording, target: Any, position: Any) -> Tensor:
 def query_weights(
     recording: Recording, wiring: Wiring, position: Any, target: Any = None
 ) -> list[Tensor]:
-    """Weights ``(B, L)`` of the tokens whose rows are explained, for each stage the output reads.
+    """Weights ``(B, L)`` of the tokens whose rows are explained, for each step the output reads.
 
     One token, or those that a pooled output, or an entry of a dense one, is read from.
     """
@@ -44,7 +44,7 @@ def query_weights(
     per_token = _is_tokens(recording)
     is_asked = per_token and (recording.is_language or not is_measured)
     if position is not None or is_asked:
-        return at_stages(_asked(recording, position).to(recording.calls[0].dtype), wiring)
+        return at_steps(_asked(recording, position).to(recording.calls[0].dtype), wiring)
     if not is_measured:
         raise ValueError(
             "the token that the model reads its output from could not be found; pass position="
@@ -62,13 +62,13 @@ def check_rows(recording: Recording, rows: Tensor) -> None:
         )
 
 
-def at_stages(query: Tensor, wiring: Wiring) -> list[Tensor]:
-    """Weights of the tokens that positions count as those of each stage that the output reads."""
-    if query.shape[1] < wiring.stages[0].tokens:
-        reads = wiring.stages[0].reads
+def at_steps(query: Tensor, wiring: Wiring) -> list[Tensor]:
+    """Weights of the tokens that positions count as those of each step that the output reads."""
+    if query.shape[1] < wiring.steps[0].tokens:
+        reads = wiring.steps[0].reads
         if len(reads) != 1 or reads[0][1].source is None:
             raise UnsupportedModelError(
-                f"the model makes {wiring.stages[0].tokens} tokens of the {query.shape[1]} that "
+                f"the model makes {wiring.steps[0].tokens} tokens of the {query.shape[1]} that "
                 "it is given, and which of them these are is not known, so no position can be "
                 "asked for; expected tokens that are added to those of the input."
             )

@@ -134,7 +134,7 @@ def token_grids(
     """
     request = Request.of(check_model(model), None, inputs, additional_forward_args)
     frozen = freeze(request, query=False, check=check)
-    return {layer.name: frozen.grids[layer.stage] for layer in frozen.layers}
+    return {layer.name: frozen.grids[layer.step] for layer in frozen.layers}
 
 
 def _require_memory(

@@ -37,7 +37,7 @@ class MixerSupport:
         kind (str): the module's class.
         known (str): how it is known: ``"registered"``, ``"measured"`` (its scans were recorded
             and proven) or ``"recognized"`` (by an adapter of another class, and proven).
-        stage (int): its step through the model.
+        step (int): its step through the model.
         tokens (int): L.
         grid (tuple of int, optional): the patches of the input that they are, along each axis;
             None where they form no grid.
@@ -60,7 +60,7 @@ class MixerSupport:
     name: str
     kind: str
     known: str
-    stage: int
+    step: int
     tokens: int
     grid: tuple[int, ...] | None
     order: str
@@ -70,7 +70,7 @@ class MixerSupport:
     problem: str | None = None
     neighbor_share: float = 0.0
 
-    __getattr__ = renamed(exchanged="neighbor_share")
+    __getattr__ = renamed(exchanged="neighbor_share", stage="step")
 
     @property
     def finding(self) -> str:
@@ -117,9 +117,9 @@ class Support:
     mixing: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = ("mixer", "class", "known", "stage", "tokens", "order", "maps", "error")
+        head = ("mixer", "class", "known", "step", "tokens", "order", "maps", "error")
         rows = [
-            (m.name, m.kind, m.known, str(m.stage), m.shown_tokens, m.order, str(m.maps), m.finding)
+            (m.name, m.kind, m.known, str(m.step), m.shown_tokens, m.order, str(m.maps), m.finding)
             for m in self.mixers
         ]
         tried = [(name, why or "works") for name, why in self.methods.items()]
@@ -294,13 +294,13 @@ def first_line(value: object) -> str:
 
 def support_of(frozen: FrozenModel, layer: FrozenCall) -> MixerSupport:
     """What of one mixer can be explained."""
-    grid = frozen.grids[layer.stage]
+    grid = frozen.grids[layer.step]
     module = layer.source.module
     found = MixerSupport(
         layer.name,
         type(module).__name__,
         how_known(module),
-        layer.stage,
+        layer.step,
         layer.shape[1],
         None if grid is None else grid.shape,
         _order(layer.order),
@@ -355,19 +355,19 @@ def between(frozen: FrozenModel) -> str:
     if wiring.refused is not None:
         return wiring.refused
     notes = []
-    for stage in wiring.stages:
-        for _, link in stage.reads:
+    for step in wiring.steps:
+        for _, link in step.reads:
             if link.transport is not None:
-                T, S = stage.tokens, link.count
+                T, S = step.tokens, link.count
                 notes.append(f"{T} tokens made of {S}, by a measured transport")
             elif link.source is not None:
-                notes.append(f"{stage.tokens} tokens chosen of {link.count}")
+                notes.append(f"{step.tokens} tokens chosen of {link.count}")
     if wiring.past:
         notes.append(wiring.past)
     if wiring.neighbor_share:
         notes.append(
             f"tokens read up to {wiring.neighbor_share:.1%} from one another, which no map shows"
         )
-    if not wiring.stages[0].reads and frozen.grid is None:
+    if not wiring.steps[0].reads and frozen.grid is None:
         notes.append("the way from the input to the first mixer was not measured")
     return "; ".join(notes) or "each token by itself, in its place"

@@ -67,8 +67,8 @@ class FrozenMixer:
             differs by token, as that of a GLU. Default: None
         adds_input (bool, optional): whether the skip is a residual: the mixer's own input, added to
             what it returns. Default: False
-        neighbor_share (float, optional): the share of neighboring tokens in v, by a token shift that
-            no map shows. Default: 0.0
+        neighbor_share (float, optional): the share of neighboring tokens in v, by a token shift
+            that no map shows. Default: 0.0
         rounding (float, optional): a factor of the reconstruction check's tolerance in half
             precision, for a mixer whose own arithmetic rounds more than most. Default: 1.0
 

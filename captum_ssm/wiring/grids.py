@@ -1,4 +1,4 @@
-"""Where in the input the tokens of each stage lie, measured, and the grids that they form."""
+"""Where in the input the tokens of each step lie, measured, and the grids that they form."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PROBES = (1, 8)
 
 
 class StepGrids:
-    """The grid of each stage's tokens; None where they form none, and for texts.
+    """The grid of each step's tokens; None where they form none, and for texts.
 
     A token lies at the mean of the places it is made of, weighted as by a transport. Tokens that
-    are made of no place (CLS, registers) are left out. Measured for the stages up to the one that
+    are made of no place (CLS, registers) are left out. Measured for the steps up to the one that
     is asked for.
 
     Args:
         wiring (Wiring): of a run with one input.
-        declared (TokenGrid, optional): that of the first stage, where the model tells.
+        declared (TokenGrid, optional): that of the first step, where the model tells.
     """
 
     def __init__(self, wiring: Wiring, declared: TokenGrid | None) -> None:
@@ -40,29 +40,29 @@ class StepGrids:
         self._size = _axes(way)
         start = _points(self._size)
         if declared is not None:
-            start = _of_tokens(declared, wiring.stages[0].tokens)
+            start = _of_tokens(declared, wiring.steps[0].tokens)
         self._after = {n: {INPUT: start.expand(way.batch, -1, -1)} for n in PROBES}
 
-    def __getitem__(self, stage: int) -> TokenGrid | None:
-        stage %= len(self._wiring.stages)
-        if stage not in self._known:
-            self._known[stage] = self._measured(stage) if self._size else None
-        return self._known[stage]
+    def __getitem__(self, step: int) -> TokenGrid | None:
+        step %= len(self._wiring.steps)
+        if step not in self._known:
+            self._known[step] = self._measured(step) if self._size else None
+        return self._known[step]
 
-    def _measured(self, stage: int) -> TokenGrid | None:
+    def _measured(self, step: int) -> TokenGrid | None:
         for probes in PROBES:
-            found = _grid(self._places(stage, probes)[0], self._size)
+            found = _grid(self._places(step, probes)[0], self._size)
             if found is not None:
                 return found
         return None
 
     def _places(self, last: int, probes: int) -> Tensor:
-        # The coordinates of a stage's tokens, (B, T, axes + 1); zero for those that have none.
+        # The coordinates of a step's tokens, (B, T, axes + 1); zero for those that have none.
         after = self._after[probes]
-        for i, stage in enumerate(self._wiring.stages[: last + 1]):
+        for i, step in enumerate(self._wiring.steps[: last + 1]):
             if i in after:
                 continue
-            reads = stage.reads or ((INPUT, TokenMap()),)
+            reads = step.reads or ((INPUT, TokenMap()),)
             if any(link.share is not None for _, link in reads):  # the finest tokens say it best
                 reads = (max(reads, key=lambda read: after[read[0]].shape[1]),)
             found = [link.matvec(after[earlier], probes) for earlier, link in reads]

@@ -2,7 +2,7 @@
 
 A backward pass through it shows whether each token is handled by itself and in its place. Where it
 is not, the order of the tokens that a mixer is given is decoded. Where there is no order, as
-between stages of different numbers of tokens, it is measured how strongly each token reads each
+between steps of different numbers of tokens, it is measured how strongly each token reads each
 earlier one.
 """
 
@@ -69,26 +69,26 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
     simple = _counts_agree(graph, readout) and not mixing.between(list(graph.exits))
     skips = Skips(graph, is_pooled=not readout.is_per_token)
     maps = TokenMaps(graph, skips, None if simple else mixing.unmixed())
-    stages, output = _stages(graph, maps), _output(graph, maps, readout)
-    for s, stage in enumerate(stages):
-        chosen = skips.partial & set(stage.calls) or _is_selected(graph, stage.calls[0])
+    steps, output = _stages(graph, maps), _output(graph, maps, readout)
+    for s, step in enumerate(steps):
+        chosen = skips.partial & set(step.calls) or _is_selected(graph, step.calls[0])
         around = streams_around(graph, s, finer=not (simple or chosen))
         is_given = is_given_stream(graph, s) if 0 in around else None
-        stages[s] = replace(stage, around=around, is_given_stream=is_given)
+        steps[s] = replace(step, around=around, is_given_stream=is_given)
     if not simple:
         mixing.check(maps)
     shares: list[Tensor | None] = [None] * len(output)
     if not readout.is_whole:
-        shares = readout.shares(output, stages, maps.past.get(graph.end, {}))
-    past = readout.past_pool(stages, shares)
+        shares = readout.shares(output, steps, maps.past.get(graph.end, {}))
+    past = readout.past_pool(steps, shares)
     held, said = readout.balance(past, shares)
     # The tokens of the output do not read what goes past: only the output as a whole does.
     output += tuple(
-        (graph.stage_of[k], TokenMap().of(torch.zeros_like(read))) for k, read in past.items()
+        (graph.step_of[k], TokenMap().of(torch.zeros_like(read))) for k, read in past.items()
     )
     ends = [*graph.entries.values(), readout.output]
     return Wiring(
-        stages,
+        steps,
         output,
         [graph.windows(i) for i in range(graph.end)],
         [*shares, *past.values()],
@@ -104,7 +104,7 @@ def _measured(graph: MixerGraph, readout: Readout) -> Wiring:
 
 
 def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
-    stages = []
+    steps = []
     for group in graph.groups:
         reads = maps.reads(group[0])
         for i in group[1:]:
@@ -113,8 +113,8 @@ def _stages(graph: MixerGraph, maps: TokenMaps) -> list[Step]:
             else:
                 _place_sibling(graph, i, group[0])
             graph.put(i)
-        stages.append(Step(tuple(group), reads, graph.tokens(group[0])))
-    return stages
+        steps.append(Step(tuple(group), reads, graph.tokens(group[0])))
+    return steps
 
 
 def _output(graph: MixerGraph, maps: TokenMaps, readout: Readout) -> tuple[Read, ...]:
@@ -125,7 +125,7 @@ def _output(graph: MixerGraph, maps: TokenMaps, readout: Readout) -> tuple[Read,
     if maps.unmixed is not None and len(sources) == 1:
         maps.past[end] = maps.skips.of(end, sources[0])
         sources += maps.past[end]
-    return tuple((graph.stage_of[i], TokenMap()) for i in sources)
+    return tuple((graph.step_of[i], TokenMap()) for i in sources)
 
 
 def _counts_agree(graph: MixerGraph, readout: Readout) -> bool:
@@ -176,7 +176,7 @@ class _Mixing:
 
     def check(self, maps: TokenMaps) -> None:
         # Mixers of the same tokens, in their orders, from one transport to the next. What happens
-        # between two stages shows in what the later one reads of the one before both.
+        # between two steps shows in what the later one reads of the one before both.
         graph = self.graph
         spaces: dict[int, list[int]] = {}
         for i, grid in graph.grid_of.items():

@@ -57,12 +57,12 @@ class MixerGraph:
         exits (dict of int to Point): those that each mixer returned, and those of the inputs.
         reads (dict of int to set): what each reads, also by way of the residual stream.
         direct (dict of int to frozenset): what each reads by way of no other mixer.
-        groups (list of list of int): the mixers of each stage.
+        groups (list of list of int): the mixers of each step.
         ways (tuple of Way): of the inputs.
         cut (SegmentGraph): what is read by way of no other mixer, or input.
         orders (Orders): in which order each is given the tokens, as far as it is known.
         links (dict): how each reads others, as far as it is known.
-        stage_of (dict): the stage of each mixer, and each input for itself.
+        step_of (dict): the step of each mixer, and each input for itself.
         grid_of (dict): by mixer and input, the first one whose tokens are the same.
     """
 
@@ -83,8 +83,8 @@ class MixerGraph:
         self.groups = side_by_side(self.direct)
         self.orders = Orders(batch)
         self.links: dict[tuple[int, int], TokenMap] = {}
-        self.stage_of = {i: i for i in self.exits if i < 0}
-        self.stage_of |= {i: s for s, group in enumerate(self.groups) for i in group}
+        self.step_of = {i: i for i in self.exits if i < 0}
+        self.step_of |= {i: s for s, group in enumerate(self.groups) for i in group}
         self.grid_of = {i: i for i in self.exits if i < 0}
 
     def _direct(self) -> dict[int, frozenset[int]]:
@@ -166,7 +166,7 @@ class MixerGraph:
     def leads(self, i: int) -> list[int]:
         """What i reads directly: of mixers side by side the first one."""
         direct = sorted(self.direct[i], reverse=True)
-        return sorted({self.stage_of[j]: j for j in direct}.values())
+        return sorted({self.step_of[j]: j for j in direct}.values())
 
     def lead(self, i: int) -> int:
         """The first mixer side by side with one."""

@@ -85,11 +85,11 @@ class Readout:
         return {k: one for k, one in left.items() if k not in direct and bool(one.any())}
 
     def shares(
-        self, output: Sequence[Read], stages: Sequence[Step], past: Mapping[int, TokenWeights]
+        self, output: Sequence[Read], steps: Sequence[Step], past: Mapping[int, TokenWeights]
     ) -> list[Tensor | None]:
-        """The shares in which tokens after the output's stages are read: ``(B, T)``.
+        """The shares in which tokens after the output's steps are read: ``(B, T)``.
 
-        Where they are read from several stages past one another, they share it. ``past`` holds the
+        Where they are read from several steps past one another, they share it. ``past`` holds the
         ways to these.
         """
         if self.pool is not None:
@@ -97,7 +97,7 @@ class Readout:
             if read is None or not bool((read.sum(1) > 0).all()):
                 return [None] * len(output)
             return [link.rmatvec(_normalized(read)) for _, link in output]
-        mixers = [s if s < 0 else stages[s].calls[0] for s, _ in output]
+        mixers = [s if s < 0 else steps[s].calls[0] for s, _ in output]
         read_of = [one for i in mixers if (one := self._read_of(i, past.get(i))) is not None]
         whole = reduce(torch.add, [one.sum(1) for one in read_of], torch.zeros(()))
         if len(read_of) < len(mixers) or not bool((whole > 0).all()):
@@ -109,7 +109,7 @@ class Readout:
             found = [one * part for one, part in zip(found, parts, strict=True)]
         return list(found)
 
-    def past_pool(self, stages: Sequence[Step], shares: list[Tensor | None]) -> dict[int, Tensor]:
+    def past_pool(self, steps: Sequence[Step], shares: list[Tensor | None]) -> dict[int, Tensor]:
         """What a pooled output reads past its tokens: the shares ``(B, T)``, by mixer.
 
         The shares that it is known to read elsewhere are changed in place.
@@ -128,11 +128,11 @@ class Readout:
         while left:
             k = max(left)
             past[k] = left.pop(k)
-            stage = next((one for one in stages if k in one.calls), None)
-            stream = graph.read_by(k) if stage and stage.around else frozenset()
+            step = next((one for one in steps if k in one.calls), None)
+            stream = graph.read_by(k) if step and step.around else frozenset()
             for m in stream & left.keys():
                 left[m] = left[m] * (past[k] == 0)
-            if not stream <= self._left.keys() or (stage and len(stage.calls) > 1):
+            if not stream <= self._left.keys() or (step and len(step.calls) > 1):
                 raise graph.refused(k, end, "past all others, without the residual stream there")
             graph.refuse_mixers(end, k)
             left = {m: one for m, one in left.items() if bool(one.any())}

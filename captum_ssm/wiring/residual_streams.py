@@ -7,22 +7,22 @@ from captum_ssm.graph.points import Point
 from captum_ssm.wiring.mixer_graph import ADVICE, MixerGraph
 
 
-def streams_around(graph: MixerGraph, stage: int, *, finer: bool) -> tuple[int, ...]:
-    """How many stages before a stage the residual streams leave that go around it.
+def streams_around(graph: MixerGraph, step: int, *, finer: bool) -> tuple[int, ...]:
+    """How many steps before a step the residual streams leave that go around it.
 
-    What is added to the tokens that the stage returns reads some mixers and inputs by way of no
-    other mixer. A stream leaves before the stage that reads the same ones.
+    What is added to the tokens that the step returns reads some mixers and inputs by way of no
+    other mixer. A stream leaves before the step that reads the same ones.
 
     Args:
         graph (MixerGraph): the run, with the grids of its tokens.
-        stage (int): the stage.
+        step (int): the step.
         finer (bool): whether there are finer tokens elsewhere, as in a U-shape.
 
     Raises:
         UnsupportedModelError: where what is added is no such stream, or not the same for all that
-            read the stage.
+            read the step.
     """
-    group, nexts = graph.groups[stage], _nexts(graph, stage)
+    group, nexts = graph.groups[step], _nexts(graph, step)
     if any(graph.entries[i] is None for i in group) or not nexts or not graph.ways:
         return (0,)  # not recorded
     before: set[int] = set()  # all that the group depends on
@@ -41,8 +41,8 @@ def streams_around(graph: MixerGraph, stage: int, *, finer: bool) -> tuple[int, 
         )
     (added,) = found
     rest, streams = added, []
-    for back in range(stage + 1):
-        first = graph.groups[stage - back][0]
+    for back in range(step + 1):
+        first = graph.groups[step - back][0]
         read = graph.read_by(first)
         if read & rest and read <= added and graph.is_same_grid(group[0], first):
             streams.append(back)
@@ -55,19 +55,19 @@ def streams_around(graph: MixerGraph, stage: int, *, finer: bool) -> tuple[int, 
     )
 
 
-def is_given_stream(graph: MixerGraph, stage: int) -> bool | None:
-    """Whether a stage's mixers are given the residual stream itself; None if that is unknown.
+def is_given_stream(graph: MixerGraph, step: int) -> bool | None:
+    """Whether a step's mixers are given the residual stream itself; None if that is unknown.
 
     They are not where they are given what a norm makes of it.
     """
-    group, nexts = graph.groups[stage], _nexts(graph, stage)
+    group, nexts = graph.groups[step], _nexts(graph, step)
     given = graph.entries[group[0]]
     if given is None or not nexts:
         return None
     return any(graph.cut.is_added(root, group, given) for root in nexts)
 
 
-def _nexts(graph: MixerGraph, stage: int) -> list[Point]:
-    # What is given to those that read a stage.
-    group = set(graph.groups[stage])
+def _nexts(graph: MixerGraph, step: int) -> list[Point]:
+    # What is given to those that read a step.
+    group = set(graph.groups[step])
     return [root for i, root in graph.entries.items() if root and graph.direct[i] & group]

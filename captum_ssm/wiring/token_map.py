@@ -54,7 +54,7 @@ class TokenMaps:
         self._read_past: dict[int, tuple[Read, ...]] = {}
 
     def reads(self, i: int) -> tuple[Read, ...]:
-        """What i, a mixer or the output, reads: one read per stage, by way of its first mixer."""
+        """What i, a mixer or the output, reads: one read per step, by way of its first mixer."""
         graph, links, simple = self.graph, self.graph.links, self.unmixed is None
         leads = graph.leads(i)
         inputs = [j for j in leads if j < 0]
@@ -70,7 +70,7 @@ class TokenMaps:
             ]
             for j, share in zip(inputs, portions(sizes), strict=True):
                 links[i, j] = replace(links[i, j], share=share)
-        found = [(graph.stage_of[j], links[i, j]) for j in leads]
+        found = [(graph.step_of[j], links[i, j]) for j in leads]
         if not simple:
             self._check_unread(i, [link for _, link in found])
         graph.orders.setdefault(i, None)
@@ -89,7 +89,7 @@ class TokenMaps:
             is_far = leak.is_far or bool(around)  # no token shift goes past mixers
             self.is_far |= is_far
             if leak.share > _EXCHANGED and is_far:
-                raise graph.refused(i, j, f"by something that is no mixer ({leak.share:.0%})")
+                raise graph.refused(i, j, f"by something that is not a mixer ({leak.share:.0%})")
             self.neighbor_share = max(self.neighbor_share, leak.share)
 
     def _map(self, i: int, j: int, way: TokenWeights | None = None) -> TokenMap:
@@ -262,7 +262,9 @@ class TokenMaps:
         graph, root = self.graph, self.graph.entries[i]
         assert root is not None
         graph.refuse_mixers(i, j)
-        unclear = graph.refused(i, j, "by something that is no mixer, past which others are read")
+        unclear = graph.refused(
+            i, j, "by something that is not a mixer, past which others are read"
+        )
         held = gathered(root, graph.exits[j], graph.batch)
         stream = [one.point for one in held if one.is_in_place][-1]
         found, way = graph.cut.joints(root, stream), TokenWeights(root, stream, graph.batch)

@@ -1,4 +1,4 @@
-"""How the mixers of a model hang together: stages, and how each reads the tokens of others."""
+"""How the mixers of a model hang together: steps, and how each reads the tokens of others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from captum_ssm.utils.lazy import cached_property
 from captum_ssm.utils.progress import progress
 from captum_ssm.wiring.inputs import InputMap
 
-# The first of the model's inputs, among the stages that a stage reads; the next ones are below it.
+# The first of the model's inputs, among the steps that a step reads; the next ones are below it.
 INPUT = -1
 
 
@@ -108,7 +108,7 @@ class TokenMap:
         return found[..., torch.argsort(self.order).to(found.device)]
 
 
-# A stage (or INPUT), and how its tokens are read.
+# A step (or INPUT), and how its tokens are read.
 Read = tuple[int, TokenMap]
 
 
@@ -118,10 +118,10 @@ class Step:
 
     Args:
         calls (tuple of int): the mixers' calls.
-        reads (tuple of Read): the stages whose tokens its own are made of.
+        reads (tuple of Read): the steps whose tokens its own are made of.
         tokens (int): T, their number.
-        around (tuple of int, optional): how many stages before this one the residual streams leave
-            that are added to what its mixers return: 0 where one goes around this stage only, 1
+        around (tuple of int, optional): how many steps before this one the residual streams leave
+            that are added to what its mixers return: 0 where one goes around this step only, 1
             around this one and the one before, which are then in series in one branch. Empty where
             nothing is added. Default: (0,)
         is_given_stream (bool, optional): whether its mixers are given the residual stream itself,
@@ -140,10 +140,10 @@ class Wiring:
     """How the mixers of one run hang together.
 
     Args:
-        stages (list of Stage): in forward order.
-        output (tuple of Read): the stages that the output is made of.
+        steps (list of Stage): in forward order.
+        output (tuple of Read): the steps that the output is made of.
         orders (list of Tensor): by call, None or ``(W, l)``: token t of window w of the mixer's
-            sequences is this one of its stage's tokens.
+            sequences is this one of its step's tokens.
         readout (list of Tensor): by read of the output, ``(B, T)``: the shares in which a pooled
             output reads the tokens, or None.
         neighbor_share (float, optional): the largest share that tokens read from one another
@@ -163,7 +163,7 @@ class Wiring:
             Default: frozenset(), for nothing known
     """
 
-    stages: list[Step]
+    steps: list[Step]
     output: tuple[Read, ...]
     orders: list[Tensor | None]
     readout: list[Tensor | None]
@@ -178,14 +178,14 @@ class Wiring:
     structure: frozenset[Any] = frozenset()
 
     @cached_property
-    def stage_of(self) -> dict[int, int]:
-        """The stage of each call."""
-        return {call: i for i, stage in enumerate(self.stages) for call in stage.calls}
+    def step_of(self) -> dict[int, int]:
+        """The step of each call."""
+        return {call: i for i, step in enumerate(self.steps) for call in step.calls}
 
     @property
     def is_chain(self) -> bool:
-        """Whether each stage after the first reads the one before it, token by token."""
-        reads = [*(stage.reads for stage in self.stages), self.output]
+        """Whether each step after the first reads the one before it, token by token."""
+        reads = [*(step.reads for step in self.steps), self.output]
         return all(
             len(read) <= 1 and all(link.is_identity and s == i for s, link in read)
             for i, read in enumerate(reads[1:])
@@ -194,7 +194,7 @@ class Wiring:
     @property
     def needs_graph(self) -> bool:
         """Whether something is still to be measured on the graph of the run."""
-        reads = [*(stage.reads for stage in self.stages), self.output]
+        reads = [*(step.reads for step in self.steps), self.output]
         measured = any(link.transport is not None for read in reads for _, link in read)
         return measured or any(way.roots for way in self.inputs)
 
@@ -206,36 +206,36 @@ class Wiring:
     @property
     def is_simple(self) -> bool:
         """Whether all mixers work on the input's tokens in their order."""
-        reads = [*(stage.reads for stage in self.stages), self.output]
+        reads = [*(step.reads for step in self.steps), self.output]
         same = all(link.is_identity for read in reads for _, link in read)
         return same and all(order is None for order in self.orders)
 
     @property
     def grids(self) -> list[list[int]]:
-        """The stages that work on the same tokens, one after the other."""
+        """The steps that work on the same tokens, one after the other."""
         found: list[list[int]] = []
-        for i, stage in enumerate(self.stages):
-            same = any(s == i - 1 and not link.count for s, link in stage.reads)
-            if found and same and stage.tokens == self.stages[i - 1].tokens:
+        for i, step in enumerate(self.steps):
+            same = any(s == i - 1 and not link.count for s, link in step.reads)
+            if found and same and step.tokens == self.steps[i - 1].tokens:
                 found[-1].append(i)
             else:
                 found.append([i])
         return found
 
-    def starting_at(self, stage: int) -> Wiring:
-        """The same without what is before a stage, whose tokens are then the input's."""
+    def starting_at(self, step: int) -> Wiring:
+        """The same without what is before a step, whose tokens are then the input's."""
 
         def kept(reads: tuple[Read, ...]) -> tuple[Read, ...]:
-            return tuple(read for read in reads if read[0] >= stage)
+            return tuple(read for read in reads if read[0] >= step)
 
-        stages = [replace(one, reads=kept(one.reads)) for one in self.stages]
-        return replace(self, stages=stages, output=kept(self.output))
+        steps = [replace(one, reads=kept(one.reads)) for one in self.steps]
+        return replace(self, steps=steps, output=kept(self.output))
 
     def lengthened(self, tokens: int) -> Wiring:
         """A simple wiring, of inputs of another length."""
         return replace(
             self,
-            stages=[replace(stage, tokens=tokens) for stage in self.stages],
+            steps=[replace(step, tokens=tokens) for step in self.steps],
             readout=[None] * len(self.readout),
             inputs=(),
         )
@@ -243,7 +243,7 @@ class Wiring:
     def back(
         self,
         at_output: Sequence[Tensor],
-        step: Callable[[int, Tensor], dict[int, Tensor]],
+        through: Callable[[int, Tensor], dict[int, Tensor]],
         *,
         to_inputs: bool = True,
     ) -> list[Tensor]:
@@ -251,9 +251,9 @@ class Wiring:
 
         Args:
             at_output (sequence of Tensor): ``(B, T)`` for each read of the output.
-            step (Callable): takes a stage and weights of the tokens after it, returns those of the
-                tokens before it, and before earlier stages that a residual stream leaves at: by
-                stage.
+            through (Callable): takes a step and weights of the tokens after it, returns those of
+                the tokens before it, and before earlier steps that a residual stream leaves at: by
+                step.
             to_inputs (bool, optional): go on to the inputs, which may cost as much as all the
                 rest. Default: True
 
@@ -262,22 +262,22 @@ class Wiring:
         """
         at: dict[int, list[Tensor]] = {}
         before: dict[int, list[Tensor]] = {}
-        for (stage, _), w in zip(self.output, at_output, strict=True):
-            at.setdefault(stage, []).append(w)
-        for i in progress(range(len(self.stages) - 1, -1, -1), "layers"):
+        for (step, _), w in zip(self.output, at_output, strict=True):
+            at.setdefault(step, []).append(w)
+        for i in progress(range(len(self.steps) - 1, -1, -1), "layers"):
             if i in at:
-                for stage, found in step(i, reduce(torch.add, at.pop(i))).items():
-                    before.setdefault(stage, []).append(found)
+                for step, found in through(i, reduce(torch.add, at.pop(i))).items():
+                    before.setdefault(step, []).append(found)
             if i in before:
                 w = reduce(torch.add, before.pop(i))
-                for earlier, link in self.stages[i].reads or ((INPUT, TokenMap()),):
+                for earlier, link in self.steps[i].reads or ((INPUT, TokenMap()),):
                     if to_inputs or earlier >= 0:
                         at.setdefault(earlier, []).append(link.rmatvec(w))
         return self._at_inputs(at) if to_inputs else []
 
     def from_first(self, w: Tensor) -> list[Tensor]:
-        """Weights ``(B, T)`` of the first stage's tokens as those of each input's."""
-        reads = self.stages[0].reads or ((INPUT, TokenMap()),)
+        """Weights ``(B, T)`` of the first step's tokens as those of each input's."""
+        reads = self.steps[0].reads or ((INPUT, TokenMap()),)
         return self._at_inputs({i: [link.rmatvec(w)] for i, link in reads})
 
     def _at_inputs(self, at: dict[int, list[Tensor]]) -> list[Tensor]:
@@ -287,38 +287,38 @@ class Wiring:
         none = [like.new_zeros(way.batch, way.leaf.tokens // way.batch) for way in self.inputs]
         return [reduce(torch.add, at.get(INPUT - k, []), zero) for k, zero in enumerate(none)]
 
-    def forth(self, start: Tensor, step: Callable[[int, dict[int, Tensor]], Tensor]) -> Tensor:
+    def forth(self, start: Tensor, through: Callable[[int, dict[int, Tensor]], Tensor]) -> Tensor:
         """Carry a matrix from the input, ``(B, L, ...)``, to the output.
 
-        ``step`` takes a stage and the rows before it and all earlier ones, by stage, and returns
+        ``through`` takes a step and the rows before it and all earlier ones, by step, and returns
         those after it.
 
         Raises:
             UnsupportedModelError: if the output is read from several grids of tokens.
         """
-        sizes = [self.stages[i].tokens for i, _ in self.output if i >= 0]
+        sizes = [self.steps[i].tokens for i, _ in self.output if i >= 0]
         if len(set(sizes)) > 1:
             raise UnsupportedModelError(
-                f"the output is read from stages of {' and '.join(map(str, sizes))} tokens, so "
+                f"the output is read from steps of {' and '.join(map(str, sizes))} tokens, so "
                 "there is no one axis of output tokens; expected one. attribute() gives the row of "
                 "the output, or of one entry of it with target=."
             )
         after, before = {INPUT: start}, {}
-        for i, stage in enumerate(progress(self.stages, "layers")):
-            reads = stage.reads or ((INPUT, TokenMap()),)
+        for i, step in enumerate(progress(self.steps, "layers")):
+            reads = step.reads or ((INPUT, TokenMap()),)
             before[i] = reduce(torch.add, [link.matmul(after[earlier]) for earlier, link in reads])
-            after[i] = step(i, before)
+            after[i] = through(i, before)
         return reduce(torch.add, [link.matmul(after[i]) for i, link in self.output])
 
 
 def sequence(count: int, tokens: int) -> Wiring:
     """The wiring of mixers one after the other, each token in its place."""
-    stages = [Step((i,), ((i - 1, TokenMap()),), tokens) for i in range(count)]
-    return Wiring(stages, ((count - 1, TokenMap()),), [None] * count, [None])
+    steps = [Step((i,), ((i - 1, TokenMap()),), tokens) for i in range(count)]
+    return Wiring(steps, ((count - 1, TokenMap()),), [None] * count, [None])
 
 
 def side_by_side(direct: dict[int, frozenset[int]]) -> list[list[int]]:
-    """The stages: mixers that read the same, and are read by the same."""
+    """The steps: mixers that read the same, and are read by the same."""
     groups: dict[Any, list[int]] = {}
     for i in range(max(direct)):
         read_by = frozenset(j for j, one in direct.items() if i in one)

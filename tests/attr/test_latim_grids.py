@@ -210,7 +210,7 @@ def test_whether_a_mixer_is_given_the_stream(step, expected):
             return nn.functional.silu(h @ self.norm.weight[:, None] * self.norm.weight)
 
     model, x = made(Model("module")), noise(1, 8, 3)
-    found = freeze(Request.of(model, None, x), query=False).wiring.stages
+    found = freeze(Request.of(model, None, x), query=False).wiring.steps
     assert [stage.is_given_stream for stage in found] == [expected] * 3
 
 

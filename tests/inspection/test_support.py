@@ -49,7 +49,7 @@ def test_what_surrounds_the_mixers_is_counted():
 def test_orders_and_stages():
     found = supported(made(Stack(in_order(FLIP))), tokens())
     assert [mixer.order for mixer in found.mixers] == ["forward", "backward"] * 2
-    assert [mixer.stage for mixer in found.mixers] == [0, 0, 1, 1]
+    assert [mixer.step for mixer in found.mixers] == [0, 0, 1, 1]
     vim = supported(VisionMamba(image_size=32, patch_size=8, classes=5, width=16, depth=2).eval(),
                     torch.randn(1, 3, 32, 32))  # fmt: skip
     assert {mixer.order for mixer in vim.mixers} == {"backward + forward"}

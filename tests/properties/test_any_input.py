@@ -484,8 +484,8 @@ def test_a_class_summed_over_a_mask():
 def test_a_pixel_is_read_past_the_coarse_grid():
     model, x = made(inputs.UShape), noise(1, 3, 16, 16)
     frozen = freeze(Request.of(model, None, x), target=(2, 5, 5), gradients=True)
-    assert [len(stage.reads) for stage in frozen.wiring.stages] == [1, 1, 2]
-    (coarse, by_up), (fine, past) = frozen.wiring.stages[2].reads
+    assert [len(stage.reads) for stage in frozen.wiring.steps] == [1, 1, 2]
+    (coarse, by_up), (fine, past) = frozen.wiring.steps[2].reads
     assert (coarse, fine) == (1, 0)
     assert_close(by_up.share + past.share, torch.ones_like(past.share), 1e-12)
     # Past the coarse grid each token is the one in its place; through it, one of its four.

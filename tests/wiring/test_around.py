@@ -223,7 +223,7 @@ def test_a_rollout_is_the_product(name, monkeypatch):
     frozen = freeze(Request.of(model, None, x), target=(1, 5), gradients=True)
     names = ["x", *SHAPES[name].streams]
     found = {own: {} for own in names[1:]}
-    for stage, own in zip(frozen.wiring.stages, names[1:], strict=True):
+    for stage, own in zip(frozen.wiring.steps, names[1:], strict=True):
         for k, link in stage.reads:
             alone = torch.ones(stage.tokens, dtype=x.dtype)
             found[own][names[k + 1]] = alone if link.share is None else link.share[0]

@@ -57,7 +57,7 @@ def test_a_rollout_is_the_product_with_the_exchange(skip, layers):
     # The wiring up to the last mixer; each pixel is one token.
     wiring = wiring_of(model, x)
     assert wiring.refused is None
-    reads = wiring.stages[layers].reads
+    reads = wiring.steps[layers].reads
     assert [s for s, _ in reads] == ([layers - 1, -1] if skip else [layers - 1])
     before = torch.zeros(1, T, T, dtype=x.dtype)
     for s, link in reads:
@@ -80,7 +80,7 @@ def test_every_method_runs_through_them(method, skip):
 
 def test_what_is_not_clear_is_refused():
     model, x = made(Unclear), noise(1, 3, SIDE, SIDE)
-    with pytest.raises(UnsupportedModelError, match="something that is no mixer"):
+    with pytest.raises(UnsupportedModelError, match="something that is not a mixer"):
         MambaRollout(model).attribute(x)
     assert set(hidden_attention(model, x)) == {
         f"groups.{g}.mixers.{k}" for g in (0, 1) for k in (0, 1)

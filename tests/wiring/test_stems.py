@@ -82,7 +82,7 @@ def test_the_stem_is_found(kind, shape, axis):
     stem = wiring.inputs[0].stem
     assert stem.channels == axis
     assert stem.shape[axis] == 64
-    assert isinstance(wiring.stages[0].reads[0][1].transport, WeightsThroughStem)
+    assert isinstance(wiring.steps[0].reads[0][1].transport, WeightsThroughStem)
 
 
 @pytest.mark.parametrize("kind", [Past, inputs.Stem], ids=["a way past it", "few channels"])
@@ -90,12 +90,12 @@ def test_what_is_no_stem(kind):
     x = noise(2, 3, SIDE, SIDE) if kind is Past else noise(2, 3, SIDE)
     wiring = freeze_of(made(kind), x).wiring
     assert wiring.inputs[0].stem is None
-    assert not isinstance(wiring.stages[0].reads[0][1].transport, WeightsThroughStem)
+    assert not isinstance(wiring.steps[0].reads[0][1].transport, WeightsThroughStem)
 
 
 def test_it_is_the_product_of_two_transports():
     model, x = made(Linear), noise(1, 3, 8, 8)
-    (read,) = freeze_of(model, x).wiring.stages[0].reads
+    (read,) = freeze_of(model, x).wiring.steps[0].reads
     found = read[1].transport.matrix(probes=500)[0]
 
     def centered(h: Tensor) -> Tensor:

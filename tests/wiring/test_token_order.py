@@ -111,7 +111,7 @@ def test_mixers_in_series(outer, inner, normalize):
     assert_close(rollout.rollout(x, normalize_rows=normalize), rho, 1e-12)
     row = rollout.attribute(x, position=5, normalize_rows=normalize)
     assert_close(row.sum(-1), rho[:, 5], 1e-12)
-    found = [stage.around for stage in freeze(Request.of(model, None, x)).wiring.stages]
+    found = [stage.around for stage in freeze(Request.of(model, None, x)).wiring.steps]
     assert found == [(0,), (), (0,) * inner + (1,) * outer, (0,)]
     with pytest.raises(ValueError, match="no residual stream around it"):
         LaTIM(model).attribute(x, target=(5, 1))
@@ -124,7 +124,7 @@ def test_a_gate_is_no_residual_stream():
             return [x, y, y, x + y]
 
     frozen = freeze(Request.of(made(Gated(1, 0)), None, tokens()))
-    assert [stage.around for stage in frozen.wiring.stages] == [(), (1,)]
+    assert [stage.around for stage in frozen.wiring.steps] == [(), (1,)]
 
 
 def test_streams_that_differ_are_refused():
@@ -146,7 +146,7 @@ def test_orders_are_decoded(order):
     frozen = freeze(Request.of(model, None, x))
     found = [None if layer.order is None else layer.order[0].tolist() for layer in frozen.layers]
     assert found == [None, order.tolist()] * 2
-    assert [layer.stage for layer in frozen.layers] == [0, 0, 1, 1]
+    assert [layer.step for layer in frozen.layers] == [0, 0, 1, 1]
     # The maps of single mixers come back in the model's order too.
     maps = hidden_attention(model, x, reduction="mean")
     with torch.no_grad():
@@ -233,7 +233,7 @@ def test_small_updates_one_after_the_other_are_stages():
         for (one,) in model.mixers:
             one.out_proj.weight.mul_(1e-9)
     frozen = freeze(Request.of(model, None, x))
-    assert [layer.stage for layer in frozen.layers] == [0, 1, 2]
+    assert [layer.step for layer in frozen.layers] == [0, 1, 2]
     with torch.no_grad():
         for (one,) in model.mixers:
             rho, x = rho + matrix(one, x) @ rho, x + one(x)
@@ -242,7 +242,7 @@ def test_small_updates_one_after_the_other_are_stages():
 
 def test_mixers_side_by_side():
     frozen = freeze(Request.of(build("falcon_h1"), None, ids(2, 9)))
-    assert [layer.stage for layer in frozen.layers] == [0, 0, 1, 1]
+    assert [layer.step for layer in frozen.layers] == [0, 0, 1, 1]
     assert frozen.wiring.is_simple
 
 
@@ -323,7 +323,7 @@ def test_windows_in_the_batch():
 def test_tokens_that_are_merged_are_carried_by_a_transport():
     model, x = made(Merging()), tokens(2, 8)
     frozen = freeze(Request.of(model, None, x))
-    ((stage, link),) = frozen.wiring.stages[1].reads
+    ((stage, link),) = frozen.wiring.steps[1].reads
     T = link.transport.matrix()
     assert stage == 0
     assert T.shape == (2, 4, 8)

@@ -63,7 +63,7 @@ class LayerStep:
 class Decomposition:
     """A score ``(B,)`` as what the layers' vectors, the first stream and bias terms add up to.
 
-    Steps are by stage of the model's wiring. ``past`` is relevance, in the shape of each input, of
+    Steps are by step of the model's wiring. ``past`` is relevance, in the shape of each input, of
     what the score reads of it past the first stream, if anything.
     """
 
@@ -78,9 +78,9 @@ class Decomposition:
 
         The score is then the part that leads past all mixers of later grids.
         """
-        stages = self.frozen.stages_of(grid)
+        on_grid = self.frozen.steps_of(grid)
         frozen = self.frozen if mode is None else self.frozen.from_grid(grid, mode)
-        steps = {i: step for i, step in self.steps.items() if i in stages}
+        steps = {i: step for i, step in self.steps.items() if i in on_grid}
         first = steps[min(steps)]
         added = [dot(first.direction, first.before), *(step.added() for step in steps.values())]
         return Decomposition(frozen, steps, sum_of(added))
@@ -88,12 +88,12 @@ class Decomposition:
     def at_layer(self, layer: int | str) -> Decomposition:
         """Only what one layer adds to the score; relevance is not mixed by the layers before."""
         chosen = self.frozen.select_one(layer)
-        step = self.steps.get(chosen.stage, self.steps[max(self.steps)])
+        step = self.steps.get(chosen.step, self.steps[max(self.steps)])
         # A mixer that is not given the stream is in no step: it is read as the last stream is.
         of_layer = {id(layer): d for group, d in step.groups for layer in group}
         direction = of_layer.get(id(chosen), step.direction)
         alone = replace(step, groups=[([chosen], direction)], local=None)
-        return Decomposition(self.frozen, {chosen.stage: alone}, alone.added(), (), False)
+        return Decomposition(self.frozen, {chosen.step: alone}, alone.added(), (), False)
 
     def relevance(
         self, activation: str, tolerance: float = 0.0, *, is_one_text: bool = False
@@ -108,7 +108,7 @@ class Decomposition:
         layers = dict(zip(map(id, frozen.layers), text.layers, strict=True))
         B, N = frozen.shape[0], text.shape[0]
 
-        def step(i: int, w: Tensor) -> dict[int, Tensor]:
+        def through(i: int, w: Tensor) -> dict[int, Tensor]:
             nonlocal claimed, bound
             if i not in self.steps:
                 return {i: w}
@@ -134,7 +134,7 @@ class Decomposition:
             return {i: w}
 
         with Bar("LaTIM, layers", len(self.steps)) as bar:
-            rows = frozen.wiring.back(self._nothing(), step)
+            rows = frozen.wiring.back(self._nothing(), through)
         return rows, claimed, bound
 
     def claimed(self) -> Tensor:
@@ -173,7 +173,7 @@ class Decomposition:
         zeros = []
         for read, _ in wiring.output:
             source = None if read >= 0 else wiring.inputs[INPUT - read].leaf
-            tokens = wiring.stages[read].tokens if source is None else source.tokens // B
+            tokens = wiring.steps[read].tokens if source is None else source.tokens // B
             zeros.append(self.score.new_zeros(B, tokens))
         return zeros
 

@@ -62,7 +62,7 @@ def _cut(
 ) -> _Cut:
     # The cut at the index-th call of a mixer, with the norm that feeds it, if one is known. Where
     # the wiring does not say whether the mixer is given the stream itself, ``is_fed`` does.
-    is_given_stream = frozen.wiring.stages[frozen.layers[index].stage].is_given_stream
+    is_given_stream = frozen.wiring.steps[frozen.layers[index].step].is_given_stream
     if norm is not None and not is_given_stream:
         x = next(tensors_in((norm.args, norm.kwargs)))
         stream = Point.of(x).before_move(norm.channels) if x.requires_grad else None
@@ -252,8 +252,8 @@ def grids_of(frozen: FrozenModel, graph: ScoreGraph) -> Decomposition:
     mixers: dict[int, list[_Mixer]] = {}
     pairs = graph.coefficients()
     for layer, cut, pair in zip(frozen.layers, graph.cuts, pairs, strict=True):
-        mixers.setdefault(layer.stage, []).append((layer, cut, *pair))
-    steps = {stage: _step(group, frozen.shape[0]) for stage, group in mixers.items()}
+        mixers.setdefault(layer.step, []).append((layer, cut, *pair))
+    steps = {step: _step(group, frozen.shape[0]) for step, group in mixers.items()}
     stream, direction = next(
         (cut.stream, at_stream)
         for _, cut, _, at_stream in mixers[min(mixers)]
@@ -275,10 +275,10 @@ def _obeys_rules(module: nn.Module) -> bool:
 
 
 def _check_shares(wiring: Wiring) -> None:
-    starts = sum(all(read < 0 for read, _ in stage.reads) for stage in wiring.stages)
+    starts = sum(all(read < 0 for read, _ in step.reads) for step in wiring.steps)
     joined = any(
-        len(stage.reads) > 1 and any(link.share is None for _, link in stage.reads)
-        for stage in wiring.stages
+        len(step.reads) > 1 and any(link.share is None for _, link in step.reads)
+        for step in wiring.steps
     )
     if joined or starts > 1:
         raise UnsupportedModelError(

@@ -43,7 +43,7 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
         ValueError: where a mixer does not add to it.
     """
     live, frozen = frozen.live, replace(frozen, live=None)
-    groups = [list(group) for _, group in groupby(frozen.layers, lambda layer: layer.stage)]
+    groups = [list(group) for _, group in groupby(frozen.layers, lambda layer: layer.step)]
     final, direction = _read_out(frozen, groups[-1])
     # A mixer that does not read the stream itself (Zamba's shared attention reads it with the
     # embeddings) is in no step; what comes of it is local to the tokens.
@@ -56,7 +56,7 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
         group = _multiplied(mixers, before, _stream_after(mixers, frozen.others, following), live)
         scaled |= dict(zip(map(id, mixers), group, strict=True))
         mixed = output_of(group).to(before.dtype)
-        is_alone = frozen.wiring.stages[group[0].stage].around == ()
+        is_alone = frozen.wiring.steps[group[0].step].around == ()
         if is_alone or (following is not final and torch.equal(following, mixed)):
             raise ValueError(
                 f"what {group[0].name} returned is given on with no residual stream around it; "
@@ -64,7 +64,7 @@ def stream_of(frozen: FrozenModel) -> Decomposition:
                 "and another aggregation for a map of one layer."
             )
         local = _local(following, before, mixed)
-        steps[group[0].stage] = LayerStep([(group, direction)], before, direction, local)
+        steps[group[0].step] = LayerStep([(group, direction)], before, direction, local)
     layers = [scaled.get(id(layer), layer) for layer in frozen.layers]
     # What is read by a function without a rule is not the stream times the direction.
     score = frozen.require_score().to(direction) if frozen.unruled else dot(direction, final)
@@ -199,7 +199,7 @@ def _pulled_back(call: MixerCall) -> Tensor:
 
 
 def _stream_before(layer: FrozenCall, frozen: FrozenModel) -> Tensor:
-    call, is_given = layer.call, frozen.wiring.stages[layer.stage].is_given_stream
+    call, is_given = layer.call, frozen.wiring.steps[layer.step].is_given_stream
     norm = feeding_norm(call, [other for other in frozen.others if other.order < call.order])
     if norm is not None and not is_given:
         return first_input(norm)

@@ -211,33 +211,33 @@ class LayerMap:
 
 
 class GridMaps:
-    """The maps of some layers of a model, by stage, each made anew when it is asked for."""
+    """The maps of some layers of a model, by step, each made anew when it is asked for."""
 
     def __init__(
         self, frozen: FrozenModel, layers: Sequence[FrozenCall], options: MapOptions
     ) -> None:
-        self.stages: dict[int, list[FrozenCall]] = {}
+        self.steps: dict[int, list[FrozenCall]] = {}
         for layer in layers:
-            self.stages.setdefault(layer.stage, []).append(layer)
+            self.steps.setdefault(layer.step, []).append(layer)
         self.frozen, self.options = frozen, options
         self.wiring = frozen.require_wiring()
 
-    def at(self, stage: int) -> LayerMap | None:
-        """The map of a stage; None where none of its layers was chosen."""
-        if stage not in self.stages:
+    def at(self, step: int) -> LayerMap | None:
+        """The map of a step; None where none of its layers was chosen."""
+        if step not in self.steps:
             return None
-        return LayerMap([self._part(layer) for layer in self.stages[stage]])
+        return LayerMap([self._part(layer) for layer in self.steps[step]])
 
-    def streams(self, stage: int, chosen: LayerMap | None) -> set[int]:
-        """The stages before which residual streams leave that are added to what this one returns.
+    def streams(self, step: int, chosen: LayerMap | None) -> set[int]:
+        """The steps before which residual streams leave that are added to what this one returns.
 
         Each way past the mixers counts once: also that inside of a mixer which adds its input to
         what it returns, as Inkling's convolutions do.
         """
-        stages = {stage - back for back in self.wiring.stages[stage].around}
+        steps = {step - back for back in self.wiring.steps[step].around}
         if chosen is not None and any(part.adds_input for part in chosen.parts):
-            stages.add(stage)
-        return stages
+            steps.add(step)
+        return steps
 
     def _part(self, layer: FrozenCall) -> MixerMap:
         mixer = layer.mixer
@@ -251,7 +251,7 @@ class GridMaps:
 
 
 def raw_row(maps: GridMaps) -> list[Tensor]:
-    """The query's row, averaged over stages: ``(B, L)`` for each input."""
+    """The query's row, averaged over steps: ``(B, L)`` for each input."""
     query, wiring = maps.frozen.require_query(), maps.wiring
     asked: dict[int, Tensor] = {}
     if wiring.past is not None:
@@ -261,19 +261,19 @@ def raw_row(maps: GridMaps) -> list[Tensor]:
             stacklevel=2,
         )
 
-    def ask(stage: int, w: Tensor) -> dict[int, Tensor]:
-        asked[stage] = w
-        return {stage: w}
+    def ask(step: int, w: Tensor) -> dict[int, Tensor]:
+        asked[step] = w
+        return {step: w}
 
-    def add(stage: int, row: Tensor) -> dict[int, Tensor]:
-        m, w = maps.at(stage), asked[stage]
+    def add(step: int, row: Tensor) -> dict[int, Tensor]:
+        m, w = maps.at(step), asked[step]
         if m is not None:
             row = row + m.rmatvec(_over(w, m.row_sums()) if maps.options.normalize_rows else w)
-        return {stage: row}
+        return {step: row}
 
     wiring.back(query, ask, to_inputs=False)
     rows = wiring.back([torch.zeros_like(w) for w in query], add)
-    read = sum(stage in asked for stage in maps.stages)  # by the output
+    read = sum(step in asked for step in maps.steps)  # by the output
     return [row / max(1, read) for row in rows]
 
 
@@ -285,19 +285,19 @@ def rollout_row(maps: GridMaps) -> list[Tensor]:
     I that they have: those of :math:`M_1` by themselves.
     """
 
-    def step(stage: int, w: Tensor) -> dict[int, Tensor]:
-        m = maps.at(stage)
-        streams = maps.streams(stage, m)
+    def through(step: int, w: Tensor) -> dict[int, Tensor]:
+        m = maps.at(step)
+        streams = maps.streams(step, m)
         if m is None:  # not chosen: the tokens go past it
-            return {min(streams, default=stage): w}
+            return {min(streams, default=step): w}
         if maps.options.normalize_rows:
             w = _over(w, len(streams) + m.row_sums())
         before = dict.fromkeys(streams, w)
         row = m.rmatvec(w)
-        before[stage] = row + w if stage in streams else row
+        before[step] = row + w if step in streams else row
         return before
 
-    return maps.wiring.back(maps.frozen.require_query(), step)
+    return maps.wiring.back(maps.frozen.require_query(), through)
 
 
 def rollout_matrix(maps: GridMaps) -> Tensor:
@@ -313,20 +313,20 @@ def rollout_matrix(maps: GridMaps) -> Tensor:
     size = B * L**2 * call.dtype.itemsize
     require(3 * size, "a rollout of every token", [("attribute(), one row", size // 64)])
 
-    def step(stage: int, before: dict[int, Tensor]) -> Tensor:
-        m = maps.at(stage)
-        streams = maps.streams(stage, m)
+    def through(step: int, before: dict[int, Tensor]) -> Tensor:
+        m = maps.at(step)
+        streams = maps.streams(step, m)
         if m is None:
-            return before[min(streams, default=stage)]
+            return before[min(streams, default=step)]
         beta = m.matrix()
         sums = len(streams) + beta.sum(-1, keepdim=True)
-        if stage in streams:
+        if step in streams:
             beta.diagonal(dim1=-2, dim2=-1).add_(1)
-        rho = sum_of([beta @ before[stage], *(before[i] for i in streams - {stage})])
+        rho = sum_of([beta @ before[step], *(before[i] for i in streams - {step})])
         return _over(rho, sums) if maps.options.normalize_rows else rho
 
     start = torch.eye(L, dtype=call.dtype, device=call.output.device).expand(B, -1, -1)
-    return maps.wiring.forth(start, step)
+    return maps.wiring.forth(start, through)
 
 
 def _carrying(w: Tensor, tiles: list[slice], tolerance: float) -> Iterator[slice]:

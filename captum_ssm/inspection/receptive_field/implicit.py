@@ -47,14 +47,14 @@ def implicit_maps(request: Request, position: Any, check: bool) -> tuple[Tensor,
 def _rolled(maps: GridMaps) -> list[Tensor]:
     """The query's row of the product of I + A (no I without a residual): ``(B, L)`` per input."""
 
-    def step(stage: int, w: Tensor) -> dict[int, Tensor]:
-        m = maps.at(stage)
+    def through(step: int, w: Tensor) -> dict[int, Tensor]:
+        m = maps.at(step)
         assert m is not None
         sums = m.row_sums()
-        weights = dict.fromkeys(maps.streams(stage, m), w)
+        weights = dict.fromkeys(maps.streams(step, m), w)
         # A row that reads nothing, of padding, has no sum to divide by.
         row = m.rmatvec(torch.where(sums > 0, w / sums, 0))
-        weights[stage] = row + w if stage in weights else row
+        weights[step] = row + w if step in weights else row
         return weights
 
-    return maps.wiring.back(maps.frozen.require_query(), step)
+    return maps.wiring.back(maps.frozen.require_query(), through)
