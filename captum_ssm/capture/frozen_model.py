@@ -259,8 +259,8 @@ class FrozenModel:
         if self.wiring.neighbor_share:
             warnings.warn(
                 f"between mixers tokens read up to {self.wiring.neighbor_share:.1%} from one "
-                "another by something that is not a mixer (a token shift, a convolution, a gate for "
-                "all tokens), which the maps do not show. MambaLRP accounts for it.",
+                "another by something that is not a mixer (a token shift, a convolution, a gate "
+                "for all tokens), which the maps do not show. MambaLRP accounts for it.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from inputs import noise
 from methods import assert_close
-from models import made, randomize
+from models import randomize
 from torch import nn
 
 from captum_ssm import (
@@ -359,4 +359,4 @@ def test_a_model_that_cannot_be_moved_is_said():
         return model.head(x + h + model.c(h))[:, -1]
 
     with pytest.warns(UserWarning, match=r"moved a little \(ValueError: other experts\)"):
-        MambaRollout(made(forward)).attribute(tokens())
+        MambaRollout(with_forward(forward)).attribute(tokens())
