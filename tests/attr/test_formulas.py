@@ -418,7 +418,7 @@ def test_rows_whose_entries_cancel_are_not_divided():
         def rmatvec(self, w: Tensor) -> Tensor:
             return torch.einsum("bi,bij->bj", w, self.values)
 
-    def stages(count: int) -> SimpleNamespace:
+    def grids(count: int) -> SimpleNamespace:
         query, wiring = [torch.tensor([[0.0, 0.0, 1.0]])], sequence(count, 3)
         frozen = SimpleNamespace(require_query=lambda: query)
         return SimpleNamespace(
@@ -426,15 +426,15 @@ def test_rows_whose_entries_cancel_are_not_divided():
             wiring=wiring,
             options=MapOptions(normalize_rows=True),
             at=lambda _: Cancelling(),
-            streams=lambda stage, _: {stage},
-            stages=range(count),
+            streams=lambda step, _: {step},
+            steps=range(count),
         )
 
     for read in (rollout_row, raw_row):
-        (row,) = read(stages(2))
+        (row,) = read(grids(2))
         assert row.isfinite().all()
     # Row 0 of I + M holds nothing after the division, row 2 a quarter of each of its entries.
-    (once,) = rollout_row(stages(1))
+    (once,) = rollout_row(grids(1))
     torch.testing.assert_close(once, torch.tensor([[0.25, 0.25, 0.5]]))
 
 

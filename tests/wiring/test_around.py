@@ -260,5 +260,5 @@ def test_every_method_of_maps_runs(name):
 def test_a_whole_rollout_has_one_axis_of_output_tokens(grids):
     model = made(Model(SHAPES[f"a head that reads {grids} grids"]))
     x = torch.randn(1, L, E, dtype=torch.float64)
-    with pytest.raises(UnsupportedModelError, match=r"read from stages of .*8.* tokens.*attribute"):
+    with pytest.raises(UnsupportedModelError, match=r"read from steps of .*8.* tokens.*attribute"):
         MambaRollout(model).rollout(x)
