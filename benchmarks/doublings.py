@@ -14,17 +14,15 @@ Both sides have to return the same numbers, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
+import _timing
 import torch
 from _memory import in_a_process, status_mib
-from _record import RESULTS, save
 from end_to_end import fast_scan, model_of
 from transformers.models.mamba import modeling_mamba
 
@@ -39,14 +37,13 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 SIDES = ("without", "with")
 
 
-def measured(name: str, layers: int, length: int, repeats: int, cpu_time: bool) -> dict[str, Any]:
+def measured(name: str, layers: int, length: int, repeats: int) -> dict[str, Any]:
     """The least time of some calls, on each side, their page faults and peak memory."""
     modeling_mamba.mamba_selective_scan = fast_scan
     cls, options = METHODS[name]
     method = cls(model_of(layers).requires_grad_(False))
     ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
     method.attribute(ids[:, :64], **options)
-    clock = time.process_time if cpu_time else time.perf_counter
     allocator = {"without": None, "with": _workspace._allocator()}
     if allocator["with"] is None:
         raise SystemExit("the allocator is not built here")
@@ -57,9 +54,9 @@ def measured(name: str, layers: int, length: int, repeats: int, cpu_time: bool) 
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
             _workspace._allocator = lambda side=side: allocator[side]
-            before, start = resource.getrusage(resource.RUSAGE_SELF), clock()
+            before, start = resource.getrusage(resource.RUSAGE_SELF), _timing.clock()
             found[side] = method.attribute(ids, **options)
-            seconds, after = clock() - start, resource.getrusage(resource.RUSAGE_SELF)
+            seconds, after = _timing.clock() - start, resource.getrusage(resource.RUSAGE_SELF)
             runs[side].append(
                 {
                     "s": seconds,
@@ -78,21 +75,16 @@ def measured(name: str, layers: int, length: int, repeats: int, cpu_time: bool) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = _timing.options(__doc__, "doublings", repeats=3)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(12, 17)])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--repeats", type=int, default=3, help="of up to 16k tokens; 1 of more")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
     parser.add_argument("--one", action="store_true", help="in this process, print the result")
-    parser.add_argument("--output", type=Path, default=RESULTS / "doublings.json")
-    args = parser.parse_args()
-    if args.cpu_time:
-        torch.set_num_threads(1)
+    args = _timing.parsed(parser)
     if args.one:
         length = args.lengths[0]
         repeats = args.repeats if length <= 1 << 14 else 1
-        print(json.dumps(measured(args.methods[0], args.layers, length, repeats, args.cpu_time)))
+        print(json.dumps(measured(args.methods[0], args.layers, length, repeats)))
         return
     rows: list[dict[str, Any]] = []
     for method in args.methods:
@@ -106,8 +98,8 @@ def main() -> None:
                     row[f"{side}_doubling"] = row[f"{side}_s"] / before[f"{side}_s"]
             before = row
             rows.append(row)
-            print(json.dumps(row, indent=1), flush=True)
-            save(args.output, "doublings", rows, cpu_time=args.cpu_time)
+            print(_timing.rounded(row), flush=True)
+            _timing.keep(args, rows)
 
 
 if __name__ == "__main__":

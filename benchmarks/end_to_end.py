@@ -19,13 +19,13 @@ method that adds less than that adds less than one forward.
         --only rollout --fast-scan --own 600 --repeats 1
 
 The two settings keep glibc from asking the kernel for new pages at every tensor of 32 MiB and more,
-which otherwise takes half of the time of both sides at such lengths.
+which otherwise takes half of the time of both sides at such lengths. Gradients on long inputs:
+`--layers 24 --lengths 65536 --only lrp attribution --quadratic 65536 --fast-scan --memory
+--tolerance 1e-3 --repeats 1`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import subprocess
@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import transformers
 from _memory import peak_mib
-from _record import RESULTS, save
+from _timing import keep, options, parsed, rounded, seconds
 from torch import Tensor
 from transformers.models.mamba import modeling_mamba
 
@@ -59,16 +59,6 @@ def model_of(layers: int) -> Any:
         vocab_size=1000, hidden_size=768, num_hidden_layers=layers, state_size=16, use_cache=False
     )
     return transformers.MambaForCausalLM(config).eval()
-
-
-def seconds(run: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
-    """The least time of some repeats."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = clock()
-        run()
-        best = min(best, clock() - start)
-    return best
 
 
 def check(model: Any) -> float:
@@ -101,7 +91,9 @@ def fast_scan(
     return (y + x * D[:, None]) * torch.nn.functional.silu(z)
 
 
-def sides(layers: int, length: int, fast: bool = False) -> dict[str, Callable[[], Any]]:
+def sides(
+    layers: int, length: int, fast: bool = False, tolerance: float = 0
+) -> dict[str, Callable[[], Any]]:
     """What is measured; each takes the same tokens."""
     model = model_of(layers)
     if fast:
@@ -125,7 +117,9 @@ def sides(layers: int, length: int, fast: bool = False) -> dict[str, Callable[[]
             ids, aggregation="rollout"
         ),
         "lrp": lambda: MambaLRP(model).attribute(ids, target=3),
-        "attribution": lambda: MambaAttribution(model).attribute(ids, target=3),
+        "attribution": lambda: MambaAttribution(model).attribute(
+            ids, target=3, tolerance=tolerance
+        ),
         "unified": lambda: UnifiedImplicitAttention(model).attribute(ids, target=3),
         "latim_row": lambda: LaTIM(model).attribute(
             ids, layer=-1, aggregation="l2", activation="gate"
@@ -140,7 +134,7 @@ def own_forward(layers: int, length: int) -> None:
     """Print a line when all is ready, and the seconds of transformers' own forward."""
     forward = sides(layers, length)["forward"]
     print("ready", flush=True)
-    print(seconds(forward, 1, time.perf_counter), flush=True)
+    print(seconds(forward, repeats=1)[0], flush=True)
 
 
 def within(layers: int, length: int, limit: float) -> dict[str, float]:
@@ -164,32 +158,27 @@ def within(layers: int, length: int, limit: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "end_to_end", repeats=2)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096])
     parser.add_argument("--backward", type=int, default=512, help="longest for the own backward")
     parser.add_argument("--quadratic", type=int, default=4096, help="longest for what is quadratic")
-    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
         "--only", nargs="+", help="methods to measure in addition to the forward. Default: all"
     )
     parser.add_argument("--fast-scan", action="store_true", help="instead of transformers' own")
     parser.add_argument("--own", type=float, help="seconds for transformers' own forward")
     parser.add_argument("--memory", action="store_true", help="also the peak memory of each")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
-    parser.add_argument("--output", type=Path, default=RESULTS / "end_to_end.json")
-    args = parser.parse_args()
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    if args.cpu_time:
-        torch.set_num_threads(1)
+    parser.add_argument("--tolerance", type=float, default=0, help="of MambaAttribution's rows")
+    args = parsed(parser)
     difference = check(model_of(args.layers))
     rows: list[dict[str, Any]] = []
     for length in args.lengths:
         # First: later this process holds what the other needs.
         own_s = within(args.layers, length, args.own) if args.own else {}
-        own = args.layers, length, args.fast_scan
+        own = args.layers, length, args.fast_scan, args.tolerance
         runs = sides(*own)
-        base = seconds(runs["forward"], args.repeats, clock)
+        [base] = seconds(runs["forward"], repeats=args.repeats)
         row: dict[str, Any] = {"length": length, "layers": args.layers, "forward_s": base}
         row["scan"] = "captum_ssm" if args.fast_scan else "transformers"
         idle = peak_mib(__file__, "sides", "forward", *own) if args.memory else 0
@@ -199,7 +188,7 @@ def main() -> None:
                 continue
             if args.only and name not in args.only:
                 continue
-            total = seconds(run, args.repeats, clock)
+            [total] = seconds(run, repeats=args.repeats)
             row[f"{name}_s"] = total
             # What the method adds, in forwards: it runs the model itself.
             row[f"{name}_extra_in_forwards"] = (total - base) / base
@@ -213,12 +202,10 @@ def main() -> None:
                     added = row[f"{name}_s"] - base
                     row[f"{name}_extra_in_own_forwards_at_most"] = added / max(own_s.values())
         rows.append(row)
-        print(json.dumps(row, indent=1), flush=True)
-        save(
-            args.output,
-            "end_to_end",
+        print(rounded(row), flush=True)
+        keep(
+            args,
             rows,
-            cpu_time=args.cpu_time,
             malloc={k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
             transformers=transformers.__version__,
             kernels=kernels.extension_loaded(),

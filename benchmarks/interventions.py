@@ -1,8 +1,8 @@
 """What interventions cost, how well cheap patching follows exact patching, and which explanation
 agrees with knockout.
 
-    python benchmarks/interventions.py cost --lengths 1024 16384 --layers 24 --vocabulary 50280
-    python benchmarks/interventions.py sweep
+    python benchmarks/interventions.py cost --lengths 1024 16384 --cpu-time
+    python benchmarks/interventions.py sweep --cpu-time
     python benchmarks/interventions.py patching
     python benchmarks/interventions.py agreement
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from _record import RESULTS, save
+from _timing import keep, options, parsed, rounded, seconds
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -58,16 +57,6 @@ READERS = ("later", "query")
 KNOCKOUT = {"later": "Knockout, from all later tokens", "query": "Knockout, from the query only"}
 
 
-def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """The least time of some repeats."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.process_time()
-        run()
-        best = min(best, time.process_time() - start)
-    return best
-
-
 def shaped(kind: str, width: int, layers: int, vocabulary: int) -> Any:
     """A model of random weights in the shape of a published one."""
     torch.manual_seed(0)
@@ -83,12 +72,12 @@ def shaped(kind: str, width: int, layers: int, vocabulary: int) -> Any:
     return transformers.Mamba2ForCausalLM(config).eval()
 
 
-def cost(options: argparse.Namespace) -> list[dict[str, Any]]:
+def cost(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One knockout run over the model's own forward."""
     rows = []
-    for kind in options.models:
-        model = shaped(kind, options.width, options.layers, options.vocabulary)
-        for length in options.lengths:
+    for kind in args.models:
+        model = shaped(kind, args.width, args.layers, args.vocabulary)
+        for length in args.lengths:
             ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
 
             def own(model: Any = model, ids: Tensor = ids) -> Tensor:
@@ -103,12 +92,13 @@ def cost(options: argparse.Namespace) -> list[dict[str, Any]]:
 
             if not torch.equal(knocked(sources=[]), own()):
                 raise SystemExit(f"{kind}: a knockout of nothing changes the logits")
-            row = {"model": kind, "tokens": length, "forward": seconds(own, options.repeats)}
-            row["knockout"] = seconds(knocked, options.repeats)
-            row["unchecked"] = seconds(lambda: knocked(check=False), options.repeats)
+            row = {"model": kind, "tokens": length}
+            row["forward"], row["knockout"], row["unchecked"] = seconds(
+                own, knocked, partial(knocked, check=False), repeats=args.repeats
+            )
             row["ratio"] = row["knockout"] / row["forward"]
             rows.append(row)
-            print(row)
+            print(rounded(row))
     return rows
 
 
@@ -117,7 +107,7 @@ def copying(kind: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(MODELS / f"copying-{kind}").eval()
 
 
-def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
+def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     """TokenKnockout in batches over one run per token."""
     rows = []
     batch = held_out_batch(1, torch.Generator().manual_seed(0), LENGTH)
@@ -131,12 +121,12 @@ def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
         if not torch.allclose(run(1), run(40), atol=1e-4):
             raise SystemExit(f"{kind}: batches change the relevance")
         row: dict[str, Any] = {"model": kind, "tokens": batch.inputs.shape[1]}
-        row["one by one"], row["batched"] = (
-            seconds(lambda n=n: run(n), options.repeats) for n in (1, 40)
-        )  # type: ignore[misc]
+        row["one by one"], row["batched"] = seconds(
+            partial(run, 1), partial(run, 40), repeats=args.repeats
+        )
         row["ratio"] = row["one by one"] / row["batched"]
         rows.append(row)
-        print(row)
+        print(rounded(row))
     return rows
 
 
@@ -170,7 +160,7 @@ def pairs(name: str) -> tuple[Any, Tensor, Tensor, Callable[[Tensor], Tensor]]:
     return model, clean, corrupted, difference
 
 
-def patching(options: argparse.Namespace) -> list[dict[str, Any]]:
+def patching(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Correlation of attribution patching with activation patching."""
     rows = []
     for name in ("copying-mamba", "copying-mamba2", "stories-qwen3next"):
@@ -194,7 +184,7 @@ def patching(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "best share": float(truth.shares.amax((1, 2)).mean()),
                 }
                 rows.append(row)
-                print(row)
+                print(rounded(row))
     return rows
 
 
@@ -324,7 +314,7 @@ def of_digits(count: int, formulation: str) -> Asked:
     )
 
 
-def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
+def agreement(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Each method's relevance against TokenKnockout's effects, on four tasks."""
     tasks: dict[str, Callable[[int, str], Asked]] = {
         "copying-mamba": partial(of_copying, "mamba"),
@@ -335,16 +325,16 @@ def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
         "digits-vim": of_digits,
     }
     rows = []
-    for task in options.tasks or tasks:
+    for task in args.tasks or tasks:
         torch.manual_seed(0)
-        asked = tasks[task](options.examples, options.formulation)
+        asked = tasks[task](args.examples, args.formulation)
         effects = {readers: run() for readers, run in asked.effects.items()}
         found = {KNOCKOUT[readers]: one for readers, one in effects.items()}
         found |= {name: run().detach() for name, run in asked.explanations.items()}
         for name, relevance in found.items():
             row: dict[str, Any] = {"model": task, "n": len(relevance), "method": name}
             for readers, one in effects.items():
-                agreed = knockout_agreement(relevance, one, mask=asked.mask, k=options.k)
+                agreed = knockout_agreement(relevance, one, mask=asked.mask, k=args.k)
                 row[readers] = {key: asdict(e) for key, e in agreed.estimate().items()}
             if asked.cause is not None:
                 largest = relevance.masked_fill(~asked.mask, -torch.inf).argmax(1)
@@ -356,23 +346,22 @@ def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run one of the benchmarks and save its rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "interventions", repeats=3)
     parser.add_argument("what", choices=("cost", "sweep", "patching", "agreement"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--examples", type=int, default=24)
     parser.add_argument("--tasks", nargs="+", help="of agreement, by model; default: all")
     parser.add_argument("--formulation", choices=("hidden", "unified"), default="hidden")
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=["mamba", "mamba2"])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    found = globals()[options.what](options)
-    name = options.what if options.formulation == "hidden" else f"{options.what}-unified"
-    save(options.out / f"interventions-{name}.json", f"interventions: {name}", found)
+    args = parsed(parser)
+    name = args.what if args.formulation == "hidden" else f"{args.what}-unified"
+    args.benchmark = f"interventions: {name}"
+    args.output = args.output.with_stem(f"{args.output.stem}-{name}")
+    keep(args, globals()[args.what](args))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,12 @@ some rows.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from _memory import peak_mib
-from _record import RESULTS, save
+from _timing import keep, options, parsed, turns
 from torch import Tensor
 
 from captum_ssm.attr.latim_parts.contributions import Contributions
@@ -74,15 +71,9 @@ def sides(length: int, activation: str) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "latim", repeats=3)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
-    parser.add_argument("--output", type=Path, default=RESULTS / "latim.json")
-    args = parser.parse_args()
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    torch.set_num_threads(1 if args.cpu_time else args.threads)
+    args = parsed(parser)
     L = args.length
     a, b = torch.randn(2, 2048, 2048)
     mixer = layer(L)
@@ -96,27 +87,16 @@ def main() -> None:
         error = float((found[:, index[0]] - expected).abs().max() / expected.abs().max())
         if not error < 1e-5:
             raise SystemExit(f"the tiles differ from the vectors by {error:.1e}")
-        taken, products = [], []
-        for _ in range(args.repeats):
-            start = clock()
-            a @ b
-            products.append(clock() - start)
-            start = clock()
-            norms(contributions)
-            taken.append(clock() - start)
+        taken, products = turns(
+            lambda c=contributions: norms(c), lambda: a @ b, repeats=args.repeats
+        )
         best, product = statistics.median(taken), statistics.median(products)
         work = L * (L + 1) * D * E
         share = (work / best) / (2 * 2048**3 / product)
-        rows.append(
-            {
-                "activation": activation,
-                "seconds": best,
-                "share_of_mm": share,
-                "extra_MiB": peak - idle,
-            }
-        )
+        row = {"activation": activation, "seconds": best, "share_of_mm": share}
+        rows.append(row | {"extra_MiB": peak - idle})
         print(f"{activation}: {best:.2f} s, {share:.0%} of torch.mm, {peak - idle:.0f} MiB more")
-    save(args.output, "latim", rows, cpu_time=args.cpu_time, length=L)
+    keep(args, rows, length=L)
 
 
 if __name__ == "__main__":

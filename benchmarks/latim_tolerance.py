@@ -12,16 +12,14 @@ after `torch.set_float32_matmul_precision("medium")`: vectors in bfloat16, not h
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from _record import RESULTS, save
+from _timing import keep, options, parsed, turns
 from end_to_end import model_of
 from torch import Tensor
 
@@ -38,31 +36,26 @@ def tokens(model: Any, length: int) -> Tensor:
 
 
 def compare(
-    latim: LaTIM,
-    ids: Tensor,
-    tolerances: list[float],
-    options: dict[str, Any],
-    repeats: int,
-    clock: Callable[[], float],
+    latim: LaTIM, ids: Tensor, tolerances: list[float], options: dict[str, Any], repeats: int
 ) -> list[dict[str, float]]:
     """Times, distances and bounds, one row per tolerance."""
-    sides = [(one, "highest") for one in (0.0, *tolerances)]
-    sides += [(one, "medium") for one in (0.0, *tolerances)]
-    seconds: dict[tuple[float, str], list[float]] = {side: [] for side in sides}
-    found, run = {}, []
-    for _ in range(repeats):
-        start = clock()
-        latim.attribute(ids, layer=-1, **options)
-        run.append(clock() - start)
-        for (one, precision), taken in seconds.items():
-            torch.set_float32_matmul_precision(precision)
-            start = clock()
-            found[one, precision] = latim.attribute(
-                ids, tolerance=one, return_error_bound=True, **options
-            )
-            taken.append(clock() - start)
+    sides = [(one, precision) for precision in ("highest", "medium") for one in (0.0, *tolerances)]
+    found = {}
+
+    def side(one: float, precision: str) -> None:
+        torch.set_float32_matmul_precision(precision)
+        found[one, precision] = latim.attribute(
+            ids, tolerance=one, return_error_bound=True, **options
+        )
         torch.set_float32_matmul_precision("highest")
-    exact_seconds = seconds[sides[0]]
+
+    run, *times = turns(
+        lambda: latim.attribute(ids, layer=-1, **options),
+        *(partial(side, *each) for each in sides),
+        repeats=repeats,
+    )
+    seconds = dict(zip(sides, times, strict=True))
+    exact_seconds = times[0]
     exact, _ = found[sides[0]]
     rows = []
     for one, precision in sides[1:]:
@@ -95,19 +88,13 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "latim_tolerance", repeats=3)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6, help="of the model in 130m's shape")
     parser.add_argument("--tolerances", type=float, nargs="+", default=[1e-2, 1e-3])
     parser.add_argument("--activation", default="gate")
     parser.add_argument("--only", nargs="+", default=[*TRAINED, "130m-shaped"])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
-    parser.add_argument("--output", type=Path, default=RESULTS / "latim_tolerance.json")
-    args = parser.parse_args()
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    torch.set_num_threads(1 if args.cpu_time else args.threads)
+    args = parsed(parser)
     rows = []
     for name in args.only:
         if name in TRAINED:
@@ -117,8 +104,8 @@ def main() -> None:
         ids = tokens(model, args.length)
         with torch.no_grad():
             target = int(model(ids).logits[0, -1].argmax())
-        options = {"target": target, "activation": args.activation}
-        for row in compare(LaTIM(model), ids, args.tolerances, options, args.repeats, clock):
+        asked = {"target": target, "activation": args.activation}
+        for row in compare(LaTIM(model), ids, args.tolerances, asked, args.repeats):
             rows.append({"model": name, "length": args.length, **row})
             print(
                 f"{name}, {args.length} tokens, {row['precision']}, {row['tolerance']:g}: "
@@ -127,15 +114,8 @@ def main() -> None:
                 f"{row['distance']:.1e} of {row['relevance']:.1e}, bound {row['bound']:.1e}",
                 flush=True,
             )
-    save(
-        args.output,
-        "latim_tolerance",
-        rows,
-        cpu_time=args.cpu_time,
-        layers=args.layers,
-        activation=args.activation,
-        transformers=transformers.__version__,
-    )
+    details = {"layers": args.layers, "activation": args.activation}
+    keep(args, rows, transformers=transformers.__version__, **details)
 
 
 if __name__ == "__main__":

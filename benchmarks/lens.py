@@ -18,18 +18,15 @@ Needs an environment of its own (its requirements are not ours):
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from _memory import peak_mib
-from _record import RESULTS, save
+from _timing import keep, options, parsed, seconds
 
 # (longest for TransformerLens, lengths): beyond, it would need more than about 16 GiB.
 KINDS = {"mamba": (128, (64, 128, 512, 1024)), "mamba2": (2048, (256, 1024, 2048, 4096))}
@@ -110,14 +107,7 @@ def _tokenizer() -> Any:
 def main() -> None:
     from captum_ssm import hidden_attention
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
-    parser.add_argument("--output", type=Path, default=RESULTS / "transformer_lens.json")
-    args = parser.parse_args()
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    torch.set_num_threads(1 if args.cpu_time else args.threads)
+    args = parsed(options(__doc__, "transformer_lens", repeats=3))
     rows = []
     for kind, (longest, lengths) in KINDS.items():
         for length in lengths:
@@ -137,12 +127,7 @@ def main() -> None:
                 if not mean < 1e-5:
                     raise SystemExit(f"{kind}, {length}: the mean is off by {mean:.1e}")
                 del theirs, ours, exact
-            best = dict.fromkeys(sides, float("inf"))
-            for _ in range(args.repeats):
-                for name, run in sides.items():  # in turn, so that other load affects all alike
-                    start = clock()
-                    run()
-                    best[name] = min(best[name], clock() - start)
+            best = dict(zip(sides, seconds(*sides.values(), repeats=args.repeats), strict=True))
             row |= {f"{name}_s": best[name] for name in SIDES if name in best}
             idle = peak_mib(__file__, "our_sides", "forward", kind, length)
             for name in ("lens", "maps", "mean"):
@@ -152,7 +137,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     versions = {name: version(name) for name in ("transformer-lens", "transformers")}
-    save(args.output, "transformer_lens", rows, cpu_time=args.cpu_time, **versions)
+    keep(args, rows, **versions)
 
 
 if __name__ == "__main__":

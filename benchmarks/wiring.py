@@ -16,17 +16,16 @@ Runs take turns, one of each; numbers are medians, with 95% intervals of the med
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import _timing
 import numpy as np
 import torch
 import transformers
-from _record import RESULTS, save
+from _timing import turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -108,21 +107,26 @@ class Residual(nn.Module):
         return x
 
 
-def alternated(
-    runs: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Seconds of each run, by turns in alternating order, after one to warm up."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(-1, repeats):
-        for name in list(runs) if i % 2 else reversed(list(runs)):
-            start = clock()
-            runs[name]()
-            if i >= 0:
-                found[name].append(clock() - start)
+def summary(
+    runs: dict[str, Callable[[], Any]], repeats: int, inner: dict[str, list[float]] | None = None
+) -> dict[str, Any]:
+    """The median seconds of each run by turns, and those relative to the forward, with intervals.
+
+    ``inner`` are lists to which a run appends the seconds of what counts of it. The first turn
+    warms up.
+    """
+    times = turns(*runs.values(), repeats=repeats + 1)
+    seconds = dict(zip(runs, times, strict=True)) | (inner or {})
+    seconds = {name: s[1:] for name, s in seconds.items()}
+    found: dict[str, Any] = {f"{name}_s": float(np.median(s)) for name, s in seconds.items()}
+    forward = torch.tensor(seconds.pop("forward"))
+    for name, each in seconds.items():
+        share = bootstrap(torch.tensor(each) / forward, statistic=partial(torch.quantile, q=0.5))
+        found |= {name: share.value, f"{name}_interval": [share.low, share.high]}
     return found
 
 
-def measure(model: nn.Module, length: int, repeats: int, clock: Any) -> dict[str, Any]:
+def measure(model: nn.Module, length: int, repeats: int) -> dict[str, Any]:
     """Seconds of a forward, and of both measurements relative to it."""
     ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
     request = Request.of(model, None, ids)
@@ -132,9 +136,9 @@ def measure(model: nn.Module, length: int, repeats: int, clock: Any) -> dict[str
     spent, real = [], record_module.measure
 
     def timed(*args: Any, **options: Any) -> Any:
-        start = clock()
+        start = _timing.clock()
         found = real(*args, **options)
-        spent.append(clock() - start)
+        spent.append(_timing.clock() - start)
         assert found.is_simple
         return found
 
@@ -150,11 +154,10 @@ def measure(model: nn.Module, length: int, repeats: int, clock: Any) -> dict[str
         "short": lambda: record(short, wiring=True),
         "whole": whole,
     }
-    seconds = alternated(runs, repeats, clock) | {"whole": spent[1:]}
-    return summary(seconds)
+    return summary(runs, repeats, {"whole": spent})
 
 
-def record_scans(layers: int, length: int, repeats: int, clock: Any) -> list[dict[str, Any]]:
+def record_scans(layers: int, length: int, repeats: int) -> list[dict[str, Any]]:
     """Seconds of a forward, of one whose scans are recorded, and of finding the functions."""
     calls: list[FunctionCall] = []
 
@@ -187,61 +190,32 @@ def record_scans(layers: int, length: int, repeats: int, clock: Any) -> list[dic
             "recorded": partial(forward, recording),
             "search": candidate_functions,
         }
-        found = summary(alternated(runs, repeats, clock))
-        rows.append({"model": name, "layers": layers, "length": length, **found})
+        rows.append({"model": name, "layers": layers, "length": length, **summary(runs, repeats)})
     return rows
-
-
-def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """The median of each, and those relative to the forward with intervals."""
-    found: dict[str, Any] = {f"{name}_s": float(np.median(s)) for name, s in seconds.items()}
-    forward = torch.tensor(seconds["forward"])
-    for name in [name for name in seconds if name != "forward"]:
-        share = bootstrap(
-            torch.tensor(seconds[name]) / forward, statistic=partial(torch.quantile, q=0.5)
-        )
-        found |= {name: share.value, f"{name}_interval": [share.low, share.high]}
-    return found
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _timing.options(__doc__, "wiring", repeats=9)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="one thread, by the processor time it took: for a machine that is busy otherwise",
-    )
     parser.add_argument(
         "--recording", action="store_true", help="what it costs to record the calls of scans"
     )
-    args = parser.parse_args()
-    torch.set_num_threads(1 if args.cpu_time else args.threads)
-    clock = time.process_time if args.cpu_time else time.perf_counter
+    args = _timing.parsed(parser)
     if args.recording:
-        rows = record_scans(args.layers, args.length, args.repeats, clock)
+        rows = record_scans(args.layers, args.length, args.repeats)
     else:
         rows = [
             {"model": name, "layers": args.layers, "length": args.length}
-            | measure(model, args.length, args.repeats, clock)
+            | measure(model, args.length, args.repeats)
             for name, model in models(args.layers).items()
         ]
     for row in rows:
-        print(f"{row['model']:16} forward {row['forward_s']:.2f} s; of that:")
-        for key in [key for key in row if f"{key}_interval" in row]:
-            low, high = row[f"{key}_interval"]
-            print(f"    {key:10} {row[key]:.3f} [{low:.3f}, {high:.3f}]")
-    if not args.no_save:
-        name = "recording" if args.recording else "wiring"
-        details = {"cpu_time": args.cpu_time, "repeats": args.repeats}
-        save(RESULTS / f"{name}.json", name, rows, **details)
+        print(_timing.rounded(row))
+    if args.recording:
+        args.benchmark, args.output = "recording", args.output.with_name("recording.json")
+    _timing.keep(args, rows, repeats=args.repeats)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""What the kernel benchmarks share: inputs shaped like a layer, timing, the record of a run."""
+"""What the kernel benchmarks share: inputs shaped like a layer, checks, options."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from captum_ssm.kernels import DiagonalCoefficients, extension_loaded
+from captum_ssm.operators import LinearAttentionOperator
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-import _record
+import _timing
 
 
 def layer(
@@ -45,22 +45,6 @@ def mixer(coefficients: DiagonalCoefficients, seed: int = 1) -> DiagonalCoeffici
     )
 
 
-_clock = time.perf_counter
-
-
-def seconds(*functions: Callable[[], object], repeats: int = 5) -> list[float]:
-    """The best time of each function. They take turns, so that other load on the machine
-    affects all of them alike; ratios are more reliable than times.
-    """
-    best = [float("inf")] * len(functions)
-    for _ in range(repeats):
-        for k, f in enumerate(functions):
-            start = _clock()
-            f()
-            best[k] = min(best[k], _clock() - start)
-    return best
-
-
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The largest error relative to the largest entry."""
     return float((actual.double() - expected.double()).abs().max() / expected.abs().max())
@@ -74,28 +58,38 @@ def check(name: str, actual: Tensor, expected: Tensor, tolerance: float = 3e-6) 
     return error
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+def arguments(description: str | None, name: str) -> argparse.Namespace:
+    """The options of every script here; there have to be kernels to measure."""
+    parser = _timing.options(description, name)
     parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="one thread, by the processor time it took: for a machine that is busy otherwise",
-    )
-    args = parser.parse_args()
-    if args.cpu_time:
-        global _clock
-        args.threads, _clock = 1, time.process_time
-    torch.set_num_threads(args.threads)
+    args = _timing.parsed(parser)
     if not extension_loaded():
         raise SystemExit("the compiled kernels are not loaded: there is nothing to measure")
     return args
 
 
-def save(name: str, args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    """Write the rows with the machine and versions they belong to."""
-    if not args.no_save:
-        _record.save(_record.RESULTS / f"{name}.json", name, rows, cpu_time=args.cpu_time)
+# Shapes of heads that people run, by the name of their kind: arguments of ``linear_attention``.
+HEADS: dict[str, dict[str, Any]] = {
+    "decay per head, 24 heads of 64, state 128": {"heads": 24, "width": 64},
+    "decay per key, 8 heads of 128, state 128": {"heads": 8, "width": 128, "per_key": True},
+    "gated delta rule, 16 heads of 128, state 128": {"heads": 16, "width": 128, "delta": True},
+}
+
+
+def linear_attention(
+    length: int,
+    heads: int,
+    width: int,
+    per_key: bool = False,
+    delta: bool = False,
+    state: int = 128,
+) -> LinearAttentionOperator:
+    """Linear attention, or the delta rule, with one decay per head or per key."""
+    g = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, length, heads, state, generator=g) * state**-0.5
+    decay = -torch.rand(1, length, heads, state if per_key else 1, generator=g) * 0.1
+    if not delta:
+        return LinearAttentionOperator(query, key, decay, width=width)
+    probe = torch.nn.functional.normalize(key, dim=-1)
+    write = probe * torch.rand(1, length, heads, 1, generator=g)
+    return LinearAttentionOperator(query, write, decay, write, probe, width=width)

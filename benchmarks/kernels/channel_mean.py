@@ -11,15 +11,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from _common import arguments, check, layer, mixer, save, seconds
+from _common import arguments, check, layer, mixer
 from _opponents import published_loop, recursive_halving, row_recurrence
+from _timing import keep, rounded, seconds
 
 from captum_ssm import kernels
 from captum_ssm.kernels.channel_mean import diagonal_mean_torch
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__, "channel_mean")
     a, b = torch.randn(2, 2048, 2048)
     out = torch.empty_like(a)
     rows = []
@@ -65,24 +66,15 @@ def main() -> None:
             )
             row["row_recurrence_over_kernel"] = slow / again
         rows.append(row)
-        print(
-            f"L={length:5}: {kernel * 1e3:7.1f} ms; dense {dense_s * 1e3:.1f} ms, "
-            f"{row['dense_share_of_mm']:.0%} of torch.mm; "
-            f"whole mixer {unified / kernel:.2f} times the kernel, "
-            f"halving {halving / kernel:.1f}, PyTorch form {form / kernel:.1f}"
-            + (f", row recurrence {slow / again:.0f} times" if length <= 1024 else "")
-        )
-
+        print(rounded(row))
     # The triple loop is cubic in Python: a short sequence has to do.
     short = layer(64)
     check("published loop", published_loop(short), kernels.diagonal_mean(short))
-    loop, kernel = seconds(
-        lambda: published_loop(short), lambda: kernels.diagonal_mean(short), repeats=1
-    )
+    [loop] = seconds(lambda: published_loop(short), repeats=1)
     [kernel] = seconds(lambda: kernels.diagonal_mean(short), repeats=args.repeats)
     rows.append({"length": 64, "kernel_ms": kernel * 1e3, "loop_over_kernel": loop / kernel})
-    print(f"L=   64: published loop {loop:.1f} s, {loop / kernel:.0f} times the kernel's time")
-    save("channel_mean", args, rows)
+    print(rounded(rows[-1]))
+    keep(args, rows)
 
 
 main()

@@ -7,14 +7,15 @@ the channel-mean matrix and through the PyTorch form of the scan.
 from __future__ import annotations
 
 import torch
-from _common import arguments, check, layer, mixer, save, seconds
+from _common import arguments, check, layer, mixer
+from _timing import keep, rounded, seconds
 
 from captum_ssm import kernels
 from captum_ssm.kernels import diagonal
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__, "linear_row")
     rows = []
     last = None
     for length in args.lengths or (1024, 2048, 4096, 8192, 16384, 32768, 65536):
@@ -25,7 +26,6 @@ def main() -> None:
         def scan(p=plain, w=w):
             return kernels.diagonal_rmatvec(w, p, mean=True)
 
-        text = ""
         if length <= 4096:
             whole = mixer(plain)
             check("matrix", w @ kernels.diagonal_mean(plain)[0], scan())
@@ -42,18 +42,14 @@ def main() -> None:
                 "matrix_over_kernel": matrix / kernel,
                 "torch_form_over_kernel": form / kernel,
             }
-            text = (
-                f"; whole mixer {unified / kernel:.2f}, through the matrix {matrix / kernel:.0f}, "
-                f"PyTorch form {form / kernel:.0f} times that"
-            )
         else:
             [kernel] = seconds(scan, repeats=args.repeats)
         row["kernel_ms"] = kernel * 1e3
         row["over_half_the_length"] = last and kernel / last
         last = kernel
         rows.append(row)
-        print(f"L={length:6}: {kernel * 1e3:7.2f} ms{text}")
-    save("linear_row", args, rows)
+        print(rounded(row))
+    keep(args, rows)
 
 
 main()

@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
-from _common import arguments, check, layer, save, seconds
+from _common import HEADS, arguments, check, layer, linear_attention
+from _timing import keep, rounded, seconds
 from torch import Tensor
 
 from captum_ssm import kernels
@@ -43,21 +45,8 @@ def diagonal(length: int, channels: int = 1536) -> DiagonalOperator:
     return DiagonalOperator(**vars(layer(length, channels)))
 
 
-def linear_attention(
-    length: int, heads: int, state: int, width: int, per_key: bool = False, delta: bool = False
-) -> LinearAttentionOperator:
-    g = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 1, length, heads, state, generator=g) * state**-0.5
-    decay = -torch.rand(1, length, heads, state if per_key else 1, generator=g) * 0.1
-    if not delta:
-        return LinearAttentionOperator(query, key, decay, width=width)
-    probe = torch.nn.functional.normalize(key, dim=-1)
-    write = probe * torch.rand(1, length, heads, 1, generator=g)
-    return LinearAttentionOperator(query, write, decay, write, probe, width=width)
-
-
 def delta_product(length: int, heads: int, steps: int = 2) -> SubstepOperator:
-    inner = linear_attention(steps * length, heads, 128, 128, delta=True)
+    inner = linear_attention(steps * length, heads, 128, delta=True)
     return SubstepOperator(inner, steps)
 
 
@@ -70,7 +59,7 @@ def trapezoid(length: int, heads: int) -> LinearAttentionOperator:
     """Mamba-3: a token reads of itself only the half of what it writes that comes at once."""
     g = torch.Generator().manual_seed(0)
     bonus = torch.randn(1, length, heads, generator=g)
-    return replace(linear_attention(length, heads, 128, 64), bonus=bonus)
+    return replace(linear_attention(length, heads, 64), bonus=bonus)
 
 
 def trapezoid_of_rank(length: int, heads: int, rank: int = 4) -> SumOperator:
@@ -94,7 +83,7 @@ def naive_trapezoid_of_rank(op: SumOperator) -> Tensor:
 def placed(length: int, heads: int) -> PackedOperator:
     """Two examples, one of which is padded on the left to twice its length."""
     half = length // 2
-    parts = tuple(linear_attention(size, heads, 128, 64) for size in (length, length - half))
+    parts = tuple(linear_attention(size, heads, 64) for size in (length, length - half))
     at = (torch.arange(length), torch.arange(half, length))
     return PackedOperator(parts, (0, 1), at, (2, length))
 
@@ -144,66 +133,38 @@ def naive_softmax(op: SoftmaxOperator) -> Tensor:
     return torch.softmax(scores.masked_fill(later, -torch.inf), -1)
 
 
-KINDS: dict[str, tuple[Callable[..., TokenOperator], Callable[..., Tensor], dict[str, int]]] = {
-    "diagonal, 1536 channels of 16": (diagonal, kernels.naive_diagonal_matrix, {"channels": 32}),
-    "decay per head, 24 heads of 64, state 128": (
-        lambda length, heads=24: linear_attention(length, heads, 128, 64),
-        kernels.naive_linear_attention_matrix,
-        {"heads": 2},
-    ),
-    "decay per key, 8 heads of 128, state 128": (
-        lambda length, heads=8: linear_attention(length, heads, 128, 128, per_key=True),
-        kernels.naive_linear_attention_matrix,
-        {"heads": 2},
-    ),
-    "gated delta rule, 16 heads of 128, state 128": (
-        lambda length, heads=16: linear_attention(length, heads, 128, 128, delta=True),
-        kernels.naive_linear_attention_matrix,
-        {"heads": 2},
-    ),
+# By name: what makes it, its naive form, the sizes, and those at which it is checked.
+Sizes = dict[str, Any]
+KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], Sizes, Sizes]] = {
+    "diagonal, 1536 channels of 16": (diagonal, kernels.naive_diagonal_matrix, {}, {"channels": 32})
+}
+for _name, _sizes in HEADS.items():
+    KINDS[_name] = linear_attention, kernels.naive_linear_attention_matrix, _sizes, {"heads": 2}
+_delta = {"heads": 16, "width": 128, "per_key": True, "delta": True}
+KINDS |= {
     "delta rule with a decay per key, 16 heads of 128, state 128": (
-        lambda length, heads=16: linear_attention(
-            length, heads, 128, 128, per_key=True, delta=True
-        ),
-        kernels.naive_linear_attention_matrix,
-        {"heads": 2},
+        linear_attention, kernels.naive_linear_attention_matrix, _delta, {"heads": 2},
     ),
     "delta product of 2 steps, 8 heads of 128, state 128": (
-        lambda length, heads=8: delta_product(length, heads),
-        naive_delta_product,
-        {"heads": 1},
+        delta_product, naive_delta_product, {"heads": 8}, {"heads": 1},
     ),
     "trapezoid, 24 heads of 64, state 128": (
-        lambda length, heads=24: trapezoid(length, heads),
-        kernels.naive_linear_attention_matrix,
-        {"heads": 2},
+        trapezoid, kernels.naive_linear_attention_matrix, {"heads": 24}, {"heads": 2},
     ),
     "trapezoid of rank 4, 4 heads of 64, state 128": (
-        lambda length, heads=4: trapezoid_of_rank(length, heads),
-        naive_trapezoid_of_rank,
-        {"heads": 1},
+        trapezoid_of_rank, naive_trapezoid_of_rank, {"heads": 4}, {"heads": 1},
     ),
     "decay per head of a padded batch, 24 heads of 64, state 128": (
-        lambda length, heads=24: placed(length, heads),
-        naive_placed,
-        {"heads": 2},
+        placed, naive_placed, {"heads": 24}, {"heads": 2},
     ),
     "short convolution of 3 taps, 2048 channels": (
-        lambda length, channels=2048: short_convolution(length, channels),
-        naive_short_convolution,
-        {"channels": 8},
+        short_convolution, naive_short_convolution, {"channels": 2048}, {"channels": 8},
     ),
-    "stored maps, 12 heads of 64": (
-        lambda length, heads=12: weights(length, heads),
-        lambda op: op.weights,
-        {"heads": 2},
-    ),
+    "stored maps, 12 heads of 64": (weights, lambda op: op.weights, {"heads": 12}, {"heads": 2}),
     "softmax, 12 heads of 64": (
-        lambda length, heads=12: softmax(length, heads, 64),
-        naive_softmax,
-        {"heads": 2},
+        softmax, naive_softmax, {"heads": 12, "state": 64}, {"heads": 2},
     ),
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -280,62 +241,47 @@ def has_kernels(op: TokenOperator) -> bool:
     return any(has_kernels(part) for part in parts if part is not None)
 
 
+def measured(op: TokenOperator, name: str, repeats: int) -> dict[str, float]:
+    """Times of one operator, and relative to them those of the forms in PyTorch."""
+    query = torch.zeros(op.batch, op.length)
+    query[:, -1] = 1.0
+    generator = torch.Generator().manual_seed(1)
+    v = torch.randn(op.batch, op.length, op.channels, generator=generator)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "row": lambda: op.rmatvec(query, "mean"),
+        "matrix": lambda: op.matrix("mean"),
+        "matvec": lambda: op.matvec(v),
+    }
+    row, matrix = seconds(calls["row"], calls["matrix"], repeats=repeats)
+    (matvec,) = seconds(calls["matvec"], repeats=repeats)
+    found = {"row_ms": 1e3 * row, "matrix_ms": 1e3 * matrix, "matvec_ms": 1e3 * matvec}
+    found["matrix_over_row"] = matrix / row
+    if not has_kernels(op):
+        return found
+    for what, kernel in calls.items():
+        check(f"{name}, {what}", kernel(), in_torch(kernel)(), 1e-5)
+        others = [in_torch(kernel)]
+        if what == "matvec":
+            others.append(lambda: token_by_token(op, v))
+            check(name, kernel(), others[1](), 1e-4)
+        times = seconds(kernel, *others, repeats=2 if what == "matrix" else repeats)
+        found[f"torch_{what}_over_{what}"] = times[1] / times[0]
+        if what == "matvec":
+            found |= {"matvec_ms": 1e3 * times[0], "loop_over_matvec": times[2] / times[0]}
+    return found
+
+
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__, "operators")
     rows = []
-    for name, (make, naive, small) in KINDS.items():
-        tiny = make(70, **small)
+    for name, (make, naive, sizes, small) in KINDS.items():
+        tiny = make(70, **{**sizes, **small})
         check(name, tiny.matrix(), naive(tiny), 1e-5)
         for length in args.lengths or (1024, 2048):
-            op = make(length)
-            query = torch.zeros(op.batch, length)
-            query[:, -1] = 1.0
-            v = torch.randn(
-                op.batch, length, op.channels, generator=torch.Generator().manual_seed(1)
-            )
-
-            def row(op: TokenOperator = op, query: Tensor = query) -> Tensor:
-                return op.rmatvec(query, "mean")
-
-            def matrix(op: TokenOperator = op) -> Tensor:
-                return op.matrix("mean")
-
-            def matvec(op: TokenOperator = op, v: Tensor = v) -> Tensor:
-                return op.matvec(v)
-
-            row_s, matrix_s = seconds(row, matrix, repeats=args.repeats)
-            (matvec_s,) = seconds(matvec, repeats=args.repeats)
-            found = {
-                "kind": name,
-                "length": length,
-                "row_ms": 1e3 * row_s,
-                "matrix_ms": 1e3 * matrix_s,
-                "matvec_ms": 1e3 * matvec_s,
-                "matrix_over_row": matrix_s / row_s,
-            }
-            if has_kernels(op):
-
-                def loop(op: TokenOperator = op, v: Tensor = v) -> Tensor:
-                    return token_by_token(op, v)
-
-                for what, kernel in (("row", row), ("matvec", matvec), ("matrix", matrix)):
-                    check(f"{name}, {what}", kernel(), in_torch(kernel)(), 1e-5)
-                check(name, matvec(), loop(), 1e-4)
-                row_s, torch_row_s = seconds(row, in_torch(row), repeats=args.repeats)
-                matrix_s, torch_matrix_s = seconds(matrix, in_torch(matrix), repeats=2)
-                matvec_s, torch_matvec_s, loop_s = seconds(
-                    matvec, in_torch(matvec), loop, repeats=args.repeats
-                )
-                found |= {
-                    "torch_row_over_row": torch_row_s / row_s,
-                    "torch_matrix_over_matrix": torch_matrix_s / matrix_s,
-                    "matvec_ms": 1e3 * matvec_s,
-                    "torch_matvec_over_matvec": torch_matvec_s / matvec_s,
-                    "loop_over_matvec": loop_s / matvec_s,
-                }
-            rows.append(found)
-            print({k: round(x, 2) if isinstance(x, float) else x for k, x in found.items()})
-    save("operators", args, rows)
+            found = measured(make(length, **sizes), name, args.repeats)
+            rows.append({"kind": name, "length": length, **found})
+            print(rounded(rows[-1]))
+    keep(args, rows)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _common import arguments, layer, save, seconds
-from operators import linear_attention
+from _common import HEADS, arguments, layer, linear_attention
+from _timing import keep, rounded, seconds
 
 from captum_ssm import kernels
 
@@ -64,13 +64,13 @@ def diagonal(length: int) -> Iterator[Work]:
     yield "backward", backward("diagonal", v, c), (*given, v, v), work
 
 
-def heads(length: int, count: int, width: int, per_key: bool, delta: bool) -> Iterator[Work]:
-    op = linear_attention(length, count, 128, width, per_key=per_key, delta=delta)
+def heads(length: int, heads: int, width: int, delta: bool = False, **kind: bool) -> Iterator[Work]:
+    op = linear_attention(length, heads, width, delta=delta, **kind)
     c = kernels.LinearAttentionCoefficients(
         op.query, op.key, op.log_decay, op.erase, op.probe, op.bonus
     )
     given = (c.query, c.key, c.log_decay, c.probe)  # a delta rule erases what it writes
-    v, w = torch.randn(1, length, count, width), torch.rand(1, length, 1, 1)
+    v, w = torch.randn(1, length, heads, width), torch.rand(1, length, 1, 1)
     numbers = c.query.numel()  # of all keys
     decays = EXPONENTIAL * c.log_decay.numel()
     products = 2 + 2 * delta  # with a state, for each column and token
@@ -85,38 +85,29 @@ def heads(length: int, count: int, width: int, per_key: bool, delta: bool) -> It
     yield "backward", backward("linear_attention", v, c), (*given, v, v), work
 
 
-KINDS: dict[str, Callable[[int], Iterator[Work]]] = {
-    "diagonal, 1536 channels of 16": diagonal,
-    "decay per head, 24 heads of 64, state 128": lambda n: heads(n, 24, 64, False, False),
-    "decay per key, 8 heads of 128, state 128": lambda n: heads(n, 8, 128, True, False),
-    "gated delta rule, 16 heads of 128, state 128": lambda n: heads(n, 16, 128, False, True),
-}
-
-
 def size(*tensors: Any) -> int:
     return sum(4 * x.numel() for x in tensors if x is not None)
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__, "roofline")
     torch.set_num_threads(1)
     copied, copy, multiplied, product = limits()
-    rows: list[dict[str, object]] = []
-    for kind, make in KINDS.items():
+    rows: list[dict[str, Any]] = []
+    for kind in ("diagonal, 1536 channels of 16", *HEADS):
         for length in args.lengths or (1024, 2048):
-            for name, call, given, multiply_adds in make(length):
+            works = heads(length, **HEADS[kind]) if kind in HEADS else diagonal(length)
+            for name, call, given, multiply_adds in works:
                 result = call()
-                written = result if isinstance(result, tuple) else (result,)
-                moved = size(*given, *written)
+                moved = size(*given, *(result if isinstance(result, tuple) else (result,)))
                 measured, copy_s, product_s = seconds(call, copy, product, repeats=args.repeats)
                 by_memory = moved * copy_s / copied
                 by_arithmetic = multiply_adds * product_s / multiplied
                 roof = max(by_memory, by_arithmetic)
+                row = {"kind": kind, "operation": name, "length": length}
                 rows.append(
-                    {
-                        "kind": kind,
-                        "operation": name,
-                        "length": length,
+                    row
+                    | {
                         "megabytes": moved / 1e6,
                         "gmultiply_adds": multiply_adds / 1e9,
                         "gb_per_s": copied / copy_s / 1e9,
@@ -127,8 +118,8 @@ def main() -> None:
                         "share": roof / measured,
                     }
                 )
-                print({k: f"{x:.3g}" if isinstance(x, float) else x for k, x in rows[-1].items()})
-    save("roofline", args, rows)
+                print(rounded(rows[-1]))
+    keep(args, rows)
 
 
 main()
