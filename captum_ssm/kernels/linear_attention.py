@@ -199,9 +199,9 @@ def decays_of(at: slice, c: LinearAttentionCoefficients) -> Decays:
     dtype = c.query.dtype
     steps = c.log_decay[:, at].transpose(1, 2).double().clamp(min=MIN_LOG_DECAY)
     total = steps.cumsum(2)
-    seen, own = total, 0
+    seen, last_read = total, 0
     if c.bonus is not None:
-        seen, own = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2), -1
+        seen, last_read = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2), -1
 
     def between(seen: Tensor, diagonal: int) -> Tensor:
         exponent = seen[:, :, :, None] - total[:, :, None]
@@ -211,7 +211,7 @@ def decays_of(at: slice, c: LinearAttentionCoefficients) -> Decays:
         seen=_exp(seen, dtype),
         total=_exp(total, dtype),
         to_end=_exp(total[:, :, -1:] - total, dtype),
-        read=between(seen, own),
+        read=between(seen, last_read),
         probe=between(total, -1),
         through=_exp(total[:, :, -1], dtype)[..., None],
     )
@@ -383,8 +383,8 @@ def naive_linear_attention_matrix(coefficients: LinearAttentionCoefficients) -> 
         before = state
         state = a[:, t, :, :, None] * state
         if c.erase is not None and c.probe is not None:
-            found = (c.probe[:, t, :, :, None].double() * state).sum(2, keepdim=True)
-            state = state - c.erase[:, t, :, :, None].double() * found
+            read = (c.probe[:, t, :, :, None].double() * state).sum(2, keepdim=True)
+            state = state - c.erase[:, t, :, :, None].double() * read
         state = state + k[:, t, :, :, None] * value
         row = (q[:, t, :, :, None] * (state if c.bonus is None else before)).sum(2)
         rows.append(row if c.bonus is None else row + c.bonus[:, t, :, None].double() * value)

@@ -74,8 +74,8 @@ def linear_attention_scan_backward_torch(
         adjoint = before
 
     def joined(some: Sequence[Tensor | None]) -> Tensor | None:
-        found = [x for x in some if x is not None]
-        return torch.cat(found[::-1], 2).transpose(1, 2) if found else None
+        known = [x for x in some if x is not None]
+        return torch.cat(known[::-1], 2).transpose(1, 2) if known else None
 
     of_v, query, key, log_decay, erase, probe, bonus = map(joined, zip(*parts, strict=True))
     assert log_decay is not None
@@ -104,10 +104,10 @@ def _coefficients(
     ]
     of_writes = [decays.to_end * (values @ adjoint.mT) for _, values in writes]
     of_decay = (decays.through * (state * adjoint).sum(-1, keepdim=True)).mT
-    for k, ((x, _), own) in enumerate(zip(reads, of_reads, strict=True)):
-        of_decay = of_decay + _from(x * own, 2, early and k == 0)
-    for (y, _), own in zip(writes, of_writes, strict=True):
-        of_decay = of_decay + _before(y * own, 2)
+    for k, ((x, _), of_read) in enumerate(zip(reads, of_reads, strict=True)):
+        of_decay = of_decay + _from(x * of_read, 2, early and k == 0)
+    for (y, _), of_write in zip(writes, of_writes, strict=True):
+        of_decay = of_decay + _before(y * of_write, 2)
 
     # From token to token.
     for i, (x, read) in enumerate(reads):

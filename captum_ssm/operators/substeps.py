@@ -41,28 +41,28 @@ class SubstepOperator(AroundOperator):
 
     def matvec(self, v: Tensor) -> Tensor:
         parts = v.chunk(self.steps, -1)
-        found = [
+        outputs = [
             self.inner.matvec(self._at(part, step))[:, self.steps - 1 :: self.steps]
             for step, part in enumerate(parts)
         ]
-        return torch.cat(found, -1)
+        return torch.cat(outputs, -1)
 
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
         mean = check_rmatvec(reduction)
         parts = [w] * self.steps if w.dim() == 2 else w.chunk(self.steps, -1)
-        found = [
+        products = [
             self.inner.rmatvec(self._at(part, self.steps - 1), reduction)[:, step :: self.steps]
             for step, part in enumerate(parts)
         ]
-        return torch.stack(found).mean(0) if mean else torch.cat(found, -1)
+        return torch.stack(products).mean(0) if mean else torch.cat(products, -1)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        maps, found = self.inner.maps, []
+        maps, rows = self.inner.maps, []
         for step in range(start // maps, (stop - 1) // maps + 1):
             first, last = max(start - step * maps, 0), min(stop - step * maps, maps)
             at = index * self.steps + self.steps - 1
-            found.append(self.inner.map_rows(at, first, last)[..., step :: self.steps])
-        return torch.cat(found, 1)
+            rows.append(self.inner.map_rows(at, first, last)[..., step :: self.steps])
+        return torch.cat(rows, 1)
 
     def _at(self, x: Tensor, step: int) -> Tensor:
         # x (B, L, ...) at one step of each token, zero at the others.
