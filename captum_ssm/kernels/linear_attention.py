@@ -76,23 +76,30 @@ def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) 
     backward=lambda grad, v, c, needed: _scan_backward(grad, v, c, needed),
 )
 def linear_attention_scan_torch(v: Tensor, c: LinearAttentionCoefficients) -> Tensor:
-    B, _, H, N = c.query.shape
-    state = v.new_zeros(B, H, N, v.shape[-1])
     out = []
-    for at in chunks(c.log_decay):
-        chunk = chunk_of(at, c)
-        x = v[:, at].transpose(1, 2)
-        y = chunk.q_in @ state + chunk.qk @ x
-        after = chunk.through * state + chunk.k_out.mT @ x
-        delta = chunk.delta
-        if delta is not None:
-            # The result of the probes, including earlier writes within the chunk.
-            u = delta.solve(delta.r_in @ state + delta.rk @ x)
-            y = y - delta.qe @ u
-            after = after - delta.e_out.mT @ u
-        state = after
+    for at, chunk, state, probed in states(v, c):
+        y = chunk.q_in @ state + chunk.qk @ part_of(v, at)
+        if chunk.delta is not None and probed is not None:
+            y = y - chunk.delta.qe @ probed
         out.append(y)
     return torch.cat(out, 2).transpose(1, 2)
+
+
+def states(
+    v: Tensor, c: LinearAttentionCoefficients
+) -> Iterator[tuple[slice, Chunk, Tensor, Tensor | None]]:
+    """The chunks, each with the state before it and what its probes read (the delta rule's)."""
+    B, _, H, N = c.query.shape
+    state = v.new_zeros(B, H, N, v.shape[-1])
+    for at in chunks(c.log_decay):
+        chunk, x = chunk_of(at, c), part_of(v, at)
+        after, probed = chunk.through * state + chunk.k_out.mT @ x, None
+        if chunk.delta is not None:
+            # Probes read earlier writes within the chunk, too.
+            probed = chunk.delta.solve(chunk.delta.r_in @ state + chunk.delta.rk @ x)
+            after = after - chunk.delta.e_out.mT @ probed
+        yield at, chunk, state, probed
+        state = after
 
 
 def _scan_backward(
@@ -158,19 +165,10 @@ def _rmatvec_backward(
 def linear_attention_rmatvec_torch(w: Tensor, c: LinearAttentionCoefficients) -> Tensor:
     B, L, H, N = c.query.shape
     w = w.expand(B, L, H, -1)
-    state = w.new_zeros(B, H, N, w.shape[-1])
+    adjoint = w.new_zeros(B, H, N, w.shape[-1])
     out = []
     for at in reversed(list(chunks(c.log_decay))):
-        chunk = chunk_of(at, c)
-        x = w[:, at].transpose(1, 2)
-        u = chunk.qk.mT @ x + chunk.k_out @ state
-        before = chunk.q_in.mT @ x + chunk.through * state
-        if chunk.delta is not None:
-            z = -(chunk.delta.qe.mT @ x) - chunk.delta.e_out @ state
-            z = chunk.delta.solve(z, transpose=True)
-            u = u + chunk.delta.rk.mT @ z
-            before = before + chunk.delta.r_in.mT @ z
-        state = before
+        u, adjoint, _ = chunk_of(at, c).adjoint(part_of(w, at), adjoint)
         out.append(u)
     return torch.cat(out[::-1], 2).transpose(1, 2)
 
@@ -241,6 +239,19 @@ class Chunk:
     qk: Tensor
     through: Tensor
     delta: _Delta | None
+
+    def adjoint(self, g: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of the values, of the state before the chunk, and of what probes read.
+
+        They are those for gradients of its output, ``g``, and of the state after it.
+        """
+        of_values = self.qk.mT @ g + self.k_out @ after
+        before = self.q_in.mT @ g + self.through * after
+        if self.delta is None:
+            return of_values, before, None
+        z = -(self.delta.qe.mT @ g) - self.delta.e_out @ after
+        z = self.delta.solve(z, transpose=True)
+        return of_values + self.delta.rk.mT @ z, before + self.delta.r_in.mT @ z, z
 
 
 def part_of(x: Tensor, at: slice) -> Tensor:
