@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from captum_ssm.kernels.linear_attention import decays_of, part_of, states
+from captum_ssm.kernels.linear_attention_chunks import decays_of, part_of, states
 from captum_ssm.kernels.linear_attention_coefficients import (
     MIN_LOG_DECAY,
     TENSORS,
