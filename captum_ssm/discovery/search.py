@@ -55,12 +55,12 @@ class MeasuredAdapter:
 
     def __call__(self, call: MixerCall) -> FrozenMixer:
         """The frozen mixer of a recorded call; of the same one again, inside of :func:`shared`."""
-        known = _SHARED.get()
-        if known is None:
+        mixers = _SHARED.get()
+        if mixers is None:
             return freeze_measured(call, self.functions)
         recorded = detached((call.args, call.kwargs, call.result))
-        of_module = known.setdefault(call.module, [])
-        mixer = next((mixer for one, mixer in of_module if same_values(one, recorded)), None)
+        of_module = mixers.setdefault(call.module, [])
+        mixer = next((mixer for known, mixer in of_module if same_values(known, recorded)), None)
         if mixer is None:
             mixer = freeze_measured(call, self.functions)
             of_module.append((recorded, mixer))
@@ -228,7 +228,7 @@ def _around_scans(
     functions: dict[nn.Module, set[Callable[..., Any]]] = {}
     chosen: dict[nn.Module, nn.Module | None] = {}  # by the innermost module
     # Products with a matrix, which anything may compute, after all scans.
-    for stack, function, length in sorted(scans, key=lambda one: is_product(one[1])):
+    for stack, function, length in sorted(scans, key=lambda scan: is_product(scan[1])):
         if not stack:
             continue
         inner, weak = stack[-1].module, is_product(function)

@@ -10,22 +10,22 @@ from torch import Tensor
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def shape_error(name: str, given: Tensor, expected: str) -> ValueError:
-    return ValueError(f"{name} has shape {tuple(given.shape)}; expected {expected}")
+def shape_error(name: str, x: Tensor, expected: str) -> ValueError:
+    return ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
 
 
 def promote(**tensors: Tensor | None) -> list[Any]:
     """All tensors in the dtype that is computed in; they must be on one device."""
-    given = {name: x for name, x in tensors.items() if x is not None}
-    for name, x in given.items():
+    present = {name: x for name, x in tensors.items() if x is not None}
+    for name, x in present.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
         if x.dtype not in _FLOATS:
             raise TypeError(f"{name} is {x.dtype}; expected float16, bfloat16, float32 or float64")
-    devices = {name: x.device for name, x in given.items()}
+    devices = {name: x.device for name, x in present.items()}
     if len(set(devices.values())) > 1:
         raise ValueError(f"the arguments are on different devices: {devices}; expected one device")
-    double = any(x.dtype == torch.float64 for x in given.values())
+    double = any(x.dtype == torch.float64 for x in present.values())
     dtype = torch.float64 if double else torch.float32
     return [None if x is None else x.to(dtype) for x in tensors.values()]
 

@@ -49,14 +49,12 @@ def diagonal_mean_torch(c: DiagonalCoefficients, start: int = 0, stop: int | Non
         f = None if part.left is None else near(part.left)
 
         for first in range(0, padded, tile):
-            edge, own = start + first, slice(first, first + tile)
+            edge, at = start + first, slice(first, first + tile)
             if edge == 0:
                 continue
-            p = _panel(
-                t_near[:, own].cumsum(1), A, c_near[:, own], None if f is None else f[:, own]
-            )
+            p = _panel(t_near[:, at].cumsum(1), A, c_near[:, at], None if f is None else f[:, at])
             q = _panel(_after(t[:, :edge], 1), A, B[:, :edge], right[:, :edge])
-            out[:, own, : extra + edge] += p @ _fold(q, conv).mT
+            out[:, at, : extra + edge] += p @ _fold(q, conv).mT
 
         for h in halves:
             # (B, blocks, h, ...) of the sources' half and of the rows' half.

@@ -74,10 +74,10 @@ class _FewTaps(torch.autograd.Function):
             return None, None, None, None
         x, taps = ctx.saved_tensors
         of_x, of_taps, of_bias, _ = ctx.needs_input_grad
-        given, returned = (grad, x) if ctx.adjoint else (x, grad)
+        inputs, returned = (grad, x) if ctx.adjoint else (x, grad)
         return (
             _FewTaps.apply(grad, taps, None, not ctx.adjoint) if of_x else None,
-            causal_conv_taps(given, returned, taps.shape[1]) if of_taps else None,
+            causal_conv_taps(inputs, returned, taps.shape[1]) if of_taps else None,
             grad.sum_to_size(ctx.bias_shape) if of_bias else None,
             None,
         )

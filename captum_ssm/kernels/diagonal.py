@@ -307,12 +307,12 @@ def diagonal_rows_torch(index: Tensor, c: DiagonalCoefficients) -> Tensor:
     batch, length, channels = c.dt.shape
     if index.shape[1] == 0:
         return c.dt.new_zeros(batch, channels, 0, length)
-    one = scaled(torch.ones_like(c.dt), c.left)[:, None]
+    impulse = scaled(torch.ones_like(c.dt), c.left)[:, None]
     together = max(1, 2**23 // max(1, c.dt.numel()))
     parts = []
     for at in index.split(together, 1):
         w = F.one_hot(at, length).to(c.dt.dtype).unsqueeze(-1)
-        s = reversed_outputs(w * one, c.dt, c.A, c.C, c.B)
+        s = reversed_outputs(w * impulse, c.dt, c.A, c.C, c.B)
         parts.append(causal_conv_transpose(s * c.right[:, None], c.conv).permute(0, 3, 1, 2))
     return torch.cat(parts, 2)
 

@@ -68,8 +68,8 @@ def outputs(x: Tensor, dt: Tensor, A: Tensor, write: Tensor, read: Tensor) -> Te
     chunk = _chunk_length(length)
     read = _cut(read, 1, chunk)[:, None, :, :, :, None]  # (B, 1, chunks, chunk, G, 1, N)
     steps = enumerate(_steps(x, dt, A, write, chunk))
-    found = [(h * read[:, :, :, t]).sum(-1) for t, h in steps]
-    y = torch.stack(found, 3).flatten(4)  # (B, R, chunks, chunk, D)
+    by_step = [(h * read[:, :, :, t]).sum(-1) for t, h in steps]
+    y = torch.stack(by_step, 3).flatten(4)  # (B, R, chunks, chunk, D)
     return y.flatten(2, 3)[:, :, :length]
 
 

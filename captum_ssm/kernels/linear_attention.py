@@ -20,8 +20,7 @@ Transformers with the Delta Rule over Sequence Length*, 2024).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +28,8 @@ from torch import Tensor
 
 from captum_ssm.kernels.arguments import row_index, row_range, shape_error
 from captum_ssm.kernels.extension import warn_if_missing
+from captum_ssm.kernels.linear_attention_chunks import chunk_of, chunks, part_of, states
 from captum_ssm.kernels.linear_attention_coefficients import (
-    MIN_EXPONENT,
-    MIN_LOG_DECAY,
     TENSORS,
     LinearAttentionCoefficients,
     checked,
@@ -76,21 +74,11 @@ def linear_attention_scan(v: Tensor, coefficients: LinearAttentionCoefficients) 
     backward=lambda grad, v, c, needed: _scan_backward(grad, v, c, needed),
 )
 def linear_attention_scan_torch(v: Tensor, c: LinearAttentionCoefficients) -> Tensor:
-    B, _, H, N = c.query.shape
-    state = v.new_zeros(B, H, N, v.shape[-1])
     out = []
-    for at in chunks(c.log_decay):
-        chunk = chunk_of(at, c)
-        x = v[:, at].transpose(1, 2)
-        y = chunk.q_in @ state + chunk.qk @ x
-        after = chunk.through * state + chunk.k_out.mT @ x
-        delta = chunk.delta
-        if delta is not None:
-            # The result of the probes, including earlier writes within the chunk.
-            u = delta.solve(delta.r_in @ state + delta.rk @ x)
-            y = y - delta.qe @ u
-            after = after - delta.e_out.mT @ u
-        state = after
+    for at, chunk, state, probed in states(v, c):
+        y = chunk.q_in @ state + chunk.qk @ part_of(v, at)
+        if chunk.delta is not None and probed is not None:
+            y = y - chunk.delta.qe @ probed
         out.append(y)
     return torch.cat(out, 2).transpose(1, 2)
 
@@ -158,129 +146,12 @@ def _rmatvec_backward(
 def linear_attention_rmatvec_torch(w: Tensor, c: LinearAttentionCoefficients) -> Tensor:
     B, L, H, N = c.query.shape
     w = w.expand(B, L, H, -1)
-    state = w.new_zeros(B, H, N, w.shape[-1])
+    adjoint = w.new_zeros(B, H, N, w.shape[-1])
     out = []
     for at in reversed(list(chunks(c.log_decay))):
-        chunk = chunk_of(at, c)
-        x = w[:, at].transpose(1, 2)
-        u = chunk.qk.mT @ x + chunk.k_out @ state
-        before = chunk.q_in.mT @ x + chunk.through * state
-        if chunk.delta is not None:
-            z = -(chunk.delta.qe.mT @ x) - chunk.delta.e_out @ state
-            z = chunk.delta.solve(z, transpose=True)
-            u = u + chunk.delta.rk.mT @ z
-            before = before + chunk.delta.r_in.mT @ z
-        state = before
+        u, adjoint, _ = chunk_of(at, c).adjoint(part_of(w, at), adjoint)
         out.append(u)
     return torch.cat(out[::-1], 2).transpose(1, 2)
-
-
-def chunks(log_decay: Tensor) -> Iterator[slice]:
-    """Stretches of tokens. With a decay per key scores are (T, T, N) before the sum over N."""
-    L = log_decay.shape[1]
-    size = 64 if log_decay.shape[-1] == 1 else 16
-    for start in range(0, L, size):
-        yield slice(start, min(L, start + size))
-
-
-@dataclass(frozen=True)
-class Decays:
-    """The decays within a chunk: each (B, H, T, N), or with N = 1 for a decay per head."""
-
-    seen: Tensor  # from the boundary to a token's read
-    total: Tensor  # from the boundary to a token's write
-    to_end: Tensor  # from a token's write to the end
-    read: Tensor  # (B, H, T, T, N), from the write of j to the read of i, zero where it is later
-    probe: Tensor  # likewise to the probe of i
-    through: Tensor  # (B, H, N, 1), from the boundary to the end
-
-
-def decays_of(at: slice, c: LinearAttentionCoefficients) -> Decays:
-    dtype = c.query.dtype
-    steps = c.log_decay[:, at].transpose(1, 2).double().clamp(min=MIN_LOG_DECAY)
-    total = steps.cumsum(2)
-    seen, own = total, 0
-    if c.bonus is not None:
-        seen, own = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2), -1
-
-    def between(seen: Tensor, diagonal: int) -> Tensor:
-        exponent = seen[:, :, :, None] - total[:, :, None]
-        return _exp(exponent.clamp(max=0.0), dtype) * _triangle(exponent, diagonal)
-
-    return Decays(
-        seen=_exp(seen, dtype),
-        total=_exp(total, dtype),
-        to_end=_exp(total[:, :, -1:] - total, dtype),
-        read=between(seen, own),
-        probe=between(total, -1),
-        through=_exp(total[:, :, -1], dtype)[..., None],
-    )
-
-
-@dataclass(frozen=True)
-class _Delta:
-    # The delta rule's part of a chunk: probes and erasures, and their scores.
-    r_in: Tensor
-    e_out: Tensor
-    rk: Tensor
-    qe: Tensor
-    re: Tensor
-
-    def solve(self, b: Tensor, transpose: bool = False) -> Tensor:
-        # With I + re, or its transpose.
-        matrix = self.re.mT if transpose else self.re
-        return torch.linalg.solve_triangular(matrix, b, upper=transpose, unitriangular=True)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The coefficients of T tokens: (B, H, T, N), scores (B, H, T, T), through (B, H, N, 1)."""
-
-    q_in: Tensor
-    k_out: Tensor
-    qk: Tensor
-    through: Tensor
-    delta: _Delta | None
-
-
-def part_of(x: Tensor, at: slice) -> Tensor:
-    """Some tokens of (B, L, H, N), as (B, H, T, N)."""
-    return x[:, at].transpose(1, 2)
-
-
-def chunk_of(at: slice, c: LinearAttentionCoefficients) -> Chunk:
-    decays = decays_of(at, c)
-    q, k = part_of(c.query, at), part_of(c.key, at)
-    qk = _scores(q, k, decays.read)
-    if c.bonus is not None:
-        qk = qk + torch.diag_embed(c.bonus[:, at].mT)
-    delta = None
-    if c.erase is not None and c.probe is not None:
-        e, r = part_of(c.erase, at), part_of(c.probe, at)
-        delta = _Delta(
-            r_in=r * decays.total,
-            e_out=e * decays.to_end,
-            rk=_scores(r, k, decays.probe),
-            qe=_scores(q, e, decays.read),
-            re=_scores(r, e, decays.probe),
-        )
-    return Chunk(q * decays.seen, k * decays.to_end, qk, decays.through, delta)
-
-
-def _exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    return exponent.clamp(min=MIN_EXPONENT).to(dtype).exp()
-
-
-def _triangle(exponent: Tensor, diagonal: int) -> Tensor:
-    T = exponent.shape[2]
-    return exponent.new_ones(T, T, dtype=torch.bool).tril(diagonal)[..., None]
-
-
-def _scores(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
-    """sum_n x_in y_jn decay_ijn: (B, H, T, T)."""
-    if decay.shape[-1] == 1:
-        return (x @ y.mT) * decay[..., 0]
-    return torch.einsum("bhin,bhjn,bhijn->bhij", x, y, decay)
 
 
 def linear_attention_mean(
@@ -383,8 +254,8 @@ def naive_linear_attention_matrix(coefficients: LinearAttentionCoefficients) -> 
         before = state
         state = a[:, t, :, :, None] * state
         if c.erase is not None and c.probe is not None:
-            found = (c.probe[:, t, :, :, None].double() * state).sum(2, keepdim=True)
-            state = state - c.erase[:, t, :, :, None].double() * found
+            read = (c.probe[:, t, :, :, None].double() * state).sum(2, keepdim=True)
+            state = state - c.erase[:, t, :, :, None].double() * read
         state = state + k[:, t, :, :, None] * value
         row = (q[:, t, :, :, None] * (state if c.bonus is None else before)).sum(2)
         rows.append(row if c.bonus is None else row + c.bonus[:, t, :, None].double() * value)

@@ -1,8 +1,8 @@
 """The gradients of linear attention and of the delta rule, as an operation of its own.
 
 Tokens of a chunk read from the state, and write to it. Reads are those of q, whose values are the
-gradient g of the output, and of r, whose values z are the gradient of what was found. Writes are
-those of k, with values v, and of e, with the negative of what was found. What a write leaves for a
+gradient g of the output, and of r, whose values z are the gradient of what it read. Writes are
+those of k, with values v, and of e, with the negative of what r read. What a write leaves for a
 later read is the decay between the two, times the product of their values: summed over writes it is
 the gradient of the read, summed over reads that of the write, and the decays of all tokens between
 the two have their product with the coefficients as gradient.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from captum_ssm.kernels.linear_attention import Chunk, chunk_of, chunks, decays_of, part_of
+from captum_ssm.kernels.linear_attention_chunks import decays_of, part_of, states
 from captum_ssm.kernels.linear_attention_coefficients import (
     MIN_LOG_DECAY,
     TENSORS,
@@ -39,34 +39,16 @@ def linear_attention_scan_backward_torch(
     grad: Tensor, v: Tensor, c: LinearAttentionCoefficients, wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """The gradients of :func:`linear_attention_scan`; those that are not ``wanted`` are empty."""
-    B, _, H, N = c.query.shape
-    state = v.new_zeros(B, H, N, v.shape[-1])
-    passed: list[tuple[slice, Chunk, Tensor, Tensor | None]] = []
-    for at in chunks(c.log_decay):
-        chunk, x = chunk_of(at, c), part_of(v, at)
-        after, found = chunk.through * state + chunk.k_out.mT @ x, None
-        if chunk.delta is not None:
-            found = chunk.delta.solve(chunk.delta.r_in @ state + chunk.delta.rk @ x)
-            after = after - chunk.delta.e_out.mT @ found
-        passed.append((at, chunk, state, found))
-        state = after
-
-    adjoint = torch.zeros_like(state)  # the gradient of the state at the end of a chunk
+    passed = list(states(v, c))
+    adjoint = torch.zeros_like(passed[0][2])  # the gradient of the state at the end of a chunk
     parts: list[tuple[Tensor | None, ...]] = []
-    for at, chunk, state, found in reversed(passed):
+    for at, chunk, state, probed in reversed(passed):
         x, g = part_of(v, at), part_of(grad, at)
-        of_v = chunk.qk.mT @ g + chunk.k_out @ adjoint
-        before = chunk.q_in.mT @ g + chunk.through * adjoint
-        z = None
-        if chunk.delta is not None:
-            z = -(chunk.delta.qe.mT @ g) - chunk.delta.e_out @ adjoint
-            z = chunk.delta.solve(z, transpose=True)
-            of_v = of_v + chunk.delta.rk.mT @ z
-            before = before + chunk.delta.r_in.mT @ z
+        of_v, before, z = chunk.adjoint(g, adjoint)
         reads, writes = [(part_of(c.query, at), g)], [(part_of(c.key, at), x)]
-        if c.erase is not None and c.probe is not None and found is not None and z is not None:
+        if c.erase is not None and c.probe is not None and probed is not None and z is not None:
             reads.append((part_of(c.probe, at), z))
-            writes.append((part_of(c.erase, at), -found))
+            writes.append((part_of(c.erase, at), -probed))
         of_reads, of_writes, of_decay = _coefficients(at, c, reads, writes, state, adjoint)
         of_bonus = None if c.bonus is None else (g * x).sum(-1, keepdim=True)
         of_probe, of_erase = [*of_reads[1:], None][0], [*of_writes[1:], None][0]
@@ -74,8 +56,8 @@ def linear_attention_scan_backward_torch(
         adjoint = before
 
     def joined(some: Sequence[Tensor | None]) -> Tensor | None:
-        found = [x for x in some if x is not None]
-        return torch.cat(found[::-1], 2).transpose(1, 2) if found else None
+        known = [x for x in some if x is not None]
+        return torch.cat(known[::-1], 2).transpose(1, 2) if known else None
 
     of_v, query, key, log_decay, erase, probe, bonus = map(joined, zip(*parts, strict=True))
     assert log_decay is not None
@@ -104,10 +86,10 @@ def _coefficients(
     ]
     of_writes = [decays.to_end * (values @ adjoint.mT) for _, values in writes]
     of_decay = (decays.through * (state * adjoint).sum(-1, keepdim=True)).mT
-    for k, ((x, _), own) in enumerate(zip(reads, of_reads, strict=True)):
-        of_decay = of_decay + _from(x * own, 2, early and k == 0)
-    for (y, _), own in zip(writes, of_writes, strict=True):
-        of_decay = of_decay + _before(y * own, 2)
+    for k, ((x, _), of_read) in enumerate(zip(reads, of_reads, strict=True)):
+        of_decay = of_decay + _from(x * of_read, 2, early and k == 0)
+    for (y, _), of_write in zip(writes, of_writes, strict=True):
+        of_decay = of_decay + _before(y * of_write, 2)
 
     # From token to token.
     for i, (x, read) in enumerate(reads):

@@ -75,8 +75,8 @@ def checked(c: LinearAttentionCoefficients, **first: Tensor) -> list[Any]:
     if c.bonus is not None and c.bonus.shape != shape[:3]:
         raise shape_error("bonus", c.bonus, f"{shape[:3]}, or None")
     if (c.erase is None) != (c.probe is None):
-        given = "probe" if c.erase is None else "erase"
-        raise ValueError(f"only {given} is given; expected both erase and probe, or neither")
+        name = "probe" if c.erase is None else "erase"
+        raise ValueError(f"only {name} is given; expected both erase and probe, or neither")
     return tensors
 
 

@@ -40,8 +40,8 @@ def operation(
     torch.library.define(name, schema[schema.index("(") :])
     arguments = re.findall(r"(\w+)[,)]", schema[: schema.index("->")])
     of_container = {field.name for field in fields(container)}
-    own = [k for k, argument in enumerate(arguments) if argument in of_container]
-    first, last = own[0], own[-1] + 1
+    places = [k for k, argument in enumerate(arguments) if argument in of_container]
+    first, last = places[0], places[-1] + 1
 
     def gathered(args: Sequence[Any]) -> tuple[Any, ...]:
         return (*args[:first], container(*args[first:last]), *args[last:])
@@ -60,15 +60,15 @@ def operation(
             args = [*ctx.saved_tensors, *ctx.constants]
             if backward is None:
                 return tuple(_through(lambda *args: form(*gathered(args)), args, needed, grads))
-            found = backward(*grads, *gathered(args), needed)
-            return tuple(g if need else None for g, need in zip(found, needed, strict=True))
+            of_all = backward(*grads, *gathered(args), needed)
+            return tuple(g if need else None for g, need in zip(of_all, needed, strict=True))
 
         def implementation(*args: Any) -> Any:
             # Results must not alias arguments, and must be contiguous like the kernels' own.
-            found = form(*gathered(args))
-            if isinstance(found, Tensor):
-                return found.contiguous()
-            return tuple(x.contiguous() for x in found)
+            results = form(*gathered(args))
+            if isinstance(results, Tensor):
+                return results.contiguous()
+            return tuple(x.contiguous() for x in results)
 
         torch.library.impl(name, "CompositeExplicitAutograd")(implementation)
         torch.library.register_fake(name)(lambda *args: fake(*gathered(args)))
@@ -95,7 +95,7 @@ def _through(
         known = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None]
         pairs = [(y, g) for y, g in known if y.requires_grad]
         # One token alone does not depend on the rates: nothing came before it.
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [y for y, _ in pairs],
             [args[k] for k in wanted],
             [g for _, g in pairs],
@@ -103,7 +103,7 @@ def _through(
             allow_unused=True,
             materialize_grads=True,
         )
-    by_position = dict(zip(wanted, found, strict=True))
+    by_position = dict(zip(wanted, gradients, strict=True))
     return [by_position.get(k) for k in range(len(args))]
 
 

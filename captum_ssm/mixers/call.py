@@ -101,7 +101,7 @@ class MixerCall:
         return args, kwargs, _tokens_moved(self.result, -1, self.channels)
 
     def run(self, module: nn.Module | None = None) -> MixerCall:
-        """The same with what the module, or another one, returns for ``args`` and ``kwargs``."""
+        """This call with what the module, or another one, returns for ``args`` and ``kwargs``."""
         args, kwargs, _ = self.own
         result = (self.module if module is None else module)(*args, **kwargs)
         return replace(self, result=_tokens_moved(result, self.channels, -1))
@@ -133,10 +133,10 @@ class MixerCall:
         """
         value = self.arguments.get(name)
         if value is None:
-            given = (*self.args, *self.kwargs.values())
-            value = next((a for a in given if torch.is_tensor(a)), None)
+            values = (*self.args, *self.kwargs.values())
+            value = next((a for a in values if torch.is_tensor(a)), None)
         if value is None:
-            kinds = [type(a).__name__ for a in given]
+            kinds = [type(a).__name__ for a in values]
             raise TypeError(f"{self.path} is given {kinds}; expected tokens (B, L, E), a tensor.")
         return value
 
@@ -168,11 +168,11 @@ class MixerCall:
     def projected(self, weight: Tensor) -> Tensor | None:
         """What the module's output projection was given, ``(B, L, D)``.
 
-        None where that was not kept: where it is no plain linear layer with the matrix ``weight``,
-        or is not the last that the module computes.
+        None where that was not kept: where it is not a plain linear layer with the matrix
+        ``weight``, or is not the last that the module computes.
         """
-        found = None if self.linears is None else self.linears.given_for(self.output, weight)
-        return found if found is None or found.dtype == self.output.dtype else None
+        y = None if self.linears is None else self.linears.given_for(self.output, weight)
+        return y if y is None or y.dtype == self.output.dtype else None
 
     def weight(self, layer: Any) -> Tensor:
         """The matrix of a linear layer, ``(out, in)``, in the working dtype.
@@ -214,7 +214,7 @@ class LinearCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Of tensors made under inference mode nothing says whether they were changed since.
+        # Nothing says whether tensors made under inference mode were changed since.
         if func is F.linear and len(args) >= 2 and not result.is_inference():
             self._calls.append((args[1], args[0], result, result._version))
         return result
@@ -239,15 +239,15 @@ class LinearCalls(TorchFunctionMode):
             output (Tensor): ``(B, L, E)``, what it returned. All in its dtype.
         """
         self._calls = [
-            one
-            for one in self._calls
-            if (one[1].shape == tokens.shape or one[2].is_set_to(output))
-            and one[1].dtype == one[2].dtype == output.dtype
+            (layer, x, y, version)
+            for layer, x, y, version in self._calls
+            if (x.shape == tokens.shape or y.is_set_to(output))
+            and x.dtype == y.dtype == output.dtype
         ]
 
     def nbytes_without(self, *others: Tensor) -> int:
         """The size of what the layers were given and returned, without tensors held elsewhere."""
-        sizes = {address(x): x.nbytes for one in self._calls for x in one[1:3]}
+        sizes = {address(x): x.nbytes for _, *ends, _ in self._calls for x in ends}
         for x in others:
             sizes.pop(address(x), None)
         return sum(sizes.values())
@@ -258,22 +258,22 @@ class LinearCalls(TorchFunctionMode):
 
     def find(self, layer: Any, x: Tensor) -> Tensor | None:
         """What a layer returned for ``x``, unless that was changed in place since."""
-        for own, given, result, version in self._calls:
+        for known, inputs, result, version in self._calls:
             # Under autocast a layer returns another dtype than it was given.
-            alike = given.dtype == x.dtype == result.dtype and given.shape == x.shape
-            is_own = own is layer if isinstance(own, nn.Module) else _are_one(own, layer.weight)
-            if is_own and alike:
-                is_it = given.is_set_to(x) or torch.equal(given, x)
-                is_it = is_it and result._version == version and _is_linear(own, given, result)
+            alike = inputs.dtype == x.dtype == result.dtype and inputs.shape == x.shape
+            is_module = isinstance(known, nn.Module)
+            if alike and (known is layer if is_module else _are_one(known, layer.weight)):
+                is_it = inputs.is_set_to(x) or torch.equal(inputs, x)
+                is_it = is_it and result._version == version and _is_linear(known, inputs, result)
                 return result if is_it else None
         return None
 
     def given_for(self, output: Tensor, weight: Tensor) -> Tensor | None:
         """What the layer with the matrix ``weight`` was given when it returned ``output``."""
-        for own, given, result, version in self._calls:
-            of_layer = address(getattr(own, "weight", own)) == address(weight)
+        for layer, inputs, result, version in self._calls:
+            of_layer = address(getattr(layer, "weight", layer)) == address(weight)
             if of_layer and result.is_set_to(output) and result._version == version:
-                return given if _is_linear(own, given, result) else None
+                return inputs if _is_linear(layer, inputs, result) else None
         return None
 
 
@@ -283,26 +283,26 @@ def _are_one(weight: Tensor, other: Tensor) -> bool:
     return same and weight.dtype == other.dtype and address(weight) == address(other)
 
 
-def _is_linear(layer: Any, given: Tensor, result: Tensor) -> bool:
+def _is_linear(layer: Any, inputs: Tensor, result: Tensor) -> bool:
     # Whether a layer computed what its weights say, for each token: its forward may be another one,
     # or a hook may change what it returns. Sums of the channels with random signs tell.
     if isinstance(layer, Tensor):  # the weight itself
         return True
     weight = layer.weight.detach()
-    if not given.dtype == weight.dtype == result.dtype:  # autocast
+    if not inputs.dtype == weight.dtype == result.dtype:  # autocast
         return False
     with torch.autocast(weight.device.type, enabled=False):
-        return _is_product(layer, given, weight, result)
+        return _is_product(layer, inputs, weight, result)
 
 
-def _is_product(layer: Any, given: Tensor, weight: Tensor, result: Tensor) -> bool:
-    given, result = (x.detach().flatten(0, -2) for x in (given, result))
+def _is_product(layer: Any, inputs: Tensor, weight: Tensor, result: Tensor) -> bool:
+    inputs, result = (x.detach().flatten(0, -2) for x in (inputs, result))
     signs = random_signs(weight)
     row = signs @ weight
-    expected = given @ row
+    expected = inputs @ row
     if layer.bias is not None:
         expected = expected + layer.bias.detach() @ signs
-    size = torch.linalg.vector_norm(given, dim=-1) * torch.linalg.vector_norm(row)
+    size = torch.linalg.vector_norm(inputs, dim=-1) * torch.linalg.vector_norm(row)
     size = size + torch.linalg.vector_norm(result, dim=-1)
     return bool(((result @ signs - expected).abs() <= 1e-5 * size).all())
 
@@ -346,7 +346,7 @@ def bound_arguments(
     Arguments collected by ``**kwargs`` are listed with the others. If a subclass takes ``*args``
     and passes them on, the names are those of the base class.
     """
-    found: list[tuple[int, dict[str, Any]]] = []
+    bindings: list[tuple[int, dict[str, Any]]] = []
     for cls in type(module).__mro__:
         if "forward" not in vars(cls):
             continue
@@ -361,8 +361,8 @@ def bound_arguments(
                 named.update(named.pop(name, {}))
             elif parameter.kind is Parameter.VAR_POSITIONAL:
                 unnamed = len(named.get(name, ()))
-        found.append((unnamed, named))
-    return min(found, key=lambda one: one[0])[1] if found else dict(kwargs)
+        bindings.append((unnamed, named))
+    return min(bindings, key=lambda binding: binding[0])[1] if bindings else dict(kwargs)
 
 
 _CACHES = ("cache", "past_key_value", "inference_params")
@@ -371,12 +371,12 @@ _CACHES = ("cache", "past_key_value", "inference_params")
 def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments with None for generation caches, by their names; numbers stay."""
 
-    def kept(value: Any) -> Any:
+    def without(value: Any) -> Any:
         if isinstance(value, bool):
             return False
-        # As the positions in a cache.
+        # Indices are positions in a cache.
         is_index = torch.is_tensor(value) and value.dtype == torch.int64
         return value if isinstance(value, int) or is_index else None
 
     is_cache = {name: any(part in name for part in _CACHES) for name in kwargs}
-    return {name: kept(value) if is_cache[name] else value for name, value in kwargs.items()}
+    return {name: without(value) if is_cache[name] else value for name, value in kwargs.items()}

@@ -126,25 +126,33 @@ class FrozenMixer:
 
     def with_values(self, values: Tensor, convolved: Tensor | None = None) -> FrozenMixer:
         """This mixer, with ``values`` and ``convolved``, ``(B, L, D)``, as computed."""
-        known = (
-            {"values": values} if convolved is None else {"values": values, "convolved": convolved}
-        )
-        return self._knowing(known)
+        of_conv = {} if convolved is None else {"convolved": convolved}
+        return self._knowing({"values": values} | of_conv)
 
-    def normed(self, scale_of: Callable[[Tensor], Tensor]) -> FrozenMixer:
+    def normed(
+        self, scale_of: Callable[[Tensor], Tensor], bonus: Tensor | None = None
+    ) -> FrozenMixer:
         """This mixer with a norm, whose scale, and the offset after it, are those of any values.
 
         Args:
             scale_of (Callable): from the mixed values to the norm's scale, both ``(B, L, D)``.
+            bonus (Tensor, optional): ``(B, L, D)``, the weight of a token's own values, of a mixer
+                without a skip, added after the norm. Default: None
         """
+        scale = scale_of(self.mixed)
+        # A skip is added before the norm, so it is divided by the norm's scale.
+        skip = self.skip if bonus is None else bonus / scale
+        added = 0.0 if bonus is None or skip is None else skip * self.values
 
         def readout(y: Tensor) -> Tensor:
-            y = y * scale_of(y)
+            y = (y - added) * scale_of(y - added) + added * scale
             y = y if self.gate is None else y * self.gate
             return y if self.offset is None else y + self.offset
 
-        normed = replace(self, norm=scale_of(self.mixed), readout=readout)
-        computed = ("values", "mixed", "convolved")
+        normed = replace(self, norm=scale, skip=skip, readout=readout)
+        computed = (
+            ("values", "convolved") if bonus is not None else ("values", "convolved", "mixed")
+        )
         return normed._knowing({name: x for name, x in vars(self).items() if name in computed})
 
     def _knowing(self, known: dict[str, Tensor]) -> Self:
@@ -233,8 +241,8 @@ class FrozenMixer:
             UnsupportedModelError: for a norm that cannot be computed anew.
         """
         if self.readout is not None:
-            given = iter(mixed)
-            return self.readout(self._add_up(lambda scan: next(given)))
+            values = iter(mixed)
+            return self.readout(self._add_up(lambda scan: next(values)))
         if not self.is_readable:
             raise UnsupportedModelError(
                 "the norm after this mixer's scan is known at the values of this run only, so what "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,18 @@ def rms_factor(y: Tensor, weight: Tensor | None, eps: float, groups: int = 1) ->
     return scale.flatten(-2)
 
 
+def rms_scale(call: MixerCall, norm: Any, groups: int = 1) -> Callable[[Tensor], Tensor]:
+    """A module's RMS norm over groups of channels, as :func:`rms_factor` of what it is given."""
+    weight = None if norm.weight is None else call.parameter(norm.weight)
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    return lambda y: rms_factor(y, weight, eps, groups)
+
+
+def projection(call: MixerCall, layer: nn.Module) -> dict[str, Any]:
+    """An output projection, as the arguments of a ``FrozenMixer`` by their names."""
+    return {"out_proj": lambda y: call.linear(layer, y), "out_weight": call.weight(layer)}
+
+
 def unit(x: Tensor) -> Tensor:
     """``x (..., N)`` scaled to unit length, as the delta rule's keys and queries are."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
@@ -60,8 +74,8 @@ class ShortConv:
     Examples::
 
         >>> u, conv = torch.randn(1, 7, 4), nn.Conv1d(4, 4, 3, groups=4, padding=2)
-        >>> found = ShortConv(u, conv.weight[:, 0], conv.bias)
-        >>> torch.testing.assert_close(found.output, conv(u.mT)[..., :7].mT)
+        >>> short = ShortConv(u, conv.weight[:, 0], conv.bias)
+        >>> torch.testing.assert_close(short.output, conv(u.mT)[..., :7].mT)
     """
 
     inputs: Tensor
@@ -72,6 +86,11 @@ class ShortConv:
     def output(self) -> Tensor:
         """conv(u) + bias, ``(B, L, D)``."""
         return causal_conv(self.inputs, self.taps, self.bias)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """It as the arguments of a ``FrozenMixer``, by their names."""
+        return {"inputs": self.inputs, "conv": self.taps, "conv_bias": self.bias}
 
     def channels(self, index: slice | Tensor) -> ShortConv:
         """The convolution of some of the channels."""
@@ -97,9 +116,9 @@ class ImageConv:
     Examples::
 
         >>> u, conv = torch.randn(1, 6, 4), nn.Conv2d(4, 4, 3, groups=4, padding=1)
-        >>> found = ImageConv(u, conv.weight[:, 0], (2, 3), conv.bias)
+        >>> over_image = ImageConv(u, conv.weight[:, 0], (2, 3), conv.bias)
         >>> image = u.mT.unflatten(-1, (2, 3))
-        >>> torch.testing.assert_close(found.output, conv(image).flatten(2).mT)
+        >>> torch.testing.assert_close(over_image.output, conv(image).flatten(2).mT)
     """
 
     inputs: Tensor
@@ -150,8 +169,8 @@ def short_conv(call: MixerCall, conv: nn.Conv1d, u: Tensor) -> ShortConv:
         >>> module, x = model.backbone.layers[0].mixer, torch.randn(1, 7, 16)
         >>> call = MixerCall("mixer", module, (x,), {}, module(x))
         >>> u = torch.randn(1, 7, 32)
-        >>> found = short_conv(call, module.conv1d, u)
-        >>> torch.testing.assert_close(found.output, module.conv1d(u.mT)[..., :7].mT)
+        >>> short = short_conv(call, module.conv1d, u)
+        >>> torch.testing.assert_close(short.output, module.conv1d(u.mT)[..., :7].mT)
     """
     bias = None if conv.bias is None else call.parameter(conv.bias)
     return ShortConv(u, call.parameter(conv.weight)[:, 0], bias)

@@ -22,7 +22,7 @@ class Known:
     """What runs of a model told of it, or of one of its modules.
 
     Args:
-        adapter (Callable, optional): of this module. That of its class comes first. Default: None
+        adapter (Callable, optional): of this module. Its class's comes first. Default: None
         is_of_its_name (bool, optional): whether the adapter of its class computes what it computes,
             where that was taken for the class by its name alone; None before they are compared.
             Default: None
@@ -49,7 +49,7 @@ class Known:
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
-_NOTHING = Known()  # of a module that nothing is known of
+_NOTHING = Known()
 # Packages that are what they are called. People keep copies of others, such as mamba_ssm, under the
 # same name, in which a class computes something else.
 _PACKAGES = ("captum_ssm", "transformers")
@@ -120,9 +120,9 @@ def register_mixer(module_type: type[nn.Module] | str, freeze: Freeze | None = N
     elif isinstance(module_type, str) and module_type:
         name = module_type
     else:
-        given = repr(module_type) if isinstance(module_type, str) else type(module_type).__name__
+        kind = repr(module_type) if isinstance(module_type, str) else type(module_type).__name__
         raise TypeError(
-            f"module_type is {given}; expected a module class or its dotted name, a str."
+            f"module_type is {kind}; expected a module class or its dotted name, a str."
         )
 
     def register(function: Freeze) -> Freeze:
@@ -150,12 +150,12 @@ def find_adapter(module: nn.Module) -> Freeze | None:
         True
     """
     known = _KNOWN.get(original(module), _NOTHING)
-    found = None if known.is_of_its_name is False else _registered(module)
-    return known.adapter if found is None else found
+    of_class = None if known.is_of_its_name is False else _registered(module)
+    return known.adapter if of_class is None else of_class
 
 
 def _registered(module: nn.Module) -> Freeze | None:
-    # By the module's own class, or the nearest base of it.
+    # The adapter of the module's own class, or of the nearest base of it.
     for cls in type(module).__mro__:
         parts = f"{cls.__module__}.{cls.__qualname__}".split(".")
         for start in range(len(parts)):
@@ -192,20 +192,20 @@ def how_known(module: nn.Module) -> str:
     return "registered" if by_class else getattr(adapter, "known", "recognized")
 
 
-def remember(found: Mapping[nn.Module, Freeze]) -> None:
+def remember(adapters: Mapping[nn.Module, Freeze]) -> None:
     """Let :func:`find_adapter` find these adapters of single modules."""
-    for module, freeze in found.items():
+    for module, freeze in adapters.items():
         known_of(module).adapter = freeze
 
 
 def nearest_misses(model: nn.Module, most: int = 3) -> str:
-    """What in ``model`` looks like a mixer and why it is none; or nothing."""
-    found: dict[tuple[str, str], str] = {}
+    """What in ``model`` looks like a mixer and why it is not one; or nothing."""
+    misses: dict[tuple[str, str], str] = {}
     for path, module in model.named_modules():
         if why := _KNOWN.get(original(module), _NOTHING).miss:
-            found.setdefault((type(module).__name__, why), path)
-    ranked = [*found.items()][:most]
-    return "; ".join(f"{path or 'the model'} ({kind}) {why}" for (kind, why), path in ranked)
+            misses.setdefault((type(module).__name__, why), path)
+    first = [*misses.items()][:most]
+    return "; ".join(f"{path or 'the model'} ({kind}) {why}" for (kind, why), path in first)
 
 
 def registered() -> list[str]:
@@ -238,7 +238,7 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         >>> [path for path, module in find_mixers(model)]
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
-    return (one for one in outermost(model) if find_adapter(one[1]) is not None)
+    return ((path, m) for path, m in outermost(model) if find_adapter(m) is not None)
 
 
 def outermost(

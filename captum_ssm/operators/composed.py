@@ -93,9 +93,9 @@ class SumOperator(PartsOperator):
 
     Examples::
 
-        >>> one, other = SkipOperator(torch.rand(1, 5, 4)), SkipOperator(torch.rand(1, 5, 4))
-        >>> total = SumOperator((one, other))
-        >>> torch.testing.assert_close(total.matrix(), one.matrix() + other.matrix())
+        >>> there, back = SkipOperator(torch.rand(1, 5, 4)), SkipOperator(torch.rand(1, 5, 4))
+        >>> total = SumOperator((there, back))
+        >>> torch.testing.assert_close(total.matrix(), there.matrix() + back.matrix())
     """
 
     parts: tuple[TokenOperator, ...]
@@ -311,9 +311,9 @@ def _band(left: Tensor, taps: Tensor, right: Tensor) -> TokenOperator:
     # diag(left) conv diag(right) is a band: for each lag a diagonal, shifted.
     parts, shifted = [], right
     for lag, tap in enumerate(taps.flip(-1).mT):
-        one = torch.zeros_like(taps)
-        one[:, -1 - lag] = 1
-        parts.append(ConvolvedOperator(SkipOperator(left * tap * shifted), one))
+        one_tap = torch.zeros_like(taps)
+        one_tap[:, -1 - lag] = 1
+        parts.append(ConvolvedOperator(SkipOperator(left * tap * shifted), one_tap))
         shifted = nn.functional.pad(shifted, (0, 0, 1, 0))[:, :-1]
     return SumOperator(tuple(parts))
 

@@ -46,6 +46,6 @@ def mlstm_operator(
         width=width,
     )
     ones = q.new_ones(q.shape[0], q.shape[2], q.shape[1], 1)
-    found = cell.matvec_heads(ones)[..., 0].transpose(1, 2)  # q^T n, (B, L, H)
-    total = torch.maximum(found.abs(), torch.exp(-peak)) + eps
+    read = cell.matvec_heads(ones)[..., 0].transpose(1, 2)  # q^T n, (B, L, H)
+    total = torch.maximum(read.abs(), torch.exp(-peak)) + eps
     return replace(cell, query=cell.query / total[..., None])

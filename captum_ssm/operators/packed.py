@@ -25,9 +25,9 @@ class PackedOperator(PartsOperator):
 
     Examples::
 
-        >>> one, other = SkipOperator(torch.rand(1, 3, 4)), SkipOperator(torch.rand(1, 5, 4))
+        >>> short, long = SkipOperator(torch.rand(1, 3, 4)), SkipOperator(torch.rand(1, 5, 4))
         >>> at = (torch.arange(2, 5), torch.arange(5))  # the first example is padded on the left
-        >>> operator = PackedOperator((one, other), (0, 1), at, (2, 5))
+        >>> operator = PackedOperator((short, long), (0, 1), at, (2, 5))
         >>> operator.matvec(torch.ones(2, 5, 4))[0, :2].abs().max()
         tensor(0.)
     """
@@ -64,8 +64,8 @@ class PackedOperator(PartsOperator):
         for part, row, at in self._sequences():
             asked, token = (index[row][:, None] == at).nonzero().unbind(1)
             if len(asked):
-                found = part.map_rows(token[None], start, stop)[0]  # (m, R, l)
-                rows[row, :, asked[:, None], at] = found.movedim(0, 1).to(rows).movedim(1, 0)
+                of_part = part.map_rows(token[None], start, stop)[0]  # (m, R, l)
+                rows[row, :, asked[:, None], at] = of_part.movedim(0, 1).to(rows).movedim(1, 0)
         return rows
 
     def _sequences(self) -> Iterator[tuple[TokenOperator, int, Tensor]]:

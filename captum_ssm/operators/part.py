@@ -92,8 +92,8 @@ def part_of(operator: TokenOperator, rows: Tensor, start: int, stop: int) -> Tok
         some = x[rows] if x.shape[0] > 1 else x.expand(len(rows), *x.shape[1:])
         return some.flatten(1, 2) if rows.dim() == 2 and x.shape[0] > 1 else some
 
-    found = {name: taken(getattr(source, name), kind) for name, kind in axes.items()}
-    return replace(operator, **found)  # type: ignore[type-var]
+    changed = {name: taken(getattr(source, name), kind) for name, kind in axes.items()}
+    return replace(operator, **changed)  # type: ignore[type-var]
 
 
 def examples(x: Tensor, rows: Tensor, channels: slice = slice(None)) -> Tensor:
@@ -109,5 +109,5 @@ def examples(x: Tensor, rows: Tensor, channels: slice = slice(None)) -> Tensor:
         >>> examples(torch.randn(6, 5, 4), torch.arange(6).view(2, 3), slice(1, 3)).shape
         torch.Size([2, 5, 6])
     """
-    found = x[:, :, channels][rows]
-    return found.transpose(1, 2).flatten(2, 3) if rows.dim() == 2 else found
+    some = x[:, :, channels][rows]
+    return some.transpose(1, 2).flatten(2, 3) if rows.dim() == 2 else some

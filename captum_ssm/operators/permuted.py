@@ -46,8 +46,7 @@ class _OverTokens(AroundOperator):
         return self._joined(self.inner.matvec(self._split(v, self.enters)), self.position)
 
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
-        found = self.inner.rmatvec(self._split(w, self.lands), reduction)
-        return self._joined(found, self._read)
+        return self._joined(self.inner.rmatvec(self._split(w, self.lands), reduction), self._read)
 
     def row_tile(self, start: int, stop: int) -> Tensor:
         rows = self.position[start:stop]
@@ -68,9 +67,9 @@ class _OverTokens(AroundOperator):
         rows = self.inner.map_rows((at % length).repeat_interleave(W, 0), start, stop)
         rows = rows.unflatten(0, (-1, W))  # (B, W, m, R, l)
         window = torch.arange(W, device=at.device)[:, None]
-        is_own = at[:, None].div(length, rounding_mode="floor") == window  # (B, W, R)
-        if not bool(is_own.all()):
-            rows = rows * is_own[:, :, None, :, None]
+        is_in_it = at[:, None].div(length, rounding_mode="floor") == window  # (B, W, R)
+        if not bool(is_in_it.all()):
+            rows = rows * is_in_it[:, :, None, :, None]
         return picked(rows.permute(0, 2, 3, 1, 4).flatten(3), self._read, axis=-1)
 
     def scaled(self, left: Tensor | None, right: Tensor | None) -> TokenOperator:
@@ -96,8 +95,8 @@ class _OverTokens(AroundOperator):
 class MovedOperator(_OverTokens):
     r"""An operator over some of the tokens, whose outputs land on the same tokens or on others.
 
-    As in a mixer that scans padded windows, a part of the tokens, or that rolls what its scan
-    returns by one token. Rows where nothing lands, and columns that are not read, are zero.
+    A mixer may scan padded windows, or a part of the tokens, or roll what its scan returns by one
+    token. Rows where nothing lands, and columns that are not read, are zero.
 
     Args:
         inner (TokenOperator): over ``(B W, l)`` tokens of its own, the W windows of an example in a
@@ -158,20 +157,20 @@ class PermutedOperator(_OverTokens):
 
 def place_of(at: Tensor, tokens: int) -> Tensor:
     """Where each of so many tokens is in ``at (l,)``, which holds -1 too; -1 for nowhere."""
-    found = torch.full((tokens + 1,), -1, device=at.device)
-    found[at] = torch.arange(len(at), device=at.device)  # -1 writes to the last one
-    return found[:tokens]
+    place = torch.full((tokens + 1,), -1, device=at.device)
+    place[at] = torch.arange(len(at), device=at.device)  # -1 writes to the last one
+    return place[:tokens]
 
 
 def picked(x: Tensor, at: Tensor, fill: float = 0, *, axis: int = 1) -> Tensor:
     """The tokens ``at (l,)`` of ``x (B, L, ...)``, or on another axis; ``fill`` for -1."""
     # On the last axis PyTorch's index_select is slow.
-    found, is_none = x[..., at] if axis == -1 else x.index_select(axis, at.clamp(min=0)), at < 0
+    tokens, is_none = x[..., at] if axis == -1 else x.index_select(axis, at.clamp(min=0)), at < 0
     if not bool(is_none.any()):
-        return found
+        return tokens
     shape = [1] * x.dim()
     shape[axis] = len(at)
-    return found.masked_fill(is_none.view(shape), fill)
+    return tokens.masked_fill(is_none.view(shape), fill)
 
 
 def placed(x: Tensor, at: Tensor, tokens: int, fill: float = 0) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from captum_ssm.operators.base import AroundOperator, TokenOperator, check_rmatvec
+from captum_ssm.operators.permuted import MovedOperator
+from captum_ssm.utils.lazy import cached_property
 
 
 @dataclass(frozen=True)
@@ -39,33 +41,29 @@ class SubstepOperator(AroundOperator):
         B, L, D, M = self.inner.sizes
         return B, L // self.steps, D * self.steps, M * self.steps
 
+    @cached_property
+    def _by_step(self) -> list[MovedOperator]:
+        # The operator of each step: it enters there, and lands at the last step of a token.
+        token = torch.arange(self.length, device=self.device)
+        at = torch.full((self.steps, self.length, self.steps), -1, device=self.device)
+        at.diagonal(dim1=0, dim2=2)[:] = token[:, None]
+        enters = at.flatten(1)
+        return [MovedOperator(self.inner, e, enters[-1], self.length) for e in enters]
+
     def matvec(self, v: Tensor) -> Tensor:
-        parts = v.chunk(self.steps, -1)
-        found = [
-            self.inner.matvec(self._at(part, step))[:, self.steps - 1 :: self.steps]
-            for step, part in enumerate(parts)
-        ]
-        return torch.cat(found, -1)
+        pairs = zip(self._by_step, v.chunk(self.steps, -1), strict=True)
+        return torch.cat([operator.matvec(part) for operator, part in pairs], -1)
 
     def rmatvec(self, w: Tensor, reduction: str | None = None) -> Tensor:
         mean = check_rmatvec(reduction)
         parts = [w] * self.steps if w.dim() == 2 else w.chunk(self.steps, -1)
-        found = [
-            self.inner.rmatvec(self._at(part, self.steps - 1), reduction)[:, step :: self.steps]
-            for step, part in enumerate(parts)
-        ]
-        return torch.stack(found).mean(0) if mean else torch.cat(found, -1)
+        pairs = zip(self._by_step, parts, strict=True)
+        products = [operator.rmatvec(part, reduction) for operator, part in pairs]
+        return torch.stack(products).mean(0) if mean else torch.cat(products, -1)
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
-        maps, found = self.inner.maps, []
+        maps, rows = self.inner.maps, []
         for step in range(start // maps, (stop - 1) // maps + 1):
             first, last = max(start - step * maps, 0), min(stop - step * maps, maps)
-            at = index * self.steps + self.steps - 1
-            found.append(self.inner.map_rows(at, first, last)[..., step :: self.steps])
-        return torch.cat(found, 1)
-
-    def _at(self, x: Tensor, step: int) -> Tensor:
-        # x (B, L, ...) at one step of each token, zero at the others.
-        spread = x.new_zeros(x.shape[0], x.shape[1], self.steps, *x.shape[2:])
-        spread[:, :, step] = x
-        return spread.flatten(1, 2)
+            rows.append(self._by_step[step].map_rows(index, first, last))
+        return torch.cat(rows, 1)

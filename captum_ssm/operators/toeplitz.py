@@ -53,8 +53,8 @@ class ToeplitzOperator(TokenOperator):
         response = torch.fft.rfft(self.kernel).conj()
         if mean and w.dim() == 2:
             return self._convolved(w[..., None], response.mean(0, keepdim=True))[..., 0]
-        found = self._convolved(w if w.dim() == 3 else w[..., None], response)
-        return found.mean(-1) if mean else found
+        u = self._convolved(w if w.dim() == 3 else w[..., None], response)
+        return u.mean(-1) if mean else u
 
     def map_rows(self, index: Tensor, start: int, stop: int) -> Tensor:
         return self.kernel[start:stop, self._lags(index)].transpose(0, 1)

@@ -51,12 +51,12 @@ def wkv_operator(
     before = [_before(key, decay)]
     if two_way:
         before.append(_before(key.flip(1), decay).flip(1))
-    own = key + bonus
-    top = torch.stack([own, *before]).amax(0)
+    itself = key + bonus
+    top = torch.stack([itself, *before]).amax(0)
     parts: list[TokenOperator] = [_past(key, decay, top)]
     if two_way:
         parts.append(PermutedOperator(_past(key.flip(1), decay, top.flip(1)), backward))
-    parts.append(SkipOperator(torch.exp(own - top)))
+    parts.append(SkipOperator(torch.exp(itself - top)))
     total = SumOperator(tuple(parts)).matvec(torch.ones_like(key))
     return SumOperator(tuple(part.scaled(1 / total, None) for part in parts))
 

@@ -165,7 +165,7 @@ def run_cut(
 
         known_results = None if silent else call.scans
         scans = ScanCalls(
-            lambda call, scan, result: _cut(call, scan, result, run), kept=known_results
+            lambda call, scan, result: _cut(call, scan, result, run), known=known_results
         )
         known = candidate_functions() if functions is None else functions
         with (

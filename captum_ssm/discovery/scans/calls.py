@@ -82,7 +82,7 @@ class FunctionCall:
         return dict(bound.arguments)
 
     def with_arguments(self, changed: dict[str, Any]) -> FunctionCall:
-        """The same call with some of its arguments changed, by parameter name."""
+        """This call with some of its arguments changed, by parameter name."""
         if not isinstance(self.function, FunctionType):
             return replace(self, args=(), kwargs=self.arguments | changed)
         bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)

@@ -113,11 +113,11 @@ def register_scan(
         >>> @register_scan(names={"x": ["values"], "decay": ["gamma"]})
         ... def running_sum(x, decay):  # h_t = decay h_(t-1) + x_t, called as f(values, gamma)
         ...     if x.dim() == 3 and decay.shape == x.shape[-1:]:
-        ...         one = torch.ones_like(x)
-        ...         state = one[..., :1, None]
+        ...         ones = torch.ones_like(x)
+        ...         state = ones[..., :1, None]
         ...         yield Candidate(
         ...             operator=DiagonalOperator(
-        ...                 one, one, decay.log()[:, None], state, state
+        ...                 ones, ones, decay.log()[:, None], state, state
         ...             ),
         ...             values=x,
         ...             layouts=("BLD",),

@@ -113,8 +113,8 @@ class ScanCalls:
             the result.
         forms_only (bool, optional): nothing is measured with impulses, and products with a matrix
             are left alone. Default: False
-        kept (ScanResults, optional): of another run. What a call returned there, it returns here.
-            Default: None
+        known (ScanResults, optional): the calls of another run. What one returned there, it
+            returns here. Default: None
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class ScanCalls:
         take: Callable[[FunctionCall, Scan, Any], Any],
         *,
         forms_only: bool = False,
-        kept: ScanResults | None = None,
+        known: ScanResults | None = None,
     ) -> None:
         self.take = take
         self.forms_only = forms_only
-        self.kept = kept
+        self.known = known
         self.taken = 0
 
     def __call__(self, call: FunctionCall) -> Any:
         if self.forms_only and is_product(call.source):  # one of many in a scan, perhaps
             return call.run()
-        result = None if self.kept is None else self.kept.find(call)
+        result = None if self.known is None else self.known.find(call)
         if result is None:
             with torch.no_grad(), not_intercepted():
                 result = call.run()

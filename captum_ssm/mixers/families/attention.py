@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from captum_ssm.mixers.call import MixerCall, without_caches
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
+from captum_ssm.mixers.parts import projection
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import SoftmaxOperator
 from captum_ssm.utils.blocks import bound
@@ -76,12 +77,10 @@ def freeze_attention(call: MixerCall) -> FrozenMixer:
         softcap=seen.get("softcap"),
         sinks=None if sinks is None else sinks.to(call.dtype),
     )
-    projection = call.module.get_submodule(_output_path(call.module))
     return FrozenMixer(
         recurrence=operator,
         inputs=value.transpose(1, 2).reshape(*call.output.shape[:2], H * P),
-        out_proj=lambda y: call.linear(projection, y),
-        out_weight=call.weight(projection),
+        **projection(call, call.module.get_submodule(_output_path(call.module))),
         gate=seen["gate"],
     )
 
@@ -105,7 +104,6 @@ def _record(call: MixerCall) -> dict[str, Any]:
         ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, _keep)
 
     seen: dict[str, Any] = {}
-
     module = _shallow(call.module)
     _replace(module, _output_path(call.module), _Keep(seen))
     module.__dict__["config"] = copy.copy(call.module.config)
@@ -165,14 +163,14 @@ class _KeepDirect(TorchFunctionMode):
 
 
 def _shallow(module: nn.Module) -> Any:
-    # Shares parameters and submodules; attributes of its own.
-    found = copy.copy(module)
-    found.__dict__["_modules"] = dict(module._modules)
-    return found
+    # A copy that shares parameters and submodules, with attributes of its own.
+    shallow = copy.copy(module)
+    shallow.__dict__["_modules"] = dict(module._modules)
+    return shallow
 
 
 def _replace(module: nn.Module, path: str, by: nn.Module) -> None:
-    # Without a change to a submodule on the path.
+    # Submodules on the path are copied, not changed.
     name, _, rest = path.partition(".")
     if rest:
         child = _shallow(module.get_submodule(name))
@@ -186,10 +184,10 @@ def _replace(module: nn.Module, path: str, by: nn.Module) -> None:
 
 def _output_path(module: nn.Module) -> str:
     for name in ("o_proj", "out_proj", "dense"):
-        found = module._modules.get(name)
-        if isinstance(found, nn.Module):
+        layer = module._modules.get(name)
+        if isinstance(layer, nn.Module):
             # A projection that gates what it is given has a linear layer of its own.
-            return f"{name}.linear" if isinstance(found._modules.get("linear"), nn.Module) else name
+            return f"{name}.linear" if isinstance(layer._modules.get("linear"), nn.Module) else name
     raise ValueError(
         f"{type(module).__name__} has submodules {sorted(module._modules)}; expected an output "
         "projection o_proj, out_proj or dense. Register an adapter of your own with "

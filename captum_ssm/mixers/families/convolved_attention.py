@@ -27,8 +27,8 @@ from captum_ssm.operators import SumOperator
 def freeze_inkling(call: MixerCall) -> FrozenMixer:
     """Inkling: v = norm(conv(u) + u), with a norm of each head in Inkling 2 only."""
     linear, short, norm = _value_layers(call.module)
-    given = call.arguments.get("value_hidden_states")
-    x = call.tokens() if given is None else given.to(call.dtype)
+    of_values = call.arguments.get("value_hidden_states")
+    x = call.tokens() if of_values is None else of_values.to(call.dtype)
     u = _masked(call, call.linear(linear, x), "conv_mask")
     taps = call.parameter(short.conv1d.weight)[:, 0].clone()
     taps[:, -1] += 1

@@ -19,7 +19,14 @@ from torch.nn import functional as F
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import activation_factor, masked_tokens, rms_factor, short_conv, unit
+from captum_ssm.mixers.parts import (
+    activation_factor,
+    masked_tokens,
+    projection,
+    rms_scale,
+    short_conv,
+    unit,
+)
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
@@ -49,35 +56,31 @@ def _freeze_delta(
     log_decay: Tensor,
     beta: Tensor,
     gate: Tensor,
-    norm: Any,
-    out_proj: Any,
 ) -> FrozenMixer:
-    """Shared by all: ``mixed`` holds q, k and v before the convolution, ``gate`` its argument."""
+    """What all share: ``mixed`` holds q, k and v before the convolution, ``gate`` its argument."""
+    module = call.module
+    norm = module.norm if hasattr(module, "norm") else module.o_norm
+    out_proj = module.out_proj if hasattr(module, "out_proj") else module.o_proj
     D, H = gate.shape[-1], beta.shape[-1]
     keys = (mixed.shape[-1] - D) // 2
-    conv = short_conv(call, call.module.conv1d, mixed)
+    conv = short_conv(call, module.conv1d, mixed)
     factor = activation_factor(F.silu, conv.output)
     q, k, values = (factor * conv.output).split([keys, keys, D], -1)
     # Each key head serves consecutive value heads.
     repeat = H // (keys // key_width)
     q, k = (unit(t.unflatten(-1, (-1, key_width))).repeat_interleave(repeat, 2) for t in (q, k))
     recurrence = delta_rule(q, k, beta, log_decay, D // H)
-    weight, eps = call.parameter(norm.weight), norm.variance_epsilon
     act = _ACTIVATIONS[getattr(norm, "activation", "silu")]
-    conv = conv.channels(slice(2 * keys, None))
     mixer = FrozenMixer(
         rounding=2.0,
         recurrence=recurrence,
-        inputs=conv.inputs,
-        out_proj=lambda y: call.linear(out_proj, y),
-        out_weight=call.weight(out_proj),
-        conv=conv.taps,
-        conv_bias=conv.bias,
+        **conv.channels(slice(2 * keys, None)).arguments,
+        **projection(call, out_proj),
         activation=factor[..., -D:],
         gate=act(gate),
         gate_argument=gate if act is F.silu else None,
     )
-    return mixer.with_values(values).normed(lambda y: rms_factor(y, weight, eps, H))
+    return mixer.with_values(values).normed(rms_scale(call, norm, H))
 
 
 def _head_decay(call: MixerCall, a: Tensor) -> Tensor:
@@ -102,8 +105,6 @@ def freeze_qwen3_next(call: MixerCall) -> FrozenMixer:
         log_decay=_head_decay(call, a),
         beta=torch.sigmoid(b),
         gate=z,
-        norm=module.norm,
-        out_proj=module.out_proj,
     )
 
 
@@ -124,8 +125,6 @@ def freeze_qwen3_5(call: MixerCall) -> FrozenMixer:
         log_decay=_head_decay(call, call.linear(module.in_proj_a, x)),
         beta=torch.sigmoid(call.linear(module.in_proj_b, x)),
         gate=call.linear(module.in_proj_z, x),
-        norm=module.norm,
-        out_proj=module.out_proj,
     )
 
 
@@ -142,8 +141,6 @@ def freeze_olmo_hybrid(call: MixerCall) -> FrozenMixer:
         log_decay=_head_decay(call, call.linear(module.a_proj, x)),
         beta=beta * 2.0 if module.allow_neg_eigval else beta,
         gate=call.linear(module.g_proj, x),
-        norm=module.o_norm,
-        out_proj=module.o_proj,
     )
 
 
@@ -165,8 +162,6 @@ def freeze_kimi(call: MixerCall) -> FrozenMixer:
         log_decay=log_decay,
         beta=torch.sigmoid(call.linear(module.b_proj, x)),
         gate=_low_rank(call, module, "g", x),
-        norm=module.o_norm,
-        out_proj=module.o_proj,
     )
 
 

@@ -21,8 +21,16 @@ from torch.nn import functional as F
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.families.delta import delta_rule
 from captum_ssm.mixers.families.ssd import freeze_scan
-from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import ShortConv, masked_tokens, previous, rms_factor, short_conv, unit
+from captum_ssm.mixers.frozen_mixer import FrozenMixer, mean_of_groups
+from captum_ssm.mixers.parts import (
+    ShortConv,
+    masked_tokens,
+    previous,
+    projection,
+    rms_factor,
+    short_conv,
+    unit,
+)
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator, TokenOperator, one_state
 
@@ -86,56 +94,28 @@ def _frozen(
     ``norm`` is an RMS or layer norm of ``groups`` of channels, with its own epsilon or ``eps``.
     ``bonus (B, L, H)`` is the weight of a token's own values, added after the norm (RWKV-7).
     """
-    out_proj = call.module.o_proj
     weight = None if norm.weight is None else call.parameter(norm.weight)
-    bias = None if getattr(norm, "bias", None) is None else call.parameter(norm.bias)
-    mean = None
+    offset = None if getattr(norm, "bias", None) is None else call.parameter(norm.bias)
+    if bonus is not None:
+        bonus = bonus.repeat_interleave(conv.output.shape[-1] // bonus.shape[-1], -1)
     if type(norm).__name__ == "GroupNorm" and not getattr(norm, "is_rms_norm", False):
         # All channels of a head share one map, so the map can act on the centered values.
-        heads = conv.output.unflatten(-1, (groups, -1))
-        mean = heads.mean(-1, keepdim=True).expand_as(heads).flatten(-2)
+        mean = mean_of_groups(conv.output, groups)
         conv = ShortConv(conv.output - mean)
-    values = conv.output if activation is None else conv.output * activation
-
-    def scale_of(y: Tensor) -> Tensor:
-        return rms_factor(y, weight, eps or norm.eps, groups)
-
-    scale = scale_of(recurrence.matvec(values))
-    skip, offset = None, bias
-    if bonus is not None:
-        weights = bonus.repeat_interleave(values.shape[-1] // bonus.shape[-1], -1)
-        # Divided by the norm's scale: the skip is added before the norm, the bonus after it. The
-        # mean that was subtracted from the values is not part of the map.
-        skip = weights / scale
-        if mean is not None:
-            offset = weights * mean if offset is None else offset + weights * mean
+        if bonus is not None:  # of which the mean is not part of the map
+            offset = bonus * mean if offset is None else offset + bonus * mean
     if offset is not None and gate.factor is not None:
         offset = offset * gate.factor
-
-    def readout(y: Tensor) -> Tensor:
-        own = None if skip is None else skip * values
-        y = y if own is None else y - own
-        y = y * scale_of(y)
-        # The bonus is no part of what is normalized.
-        y = y if own is None else y + own * scale
-        y = y if gate.factor is None else y * gate.factor
-        return y if offset is None else y + offset
-
-    return FrozenMixer(
+    mixer = FrozenMixer(
         recurrence=recurrence,
-        inputs=conv.inputs,
-        out_proj=lambda y: call.linear(out_proj, y),
-        out_weight=call.weight(out_proj),
-        skip=skip,
-        conv=conv.taps,
-        conv_bias=conv.bias,
+        **conv.arguments,
+        **projection(call, call.module.o_proj),
         activation=activation,
         gate=gate.factor,
         gate_argument=gate.argument,
-        norm=scale,
         offset=offset,
-        readout=readout,
     )
+    return mixer.normed(lambda y: rms_factor(y, weight, eps or norm.eps, groups), bonus)
 
 
 def _heads(x: Tensor, width: int, repeat: int = 1) -> Tensor:
@@ -396,8 +376,7 @@ def freeze_mamba2(call: MixerCall) -> FrozenMixer:
         groups=module.n_groups,
         limit=tuple(module.dt_limit),
         norm_before_gate=module.norm.norm_before_gate if module.rmsnorm else None,
-        out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.weight(module.out_proj),
+        out=projection(call, module.out_proj),
         mask=mask,
         act=F.silu if module.activation in _SILU else None,
     )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import short_conv
+from captum_ssm.mixers.parts import projection, short_conv
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import one_state
 
@@ -27,8 +27,7 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
     """RecurrentGemma's recurrent block."""
     module, unit = call.module, call.module.rg_lru
     x = call.tokens("input_states")
-    u = call.linear(module.linear_x, x)
-    conv = short_conv(call, module.conv_1d, u)
+    conv = short_conv(call, module.conv_1d, call.linear(module.linear_x, x))
     values = conv.output
 
     def block(weight: Tensor, bias: Tensor) -> Tensor:
@@ -45,11 +44,8 @@ def freeze_rg_lru(call: MixerCall) -> FrozenMixer:
     return FrozenMixer(
         rounding=2.0,
         recurrence=one_state(torch.where(reset, RESET, dt), scale * input_gate),
-        inputs=u,
-        out_proj=lambda y: call.linear(module.linear_out, y),
-        out_weight=call.weight(module.linear_out),
-        conv=conv.taps,
-        conv_bias=conv.bias,
+        **conv.arguments,
+        **projection(call, module.linear_out),
         gate=module.act_fn(z),
         gate_argument=z,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import activation_factor, rms_factor
+from captum_ssm.mixers.parts import activation_factor, projection, rms_scale
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
@@ -34,13 +34,11 @@ def freeze_lightning(call: MixerCall) -> FrozenMixer:
     recurrence = LinearAttentionOperator(
         query=q, key=k, log_decay=log_decay.expand(*x.shape[:2], H, 1), width=P
     )
-    weight, eps = call.parameter(module.norm.weight), module.norm.variance_epsilon
     mixer = FrozenMixer(
         recurrence=recurrence,
         inputs=heads(psi)[2].flatten(2),
         activation=heads(factor)[2].flatten(2),
-        out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.weight(module.out_proj),
+        **projection(call, module.out_proj),
         gate=torch.sigmoid(call.linear(module.output_gate, x)),
     )
-    return mixer.with_values(v.flatten(2)).normed(lambda y: rms_factor(y, weight, eps))
+    return mixer.with_values(v.flatten(2)).normed(rms_scale(call, module.norm))

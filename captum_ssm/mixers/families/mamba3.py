@@ -65,9 +65,9 @@ def freeze_mamba3(call: MixerCall) -> FrozenMixer:
             call.parameter(getattr(module, f"mimo_{name}")).transpose(0, 1).flatten(1)  # (R, D)
             for name in "xzo"
         )
-        parts = zip(keys.unbind(2), up, strict=True)
+        pairs = zip(keys.unbind(2), up, strict=True)
         recurrence = SumOperator(
-            tuple(read(key).scaled(None, one.repeat(R).expand_as(x)) for key, one in parts)
+            tuple(read(key).scaled(None, factor.repeat(R).expand_as(x)) for key, factor in pairs)
         )
         skip, z = skip * up.flatten(), z * gates.flatten()
     out_weight = call.weight(module.out_proj).repeat(1, R)

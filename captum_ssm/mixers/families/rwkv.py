@@ -17,7 +17,7 @@ from torch import Tensor
 from captum_ssm.kernels.convolution import causal_conv
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import previous
+from captum_ssm.mixers.parts import previous, projection
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import wkv_operator, wkv_state
 
@@ -46,8 +46,7 @@ def freeze_wkv(call: MixerCall) -> FrozenMixer:
         recurrence=wkv_operator(key, decay, call.parameter(module.time_first)),
         memory=lambda: wkv_state(key, decay),
         inputs=inputs,
-        out_proj=lambda y: call.linear(module.output, y),
-        out_weight=call.weight(module.output),
+        **projection(call, module.output),
         conv=taps,
         conv_bias=values - causal_conv(inputs, taps),
         gate=gate,

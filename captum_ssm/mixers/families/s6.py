@@ -12,6 +12,8 @@ with padding set to zero at the input and after the convolution.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch.nn import functional as F
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import ShortConv, activation_factor, masked_tokens, short_conv
+from captum_ssm.mixers.parts import activation_factor, masked_tokens, projection, short_conv
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import DiagonalOperator
 
@@ -31,10 +33,11 @@ def freeze_scan(
     u: Tensor,
     z: Tensor,
     A: Tensor,
-    projection: tuple[Function, Tensor],
+    out: dict[str, Any],
     *,
     suffix: str = "",
     mask: Tensor | None = None,
+    **projections: Function,
 ) -> FrozenMixer:
     """The scan of ``u (B, L, D)``, gated by ``z (B, L, D)``, with parts of the call's module.
 
@@ -43,63 +46,57 @@ def freeze_scan(
         u (Tensor): what is convolved.
         z (Tensor): what the gate is SiLU of.
         A (Tensor): ``(D, N)``, negative.
-        projection (tuple): the output projection and its weight.
+        out (dict): the output projection, as from :func:`~captum_ssm.mixers.parts.projection`.
         suffix (str, optional): of the names of the parts. Default: ""
         mask (Tensor, optional): of padding, ``(B, L)``. Default: None
+        **projections (Callable): ``x_proj`` and ``dt_proj``, where they are not linear layers.
     """
-    conv = short_conv(call, getattr(call.module, f"conv1d{suffix}"), u)
-    activation, values = _values(getattr(call.module, "act", F.silu), conv, mask)
-    recurrence = coefficients(call, values, A, suffix=suffix, mask=mask)
-    D = getattr(call.module, f"D{suffix}")
-    return _frozen(call, recurrence, conv, activation, values, z, D, projection)
+    module = call.module
+    conv = short_conv(call, getattr(module, f"conv1d{suffix}"), u)
+    act, psi = getattr(module, "act", F.silu), conv.output
+    activation, values = activation_factor(act, psi.detach()), act(psi)
+    if mask is not None:
+        activation, values = (x * mask[..., None] for x in (activation, values))
+    return FrozenMixer(
+        recurrence=coefficients(call, values, A, suffix=suffix, mask=mask, **projections),
+        **conv.arguments,
+        **out,
+        skip=call.parameter(getattr(module, f"D{suffix}")).reshape(-1),
+        activation=activation,
+        gate=F.silu(z),
+        gate_argument=z,
+    ).with_values(values, convolved=psi)
 
 
 def coefficients(
-    call: MixerCall, values: Tensor, A: Tensor, *, suffix: str = "", mask: Tensor | None = None
+    call: MixerCall,
+    values: Tensor,
+    A: Tensor,
+    *,
+    suffix: str = "",
+    mask: Tensor | None = None,
+    x_proj: Function | None = None,
+    dt_proj: Function | None = None,
 ) -> DiagonalOperator:
-    """The recurrence, from its values ``(B, L, D)``, as in :func:`freeze_scan`."""
-    x_proj, dt_proj = (getattr(call.module, f"{name}{suffix}") for name in ("x_proj", "dt_proj"))
+    """The recurrence, from its values ``(B, L, D)``, as in :func:`freeze_scan`.
+
+    ``x_proj`` returns the step, B and C, each ``(B, L, ...)`` or ``(B, L, G, ...)`` in groups of
+    channels; ``dt_proj`` takes the step to ``(B, L, D)``.
+    """
+    x_proj = x_proj or partial(call.linear, getattr(call.module, f"x_proj{suffix}"))
+    dt_proj = dt_proj or partial(call.linear, getattr(call.module, f"dt_proj{suffix}"))
     N = A.shape[-1]
-    found = call.linear(x_proj, values)
-    parts = found.split([found.shape[-1] - 2 * N, N, N], dim=-1)
+    projected = x_proj(values)
+    parts = projected.split([projected.shape[-1] - 2 * N, N, N], dim=-1)
     norms = (_norm(call, name) for name in ("dt_layernorm", "b_layernorm", "c_layernorm"))
     step, B, C = (
         part if norm is None else norm(part).to(call.dtype)
         for norm, part in zip(norms, parts, strict=True)
     )
-    dt = F.softplus(call.linear(dt_proj, step))
-    return _operator(dt, A, B[:, :, None], C[:, :, None], mask)
-
-
-def _frozen(
-    call: MixerCall,
-    recurrence: DiagonalOperator,
-    conv: ShortConv,
-    activation: Tensor,
-    values: Tensor,
-    z: Tensor,
-    D: Tensor,
-    projection: tuple[Function, Tensor],
-) -> FrozenMixer:
-    out_proj, out_weight = projection
-    return FrozenMixer(
-        recurrence=recurrence,
-        inputs=conv.inputs,
-        out_proj=out_proj,
-        out_weight=out_weight,
-        skip=call.parameter(D).reshape(-1),
-        conv=conv.taps,
-        conv_bias=conv.bias,
-        activation=activation,
-        gate=F.silu(z),
-        gate_argument=z,
-    ).with_values(values, convolved=conv.output)
-
-
-def plain_projection(call: MixerCall) -> tuple[Function, Tensor]:
-    """A module's output projection and its weight."""
-    layer = call.module.out_proj
-    return lambda y: call.linear(layer, y), call.weight(layer)
+    dt = F.softplus(dt_proj(step))
+    right = dt if mask is None else dt * mask[..., None]
+    B, C = (t if t.dim() == 4 else t[:, :, None] for t in (B, C))
+    return DiagonalOperator(dt, right, A, B, C)
 
 
 @adapts("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "fla.layers.mamba.Mamba")
@@ -109,7 +106,7 @@ def freeze_s6(call: MixerCall) -> FrozenMixer:
     x, mask = masked_tokens(call)
     u, z = call.linear(module.in_proj, x).chunk(2, dim=-1)
     A = call.decay_rate(module.A_log)
-    return freeze_scan(call, u, z, A, plain_projection(call), mask=mask)
+    return freeze_scan(call, u, z, A, projection(call, module.out_proj), mask=mask)
 
 
 @adapts("ZambaMambaMixer")
@@ -118,32 +115,18 @@ def freeze_zamba(call: MixerCall) -> FrozenMixer:
     module = call.module
     x, mask = masked_tokens(call)
     u, z = call.linear(module.in_proj, x).unflatten(-1, (-1, 2)).unbind(-1)
-    conv = short_conv(call, module.conv1d, u)
-    activation, values = _values(module.act, conv, mask)
 
-    N, rank = module.A_log.shape[-1], module.dt_proj_weight.shape[-1]
-    heads = values.unflatten(-1, (module.n_mamba_heads, -1))  # (B, L, G, P)
-    projected = torch.einsum("blgp,grp->blgr", heads, call.parameter(module.x_proj_weight))
-    step, B, C = projected.split([rank, N, N], dim=-1)
-    step = torch.einsum("blgr,gpr->blgp", step, call.parameter(module.dt_proj_weight))
-    dt = F.softplus(step + call.parameter(module.dt_proj_bias)).flatten(2)
-    A = call.decay_rate(module.A_log).reshape(-1, N)
-    recurrence = _operator(dt, A, B, C, mask)
-    return _frozen(call, recurrence, conv, activation, values, z, module.D, plain_projection(call))
+    def x_proj(values: Tensor) -> Tensor:
+        heads = values.unflatten(-1, (module.n_mamba_heads, -1))  # (B, L, G, P)
+        return torch.einsum("blgp,grp->blgr", heads, call.parameter(module.x_proj_weight))
 
+    def dt_proj(step: Tensor) -> Tensor:
+        step = torch.einsum("blgr,gpr->blgp", step, call.parameter(module.dt_proj_weight))
+        return (step + call.parameter(module.dt_proj_bias)).flatten(2)
 
-def _operator(dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None) -> DiagonalOperator:
-    right = dt if mask is None else dt * mask[..., None]
-    return DiagonalOperator(dt, right, A, B, C)
-
-
-def _values(act: Function, conv: ShortConv, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The activation factor, a constant, and the input of the recurrence."""
-    psi = conv.output
-    activation, values = activation_factor(act, psi.detach()), act(psi)
-    if mask is not None:
-        activation, values = (x * mask[..., None] for x in (activation, values))
-    return activation, values
+    A = call.decay_rate(module.A_log).flatten(0, -2)
+    out = projection(call, module.out_proj)
+    return freeze_scan(call, u, z, A, out, mask=mask, x_proj=x_proj, dt_proj=dt_proj)
 
 
 def _norm(call: MixerCall, name: str) -> Function | None:

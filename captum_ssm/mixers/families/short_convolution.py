@@ -16,7 +16,7 @@ import torch
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import ShortConv, masked_tokens, short_conv
+from captum_ssm.mixers.parts import ShortConv, masked_tokens, projection, short_conv
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import SkipOperator, TokenOperator
 
@@ -35,8 +35,7 @@ def freeze_short_conv(call: MixerCall) -> FrozenMixer:
         gate=c,
         gate_argument=c,
         offset=None if conv.bias is None else c * conv.bias,
-        out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.weight(module.out_proj),
+        **projection(call, module.out_proj),
     )
 
 

@@ -11,6 +11,7 @@ One decay per head, B and C shared by the heads of a group:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,13 @@ from torch.nn import functional as F
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import activation_factor, masked_tokens, rms_factor, short_conv
+from captum_ssm.mixers.parts import (
+    activation_factor,
+    masked_tokens,
+    projection,
+    rms_factor,
+    short_conv,
+)
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import LinearAttentionOperator
 
@@ -31,12 +38,14 @@ def freeze_scan(
     groups: int,
     limit: tuple[float, float],
     norm_before_gate: bool | None,
-    out_proj: Callable[[Tensor], Tensor],
-    out_weight: Tensor,
+    out: dict[str, Any],
     mask: Tensor | None = None,
     act: Callable[[Tensor], Tensor] | None = None,
 ) -> FrozenMixer:
-    """Shared by all: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None: no norm."""
+    """What all share: ``projected`` is z, (u, B, C) and dt; ``norm_before_gate`` None: no norm.
+
+    ``out`` is the output projection, as from :func:`~captum_ssm.mixers.parts.projection`.
+    """
     module = call.module
     z, mixed, step = projected
     H = step.shape[-1]
@@ -59,15 +68,12 @@ def freeze_scan(
     )
     skip = call.parameter(module.D)
     skip = skip.repeat_interleave(width) if skip.numel() == H else skip.reshape(-1)
-    gate, conv = F.silu(z), conv.channels(slice(0, D))
+    gate = F.silu(z)
     mixer = FrozenMixer(
         recurrence=recurrence,
-        inputs=conv.inputs,
-        out_proj=out_proj,
-        out_weight=out_weight,
+        **conv.channels(slice(0, D)).arguments,
+        **out,
         skip=skip,
-        conv=conv.taps,
-        conv_bias=conv.bias,
         activation=activation,
         gate=gate,
         gate_argument=z,
@@ -113,8 +119,7 @@ def freeze_ssd(call: MixerCall) -> FrozenMixer:
         # None in Zamba2 of transformers 4, which has a lower bound only.
         limit=tuple(module.time_step_limit or (module.time_step_min, torch.inf)),
         norm_before_gate=before,
-        out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.weight(module.out_proj),
+        out=projection(call, module.out_proj),
         mask=mask,
     )
 
@@ -129,7 +134,6 @@ def freeze_mamba_ssm(call: MixerCall) -> FrozenMixer:
     mlp = projected.shape[-1] - D - mixed - module.nheads
     side, z, u, step = projected.split([mlp, D, mixed, module.nheads], -1)
     has_norm = getattr(module, "rmsnorm", True)
-    weight = call.weight(module.out_proj)
 
     def out_proj(y: Tensor) -> Tensor:
         if mlp:
@@ -144,13 +148,11 @@ def freeze_mamba_ssm(call: MixerCall) -> FrozenMixer:
         groups=module.ngroups,
         limit=tuple(module.dt_limit),
         norm_before_gate=getattr(module.norm, "norm_before_gate", False) if has_norm else None,
-        out_proj=out_proj,
-        out_weight=weight[:, -D:],
+        out={"out_proj": out_proj, "out_weight": call.weight(module.out_proj)[:, -D:]},
     )
 
 
 def _per_head(x: Tensor, groups: int, heads: int) -> Tensor:
-    # (B, L, groups N) to (B, L, heads, N): consecutive heads share a group. Of one group it is a
-    # view.
+    # (B, L, groups N) to (B, L, heads, N): consecutive heads share a group. One group stays a view.
     parts = x.unflatten(-1, (groups, 1, -1))
     return parts.expand(-1, -1, -1, heads // groups, -1).flatten(2, 3)

@@ -7,8 +7,9 @@ tokens in its own order. Their outputs are added up in the image's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from captum_ssm.mixers.call import MixerCall
-from captum_ssm.mixers.families.s6 import coefficients, freeze_s6, freeze_scan, plain_projection
+from captum_ssm.mixers.families.s6 import coefficients, freeze_s6, freeze_scan
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import ImageConv, activation_factor, rms_factor
+from captum_ssm.mixers.parts import ImageConv, activation_factor, projection, rms_scale
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.models.ss2d import scan_orders
-from captum_ssm.operators import DiagonalOperator, PermutedOperator, SumOperator, TokenOperator
+from captum_ssm.operators import PermutedOperator, SumOperator, TokenOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,25 +126,15 @@ def in_image_order(
     return SumOperator(tuple(p if conv is None else conv.before(p) for p, conv in pairs))
 
 
-def _diagonal(
-    call: MixerCall, values: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Tensor
-) -> DiagonalOperator:
-    # S6's coefficients from its values and its weights, in the order of the values.
-    state, rank = A_log.shape[-1], dt_proj.shape[-1]
-    found = F.linear(values, call.parameter(x_proj))
-    step, B, C = found.split([rank, state, state], -1)
-    dt = F.softplus(F.linear(step, call.parameter(dt_proj), call.parameter(dt_bias)))
-    return DiagonalOperator(dt, dt, _rates(call, A_log), B[:, :, None], C[:, :, None])
-
-
-def _projection(call: MixerCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The output projection with the learned scale of its channels, and its weight."""
-    plain, weight = plain_projection(call)
+def _projection(call: MixerCall) -> dict[str, Any]:
+    """The output projection, with the learned scale of its channels."""
+    plain = projection(call, call.module.out_proj)
     gamma = getattr(call.module, "gamma", None)
     if gamma is None:
-        return plain, weight
-    factor = call.parameter(gamma)
-    return lambda y: plain(y) * factor, weight * factor[:, None]
+        return plain
+    factor, apply = call.parameter(gamma), plain["out_proj"]
+    weight = plain["out_weight"] * factor[:, None]
+    return {"out_proj": lambda y: apply(y) * factor, "out_weight": weight}
 
 
 @adapts("captum_ssm.models.vision_mamba.BidirectionalMamba")
@@ -171,21 +162,19 @@ def freeze_published(call: MixerCall) -> FrozenMixer:
 def _freeze_kind(call: MixerCall, kind: str) -> FrozenMixer:
     module = call.module
     u, z = call.linear(module.in_proj, call.tokens()).chunk(2, -1)
-    projection = _projection(call)
-    there = freeze_scan(call, u, z, _rates(call, module.A_log), projection)
+    out = _projection(call)
+    there = freeze_scan(call, u, z, _rates(call, module.A_log), out)
     if kind == "none":
         return there
     positions = torch.arange(u.shape[1], device=u.device)
     backward, rates = positions.flip(0), _rates(call, module.A_b_log)
     if kind == "v2":
         halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
-        back = freeze_scan(call, u.flip(1), z.flip(1), rates, projection, suffix="_b")
+        back = freeze_scan(call, u.flip(1), z.flip(1), rates, out, suffix="_b")
         scale = 0.5 if halved else 1.0
         return FrozenScans.of((there, back), (positions, backward), scale=scale)
     # v1 scans the same values twice, with the same coefficients except the decay.
-    again = coefficients(call, there.values, rates)
-    dt, B, C = (t.flip(1) for t in (again.dt, again.B, again.C))
-    again = DiagonalOperator(dt, dt, again.A, B, C)
+    again = coefficients(call, there.values.flip(1), rates)
     both = SumOperator((there.recurrence, PermutedOperator(again, backward)))
     return replace(there, recurrence=both, skip=2 * call.parameter(module.D))
 
@@ -206,38 +195,39 @@ def freeze_ss2d(call: MixerCall) -> FrozenMixer:
     image_conv = ImageConv(u, call.parameter(module.conv2d.weight)[:, 0], module.grid, bias)
     psi = image_conv.output
     activation = activation_factor(module.act, psi)
-    values, D = activation * psi, u.shape[-1]
+    values = activation * psi
     orders = tuple(scan_orders(module.grid, u.device))
+    rates = _rates(call, module.A_logs).unflatten(0, (4, -1))
+    names = ("x_proj_weight", "dt_projs_weight", "dt_projs_bias")
+    weights = (call.parameter(getattr(module, name)) for name in names)
     recurrences = [
-        _diagonal(
+        coefficients(
             call,
             values[:, order],
-            module.x_proj_weight[k],
-            module.dt_projs_weight[k],
-            module.dt_projs_bias[k],
-            module.A_logs.view(4, D, -1)[k],
+            A,
+            x_proj=partial(F.linear, weight=x_weight),
+            dt_proj=partial(F.linear, weight=dt_weight, bias=dt_bias),
         )
-        for k, order in enumerate(orders)
+        for order, A, x_weight, dt_weight, dt_bias in zip(orders, rates, *weights, strict=True)
     ]
-    skips = call.parameter(module.Ds).view(4, D)
+    skips = call.parameter(module.Ds).view(4, -1)
     merged = in_image_order(recurrences, orders).matvec(values) + skips.sum(0) * values
-    weight, eps = call.parameter(module.out_norm.weight), module.out_norm.eps
-    norm = rms_factor(merged - merged.mean(-1, keepdim=True), weight, eps)
+    scale_of = rms_scale(call, module.out_norm)
+    norm = scale_of(merged - merged.mean(-1, keepdim=True))
     offset = call.parameter(module.out_norm.bias)
     offset = offset if gate is None else offset * gate
 
     def readout(y: Tensor) -> Tensor:
         y = y - y.mean(-1, keepdim=True)
-        y = y * rms_factor(y, weight, eps)
+        y = y * scale_of(y)
         return offset + (y if gate is None else y * gate)
 
-    out_proj, out_weight = _projection(call)
+    out = _projection(call)
     scans = tuple(
         FrozenMixer(
             recurrence=recurrence,
             inputs=psi[:, order],
-            out_proj=out_proj,
-            out_weight=out_weight,
+            **out,
             skip=skip,
             activation=activation[:, order],
             gate=None if gate is None else gate[:, order],

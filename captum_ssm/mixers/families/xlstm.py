@@ -12,7 +12,7 @@ from torch import Tensor
 
 from captum_ssm.mixers.call import MixerCall
 from captum_ssm.mixers.frozen_mixer import FrozenMixer
-from captum_ssm.mixers.parts import rms_factor
+from captum_ssm.mixers.parts import projection, rms_scale
 from captum_ssm.mixers.registry import adapts
 from captum_ssm.operators import mlstm_operator
 
@@ -40,18 +40,16 @@ def freeze_mlstm(call: MixerCall) -> FrozenMixer:
     recurrence = mlstm_operator(q, k, i, f, width=v.shape[-1] // H, eps=config.eps)
     norm = module.multihead_norm
     heads = v.unflatten(-1, (H, -1))
-    weight = None if norm.weight is None else call.parameter(norm.weight)
     gate = torch.sigmoid(o)
     mixer = FrozenMixer(
         recurrence=recurrence,
         memory=lambda: recurrence,  # in units of its own largest exponent
         inputs=(heads - heads.mean(-1, keepdim=True)).flatten(2),
-        out_proj=lambda y: call.linear(module.out_proj, y),
-        out_weight=call.weight(module.out_proj),
+        **projection(call, module.out_proj),
         gate=gate,
         offset=None if norm.bias is None else call.parameter(norm.bias) * gate,
     )
-    return mixer.normed(lambda y: rms_factor(y, weight, norm.eps, H))
+    return mixer.normed(rms_scale(call, norm, H))
 
 
 def _soft_cap(x: Tensor, cap: float | None) -> Tensor:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from captum_ssm.discovery.scans.form import Candidate
-from captum_ssm.operators import SoftmaxOperator
 
 QKV: dict[str, tuple[str, ...]] = {
     "q": ("query", "queries", "r", "receptance"),
@@ -65,26 +61,3 @@ def log_decays(decay: Tensor | None, query: Tensor) -> Iterator[Tensor]:
     if bool(((decay >= 0) & (decay <= 1)).all()):
         yield decay.log()
     yield -decay.exp()
-
-
-def softmax_candidates(
-    q: Tensor, k: Tensor, v: Tensor, layouts: tuple[str, ...], scale: float | None, **others: Any
-) -> Iterator[Candidate]:
-    """Softmax attention, if these are heads of the same tokens; queries may share keys.
-
-    Args:
-        q, k, v (Tensor): ``(B, H, L, N)``, ``(B, H or fewer, L, N)`` and ``(B, H or fewer, L, P)``.
-        layouts (tuple of str): as for :class:`Candidate`.
-        scale (float, optional): the factor of the scores; None for one over the root of N.
-        others: bias, softcap and sinks, as for ``SoftmaxOperator``.
-    """
-    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3]:
-        return
-    if q.shape[2] != k.shape[2] or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
-        return
-    query, key = q.to(working_dtype(q, k, v)), k.to(working_dtype(q, k, v))
-    key, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (key, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    operator = SoftmaxOperator(query, key, scale, v.shape[-1], **others)
-    values = values.transpose(1, 2).flatten(2)
-    yield Candidate(operator=operator, values=values, layouts=layouts)

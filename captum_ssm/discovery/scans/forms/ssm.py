@@ -1,7 +1,7 @@
 """Forms of scans of which every library has its own function.
 
 S6 (Mamba), SSD (Mamba-2), the trapezoid rule (Mamba-3), Longhorn's online rule, a gated sum per
-channel (minGRU, RG-LRU), and softmax attention.
+channel (minGRU, RG-LRU).
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from torch.nn import functional as F
 
 from captum_ssm.discovery.scans.form import Candidate, register_scan
 from captum_ssm.discovery.scans.forms.arguments import (
-    QKV,
-    SCALE,
     log_decays,
     per_channel,
-    softmax_candidates,
     working_dtype,
 )
 from captum_ssm.operators import (
@@ -227,43 +224,6 @@ def gated_sum(x: Tensor, decay: Tensor, gate: Tensor | None = None) -> Iterator[
                 )
 
 
-@register_scan(
-    names=QKV | SCALE | {"mask": ("attn_mask", "attention_mask"), "causal": ("is_causal",)}
-)
-def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool | None = None,
-    scale: float | None = None,
-) -> Iterator[Candidate]:
-    """q, k and v ``(B, H, L, N)``, as in ``torch.nn.functional.scaled_dot_product_attention``.
-
-    Or ``(B, L, N)``, of one head.
-    """
-    layouts: tuple[str, ...] = ("BHLP", "BLHP")
-    if q.dim() == k.dim() == v.dim() == 3:
-        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
-        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
-        layouts = ("BLD",)
-    if q.dim() != 4 or k.dim() != 4:
-        return
-    zero = q.new_zeros(1, 1, 1, 1, dtype=working_dtype(q, k, v))
-    bias: Tensor | None = None if causal else zero
-    if mask is not None and mask.dim() <= 4:
-        if not _broadcasts(mask, (*q.shape[:-1], k.shape[-2])):
-            return
-        is_seen = mask.dtype == torch.bool
-        bias = zero.masked_fill(~mask, -torch.inf) if is_seen else zero + mask.to(zero)
-    yield from softmax_candidates(q, k, v, layouts, scale, bias=bias)
-
-
-def _broadcasts(t: Tensor, shape: tuple[int, ...]) -> bool:
-    sizes = zip(reversed(t.shape), reversed(shape), strict=False)
-    return all(size in (1, full) for size, full in sizes)
-
-
 def _grouped(t: Tensor, L: int, channels: int, N: int, last: bool) -> Tensor | None:
     # B or C as (B, L, G, N); the tokens stand last where those of x do, or where they have to.
     if t.dim() == 4 and channels % t.shape[1] == 0 and t.shape[2:] == (N, L):
@@ -280,17 +240,6 @@ def _per_head(t: Tensor, H: int) -> Tensor:
     return t.repeat_interleave(H // t.shape[2], 2)
 
 
-def _steps(
-    step: Tensor, bias: Tensor | None, softplus: bool | None, dtype: torch.dtype
-) -> Iterator[Tensor]:
-    # Steps as they are used. A function without such an argument may take the softplus all the
-    # same.
-    if bias is not None:
-        step = step + bias
-    for raised in (False, True) if softplus is None else (softplus,):
-        yield (F.softplus(step) if raised else step).to(dtype)
-
-
 def _steps_and_rates(
     step: Tensor,
     bias: Tensor | None,
@@ -298,10 +247,13 @@ def _steps_and_rates(
     A: Tensor,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    # A holds the rates of the decay, which are negative, or else the logarithms of their sizes.
+    # A holds the rates of the decay, which are negative, or else the logarithms of their sizes. A
+    # function without an argument that says so may take the softplus of steps all the same.
     is_rate = bool((A <= 0).all())
-    for working in _steps(step, bias, softplus, dtype):
+    step = step if bias is None else step + bias
+    for raised in (False, True) if softplus is None else (softplus,):
         for as_it_is in (is_rate, not is_rate):
+            working = (F.softplus(step) if raised else step).to(dtype)
             yield working, (A if as_it_is else -A.exp()).to(dtype)
 
 
