@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -70,33 +70,48 @@ class _Loaded:
     # The weights that were loaded, by their memory. Away are those that may be, by module.
     def __init__(self, away: Mapping[nn.Module, Sequence[str]]) -> None:
         self.away = away
-        self.known: dict[tuple[torch.device, int], tuple[ref[Tensor], nn.Module, str]] = {}
+        self.known: dict[tuple[torch.device, int], _LoadedWeight] = {}
 
     def note(self, part: nn.Module, loader: nn.Module) -> None:
         weights = _weights(part)
         for name in self.away[part]:
             if not weights[name].is_meta:
                 _LOADERS.setdefault(original(part), ref(original(loader)))
-                self.known[_memory(weights[name])] = ref(weights[name]), part, name
+                self.note_weight(weights[name], part, name, weights[name].storage_offset())
+
+    def note_weight(self, held: Tensor, part: nn.Module, name: str, offset: int) -> None:
+        self.known[_memory(held)] = _LoadedWeight(ref(held), part, name, offset)
 
     def keep(self, x: Tensor, save: Save) -> Callable[[], Tensor]:
         if _memory(x) not in self.known:
             return save(x)
-        held, part, name = self.known[_memory(x)]
-        weight = held()
+        weight = self.known[_memory(x)]
+        held = weight.held()
         # Memory that was released may have been given to something else since.
-        if weight is None or weight.dtype != x.dtype:
+        if held is None or held.dtype != x.dtype:
             return save(x)
+        part, name = weight.part, weight.name
         size, stride = x.size(), x.stride()
-        offset = x.storage_offset() - weight.storage_offset()
+        offset = x.storage_offset() - weight.offset
         owner = original(part)
 
         def load() -> Tensor:
             with weights_loaded(owner):
                 again = _weights(owner)[name].detach()
-            return again.as_strided(size, stride, again.storage_offset() + offset)
+            loaded = again.as_strided(size, stride, again.storage_offset() + offset)
+            # A backward pass that records a graph of its own does not keep it either.
+            self.note_weight(loaded, part, name, again.storage_offset())
+            return loaded
 
         return load
+
+
+class _LoadedWeight(NamedTuple):
+    # A weight in memory, as long as `held` is alive, which begins there at `offset`.
+    held: ref[Tensor]
+    part: nn.Module
+    name: str
+    offset: int
 
 
 class _WatchedHook:
