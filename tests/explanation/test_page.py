@@ -103,6 +103,11 @@ def address(tab: Any) -> str:
     return tab.evaluate("location.hash")
 
 
+def place(row: Any) -> int:
+    """The token that a row of the list is about."""
+    return int(row.locator(".numbers span").first.inner_text())
+
+
 def question(tab: Any) -> str:
     return tab.locator(".question").inner_text()
 
@@ -125,7 +130,11 @@ def test_the_strongest_sources_have_the_strongest_color(opened):
     tab = opened("story")
     largest = sources(row(), FIRST)
     assert background(part(tab, largest[0])) == STRONGEST_FOR
-    assert "−" in tab.locator(".sources li").nth(1).inner_text()
+    listed = tab.locator(".sources li")
+    assert "hidden" in listed.first.inner_text()  # the largest is never left out
+    assert place(listed.first) == FIRST
+    assert place(listed.nth(1)) == largest[0]
+    assert "−" in listed.nth(2).inner_text()
     assert question(tab) == "Why “red”?"
     tab = opened("story", "q=50")
     assert background(part(tab, largest[1])) == STRONGEST_AGAINST
@@ -203,14 +212,14 @@ def test_other_answers_are_explained_and_contrasted(opened):
     difference = row(answer=0) - row(answer=1)
     difference[FIRST] = 0
     top = int(np.abs(difference).argmax())
-    assert tab.locator(".sources li").first.locator(".number").first.inner_text() == str(top)
+    assert place(tab.locator(".sources li:not(:has(.unlisted))").first) == top
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("ArrowRight")
     assert address(tab) == "#n=3"
     example = pages.story()
     direct = example.relevance["mamba-lrp"][example.outputs[0].contrasts[0].row]
-    first = tab.locator(".sources li").first.inner_text()
-    assert str(sources(direct, FIRST)[0]) in first.split()
+    first = tab.locator(".sources li:not(:has(.unlisted))").first
+    assert place(first) == sources(direct, FIRST)[0]
     assert "for “pink”" in tab.locator(".ticks").inner_text()
 
     # x goes around; methods that do not add up say so.
@@ -288,14 +297,14 @@ def test_units_sum_relevance(opened):
 
 def test_threshold_list_and_scale(opened):
     tab = opened("story")
-    threshold = tab.get_by_label("Show shares from")
+    threshold = tab.get_by_label("Hide below", exact=True)
     threshold.focus()
     for _ in range(5):
         tab.keyboard.press("ArrowRight")
     assert address(tab) == "#min=2"
     values = np.delete(row(), FIRST)
     strong = int((np.abs(values) >= 0.02 * np.abs(values).sum()).sum())
-    assert tab.locator(".sources li").count() == strong
+    assert tab.locator(".sources li:not(:has(.unlisted))").count() == strong
     colored = tab.locator(".part[style*='background-color']").count()
     assert colored == strong
     threshold.evaluate("node => { node.value = 0; node.dispatchEvent(new Event('input')) }")
@@ -305,7 +314,7 @@ def test_threshold_list_and_scale(opened):
     option(tab, "List", "20").click()
     assert tab.locator(".sources li").count() == 20
     before = tab.locator(".ticks").inner_text()
-    tab.get_by_label("Strongest color at").focus()
+    tab.get_by_label("Strongest color", exact=True).focus()
     tab.keyboard.press("Home")
     assert "q=50" in address(tab)
     assert tab.locator(".ticks").inner_text() != before
@@ -318,11 +327,11 @@ def test_own_share_and_the_prompts_end_are_hidden_on_request(opened):
     tab = opened("story", "t=2")
     own = pages.story().outputs[2].position
     assert "hidden" in part(tab, own).get_attribute("class")
-    tab.get_by_label("Own share").uncheck()
+    tab.get_by_label("Last token (reads itself)").uncheck()
     assert address(tab) == "#t=2&own=1"
     assert background(part(tab, own)) == STRONGEST_FOR
     tab.keyboard.press("o")
-    tab.get_by_label("Prompt's last").check()
+    tab.get_by_label("Prompt’s last token").check()
     assert "hidden" in part(tab, FIRST).get_attribute("class")
     assert "last=0" in address(tab)
 
@@ -331,7 +340,7 @@ def test_a_source_in_the_list_leads_to_the_text(opened):
     tab = opened("long")
     tab.evaluate("document.querySelector('.text').scrollTop = 0")
     item = tab.locator(".sources button").first
-    index = int(item.locator(".number").first.inner_text())
+    index = place(item)
     item.focus()
     tab.keyboard.press("Enter")
     box = tab.locator(".text").bounding_box()
@@ -430,13 +439,17 @@ def test_an_image_has_overlay_patches_and_classes(opened):
         return drawing.evaluate("c => [...c.getContext('2d').getImageData(40, 40, 1, 1).data]")
 
     with_overlay = pixels()
-    slider = tab.get_by_label("Opacity")
+    slider = tab.get_by_label("Opacity", exact=True)
     slider.focus()
     tab.keyboard.press("Home")
     assert "opacity=0" in address(tab)
+    red, green, blue, _ = pixels()
+    assert red == green == blue > 128  # gray, and light enough for color over it
+    tab.get_by_label("Gray picture").uncheck()
+    assert "gray=0" in address(tab)
     assert pixels() == [*pages.picture().image[1, 1], 255]
     assert with_overlay != pixels()
-    tab.get_by_label("Grid").uncheck()
+    tab.get_by_label("Grid", exact=True).uncheck()
     assert "grid=0" in address(tab)
 
     option(tab, "Answers", "six, 15%").click()
@@ -478,7 +491,7 @@ def test_letters_can_be_turned_off(opened):
     tab.keyboard.press("Escape")
     tab.keyboard.press("m")
     assert address(tab) == ""
-    tab.get_by_role("button", name="Keyboard and details").click()
+    tab.get_by_role("button", name="Words, marks and keys").click()
     tab.get_by_label("Single-letter keys").check()
     dialog.get_by_role("button", name="Close").click()
 
@@ -497,7 +510,7 @@ def test_every_control_is_reached_by_tab(opened):
         tab.keyboard.press("Tab")
     groups = {"Outputs", "Answers", "Contrast with", "Method", "View", "Units", "List"}
     assert groups <= reached
-    assert {"Strongest color at", "Show shares from", "Zoom in", "Answers by layer"} <= reached
+    assert {"Strongest color", "Hide below", "Zoom in", "Answers by layer"} <= reached
     assert any(str(label).startswith("Text, MambaLRP") for label in reached)
     assert any(str(label).startswith("Hidden attention, layer 0. Rows") for label in reached)
 
