@@ -139,7 +139,7 @@ class Page {
     // What is pressed in a widget is not for the notebook around it.
     if (!this.whole) event.stopPropagation();
     const { type, tagName } = event.target;
-    const isTyping = ["range", "search"].includes(type) || tagName === "SELECT";
+    const isTyping = type === "search" || tagName === "SELECT";
     if (!this.help.hasLetters || this.help.isOpen || isTyping) return;
     const act = this.#actions()[event.key];
     if (!act) return;
@@ -178,7 +178,9 @@ class Page {
   }
 
   #flipTheme() {
-    this.set({ theme: this.theme === "dark" ? "light" : "dark" });
+    const hosts = hostIsDark() ? "dark" : "light";
+    const flipped = this.theme === "dark" ? "light" : "dark";
+    this.set({ theme: flipped === hosts ? "" : flipped }); // and follows the host again
   }
 
   // Drawing.

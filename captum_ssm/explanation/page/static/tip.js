@@ -31,10 +31,6 @@ export class Tip {
     if (!this.explained) this.node.hidden = true;
   }
 
-  get isExplaining() {
-    return Boolean(this.explained);
-  }
-
   #over(event) {
     this.#explain(event.target, event.pointerType === "touch" ? 0 : DELAY);
   }
@@ -43,14 +39,15 @@ export class Tip {
   #leave({ type, pointerType, target, relatedTarget }) {
     const from = target.closest("[data-word], [data-tip]");
     if (type === "pointerout" && (pointerType === "touch" || from?.contains(relatedTarget))) return;
-    if (type === "pointerdown" && pointerType === "touch" && from === this.explained) return;
+    if (type === "pointerdown" && pointerType === "touch" && from === this.wanted) return;
     this.#end();
   }
 
   #explain(target, delay) {
     const node = target.closest("[data-word], [data-tip]");
-    if (!node || !this.root.contains(node) || node === this.explained) return;
+    if (!node || !this.root.contains(node) || node === this.wanted) return;
     this.#end();
+    this.wanted = node;
     this.timer = setTimeout(() => {
       if (!node.isConnected) return;
       this.explained = node;
@@ -64,6 +61,7 @@ export class Tip {
 
   #end() {
     clearTimeout(this.timer);
+    this.wanted = null;
     if (!this.explained) return;
     this.explained.removeAttribute("aria-describedby");
     this.explained = null;
