@@ -1,6 +1,7 @@
 """Explanations made by hand, for tests of the page and the page's benchmark: no model runs."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -123,6 +124,28 @@ def long(length: int) -> Explanation:
     sentence = "The dogs near the tree bark, and Mia has a green cup because she is happy. "
     prompt = sentence * (length // len(tokens(sentence)))
     return explanation(story(prompt + STORY, name="long"), title=f"{length:,} tokens")
+
+
+def many(count: int = 200) -> Explanation:
+    """Short stories of several answers and probabilities."""
+    rng = np.random.default_rng(3)
+    examples = []
+    for k in range(count):
+        who, color = ("Anna", "Tom", "Mia")[k % 3], ("red", "blue", "green")[rng.integers(3)]
+        text = f"{who} has a {color} ball. The dogs near tree {k} bark. {who}'s ball is"
+        one = story(text, f" {color}", name=f"{who} {k}", seed=k)
+        output = one.outputs[0]
+        likeliest = replace(output.answers[0], probability=float(rng.uniform(0.3, 0.99)))
+        output = replace(output, answers=(likeliest, *output.answers[1:]), lens=())
+        examples.append(replace(one, outputs=(output,), maps=()))
+    return explanation(*examples, title=f"{count} stories")
+
+
+def everywhere() -> Example:
+    """Every token is explained, from the second on, as by ``position="all"``."""
+    one = story()
+    first = [replace(one.outputs[0], position=k) for k in range(one.prompt - 1)]
+    return replace(one, outputs=(*first, *one.outputs))
 
 
 HOSTILE = (

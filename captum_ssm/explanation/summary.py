@@ -11,6 +11,7 @@ import numpy as np
 
 from captum_ssm.explanation.parts import ExplanationData
 from captum_ssm.explanation.tables import require_texts, shares
+from captum_ssm.utils.tables import html_table
 
 if TYPE_CHECKING:
     import pandas
@@ -74,6 +75,21 @@ class Summary:
         """
         name = self.by_position[0].method if method is None else method
         return tuple(one for one in self.by_token if one.method == name)[:count]
+
+    def _repr_html_(self) -> str:
+        # A notebook shows it for the value of a cell.
+        methods = dict.fromkeys(one.method for one in self.by_token)
+        return "".join(
+            html_table(
+                ("token", "count", "mean share", "mean relevance"),
+                [
+                    (str(one.key), str(one.count), f"{one.share:.1%}", f"{one.relevance:+.3g}")
+                    for one in self.top(method)
+                ],
+                f"Tokens with the largest mean share, {method}",
+            )
+            for method in methods
+        )
 
     def to_pandas(self) -> pandas.DataFrame:
         """A table with one row per entry: ``by``, ``method``, ``key``, and its numbers."""

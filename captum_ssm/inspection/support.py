@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -23,6 +24,7 @@ from captum_ssm.mixers.registry import how_known
 from captum_ssm.utils.clones import repeated
 from captum_ssm.utils.quiet import quiet
 from captum_ssm.utils.renamed import renamed
+from captum_ssm.utils.tables import html_table
 
 # What an adapter, a method or a model raises where it does not fit the other.
 ERRORS = (ValueError, TypeError, RuntimeError)
@@ -124,6 +126,20 @@ class Support:
         ]
         tried = [(name, why or "works") for name, why in self.methods.items()]
         return "\n".join([*aligned([head, *rows]), "", *self.surroundings, "", *aligned(tried)])
+
+    def _repr_html_(self) -> str:
+        # A notebook shows it for the value of a cell.
+        head = ("layer", "class", "known", "tokens", "maps", "error")
+        rows = [
+            (m.name, m.kind, m.known, m.shown_tokens, str(m.maps), m.finding) for m in self.mixers
+        ]
+        tried = [(name, why or "works") for name, why in self.methods.items()]
+        around = "".join(f"<p>{html.escape(line)}</p>" for line in self.surroundings)
+        return (
+            html_table(("method", "on this model"), tried, "What can be explained")
+            + html_table(head, rows, "Mixers, in forward order")
+            + around
+        )
 
     @property
     def surroundings(self) -> list[str]:

@@ -55,6 +55,11 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "story": lambda: pages.explanation(),
         "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
         "image": lambda: pages.explanation(pages.picture()),
+        "many": pages.many,
+        "single": lambda: replace(
+            pages.explanation(pages.story("red red", " red")), methods=pages.METHODS[:1]
+        ),
+        "everywhere": lambda: pages.explanation(pages.everywhere()),
         "several": lambda: pages.explanation(
             *(pages.story(name=f"story {k}", seed=k) for k in range(3)), pages.picture()
         ),
@@ -103,6 +108,11 @@ def address(tab: Any) -> str:
     return tab.evaluate("location.hash")
 
 
+def place(row: Any) -> int:
+    """The token that a row of the list is about."""
+    return int(row.locator(".numbers span").first.inner_text())
+
+
 def question(tab: Any) -> str:
     return tab.locator(".question").inner_text()
 
@@ -125,7 +135,11 @@ def test_the_strongest_sources_have_the_strongest_color(opened):
     tab = opened("story")
     largest = sources(row(), FIRST)
     assert background(part(tab, largest[0])) == STRONGEST_FOR
-    assert "−" in tab.locator(".sources li").nth(1).inner_text()
+    listed = tab.locator(".sources li")
+    assert "hidden" in listed.first.inner_text()  # the largest is never left out
+    assert place(listed.first) == FIRST
+    assert place(listed.nth(1)) == largest[0]
+    assert "−" in listed.nth(2).inner_text()
     assert question(tab) == "Why “red”?"
     tab = opened("story", "q=50")
     assert background(part(tab, largest[1])) == STRONGEST_AGAINST
@@ -203,14 +217,14 @@ def test_other_answers_are_explained_and_contrasted(opened):
     difference = row(answer=0) - row(answer=1)
     difference[FIRST] = 0
     top = int(np.abs(difference).argmax())
-    assert tab.locator(".sources li").first.locator(".number").first.inner_text() == str(top)
+    assert place(tab.locator(".sources li:not(:has(.unlisted))").first) == top
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("ArrowRight")
     assert address(tab) == "#n=3"
     example = pages.story()
     direct = example.relevance["mamba-lrp"][example.outputs[0].contrasts[0].row]
-    first = tab.locator(".sources li").first.inner_text()
-    assert str(sources(direct, FIRST)[0]) in first.split()
+    first = tab.locator(".sources li:not(:has(.unlisted))").first
+    assert place(first) == sources(direct, FIRST)[0]
     assert "for “pink”" in tab.locator(".ticks").inner_text()
 
     # x goes around; methods that do not add up say so.
@@ -288,14 +302,14 @@ def test_units_sum_relevance(opened):
 
 def test_threshold_list_and_scale(opened):
     tab = opened("story")
-    threshold = tab.get_by_label("Show shares from")
+    threshold = tab.get_by_label("Hide below", exact=True)
     threshold.focus()
     for _ in range(5):
         tab.keyboard.press("ArrowRight")
     assert address(tab) == "#min=2"
     values = np.delete(row(), FIRST)
     strong = int((np.abs(values) >= 0.02 * np.abs(values).sum()).sum())
-    assert tab.locator(".sources li").count() == strong
+    assert tab.locator(".sources li:not(:has(.unlisted))").count() == strong
     colored = tab.locator(".part[style*='background-color']").count()
     assert colored == strong
     threshold.evaluate("node => { node.value = 0; node.dispatchEvent(new Event('input')) }")
@@ -305,7 +319,7 @@ def test_threshold_list_and_scale(opened):
     option(tab, "List", "20").click()
     assert tab.locator(".sources li").count() == 20
     before = tab.locator(".ticks").inner_text()
-    tab.get_by_label("Strongest color at").focus()
+    tab.get_by_label("Strongest color", exact=True).focus()
     tab.keyboard.press("Home")
     assert "q=50" in address(tab)
     assert tab.locator(".ticks").inner_text() != before
@@ -318,11 +332,11 @@ def test_own_share_and_the_prompts_end_are_hidden_on_request(opened):
     tab = opened("story", "t=2")
     own = pages.story().outputs[2].position
     assert "hidden" in part(tab, own).get_attribute("class")
-    tab.get_by_label("Own share").uncheck()
+    tab.get_by_label("Last token (reads itself)").uncheck()
     assert address(tab) == "#t=2&own=1"
     assert background(part(tab, own)) == STRONGEST_FOR
     tab.keyboard.press("o")
-    tab.get_by_label("Prompt's last").check()
+    tab.get_by_label("Prompt’s last token").check()
     assert "hidden" in part(tab, FIRST).get_attribute("class")
     assert "last=0" in address(tab)
 
@@ -331,12 +345,12 @@ def test_a_source_in_the_list_leads_to_the_text(opened):
     tab = opened("long")
     tab.evaluate("document.querySelector('.text').scrollTop = 0")
     item = tab.locator(".sources button").first
-    index = int(item.locator(".number").first.inner_text())
+    index = place(item)
     item.focus()
     tab.keyboard.press("Enter")
     box = tab.locator(".text").bounding_box()
-    place = part(tab, index).bounding_box()
-    assert box["y"] <= place["y"] <= box["y"] + box["height"]
+    seen = part(tab, index).bounding_box()
+    assert box["y"] <= seen["y"] <= box["y"] + box["height"]
     assert "pointed" in part(tab, index).get_attribute("class")
 
 
@@ -365,8 +379,12 @@ def test_maps_open_zoom_and_read(opened):
     drawing.focus()
     tab.keyboard.press("Escape")
     assert tab.locator(".viewer").is_hidden()
+    tab.evaluate("scrollTo(0, 0)")
     tab.keyboard.press("l")
     assert address(tab) == "#map=out"
+    tab.locator(".viewer").wait_for()
+    seen = tab.locator(".viewer").bounding_box()
+    assert seen["y"] + min(seen["height"], 700) <= 801  # a map below the fold comes into view
     drawing.click(position={"x": 400, "y": 50})
     assert address(tab) == "#t=2&map=out"
     tab.get_by_role("button", name="Close the map").click()
@@ -430,13 +448,17 @@ def test_an_image_has_overlay_patches_and_classes(opened):
         return drawing.evaluate("c => [...c.getContext('2d').getImageData(40, 40, 1, 1).data]")
 
     with_overlay = pixels()
-    slider = tab.get_by_label("Opacity")
+    slider = tab.get_by_label("Opacity", exact=True)
     slider.focus()
     tab.keyboard.press("Home")
     assert "opacity=0" in address(tab)
+    red, green, blue, _ = pixels()
+    assert red == green == blue > 128  # gray, and light enough for color over it
+    tab.get_by_label("Gray picture").uncheck()
+    assert "gray=0" in address(tab)
     assert pixels() == [*pages.picture().image[1, 1], 255]
     assert with_overlay != pixels()
-    tab.get_by_label("Grid").uncheck()
+    tab.get_by_label("Grid", exact=True).uncheck()
     assert "grid=0" in address(tab)
 
     option(tab, "Answers", "six, 15%").click()
@@ -457,15 +479,141 @@ def test_the_address_restores_the_state_and_ignores_what_is_invalid(opened):
     assert chosen(tab, "Method") == "RawAttention"
     assert tab.locator(".captum-page").get_attribute("data-theme") == "dark"
     tab.keyboard.press("d")
-    assert sorted(address(tab)[1:].split("&")) == sorted(state.replace("dark", "light").split("&"))
-    tab.reload()
     assert tab.locator(".captum-page").get_attribute("data-theme") == "light"
+    assert sorted(address(tab)[1:].split("&")) == sorted(
+        state.replace("&theme=dark", "").split("&")
+    )
+    tab.keyboard.press("d")
+    assert sorted(address(tab)[1:].split("&")) == sorted(state.split("&"))
+    tab.reload()
+    assert tab.locator(".captum-page").get_attribute("data-theme") == "dark"
     assert tab.locator(".panel").count() == 2
     invalid = "e=9&t=99&n=77&m=<b>&view=x&u=y&q=3&min=-1&k=7&own=2&map=8.8&theme=z&opacity=x&zz=1"
     tab = opened("story", invalid)
     tab.locator(".text").focus()
     tab.keyboard.press("o")
     assert address(tab) == "#own=1"
+
+
+def test_every_control_and_mark_is_explained_where_it_stands(opened):
+    tab = opened("story")
+    words = tab.evaluate("[...document.querySelectorAll('[data-word]')].map(n => n.dataset.word)")
+    assert {"outputs", "answers", "contrast", "method", "view", "units", "own", "last"} <= {*words}
+    assert {"color", "least", "scale", "beyond", "list", "maps", "lens", "bare"} <= {*words}
+    tip = tab.locator(".tip")
+    tab.get_by_text("Last token (reads itself)").first.hover()
+    tip.wait_for()
+    assert "reads itself" in tip.inner_text()
+    tab.locator(".legend canvas").hover()
+    tab.locator(".tip", has_text="Orange supports the answer").wait_for()
+    tab.mouse.move(0, 0)
+    assert tip.is_hidden()
+    tab.get_by_label("Hide below", exact=True).focus()
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Tab")
+    tip.wait_for()
+    described = tab.locator(".slider[aria-describedby]").get_attribute("aria-describedby")
+    assert described == tip.get_attribute("id")
+    part(tab, FIRST).hover()
+    assert "the token reads itself" in tip.inner_text()
+    part(tab, FIRST + 1).hover()
+    assert "Click to explain it" in tip.inner_text()
+    tab.keyboard.press("?")
+    dialog = tab.get_by_role("dialog").inner_text()
+    for text in ("hatched", "dotted line", "Off the scale", "Hide below", "Strongest color"):
+        assert text in dialog
+    tab.keyboard.press("Escape")
+
+
+def test_an_answer_that_is_not_explained_says_how_to_get_it(opened):
+    tab = opened("story")
+    option(tab, "Answers", "black, 1.3%").hover()
+    tab.locator(".tip", has_text="alternatives=5").wait_for()
+    option(tab, "Answers", "black, 1.3%").click(force=True)
+    assert question(tab) == "Why “red”?"
+
+
+def test_what_is_missing_from_the_sum_is_said(opened):
+    tab = opened("story", "u=token")
+    said = tab.locator(".sum").inner_text()
+    values = row()
+    assert (
+        f"adds up to +{values.sum():.2f}; the explained score is +{values.sum() + 0.25:.2f}" in said
+    )
+    assert "The missing +0.250" in said
+    assert "bias terms" in said
+    assert "“is” (+3.00" in said
+    opened("story", "view=pair&b=2")
+    assert tab.locator(".sum").inner_text().count("All relevance adds up") == 2
+    assert "B Tom" in tab.locator(".sum").inner_text()
+
+
+def test_a_tip_does_not_cover_the_controls(opened):
+    tab = opened("story")
+    part(tab, 1).hover()
+    tip, controls = tab.locator(".tip").bounding_box(), tab.locator(".controls").last.bounding_box()
+    assert tip["y"] >= controls["y"] + controls["height"]
+
+
+def test_a_finger_reads_the_numbers(browser, opened):
+    phone = browser.new_context(has_touch=True, viewport={"width": 390, "height": 800})
+    tab = phone.new_page()
+    tab.goto(opened("story").url.split("#")[0])
+    largest = sources(row(), FIRST)[0]
+    part(tab, largest).tap()
+    assert "+2.50" in tab.locator(".tip").inner_text()
+    tab.locator(".question").tap()
+    assert tab.locator(".tip").is_hidden()
+    tab.get_by_text("Hide below").first.tap()
+    tab.locator(".tip", has_text="neither colored nor listed").wait_for()
+    part(tab, FIRST + 3).tap()
+    assert question(tab) == "Why “Tom”?"
+    phone.close()
+
+
+def test_many_examples_are_found_sorted_filtered_and_summed_up(opened):
+    tab = opened("many")
+    shown = tab.locator(".examples button")
+    examples = pages.many().examples
+    assert shown.count() == len(examples) == 200
+    tab.keyboard.press("/")
+    tab.keyboard.type("tree 17 b")
+    assert shown.count() == 1
+    assert tab.locator(".list .quiet").inner_text() == "1 of 200"
+    assert address(tab) == "#find=tree+17+b"
+    tab.get_by_label("Find", exact=True).fill("")
+    answers = [example.outputs[0].answers[0] for example in examples]
+    tab.get_by_label("Order", exact=True).select_option("low")
+    least = min(answer.probability for answer in answers)
+    assert shown.first.locator("small").inner_text() == f"{least:.0%}"
+    tab.get_by_label("Answer", exact=True).select_option("red")
+    red = [answer for answer in answers if answer.text == " red"]
+    assert shown.count() == len(red)
+    tab.get_by_role("button", name="Summary").click()
+    summary = tab.locator(".common")
+    assert f"Answers of {len(red)} examples".upper() in summary.inner_text().upper()
+    assert f"{np.mean([answer.probability for answer in red]):.0%}" in summary.inner_text()
+    first = shown.first.inner_text()
+    tab.locator(".question").click()
+    tab.keyboard.press("e")
+    assert tab.locator(".examples [aria-checked=true]").inner_text() == first
+    summary.locator(".link").first.click()
+    assert shown.count() == 200
+    tab.get_by_role("button", name="Summary").click()
+    assert summary.is_hidden()
+
+
+def test_what_changes_nothing_is_not_offered(opened):
+    tab = opened("single")
+    assert tab.get_by_role("radiogroup", name="Method").is_hidden()
+    assert "MambaLRP" in tab.locator(".top").inner_text()
+    assert tab.get_by_role("radiogroup", name="Units").is_hidden()
+
+
+def test_it_opens_where_something_can_be_read(opened):
+    tab = opened("everywhere")
+    assert tab.locator(".chips [aria-checked=true]").inner_text().split()[0] == "red"
+    assert address(tab) == ""
 
 
 def test_letters_can_be_turned_off(opened):
@@ -478,7 +626,7 @@ def test_letters_can_be_turned_off(opened):
     tab.keyboard.press("Escape")
     tab.keyboard.press("m")
     assert address(tab) == ""
-    tab.get_by_role("button", name="Keyboard and details").click()
+    tab.get_by_role("button", name="Words, marks and keys").click()
     tab.get_by_label("Single-letter keys").check()
     dialog.get_by_role("button", name="Close").click()
 
@@ -497,7 +645,7 @@ def test_every_control_is_reached_by_tab(opened):
         tab.keyboard.press("Tab")
     groups = {"Outputs", "Answers", "Contrast with", "Method", "View", "Units", "List"}
     assert groups <= reached
-    assert {"Strongest color at", "Show shares from", "Zoom in", "Answers by layer"} <= reached
+    assert {"Strongest color", "Hide below", "Zoom in", "Answers by layer"} <= reached
     assert any(str(label).startswith("Text, MambaLRP") for label in reached)
     assert any(str(label).startswith("Hidden attention, layer 0. Rows") for label in reached)
 
@@ -520,6 +668,8 @@ def test_of_a_long_text_few_tokens_are_elements(opened):
         ("story", "view=pair&b=3&map=0.0", "dark"),
         ("several", "view=all", "light"),
         ("image", "n=1", "dark"),
+        ("many", "summary=1", "light"),
+        ("many", "summary=1&only=red", "dark"),
     ],
 )
 def test_axe_finds_nothing_serious(opened, name, state, theme):
@@ -576,7 +726,7 @@ def test_print_shows_all_text_on_paper(opened):
     assert tab.locator(".captum-page").get_attribute("data-theme") == "dark"
 
 
-@pytest.mark.parametrize("name", ["story", "several", "image", "hostile"])
+@pytest.mark.parametrize("name", ["story", "several", "image", "many", "hostile"])
 def test_nothing_is_wider_than_the_window(opened, name):
     tab = opened(name, "view=all&map=out")
     for width in (390, 1024, 1600):
@@ -612,6 +762,39 @@ def test_the_widget_shows_the_same_page(browser, opened, tmp_path):
     assert chosen(tab, "Method") == "MambaLRP"
     tab.evaluate("stop_()")
     assert not seen.errors
+    tab.close()
+
+
+def test_a_widget_takes_the_keyboard_and_follows_the_notebook(browser, tmp_path):
+    pytest.importorskip("anywidget", reason="anywidget is not installed")
+    made = widget(pages.explanation())
+    host = tmp_path / "lab.html"
+    module = f"{made._esm}".replace("export default", "window.widget =").replace("</", "<\\/")
+    host.write_text(
+        f"<!doctype html><meta charset=utf-8><style>{made._css}</style>"
+        "<body data-jp-theme-light=true><div></div>"
+        "<script>document.heard = []; document.body.onkeydown = e => document.heard.push(e.key)"
+        f"</script><script type=module>{module}</script>",
+        "utf-8",
+    )
+    tab = browser.new_page(viewport={"width": 900, "height": 900})
+    tab.goto(host.as_uri())
+    tab.evaluate(
+        "async data => { const el = document.querySelector('div');"
+        "await widget.render({ model: { get: () => data }, el }) }",
+        made.data,
+    )
+    tab.locator(".question").click()
+    focused = "document.activeElement.closest('[data-lm-suppress-shortcuts]') !== null"
+    assert tab.evaluate(focused)
+    tab.keyboard.press("m")
+    assert chosen(tab, "Method") == "RawAttention"
+    tab.keyboard.press("a")  # a notebook's command, and no key of the page
+    assert tab.evaluate("document.heard") == []
+    root = tab.locator(".captum-page")
+    assert root.get_attribute("data-theme") == "light"
+    tab.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    tab.locator(".captum-page[data-theme=dark]").wait_for()
     tab.close()
 
 

@@ -15,19 +15,10 @@ from captum_ssm.explanation.parts import ExplanationData
 
 # In the order in which they are joined: a module comes after those it imports from.
 MODULES = (
-    "dom",
-    "format",
-    "data",
-    "state",
-    "colors",
-    "controls",
-    "legend",
-    "text",
-    "image",
-    "sources",
-    "maps",
-    "lens",
-    "page",
+    *("words", "dom", "format", "host", "data", "state", "colors"),
+    *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
+    *("text", "image", "series", "panels", "reading"),
+    *("legend", "sums", "sources", "maps", "lens", "page"),
 )
 
 _PAGE = """<!doctype html>

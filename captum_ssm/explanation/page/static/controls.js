@@ -1,17 +1,18 @@
 // Controls that stay in place while the page changes, so that the keyboard's focus does too.
 import { clamp, element, fill, hasModifier } from "./dom.js";
+import { term } from "./words.js";
 
 // One of several options. Arrow keys move and choose, as in every group of radio buttons.
 export class Choice {
-  constructor(label, choose, { kind = "segments", caption = label } = {}) {
+  constructor(key, choose, { kind = "segments", caption = term(key), label = term(key) } = {}) {
     this.choose = choose;
     this.group = element("div", { class: kind, role: "radiogroup", "aria-label": label,
       onkeydown: (event) => this.#move(event) });
-    this.caption = caption && element("span", { class: "label" }, caption);
+    this.caption = caption && element("span", { class: "label", "data-word": key }, caption);
     this.node = element("div", { class: "field" }, this.caption, this.group);
   }
 
-  // Options are {value, content, label, title, className}.
+  // Options are {value, content, label, title, word, className, isDisabled}; a word is explained.
   show(options, value) {
     const focused = this.group.contains(document.activeElement);
     fill(this.group, options.map((option) => element("button", {
@@ -19,11 +20,13 @@ export class Choice {
       role: "radio",
       class: option.className,
       "aria-checked": String(option.value === value),
+      "aria-disabled": option.isDisabled && "true",
       "aria-label": option.label,
       tabindex: option.value === value ? 0 : -1,
-      title: option.title,
+      "data-tip": option.title,
+      "data-word": option.word,
       "data-value": option.value,
-      onclick: (event) => this.choose(option.value, event),
+      onclick: (event) => option.isDisabled || this.choose(option.value, event),
     }, option.content)));
     if (focused) this.checked?.focus({ preventScroll: true });
   }
@@ -53,12 +56,13 @@ export class Choice {
 
 // A slider over a few values, which are not evenly spaced.
 export class Slider {
-  constructor(label, values, describe, choose) {
+  constructor(key, values, describe, choose) {
     Object.assign(this, { values, describe });
     this.input = element("input", { type: "range", min: 0, max: values.length - 1, step: 1,
-      "aria-label": label, oninput: (event) => choose(values[event.target.value]) });
+      "aria-label": term(key), oninput: (event) => choose(values[event.target.value]) });
     this.output = element("output");
-    this.node = element("label", { class: "slider" }, element("span", {}, label), this.input, this.output);
+    this.node = element("label", { class: "slider", "data-word": key },
+      element("span", {}, term(key)), this.input, this.output);
   }
 
   show(value) {
@@ -69,9 +73,9 @@ export class Slider {
 }
 
 export class Toggle {
-  constructor(label, choose) {
+  constructor(key, choose) {
     this.input = element("input", { type: "checkbox", onchange: () => choose(this.input.checked) });
-    this.node = element("label", { class: "toggle" }, this.input, label);
+    this.node = element("label", { class: "toggle", "data-word": key }, this.input, term(key));
   }
 
   show(value) {

@@ -1,5 +1,6 @@
 // The explanation: examples, their parts, and the relevance of each part for an answer.
 import { range } from "./dom.js";
+import { count, visible } from "./format.js";
 
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
@@ -40,7 +41,7 @@ class Unit {
   }
 }
 
-// A text or an image. `rows` holds the relevance by method, one row per explained answer.
+// A text, an image or a series. `rows` holds the relevance by method, one row per explained answer.
 export class Example {
   static async unpack(data) {
     const example = new Example(data);
@@ -52,6 +53,11 @@ export class Example {
         example.pixels = { size: data.image.size, data: new Uint8Array(buffer) };
       }));
     }
+    if (data.series) {
+      rows.push(Rows.unpack(data.series).then((series) => {
+        example.series = range(series.count).map((feature) => series.row(feature));
+      }));
+    }
     await Promise.all(rows);
     return example;
   }
@@ -61,10 +67,17 @@ export class Example {
     Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
     this.special = new Set(special);
     this.isImage = Boolean(data.image);
+    this.isSeries = Boolean(data.series);
+    this.isText = !this.isImage && !this.isSeries;
+    this.features = data.features;
     this.size = data.size;
     this.grid = data.grid;
-    this.units = this.isImage ? this.#imageUnits() : this.#textUnits(data.units);
-    this.unitNames = Object.keys(this.units);
+    this.units = this.isImage ? this.#imageUnits()
+      : this.isSeries ? this.#seriesUnits() : this.#textUnits(data.units);
+    // Units that are all of the input, or as small as its tokens, would change nothing.
+    const [[first, { count: finest }]] = Object.entries(this.units);
+    this.unitNames = Object.keys(this.units).filter((name) =>
+      name === first || (this.units[name].count > 1 && this.units[name].count !== finest));
     this.positions = new Map(outputs.map((output, k) => [output.position, k]));
     this.layers = maps.flatMap((group, g) => group.layers.map((layer, k) => ({
       id: `${g}.${k}`, group, layer, data: null,
@@ -91,6 +104,60 @@ export class Example {
     };
     const pixel = divided("pixel", height, width);
     return this.grid ? { patch: divided("patch", ...this.grid), pixel } : { pixel };
+  }
+
+  // The sources of a series are its numbers, time step by time step.
+  #seriesUnits() {
+    const [steps, features] = this.size;
+    const numbers = range(steps * features);
+    const unit = (name, of, count) => new Unit(name, Uint32Array.from(numbers, of), count);
+    return {
+      value: unit("value", (k) => k, numbers.length),
+      step: unit("step", (k) => Math.floor(k / features), steps),
+      feature: unit("feature", (k) => k % features, features),
+    };
+  }
+
+  // The answer that is explained where the page opens.
+  get first() {
+    const pick = this.pick(String(this.opening));
+    return pick ? this.answer(pick) : this.outputs[0].answers[0];
+  }
+
+  get plainText() {
+    this.joined ??= this.tokens.join("");
+    return this.joined;
+  }
+
+  get sizeName() {
+    if (this.isImage) return `${this.pixels.size[1]} × ${this.pixels.size[0]} pixels`;
+    if (!this.isSeries) return count(this.tokens.length, "token");
+    return `${count(this.size[0], "time step")} of ${count(this.size[1], "feature")}`;
+  }
+
+  get answersAre() {
+    if (this.outputs.every(({ answers }) => answers.every(({ p }) => p === null))) return "Outputs";
+    return this.outputs.every(({ position }) => position === null) ? "Classes" : "Answers here";
+  }
+
+  // What a part is called where it is not a stretch of text.
+  placeName(unit, part) {
+    if (this.isImage) {
+      const [, columns] = unit.shape;
+      return `row ${Math.floor(part / columns)}, column ${part % columns}`;
+    }
+    const count = this.features.length;
+    if (unit.name === "feature") return visible(this.features[part]);
+    if (unit.name === "step") return `step ${part}`;
+    return `${visible(this.features[part % count])}, step ${Math.floor(part / count)}`;
+  }
+
+  // The page opens where there is something to read: after the prompt, or late enough in it.
+  get opening() {
+    const places = this.outputs.map(({ position }) => position);
+    const isExplained = (k) => this.pick(String(k)) !== null;
+    const after = places.findIndex((place, k) => place >= this.prompt - 1 && isExplained(k));
+    return after >= 0 ? after : Math.max(0, places.findLastIndex((_, k) => isExplained(k)));
   }
 
   text(first, end) {
@@ -191,8 +258,8 @@ class Relevance {
     const parts = range(this.read + 1);
     const size = (part) => Math.abs(this.values[part]);
     this.sum = parts.reduce((sum, part) => sum + this.values[part], 0);
-    const everything = parts.reduce((sum, part) => sum + size(part), 0) || 1;
-    this.ownShare = this.own < 0 ? 0 : size(this.own) / everything;
+    this.everything = parts.reduce((sum, part) => sum + size(part), 0) || 1;
+    this.ownShare = this.own < 0 ? 0 : size(this.own) / this.everything;
     const shown = parts.filter((part) => !this.hidden.has(part));
     this.total = shown.reduce((sum, part) => sum + size(part), 0) || 1;
     this.shown = shown.length;

@@ -46,3 +46,11 @@ export function raster(columns, rows, colorAt) {
   context.putImageData(pixels, 0, 0);
   return canvas;
 }
+
+// Scroll a row so that this child is in its middle, without moving the page.
+export function center(node) {
+  const row = node?.parentElement;
+  if (!row) return;
+  row.scrollLeft = node.offsetLeft - row.offsetLeft - (row.clientWidth - node.offsetWidth) / 2;
+  row.scrollTop = node.offsetTop - row.offsetTop - (row.clientHeight - node.offsetHeight) / 2;
+}

@@ -27,6 +27,11 @@ export function percent(share) {
   return `${Math.round(100 * share)}%`;
 }
 
+// How likely an answer is; of a forecast, which is a number and not one of several, that number.
+export function likely({ p, logit }) {
+  return p === null ? plain(logit) : percent(p);
+}
+
 export function count(number, noun) {
   const plural = noun.endsWith("ch") ? `${noun}es` : `${noun}s`;
   return `${number.toLocaleString("en")} ${number === 1 ? noun : plural}`;

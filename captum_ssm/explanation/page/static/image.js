@@ -16,7 +16,8 @@ export class ImagePanel {
       tabindex: 0,
       "aria-label": `Picture, ${panel.method.title}: arrow keys move, N goes to the next largest`,
       onpointermove: (event) => page.point(this.#partAt(event), this),
-      onpointerleave: () => page.point(-1),
+      onpointerdown: (event) => page.point(this.#partAt(event), this),
+      onpointerleave: ({ pointerType }) => pointerType === "touch" || page.point(-1),
       onblur: () => page.point(-1),
       onkeydown: (event) => this.#key(event),
     });
@@ -24,13 +25,23 @@ export class ImagePanel {
     this.node = element("section", { class: "panel" },
       panel.title && element("header", {}, panel.title, this.note), this.canvas);
     const { size: [height, width], data } = this.example.pixels;
-    this.picture = raster(width, height, (pixel) => [...data.subarray(3 * pixel, 3 * pixel + 3), 255]);
+    const color = (pixel) => data.subarray(3 * pixel, 3 * pixel + 3);
+    this.picture = raster(width, height, (pixel) => [...color(pixel), 255]);
+    this.gray = null;
+    this.drawGray = () => raster(width, height, (pixel) => {
+      const shade = pale(color(pixel), page.theme === "dark");
+      return [shade, shade, shade, 255];
+    });
   }
 
   update(panel) {
     this.panel = panel;
     const { relevance, limit } = panel;
     const [rows, columns] = this.unit.shape;
+    if (this.grayTheme !== this.page.theme) {
+      this.gray = this.drawGray();
+      this.grayTheme = this.page.theme;
+    }
     this.overlay = raster(columns, rows, (part) =>
       relevance.has(part) ? this.page.colors.over(relevance.values[part], limit) : [0, 0, 0, 0]);
     this.note.textContent = `scale ±${digits(limit)}`;
@@ -67,7 +78,7 @@ export class ImagePanel {
     const { context, height } = brush(this.canvas);
     const { values } = this.page.state;
     context.imageSmoothingEnabled = width < 2 * across;
-    context.drawImage(this.picture, 0, 0, width, height);
+    context.drawImage(values.gray ? this.gray : this.picture, 0, 0, width, height);
     context.globalAlpha = values.opacity / 100;
     context.imageSmoothingEnabled = false;
     context.drawImage(this.overlay, 0, 0, width, height);
@@ -142,6 +153,12 @@ export class ImagePanel {
     event.preventDefault();
     event.stopPropagation();
   }
+}
+
+// A shade near the page's own, so that black and white both leave room for color over them.
+function pale([red, green, blue], isDark) {
+  const light = 0.299 * red + 0.587 * green + 0.114 * blue;
+  return isDark ? 24 + 0.42 * light : 158 + 0.38 * light;
 }
 
 function line(context, x, y, width, height) {

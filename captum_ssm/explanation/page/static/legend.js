@@ -1,6 +1,6 @@
 // The scale: colors with their numbers, and one line for every part on them.
 import { brush, clamp, element, fill } from "./dom.js";
-import { digits, name } from "./format.js";
+import { count, digits, name } from "./format.js";
 
 const BAND = 12;
 
@@ -8,7 +8,7 @@ export class Legend {
   constructor() {
     this.canvas = element("canvas", { role: "img" });
     this.ticks = element("div", { class: "ticks", "aria-hidden": "true" });
-    this.node = element("figure", { class: "legend" }, this.canvas, this.ticks);
+    this.node = element("figure", { class: "legend", "data-word": "scale" }, this.canvas, this.ticks);
   }
 
   update(view, colors) {
@@ -34,11 +34,12 @@ export class Legend {
     }
 
     const [low, high] = sides(view);
-    const tick = (value, text) => element("span", {}, value, element("small", {}, text));
-    fill(this.ticks, tick(`−${digits(limit)}`, low), tick("0", beyond ? `${beyond} beyond` : ""),
+    const tick = (value, text, word) =>
+      element("span", { "data-word": text && word }, value, element("small", {}, text));
+    fill(this.ticks, tick(`−${digits(limit)}`, low), tick("0", beyond ? `${count(beyond, "value")} off the scale` : "", "beyond"),
       tick(`+${digits(limit)}`, high));
     this.canvas.setAttribute("aria-label", `Color scale from −${digits(limit)}, blue, ${low}, ` +
-      `to +${digits(limit)}, orange, ${high}; ${beyond} values lie beyond`);
+      `to +${digits(limit)}, orange, ${high}; ${count(beyond, "value")} off the scale`);
   }
 }
 

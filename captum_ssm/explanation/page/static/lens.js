@@ -1,12 +1,12 @@
 // What the model would put out after each layer: the logit lens.
 import { element, fill } from "./dom.js";
-import { percent, token } from "./format.js";
+import { likely, token } from "./format.js";
 
 export class Lens {
   constructor() {
     this.table = element("table", { class: "lens" });
     this.node = element("section", { class: "layers" },
-      element("h2", { class: "label" }, "Answers by layer"),
+      element("h2", { class: "label", "data-word": "lens" }, "Answers by layer"),
       element("p", { class: "quiet" },
         "The likeliest answers after each layer, by the model's own final norm and head."),
       element("div", { class: "scroller", tabindex: 0, role: "group", "aria-label": "Answers by layer" },
@@ -21,7 +21,7 @@ export class Lens {
       element("th", { scope: "row" }, k === lens.length - 1 ? `${k} · last` : String(k)),
       layer.map((answer) => {
         const cell = element("td", { class: answer.text === text ? "same" : "" },
-          token(answer.text), element("small", {}, percent(answer.p)), element("i", {}, element("b")));
+          token(answer.text), element("small", {}, likely(answer)), element("i", {}, element("b")));
         cell.querySelector("b").style.width = `${100 * answer.p}%`;
         return cell;
       }))));

@@ -73,7 +73,7 @@ export class Maps {
     this.groups = element("div", { class: "thumbnails" });
     this.viewer = new MapViewer(page, this);
     this.node = element("section", { class: "maps" },
-      element("h2", { class: "label" }, "Maps"), this.groups, this.viewer.node);
+      element("h2", { class: "label", "data-word": "maps" }, "Maps"), this.groups, this.viewer.node);
     // With many layers, only the thumbnails in view are drawn.
     this.observer = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
@@ -215,7 +215,8 @@ class MapViewer {
     }
     this.view = view;
     const { example } = view;
-    if (this.id !== id) {
+    const isOpened = this.id !== id;
+    if (isOpened) {
       Object.assign(this, { id, zoom: 1, left: 0, top: 0, row: -1, column: -1 });
     }
     this.title.textContent = grid.title;
@@ -232,6 +233,8 @@ class MapViewer {
       ? (row) => name(example.answer(example.pick(String(row))).text)
       : label;
     this.draw();
+    // Below the fold nobody would see that a map was opened; where the page opens, it stays put.
+    if (isOpened && this.page.isReady) this.node.scrollIntoView({ block: "nearest" });
   }
 
   // The row of an output.

@@ -1,19 +1,21 @@
 // The largest sources: each with its surroundings, value and share, and what all of it adds up to.
 import { Choice } from "./controls.js";
 import { brush, element, fill } from "./dom.js";
-import { count, name, percent, plain, signed, token, visible } from "./format.js";
+import { percent, signed, token, visible } from "./format.js";
 import { COUNTS } from "./state.js";
+import { sums } from "./sums.js";
 
-const AROUND = 4;
+const BEFORE = 14; // letters
+const AFTER = 60;
 
 export class Sources {
   constructor(page) {
     this.page = page;
-    this.label = element("h2", { class: "label" });
+    this.label = element("h2", { class: "label", "data-word": "list" });
     this.list = element("ol", { class: "sources" });
-    this.sum = element("p", { class: "sum" });
+    this.sum = element("div", { class: "sum" });
     this.rows = new Map();
-    this.counts = new Choice("List", (k) => page.set({ k }), { caption: null });
+    this.counts = new Choice("list", (k) => page.set({ k }), { caption: null, label: "List" });
     const heading = element("div", { class: "heading" }, this.label, this.counts.node);
     this.node = element("div", {}, heading, this.list, this.sum);
   }
@@ -21,19 +23,21 @@ export class Sources {
   update(view) {
     const { listed, state } = view;
     this.counts.show(COUNTS.map((value) => ({ value, content: String(value) })), state.values.k);
-    const weight = (part) => Math.max(...listed.map(({ relevance }) =>
-      relevance.has(part) ? Math.abs(relevance.values[part]) : 0));
+    const size = (part) => Math.max(...listed.map(({ relevance }) => Math.abs(relevance.values[part])));
     const { k } = state.values;
-    const largest = new Set(listed.flatMap(({ relevance }) => relevance.order.slice(0, k)));
-    const parts = [...largest].sort((a, b) => weight(b) - weight(a)).slice(0, k);
-    const most = weight(parts[0]) || 1;
+    // What is hidden in the text is listed all the same: nobody should miss the largest.
+    const largest = new Set(listed.flatMap(({ relevance: { order, hidden } }) =>
+      [...order.slice(0, k), ...hidden]));
+    const parts = [...largest].filter(size).sort((a, b) => size(b) - size(a)).slice(0, k);
+    const isShown = (part) => listed.some(({ relevance }) => relevance.has(part));
+    const most = Math.max(0, ...parts.filter(isShown).map(size)) || 1;
     this.label.textContent = "Largest sources" +
       { one: "", all: ` · ${state.method.title}`, pair: " · A over B" }[state.values.view];
     this.rows = new Map(parts.map((part) => [part, this.#row(view, part, most)]));
     fill(this.list, parts.length
       ? [...this.rows.values()].map((row) => element("li", {}, row))
       : element("li", { class: "quiet" }, "None is that large."));
-    fill(this.sum, summary(view));
+    fill(this.sum, sums(view).map((text) => element("p", {}, text)));
     if (view.example.isImage) this.#drawCrops(view);
   }
 
@@ -44,22 +48,23 @@ export class Sources {
 
   #row({ example, unit, listed }, part, most) {
     const { page } = this;
+    const isHidden = listed.every(({ relevance }) => relevance.hidden.has(part));
     return element("button", {
       type: "button",
+      class: isHidden ? "unlisted" : null,
       onclick: () => page.reveal(part),
-      onpointerenter: () => page.point(part),
-      onpointerleave: () => page.point(-1),
-    }, example.isImage ? crop(unit, part) : surroundings(example, unit, part),
+      onpointerenter: ({ pointerType }) => pointerType === "touch" || page.point(part),
+      onpointerleave: ({ pointerType }) => pointerType === "touch" || page.point(-1),
+    }, example.isText ? surroundings(example, unit, part) : place(example, unit, part),
     listed.map(({ relevance }, k) => {
-      const isShown = relevance.has(part);
-      const value = isShown ? relevance.values[part] : 0;
-      const place = k || example.isImage ? "" : String(unit.bounds[part][0]);
-      return [
-        element("span", { class: "number quiet" }, place),
+      const isRead = relevance.has(part) || relevance.hidden.has(part);
+      const value = isRead ? relevance.values[part] : 0;
+      const share = relevance.has(part) ? percent(relevance.share(part)) : isRead ? "hidden" : "·";
+      return element("span", { class: "numbers" },
+        element("span", { class: "quiet" }, k || !example.isText ? "" : String(unit.bounds[part][0])),
         bar(value / most, page.colors),
-        element("span", { class: "number" }, isShown ? signed(value) : "·"),
-        element("span", { class: "number" }, isShown ? percent(relevance.share(part)) : "·"),
-      ];
+        element("span", {}, isRead ? signed(value) : "·"),
+        element("span", {}, share));
     }));
   }
 
@@ -77,53 +82,30 @@ export class Sources {
   }
 }
 
+// The part in the text around it, from one whole word to another.
 function surroundings(example, unit, part) {
   const [first, end] = unit.bounds[part];
   const near = (from, to) => visible(example.text(Math.max(0, from), to).replace(/\s+/g, " "));
   if (unit.names[part]) return element("span", { class: "what" }, token(unit.names[part]));
   const text = example.partText(unit, part);
-  const before = near(first - AROUND, first) + (/^\s/.test(text) ? " " : "");
+  const all = near(first - BEFORE, first) + (/^\s/.test(text) ? " " : "");
+  const before = all.length <= BEFORE ? all : all.slice(-BEFORE).replace(/^\S*(?=\s)/, "");
   return element("span", { class: "what" },
     element("bdi", { class: "before" }, element("bdi", {}, before)),
     token(text),
-    element("bdi", { class: "after" }, near(end, end + AROUND)));
+    element("bdi", { class: "after" }, near(end, end + AFTER).slice(0, AFTER)));
 }
 
-function crop(unit, part) {
-  const [, columns] = unit.shape;
-  return element("span", { class: "what" }, element("canvas", { class: "crop" }),
-    element("span", {}, `row ${Math.floor(part / columns)}, column ${part % columns}`));
+function place(example, unit, part) {
+  return element("span", { class: "what place" },
+    example.isImage && element("canvas", { class: "crop" }),
+    element("span", {}, example.placeName(unit, part)));
 }
 
 function bar(share, colors) {
   const mark = element("i");
   mark.style.backgroundColor = colors.of(Math.sign(share), 1.4).css;
-  mark.style.width = `${50 * Math.abs(share)}%`;
+  mark.style.width = `${50 * Math.min(1, Math.abs(share))}%`;
   mark.style[share < 0 ? "right" : "left"] = "50%";
   return element("span", { class: "bar" }, mark);
-}
-
-function summary({ example, unit, listed, state }) {
-  const { method } = state;
-  const [{ relevance, pick, against }] = listed;
-  if (relevance.isMissing) return [`The explanation has no relevance by ${method.title} for this.`];
-  const texts = [`Share: of the ${count(relevance.shown, unit.name)} read`];
-  if (relevance.hidden.has(relevance.own)) {
-    const own = name(example.partText(unit, relevance.own));
-    const value = signed(relevance.values[relevance.own]);
-    texts.push(`, without “${own}”, where the prediction is made (${value})`);
-  }
-  texts.push(". ");
-  if (method.adds_up) {
-    const { answers } = example.outputs[pick.output];
-    const logit = answers[pick.answer].logit - (against < 0 ? 0 : answers[against].logit);
-    texts.push(`All relevance adds up to ${signed(relevance.sum)}; `);
-    if (relevance.score !== null) texts.push(`the explained score is ${signed(relevance.score)}.`);
-    else texts.push(`the ${against < 0 ? "logit is" : "logits differ by"} ${plain(logit)}.`);
-  } else {
-    texts.push(`${visible(method.title)} does not add up to the logit`);
-    const isDifference = against >= 0 && !relevance.isDirect;
-    texts.push(isDifference ? ", and its difference explains no difference of logits." : ".");
-  }
-  return texts;
 }

@@ -1,8 +1,11 @@
 // What is shown, in words that fit into a URL: #t=12&m=mamba-lrp. Invalid values are ignored.
+import { range } from "./dom.js";
+import { name } from "./format.js";
 
 export const QUANTILES = [50, 75, 90, 95, 98, 99, 99.5, 99.9, 100];
 export const LEAST_SHARES = [0, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20];
 export const COUNTS = [5, 10, 20, 50];
+export const ORDERS = { given: "as given", high: "likeliest first", low: "least likely first" };
 export const VIEWS = { one: "One", all: "All methods", pair: "Two outputs" };
 
 export class State {
@@ -14,6 +17,10 @@ export class State {
   get defaults() {
     return {
       e: 0, // example
+      find: "", // examples that hold these letters
+      only: "", // examples with this answer
+      sort: "given", // the order of the examples
+      summary: 0, // whether what they have in common is shown
       ...this.#first(), // the explained output, or "output.answer", and what it is contrasted with
       b: "", // the second of two outputs
       m: this.data.methods[0].name,
@@ -26,6 +33,7 @@ export class State {
       last: 1, // whether the prompt's last token is shown
       map: "", // the open map
       opacity: 80,
+      gray: 1, // whether the picture is gray
       grid: 1, // whether patches are outlined
       theme: "",
     };
@@ -38,7 +46,7 @@ export class State {
       const asked = contrasts.find(([answer]) => answer === chosen);
       if (asked) return { t: String(k), n: asked[1] };
     }
-    return { t: "0", n: -1 };
+    return { t: String(this.example.opening), n: -1 };
   }
 
   #firstUnit() {
@@ -85,7 +93,10 @@ export class State {
       k: COUNTS,
       own: [0, 1],
       last: [0, 1],
+      gray: [0, 1],
       grid: [0, 1],
+      summary: [0, 1],
+      sort: Object.keys(ORDERS),
       map: ["", ...this.mapIds],
       theme: ["", "light", "dark"],
     };
@@ -132,6 +143,28 @@ export class State {
     return this.example.units[this.values.u];
   }
 
+  get views() {
+    const offered = {
+      one: true, all: this.data.methods.length > 1, pair: this.picks.length > 1,
+    };
+    return Object.keys(VIEWS).filter((view) => offered[view]);
+  }
+
+  // The examples that are listed, in their order.
+  get listed() {
+    const { find, only, sort } = this.values;
+    const wanted = find.trim().toLowerCase();
+    const listed = range(this.examples.length).filter((k) => {
+      const example = this.examples[k];
+      return (!only || name(example.first.text) === only)
+        && (!wanted || example.name.toLowerCase().includes(wanted)
+          || example.plainText.toLowerCase().includes(wanted));
+    });
+    const sign = { given: 0, high: -1, low: 1 }[sort];
+    const p = (k) => this.examples[k].first.p ?? this.examples[k].first.logit;
+    return sign ? listed.sort((a, b) => sign * (p(a) - p(b))) : listed;
+  }
+
   // What can be explained: the outputs, or the answers of an only one.
   get picks() {
     const { example } = this;
@@ -141,7 +174,7 @@ export class State {
 
   get mapIds() {
     const { example } = this;
-    const own = example.outputs.length > 1 && !example.isImage ? ["out"] : [];
+    const own = example.outputs.length > 1 && example.isText ? ["out"] : [];
     return [...own, ...example.layers.map(({ id }) => id)];
   }
 }

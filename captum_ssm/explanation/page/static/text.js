@@ -19,10 +19,10 @@ export class TextPanel {
       tabindex: 0,
       "aria-label": `Text, ${panel.method.title}: arrow keys move, N goes to the next largest`,
       onpointermove: (event) => this.#pointAt(event),
-      onpointerleave: () => page.point(-1),
+      onpointerleave: ({ pointerType }) => pointerType === "touch" || page.point(-1),
       onkeydown: (event) => this.#key(event),
       onscroll: () => this.#moveWindow(),
-      onclick: (event) => this.#choose(partOf(event)),
+      onclick: (event) => this.#press(event),
       onblur: () => page.point(-1),
     });
     this.lines = element("canvas");
@@ -60,7 +60,7 @@ export class TextPanel {
     for (const block of this.blocks) if (block.isFull) this.#color(block);
     const { relevance, limit } = panel;
     const hidden = relevance.hidden.has(relevance.own)
-      ? `own share hidden, ${percent(relevance.ownShare)} · ` : "";
+      ? `last token hidden, ${percent(relevance.ownShare)} · ` : "";
     this.note.textContent = `${hidden}scale ±${digits(limit)}`;
     this.#showAnswer();
     this.#drawOverview();
@@ -223,6 +223,12 @@ export class TextPanel {
 
   #pointAt(event) {
     this.page.point(partOf(event), this);
+  }
+
+  // A finger cannot point without pressing: it chooses an output, and reads the numbers.
+  #press(event) {
+    this.#choose(partOf(event));
+    if (event.pointerType === "touch") this.page.point(partOf(event), this);
   }
 
   #choose(part) {

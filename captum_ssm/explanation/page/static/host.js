@@ -1,0 +1,22 @@
+// Where the page is shown: a browser, or a notebook with a theme of its own.
+
+const DARK = "(prefers-color-scheme: dark)";
+
+// JupyterLab and Notebook 7; VS Code; Colab; else the system.
+export function hostIsDark() {
+  const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
+  if (jpThemeLight) return jpThemeLight === "false";
+  if (vscodeThemeKind) return !vscodeThemeKind.endsWith("light");
+  const colab = document.documentElement.getAttribute("theme");
+  return colab ? colab === "dark" : matchMedia(DARK).matches;
+}
+
+// Calls back when the host's theme changes, until the signal is aborted.
+export function watchHost(act, signal) {
+  matchMedia(DARK).addEventListener("change", act, { signal });
+  const watcher = new MutationObserver(act);
+  const options = { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind", "theme"] };
+  watcher.observe(document.body, options);
+  watcher.observe(document.documentElement, options);
+  signal.addEventListener("abort", () => watcher.disconnect());
+}

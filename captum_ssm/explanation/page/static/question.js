@@ -1,0 +1,38 @@
+// What is explained, as a sentence, and what the model gives it.
+import { element, fill } from "./dom.js";
+import { likely, name, plain, quoted, token } from "./format.js";
+
+export class Question {
+  constructor() {
+    this.title = element("h2", { class: "question" });
+    this.facts = element("p", { class: "quiet" });
+    this.node = element("section", { class: "ask" }, this.title, this.facts);
+  }
+
+  update({ example, values, pick, second }) {
+    const output = example.outputs[pick.output];
+    const isPair = values.view === "pair";
+    const answer = example.answer(pick);
+    const other = isPair ? example.answer(second)
+      : values.n >= 0 ? output.answers[values.n] : null;
+    const link = isPair ? ", and why " : ", not ";
+    fill(this.title, "Why ", quoted(answer.text), other && [link, quoted(other.text)], "?");
+    const others = isPair ? example.outputs[second.output] : output;
+    fill(this.facts, "The model gives ", facts(answer, output),
+      other && ["; ", facts(other, others)], ".");
+  }
+}
+
+function facts({ text, p, rank, logit }, { of }) {
+  if (p === null) return [token(text), " ", element("b", {}, plain(logit))];
+  const among = of ? ` of ${of.toLocaleString("en")}` : "";
+  return [token(text), " ", element("b", {}, likely({ p, logit })),
+    ` · rank ${rank}${among} · logit ${plain(logit)}`];
+}
+
+// An answer in words, for a tooltip.
+export function described({ text, p, rank, logit }, { of }) {
+  const among = of ? ` of ${of.toLocaleString("en")}` : "";
+  return p === null ? `${name(text)}: ${plain(logit)}`
+    : `${name(text)}: ${likely({ p, logit })}, rank ${rank}${among}`;
+}

@@ -1,0 +1,62 @@
+// The row of controls that say how relevance is shown. What would change nothing is left out.
+import { Choice, Slider, Toggle } from "./controls.js";
+import { element } from "./dom.js";
+import { visible } from "./format.js";
+import { VIEWS } from "./state.js";
+
+const UNITS = {
+  token: "Token", word: "Word", sentence: "Sentence", span: "Part", patch: "Patch", pixel: "Pixel",
+  value: "Value", step: "Time step", feature: "Feature",
+};
+const OPACITIES = [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100];
+
+export class Settings {
+  constructor(page) {
+    this.page = page;
+    const set = (key) => (value) => page.set({ [key]: value });
+    this.method = new Choice("method", set("m"));
+    this.views = new Choice("view", set("view"));
+    this.units = new Choice("units", set("u"));
+    this.own = new Toggle("own", (isHidden) => page.set({ own: isHidden ? 0 : 1 }));
+    this.last = new Toggle("last", (isHidden) => page.set({ last: isHidden ? 0 : 1 }));
+    this.hiding = element("div", { class: "field" }, element("span", { class: "label" }, "Hide"),
+      this.own.node, this.last.node);
+    this.grid = new Toggle("grid", (isShown) => page.set({ grid: isShown ? 1 : 0 }));
+    this.gray = new Toggle("picture", (isGray) => page.set({ gray: isGray ? 1 : 0 }));
+    this.opacity = new Slider("opacity", OPACITIES, (value) => `${value}%`, set("opacity"));
+    this.node = element("section", { class: "controls line" }, this.method.node, this.views.node,
+      this.units.node, this.hiding, this.opacity.node, this.gray.node, this.grid.node);
+  }
+
+  update(state) {
+    const { example, values, data } = state;
+    this.method.node.hidden = data.methods.length < 2;
+    this.method.show(data.methods.map((each) => ({
+      value: each.name, content: visible(each.title), title: visible(each.note),
+    })), values.m);
+    const views = state.views;
+    const pair = example.outputs.length > 1 ? VIEWS.pair : "Two answers";
+    this.views.node.hidden = views.length < 2;
+    this.views.show(views.map((value) =>
+      ({ value, content: value === "pair" ? pair : VIEWS[value] })), values.view);
+    this.units.node.hidden = example.unitNames.length < 2;
+    this.units.show(example.unitNames.map((value) =>
+      ({ value, content: UNITS[value] ?? visible(value) })), values.u);
+
+    const places = example.outputs.map(({ position }) => position);
+    // A model that reads in both directions, or an image, has no last token.
+    this.own.node.hidden = places.every((position) => position === null);
+    this.own.show(!values.own);
+    // Where all outputs are read at the prompt's last token, that is the one which reads itself.
+    this.last.node.hidden = !example.prompt || this.own.node.hidden ||
+      places.every((position) => position === example.prompt - 1);
+    this.last.show(!values.last);
+    this.hiding.hidden = this.own.node.hidden && this.last.node.hidden;
+    this.opacity.node.hidden = !example.isImage;
+    this.opacity.show(values.opacity);
+    this.gray.node.hidden = !example.isImage;
+    this.gray.show(values.gray);
+    this.grid.node.hidden = !example.grid;
+    this.grid.show(values.grid);
+  }
+}

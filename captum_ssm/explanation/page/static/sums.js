@@ -1,0 +1,52 @@
+// What is in the numbers and what is not, in words: hidden parts, and what no part is given.
+import { count, name, percent, plain, signed, token, visible } from "./format.js";
+
+const LITTLE = 0.02; // of the score
+
+export function sums(view) {
+  const { listed, state } = view;
+  if (state.values.view !== "pair") return sumOf(view, listed[0]);
+  return listed.flatMap((each) => {
+    const letter = each.isSecond ? "B" : "A";
+    const [first, ...rest] = sumOf(view, each);
+    return [[`${letter} `, token(state.example.answer(each.pick).text), ": ", first].flat(), ...rest];
+  });
+}
+
+function sumOf(view, { method, relevance, pick, against }) {
+  if (relevance.isMissing) return [`The explanation has no relevance by ${visible(method.title)} for this.`];
+  const shares = `Percentages are of the ${count(relevance.shown, view.unit.name)} shown.`;
+  const rest = [...hiddenOf(view, relevance), balance(view, method, relevance, pick, against)];
+  return [shares, rest.join(" ")];
+}
+
+function hiddenOf({ example, unit }, relevance) {
+  return [...relevance.hidden].filter((part) => part <= relevance.read).map((part) => {
+    const text = example.isText ? name(example.partText(unit, part)) : example.placeName(unit, part);
+    const value = relevance.values[part];
+    const size = percent(Math.abs(value) / relevance.everything);
+    return `“${text}” (${signed(value)}, ${size} of all magnitudes) is hidden.`;
+  });
+}
+
+// Whether relevance adds up to the score, by how much it does not, and why.
+function balance({ example, unit }, method, relevance, pick, against) {
+  if (!method.adds_up) {
+    const isDifference = against >= 0 && !relevance.isDirect;
+    return `${visible(method.title)} does not add up to the ${isDifference
+      ? "logits, and its difference explains no difference of logits." : "logit: only its shares have a meaning."}`;
+  }
+  const { answers } = example.outputs[pick.output];
+  const logit = answers[pick.answer].logit - (against < 0 ? 0 : answers[against].logit);
+  const all = `All relevance adds up to ${signed(relevance.sum)}; `;
+  if (relevance.score === null) {
+    return `${all}the ${against < 0 ? "logit is" : "logits differ by"} ${plain(logit)}.`;
+  }
+  const rest = relevance.score - relevance.sum;
+  const share = Math.abs(rest) / (Math.abs(relevance.score) || 1);
+  const said = `${all}the explained score is ${signed(relevance.score)}.`;
+  if (share < 1e-4) return said;
+  const why = method.rest || "bias terms, constants of the model that read no input";
+  const place = share < LITTLE ? "" : `is given to no ${unit.name}: it `;
+  return `${said} The missing ${signed(rest)} (${percent(share)}) ${place}comes from ${why}.`;
+}

@@ -1,0 +1,48 @@
+// Every term, mark and control of the page in words: a tooltip where it stands, a line under "?".
+// A control is named by its key, so that its label and its explanation stay together.
+
+export const WORDS = {
+  outputs: ["Outputs", "Each token that was explained, with the probability that the model gave it. Choose one to see why it was given. Shift + click pins a second one as B."],
+  answers: ["Answers", "The likeliest answers at this place. Choose another one to see what supports it."],
+  bare: ["Gray answers", "They were not explained. explain(…, alternatives=5) explains the five likeliest; target= and against= explain one of your choice."],
+  contrast: ["Contrast with", "Explains the difference of two scores: what makes the model prefer one answer to the other. What supports both cancels out."],
+  method: ["Method", "How relevance was computed. Methods differ in what they count, so compare their patterns, not their values."],
+  view: ["View", "One method; all methods next to each other, each on a scale of its own; or two outputs on a common scale."],
+  units: ["Units", "Relevance is summed over these parts of the input."],
+  own: ["Last token (reads itself)", "The token that the answer is read from always reads itself, and is often the largest by far. It is hatched and not colored, so that the others can be seen; the list has its value."],
+  last: ["Prompt’s last token", "The token before the first answer. Later answers often read much from it. Hides it like the token that reads itself."],
+  color: ["Strongest color", "Which values get the strongest color. A lower limit shows weak sources; stronger ones then all look alike."],
+  least: ["Hide below", "Sources with a smaller share are neither colored nor listed."],
+  scale: ["Color scale", "Orange supports the answer, blue opposes it. Each thin line above the scale is one part of the input."],
+  beyond: ["Off the scale", "Values that are larger than the end of the scale. They have the strongest color, and the list has their values."],
+  relevance: ["Relevance", "How much a part of the input adds to the answer’s score (plus) or takes from it (minus), by this method."],
+  share: ["Share", "The magnitude of a value, in percent of the sum of all magnitudes that are shown."],
+  list: ["Largest sources", "The parts of the input with the largest relevance. A hatched row is hidden in the text, and has no share. Choose a row to find it in the input."],
+  picture: ["Gray picture", "Shows the picture in light gray, so that all color is relevance. Off: the picture’s own colors."],
+  opacity: ["Opacity", "How much of the picture the relevance covers."],
+  grid: ["Grid", "Outlines the patches that the model reads."],
+  maps: ["Maps", "Which token (row) reads how much of which other (column), layer by layer. Choose one to see it large."],
+  lens: ["Answers by layer", "What the model would answer if it stopped after each layer: the logit lens."],
+  examples: ["Examples", "Each text or picture that was explained, with the answer that is explained first. e and E step through the list."],
+  find: ["Find", "Shows the examples whose text or name has these letters."],
+  sort: ["Order", "As given, or by the probability of the explained answer."],
+  only: ["Answer", "Shows the examples with this explained answer alone."],
+  summary: ["Summary", "What the listed examples have in common: their answers, and the tokens with the largest mean share."],
+  clicks: ["A click sets", "Which of the two outputs the next click chooses."],
+  theme: ["Dark or light (d)", "Follows the system, or the notebook, until you choose."],
+  help: ["Words, marks and keys (?)", "Everything on this page, in a sentence each."],
+};
+
+// Marks in the input itself, drawn as they look.
+export const MARKS = [
+  ["for", "supports the answer: without it, its score would be lower"],
+  ["against", "opposes the answer"],
+  ["hidden", "hatched: hidden from the colors, because it would outshine the rest"],
+  ["output", "dotted line: an explained output; click it to see why"],
+  ["first", "box: the answer that is explained now"],
+  ["second", "dashed box: the second answer, B"],
+  ["unread", "gray: comes later, so the model had not read it"],
+];
+
+export const term = (key) => WORDS[key][0];
+export const meaning = (key) => WORDS[key][1];
