@@ -148,7 +148,7 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
         check = found.validation
         shapes = {curve.shape for curve in check.curves.values()} | {check.random.shape[1:]}
         is_right = shapes == {(len(check.shares),)} and len(check.shares) > 1
-        is_right = is_right and 0 < len(check.curves) and {*check.curves} <= {*found.relevance}
+        is_right = is_right and len(check.curves) > 0 and {*check.curves} <= {*found.relevance}
         _require(is_right, f"{place}.validation", check.curves, "curves of methods, one per share")
     for maps in found.maps:
         for layer, values in maps.layers.items():

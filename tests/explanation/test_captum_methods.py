@@ -23,7 +23,7 @@ def model():
 @pytest.fixture(scope="module")
 def words():
     vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
-    return word_tokenizer(vocabulary, unk_token="w2", pad_token="w1")
+    return word_tokenizer(vocabulary, unk_token="w36", pad_token="w35")
 
 
 def logit_of(model, token=8):
@@ -40,7 +40,7 @@ def test_gradient_methods_are_captums_layer_methods_at_the_embedding(model, word
     table, score = model.get_input_embeddings(), logit_of(model)
     found = row(model, words, {"integrated-gradients": {"baselines": "pad", "n_steps": 20}})
     layer = captum.attr.LayerIntegratedGradients(score, table)
-    expected = layer.attribute(IDS, baselines=torch.ones_like(IDS), n_steps=20)
+    expected = layer.attribute(IDS, baselines=torch.full_like(IDS, 35), n_steps=20)
     torch.testing.assert_close(found, expected[0].sum(-1).detach().float(), rtol=1e-4, atol=1e-6)
     found = row(model, words, "input-x-gradient")
     expected = captum.attr.LayerGradientXActivation(score, table).attribute(IDS)
@@ -53,19 +53,19 @@ def test_ablation_is_the_score_minus_that_without_the_token(model, words):
         drops = []
         for k in range(5):
             without = IDS.clone()
-            without[0, k] = 2  # what the tokenizer has for unknown words
+            without[0, k] = 36  # what the tokenizer has for unknown words
             drops.append(score(IDS) - score(without))
     expected = torch.cat(drops)
     for name in ("feature-ablation", captum.attr.FeatureAblation(model)):
         torch.testing.assert_close(row(model, words, name), expected, rtol=1e-4, atol=1e-6)
-    padded = row(model, words, {"feature-ablation": {"baselines": 1}})
+    padded = row(model, words, {"feature-ablation": {"baselines": 35}})
     assert (padded - expected).abs().max() > 1e-3
 
 
 def test_shapley_values_add_up_to_what_all_tokens_change(model, words):
     score = logit_of(model)
     with torch.no_grad():
-        change = score(IDS) - score(torch.full_like(IDS, 2))
+        change = score(IDS) - score(torch.full_like(IDS, 36))
     for name in ("shapley-value-sampling", captum.attr.ShapleyValues(model)):
         assert abs(row(model, words, name).sum() - change) < 1e-4
     assert abs(row(model, words, {"kernel-shap": {"n_samples": 200}}).sum() - change) < 1e-3
@@ -133,7 +133,7 @@ def test_objects_classes_and_wrappers_stay_as_they_are(model, words):
     assert (first == again).all()
 
 
-def test_images(words):
+def test_images():
     image, model = torch.rand(3, 16, 16), vim()
     methods = ["saliency", "integrated-gradients", "feature-ablation", "occlusion"]
     explained = explain(model, image, target=1, methods=methods, alternatives=0, validate=True)
@@ -162,7 +162,7 @@ def test_images(words):
         ),
         (
             lambda model: captum.attr.IntegratedGradients(logit_of(model)),
-            r"another model or function, function; expected the model .* IntegratedGradients\(model\)",
+            r"another model or function, function; expected .* IntegratedGradients\(model\)",
         ),
         (lambda model: MambaLRP(tiny()), "MambaLRP was made with another model"),
         (lambda model: "MambaLrp", "Did you mean 'mamba-lrp'"),
@@ -178,7 +178,6 @@ def test_what_cannot_be_a_row_says_why(methods, message, model, words):
         explain(model, words, TEXT, methods=methods(model))
 
 
-def test_a_hybrid(words):
-    model, ids = build("jamba")[:2]
-    explained = explain(model, ids[:1], methods=["integrated-gradients", "occlusion"])
+def test_a_hybrid():
+    explained = explain(build("jamba"), IDS, methods=["integrated-gradients", "occlusion"])
     assert all(abs(explained.relevance(m.name)).max() > 0 for m in explained.methods)

@@ -22,10 +22,11 @@ from captum.attr._utils.attribution import (
     PerturbationAttribution,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from captum_ssm.capture import is_model, unwrap
 from captum_ssm.capture.model import extract_logits, input_embeddings, parameter_names
-from captum_ssm.explanation.make.removal import SPECIAL, Parts, Replacement
+from captum_ssm.explanation.make.removal import SPECIAL, Parts, Replacement, is_causal
 from captum_ssm.explanation.make.rows import Question
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress
@@ -141,11 +142,25 @@ class CaptumRows:
         # These take several scores of one run; the others take one.
         is_of_all = isinstance(self.inner, (FeatureAblation, ShapleyValueSampling))
         groups = [questions] if is_of_all else [[question] for question in questions]
+        first = min((q.position for q in questions if q.position is not None), default=None)
+        cuts = is_text and first is not None and is_causal(self._run, parts, first)
         for group in progress(groups, what):
-            score = self._score(lambda x: self._run(parts.kept(x)), group)
+            ends = [0 if q.position is None else q.position + 1 for q in group]
+            hidden = parts.shape[0] - max(ends) if cuts else 0  # tokens that no score reads
+            read = presence[:, : parts.shape[0] - hidden]
+
+            def run(x: Tensor, hidden: int = hidden) -> Tensor:
+                return self._run(parts.kept(F.pad(x, (0, hidden), value=1.0) if hidden else x))
+
+            score = self._score(run, group)
             method = _with_forward(self.method, score if is_of_all else _first(score))
-            found = method.attribute(presence, baselines=torch.zeros_like(presence), **options)
-            relevance.append(found.detach().reshape(len(group), *parts.shape).float())
+            found = method.attribute(read, baselines=torch.zeros_like(read), **options)
+            found = found.detach().reshape(len(group), *read.shape[1:]).float()
+            if cuts:
+                found = F.pad(found, (0, hidden))
+                for row, end in zip(found, ends, strict=True):
+                    row[end:] = 0
+            relevance.append(found)
         return parts.to_inputs(torch.cat(relevance))
 
     def _of_gradients(

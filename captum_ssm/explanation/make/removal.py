@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +122,17 @@ class Parts:
     def _counts(self) -> Tensor:
         # The number of places of each patch.
         return torch.bincount(self._index().flatten()).view(1, *self.shape)
+
+
+def is_causal(run: Callable[[Tensor], Tensor], parts: Parts, position: int) -> bool:
+    """Whether no later token of a text ``(1, L)`` changes what ``run`` returns at a position."""
+    changed = parts.inputs.clone()
+    changed[:, position + 1 :] = parts.baseline[:, position + 1 :]
+    if torch.equal(changed, parts.inputs):
+        return True
+    with torch.no_grad():
+        before, after = run(parts.inputs)[:, position], run(changed)[:, position]
+    return bool((after - before).abs().max() <= 1e-4 * before.abs().max())
 
 
 def patches(module: Any, inputs: Tensor) -> tuple[int, ...]:

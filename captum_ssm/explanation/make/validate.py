@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.explanation import Validation
-from captum_ssm.explanation.make.removal import Parts, Replacement, patches
+from captum_ssm.explanation.make.removal import Parts, Replacement, is_causal, patches
 from captum_ssm.explanation.make.rows import Question
 from captum_ssm.metrics.perturbation import WHOLE, flipping
+
+Run = Callable[[Tensor], Tensor]  # inputs to the model's output
 
 RANDOM = 16  # random orders
 BATCH = 32  # inputs that the model is given at a time
@@ -43,16 +45,21 @@ def validated(
     parts = Parts.of(inputs, module, replacement)
     side = patches(module, inputs) if inputs.dim() == 4 else ()
     noise = torch.Generator().manual_seed(0)
+    named = {"use_cache": False} if "use_cache" in parameter_names(module) else {}
+
+    def logits(changed: Tensor) -> Tensor:
+        return extract_logits(module(changed, **named))
+
     curves = []
     for row, question in asked.items():
         rows = [values[row].detach().cpu().float() for values in relevance.values()]
-        removable = _removable(inputs, rows, question)
+        removable = _removable(logits, parts, question.position)
         if removable is not None and not bool(removable.any()):
             continue
         shuffled = torch.rand(RANDOM, *parts.shape, generator=noise)
         shuffled = parts.to_inputs(shuffled.to(inputs.device)).cpu()
         orders = torch.cat([torch.stack(rows), shuffled])
-        curves.append(_curves(module, inputs, orders, question, parts, removable, side))
+        curves.append(_curves(logits, inputs, orders, question, parts, removable, side))
     if not curves:
         return None
     mean = np.mean(curves, axis=0).astype(np.float32)  # (methods + RANDOM, S)
@@ -60,17 +67,19 @@ def validated(
     return Validation("logit", parts.note, WHOLE, of_methods, mean[len(relevance) :])
 
 
-def _removable(inputs: Tensor, rows: list[Tensor], question: Question) -> Tensor | None:
+def _removable(logits: Run, parts: Parts, position: int | None) -> Tensor | None:
     # The tokens (1, L) that the answer may depend on, without the one at which it is read.
-    if question.position is None or inputs.dim() != 2:
+    if position is None or parts.inputs.dim() != 2:
         return None
-    is_read = torch.stack(rows).ne(0).any(0)
-    is_read[question.position] = False
-    return is_read[None]
+    mask = torch.ones_like(parts.inputs)
+    if is_causal(logits, parts, position):
+        mask[:, position:] = 0
+    mask[:, position] = 0
+    return mask
 
 
 def _curves(
-    module: Any,
+    logits: Run,
     inputs: Tensor,
     orders: Tensor,
     question: Question,
@@ -79,10 +88,8 @@ def _curves(
     side: tuple[int, ...],
 ) -> np.ndarray:
     # The score (orders, S) while the most relevant parts are removed first.
-    named = {"use_cache": False} if "use_cache" in parameter_names(module) else {}
-
-    def logits(changed: Tensor) -> Tensor:
-        output = extract_logits(module(changed, **named))
+    def asked(changed: Tensor) -> Tensor:
+        output = logits(changed)
         return output if question.position is None else output[:, question.position]
 
     options: dict[str, Any] = {}
@@ -91,7 +98,7 @@ def _curves(
         options["patch"] = (-(-height // side[0]), -(-width // side[1]))
     count = len(orders)
     curve = flipping(
-        logits,
+        asked,
         inputs.expand(count, *inputs.shape[1:]),
         orders,
         torch.full((count,), question.answer),
