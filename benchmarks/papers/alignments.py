@@ -183,7 +183,8 @@ def methods(model: Any) -> Iterator[tuple[str, Maps]]:
 
     def interactions(aggregation: str) -> Maps:
         return lambda ids, start: [
-            latim.interactions(ids[:, :-1], layer, aggregation)[0, start - 1 :] for layer in layers
+            latim.interactions(ids[:, :-1], layer, aggregation, activation="silu")[0, start - 1 :]
+            for layer in layers
         ]
 
     yield "MambaLRP", over_all(MambaLRP(model))

@@ -129,7 +129,7 @@ def methods(model: nn.Module) -> dict[str, Method]:
         "UnifiedImplicitAttention, raw": lambda x, t: UnifiedImplicitAttention(model).attribute(
             x, t, aggregation="raw"
         ),
-        "LaTIM": lambda x, t: latim["LaTIM"].attribute(x, t),
+        "LaTIM": lambda x, t: latim["LaTIM"].attribute(x, t, activation="silu"),
         "LaTIM, gate": lambda x, t: latim["LaTIM"].attribute(x, t, activation="gate"),
         "LaTIM, gate, features even": lambda x, t: latim["LaTIM, features even"].attribute(
             x, t, activation="gate"

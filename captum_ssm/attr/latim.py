@@ -48,11 +48,11 @@ class LaTIM(TokenAttribution):
       itself) stays with its token; bias terms of output projections and of the head belong to no
       token.
 
-    The only step that is not additive is the activation after the convolution:
-    ``activation="silu"`` (the paper's default) applies it to each tap by itself, ``"taylor1"``,
-    ``"taylor2"``, ``"relu"`` and ``"identity"`` are the paper's other choices (appendix C; the
-    last two for models retrained with them), and ``"gate"`` freezes its factor,
-    :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`, which is exact on any model.
+    The only step that is not additive is the activation after the convolution. ``"gate"`` freezes
+    its factor, :math:`\mathrm{SiLU}(\psi) = \sigma(\psi)\,\psi`: exact on any model. The paper's
+    forms miss up to all (100%) of a layer's output in a Mamba that copies strings: ``"silu"``
+    (each tap by itself), ``"taylor1"``, ``"taylor2"``, and for models retrained with them
+    ``"relu"`` and ``"identity"`` (appendix C). :meth:`layer_errors` measures what is missed.
 
     **A convolution over an image, or one that reads later tokens,** is not taken apart into taps:
     what it returns counts to the token at its center. Sums are kept, and a map is blurred by the
@@ -67,7 +67,7 @@ class LaTIM(TokenAttribution):
 
         >>> latim = LaTIM(model)
         >>> relevance, delta = latim.attribute(
-        ...     input_ids, target=token, activation="gate", return_convergence_delta=True
+        ...     input_ids, target=token, return_convergence_delta=True
         ... )
         >>> heatmap = latim.interactions(input_ids, layer=-1, aggregation="l2")  # (B, L, L)
     """
@@ -96,7 +96,7 @@ class LaTIM(TokenAttribution):
         layer: int | str | None = None,
         grid: int | None = None,
         aggregation: Literal["alti_logit", "alti", "l1", "l2"] | float = LOGIT,
-        activation: Literal["silu", "taylor1", "taylor2", "relu", "identity", "gate"] = "silu",
+        activation: Literal["silu", "taylor1", "taylor2", "relu", "identity", "gate"] = "gate",
         tolerance: float = 0.0,
         return_error_bound: bool = False,
     ) -> Any:
@@ -126,7 +126,7 @@ class LaTIM(TokenAttribution):
             aggregation (str or float, optional): ``"alti_logit"``, ``"alti"``, ``"l1"``,
                 ``"l2"`` or a number p. Default: ``"alti_logit"``
             activation (str, optional): ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"``,
-                ``"identity"`` or ``"gate"``. Default: ``"silu"``
+                ``"identity"`` or ``"gate"``. Default: ``"gate"``
             tolerance (float, optional): for ``"alti_logit"`` over all layers, the share of the
                 relevance that a layer may put on wrong tokens, between 0 and 1. Vectors that cannot
                 matter more than that are not made. Zero makes all of them. Relevance adds up to
@@ -206,7 +206,7 @@ class LaTIM(TokenAttribution):
         aggregation: str | float = "l2",
         *,
         target: Tensor | None = None,
-        activation: str = "silu",
+        activation: str = "gate",
         additional_forward_args: Any = None,
     ) -> Tensor:
         """The map of every token of a layer to every one: ``(B, L, L)``, zero on padding.
@@ -247,7 +247,7 @@ class LaTIM(TokenAttribution):
         layer: int | str,
         rows: int | Sequence[int] | Tensor,
         *,
-        activation: str = "silu",
+        activation: str = "gate",
         additional_forward_args: Any = None,
     ) -> Tensor:
         """The vectors :math:`T_i(x_j)` for the tokens ``rows``: ``(B, R, L, E)``, zero on padding.
@@ -267,7 +267,7 @@ class LaTIM(TokenAttribution):
 
         Examples::
 
-            >>> vectors = LaTIM(model).contributions(input_ids, -1, [3, -1], activation="gate")
+            >>> vectors = LaTIM(model).contributions(input_ids, -1, [3, -1])
             >>> vectors.shape
             torch.Size([1, 2, 7, 16])
         """
@@ -284,7 +284,7 @@ class LaTIM(TokenAttribution):
 
     @workspace()
     def layer_errors(
-        self, inputs: Any, *, activation: str = "silu", additional_forward_args: Any = None
+        self, inputs: Any, *, activation: str = "gate", additional_forward_args: Any = None
     ) -> list[Tensor]:
         """The decomposition error of each layer, ``(B,)``, relative to the layer's output.
 
@@ -296,7 +296,7 @@ class LaTIM(TokenAttribution):
 
         Examples::
 
-            >>> errors = LaTIM(model).layer_errors(input_ids, activation="gate")
+            >>> errors = LaTIM(model).layer_errors(input_ids)
             >>> len(errors), errors[0].shape
             (2, torch.Size([1]))
         """

@@ -94,7 +94,7 @@ def _check_language(inputs: Tensor) -> None:
         kind = "ids" if inputs.dim() == 2 else "embeddings or images"
         raise TypeError(
             f"inputs has shape {shape}, so it holds {kind}, but its dtype is {inputs.dtype}; "
-            f"{_OF_LANGUAGE}."
+            f"{_OF_LANGUAGE}. Captum's NoiseTunnel adds noise to its inputs, so give it embeddings."
         )
 
 

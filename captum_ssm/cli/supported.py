@@ -130,8 +130,8 @@ def _print_exactness(model: nn.Module, probe: Tensor, target: Any, support: Supp
         print(f"  {line}")
     print(
         "  maps miss: the frozen mixer, of its output's norm\n"
-        "  latim misses: the sum of a layer's vectors, of its output's norm; with gate: with\n"
-        "  activation='gate' instead of 'silu', the default, which acts on each tap by itself"
+        "  latim misses: what the sum of a layer's vectors lacks of its output, in the paper's\n"
+        "  form, activation='silu'; with gate: in the default form, activation='gate'"
     )
     print(f"  mamba-lrp: {_conserved(model, probe, target)}")
 

@@ -10,6 +10,7 @@ from captum_ssm.explanation.parts import (
     Output,
     Span,
     Token,
+    Validation,
 )
 from captum_ssm.explanation.summary import Mean, Summary
 
@@ -25,4 +26,5 @@ __all__ = [
     "Span",
     "Summary",
     "Token",
+    "Validation",
 ]

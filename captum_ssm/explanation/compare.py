@@ -99,6 +99,7 @@ def _example(a: Example, b: Example) -> Example:
             if name in b.deltas
         },
         maps=_maps(a.maps, b.maps),
+        validation=None,
     )
 
 

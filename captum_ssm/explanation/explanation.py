@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +52,20 @@ class Explanation(ExplanationData):
     def __repr__(self) -> str:
         names = ", ".join(method.name for method in self.methods)
         counts = f"{len(self.examples)} examples" if len(self) > 1 else self._size()
-        return printable(f"<Explanation of {self.model} by {names}: {counts}>")
+        return printable(f"<Explanation of {self.model} by {names}: {counts}{self._winners()}>")
+
+    def _winners(self) -> str:
+        # Which methods name best what the model reads, where that was checked.
+        checks = [example.validation for example in self.examples if example.validation]
+        if not checks:
+            return ""
+        if len(checks) == 1:
+            (check,) = checks
+            beaten, N = check.beaten(check.winner), len(check.random)
+            return f"; {check.winner} wins removal, better than {beaten} of {N} random orders"
+        wins = Counter(check.winner for check in checks).most_common()
+        told = ", ".join(f"{name} {count}" for name, count in wins)
+        return f"; wins of removal: {told} of {len(checks)}"
 
     def _size(self) -> str:
         (example,) = self.examples

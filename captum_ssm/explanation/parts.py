@@ -151,6 +151,68 @@ class Maps:
 
 
 @dataclass(frozen=True, eq=False)
+class Validation:
+    """How the explained score falls while parts of the input are removed, most relevant first.
+
+    The method whose curve has the smallest area names best what the model reads. Random orders
+    tell what any order would do. The token at which an answer is read is not removed.
+
+    Args:
+        score (str): what is on the curves, ``"logit"``: the mean over the example's outputs.
+        removed (str): what a removed part becomes, such as "by <unk>".
+        shares (tuple of float): S shares of the parts that are removed, ascending.
+        curves (dict): by the name of the method, ``(S,)``.
+        random (numpy.ndarray): ``(N, S)``, of N random orders.
+
+    Examples::
+
+        >>> validation = explain(model, tokenizer, "w3 w4 w5", validate=True).examples[0].validation
+        >>> validation.winner, len(validation.curves["mamba-lrp"])
+        ('mamba-lrp', 11)
+    """
+
+    score: str
+    removed: str
+    shares: tuple[float, ...]
+    curves: Mapping[str, np.ndarray]
+    random: np.ndarray
+
+    @property
+    def areas(self) -> dict[str, float]:
+        """The mean height of each method's curve: the lower the better."""
+        return {name: float(_area(curve, self.shares)) for name, curve in self.curves.items()}
+
+    @property
+    def winner(self) -> str:
+        """The method with the smallest area."""
+        areas = self.areas
+        return min(areas, key=lambda name: areas[name])
+
+    def beaten(self, method: str) -> int:
+        """How many of the random orders have a larger area than a method."""
+        return int((_area(self.random, self.shares) > self.areas[method]).sum())
+
+    def __str__(self) -> str:
+        areas, N = self.areas, len(self.random)
+        random = float(_area(self.random, self.shares).mean())
+        lines = [
+            f"Mean {self.score} while the most relevant parts are replaced {self.removed} "
+            "(the lower the better):",
+            *(
+                f"  {name:24} {areas[name]:+8.3f}   better than {self.beaten(name)} of {N} random"
+                for name in sorted(areas, key=lambda name: areas[name])
+            ),
+            f"  {'random':24} {random:+8.3f}",
+        ]
+        return "\n".join(lines)
+
+
+def _area(curve: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
+    values, widths = np.asarray(curve, dtype=float), np.diff(shares)
+    return ((values[..., 1:] + values[..., :-1]) / 2 * widths).sum(-1) / widths.sum()
+
+
+@dataclass(frozen=True, eq=False)
 class Example:
     """A text or an image, what the model makes of it, and the relevance of its parts.
 
@@ -159,8 +221,9 @@ class Example:
         outputs (tuple of Output): in the text's order; an image has one.
         relevance (dict): by the name of the method, ``(R, L)`` float32, one row for each answer
             and contrast that is explained; for an image ``(R, H, W)``.
-        deltas (dict): by the name of the method, ``(R,)``: the score minus the relevance's sum, of
-            methods that add up; other methods are left out.
+        deltas (dict): by the name of the method, ``(R,)``: what it claims to add up to minus the
+            relevance's sum, of methods that claim that: the score, or of Captum's methods the score
+            minus that at their baseline.
         tokens (tuple of Token): L of them: the prompt, then the continuation (the target, or the
             token that the model predicts). Empty for an image.
         prompt (int): how many of the tokens are the prompt's.
@@ -169,6 +232,8 @@ class Example:
         image (numpy.ndarray, optional): ``(H, W, 3)``, 8 bits. Default: None
         grid (tuple, optional): rows and columns of the image's patches. Default: None
         maps (tuple of Maps, optional): Default: ``()``
+        validation (Validation, optional): how the score falls while parts are removed.
+            Default: None
 
     Examples::
 
@@ -187,6 +252,7 @@ class Example:
     image: np.ndarray | None = None
     grid: tuple[int, int] | None = None
     maps: tuple[Maps, ...] = ()
+    validation: Validation | None = None
 
     @property
     def text(self) -> str:
@@ -199,7 +265,8 @@ class Method:
     """How relevance was computed.
 
     Args:
-        name (str): as :func:`captum_ssm.attr.methods` names it, such as ``"mamba-lrp"``.
+        name (str): as :func:`captum_ssm.attr.methods` names it, such as ``"mamba-lrp"``, or a name
+            of Captum's method, such as ``"saliency"``.
         title (str): for people, such as ``"MambaLRP"``.
         note (str): one line on what it computes.
         adds_up (bool): whether its relevance sums to the score.

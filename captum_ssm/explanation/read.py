@@ -101,6 +101,8 @@ def _bytes(held: dict[str, Any], place: str) -> np.ndarray:
 def example(held: Any, methods: list[str], place: str) -> Example:
     """An example, whose numbers of tokens, rows and pixels agree."""
     names = {one.name for one in fields(Example)}
+    if isinstance(held, dict):  # what older files do not have
+        held = {"validation": None} | held
     is_whole = isinstance(held, dict) and set(held) == names
     _require(is_whole, place, held, f"an object of {', '.join(sorted(names))}")
     relevance = read(Mapping[str, np.ndarray], held["relevance"], f"{place}.relevance")
@@ -142,6 +144,12 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
         most = size if found.image is not None else [0, 0]
         fits = [0 < a <= b for a, b in zip(found.grid, most, strict=True)]
         _require(all(fits), f"{place}.grid", found.grid, "rows and columns of an image's patches")
+    if found.validation is not None:
+        check = found.validation
+        shapes = {curve.shape for curve in check.curves.values()} | {check.random.shape[1:]}
+        is_right = shapes == {(len(check.shares),)} and len(check.shares) > 1
+        is_right = is_right and len(check.curves) > 0 and {*check.curves} <= {*found.relevance}
+        _require(is_right, f"{place}.validation", check.curves, "curves of methods, one per share")
     for maps in found.maps:
         for layer, values in maps.layers.items():
             sides = {L} if L else set(values.shape[:1]) - {0}

@@ -154,7 +154,7 @@ def links(scores: Tensor, rows: Iterable[int] | None = None) -> set[tuple[int, i
 
 
 def decomposition_error(
-    latim: Any, inputs: Any, *, activation: str = "silu", additional_forward_args: Any = None
+    latim: Any, inputs: Any, *, activation: str = "gate", additional_forward_args: Any = None
 ) -> list[float]:
     """LaTIM's decomposition error in each layer (Pitorro & Treviso, 2025, section 3.3, table 4).
 
@@ -172,7 +172,7 @@ def decomposition_error(
 
     Examples::
 
-        >>> errors = decomposition_error(LaTIM(model), input_ids, activation="gate")
+        >>> errors = decomposition_error(LaTIM(model), input_ids)
         >>> all(error < 1e-4 for error in errors)
         True
     """

@@ -138,9 +138,11 @@ def test_alti_logit_is_eq_8_with_explicit_matrices() -> None:
         near = after.abs().sum(-1)[:, None] - (after[:, None] - own).abs().sum(-1)
         near = near.clamp(min=0)
         mixing = near / near.sum(-1, keepdim=True) @ mixing
-    found = latim.attribute(ids, target=target)[0]
+    found = latim.attribute(ids, target=target, activation="silu")[0]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    whole = latim.interactions(ids, None, "alti_logit", target=torch.full((1, L), target))
+    whole = latim.interactions(
+        ids, None, "alti_logit", target=torch.full((1, L), target), activation="silu"
+    )
     torch.testing.assert_close(whole[0, -1], found, rtol=1e-3, atol=1e-5)
 
 

@@ -103,8 +103,15 @@ def intervened(names, folder):
     assert (folder / "sweep.png").stat().st_size > 0
 
 
+def compared(names, folder):
+    """The check holds a curve for each method of the last explanation."""
+    assert names["explanation"].methods[0].name in names["validation"].curves
+    assert len(names["validation"].curves) == 2
+
+
 CHECKS = {
     "any_input": of_inputs,
+    "compare_with_captum": compared,
     "generation": generated,
     "hybrids": of_shape,
     "images": drawn,

@@ -13,12 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from captum_ssm.attr import TokenAttribution
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.images import ImageQuestion, image_questions
 from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
 from captum_ssm.explanation.make.questions import Setup
-from captum_ssm.explanation.make.rows import has_delta
+from captum_ssm.explanation.make.rows import RowSource
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
@@ -35,7 +34,8 @@ def explain(
     *,
     target: Any = None,
     against: Any = None,
-    methods: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = ("mamba-lrp",),
+    methods: Any = ("mamba-lrp",),
+    validate: bool = False,
     position: int | Sequence[int] | Literal["all"] | None = None,
     units: str | Mapping[str, tuple[int, int]] = "token",
     alternatives: int = 1,
@@ -75,9 +75,14 @@ def explain(
         against (str, int, sequence of int or list of str, optional): another continuation, or
             class. Where the two first differ, the score of one minus that of the other is explained
             as well; methods that ignore the target give their plain row. Default: None
-        methods (str, sequence of str or dict, optional): names, as
-            :func:`captum_ssm.attr.methods` lists them; a dict has options of each method's
-            ``attribute``. Default: ``("mamba-lrp",)``
+        methods (str, Attribution, sequence of these or dict, optional): names, as
+            :func:`captum_ssm.attr.methods` lists them, names of Captum's methods, such as
+            ``"integrated-gradients"``, and methods that were made with the model, such as Captum's
+            ``IntegratedGradients(model)``; a dict has options of each method's ``attribute``.
+            ``"all"`` is every method that works on the model. Default: ``("mamba-lrp",)``
+        validate (bool, optional): also remove the tokens, most relevant first, and keep how the
+            score falls for each method and for random orders, in ``Example.validation``.
+            Default: False
         position (int, sequence of int or str, optional): explains what is predicted at these
             tokens of the text, negative from the end, in place of its continuation: the target,
             of one token, or the model's own prediction there. ``"all"`` explains every token of
@@ -132,7 +137,9 @@ def explain(
     """
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
-    setup = parse_setup(model, methods, alternatives, maps, layers, lens, memory_limit)
+    setup = parse_setup(
+        model, methods, alternatives, maps, layers, lens, memory_limit, tokenizer, validate
+    )
     spans = parse_spans(units)
     tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
     shown = {"labels": labels, "mean": mean, "std": std}
@@ -169,16 +176,15 @@ def _explanation(
     return Explanation(
         _title(examples, name) if title is None else title,
         name,
-        tuple(_method(key, m, setup.options[key]) for key, m in setup.methods.items()),
+        tuple(_method(name, source) for name, source in setup.methods.items()),
         examples,
         _plain(settings),
         _versions(),
     )
 
 
-def _method(name: str, method: TokenAttribution, options: dict[str, Any]) -> Method:
-    adds_up = has_delta(method, options)
-    return Method(name, method.get_name(), method.summary, adds_up, _plain(options))
+def _method(name: str, source: RowSource) -> Method:
+    return Method(name, source.title, source.note, source.adds_up, _plain(source.options))
 
 
 def _plain(value: Any) -> Any:

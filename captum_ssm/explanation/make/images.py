@@ -65,6 +65,7 @@ class ImageQuestion:
             deltas,
             image=_shown(pixels[0].cpu(), self.mean, self.std),
             grid=_grid(setup.model, pixels),
+            validation=questions.validation,
         )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.attr import TokenAttribution
-from captum_ssm.attr import methods as all_methods
 from captum_ssm.capture import check_model, unwrap
 from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.methods import ALL, parse_methods
 from captum_ssm.explanation.make.questions import Setup, per_example
+from captum_ssm.explanation.make.removal import Replacement
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.integers import as_index
 
@@ -28,6 +28,8 @@ def parse_setup(
     layers: Any,
     lens: Any,
     memory_limit: int | None,
+    tokenizer: Any = None,
+    validate: bool = False,
 ) -> Setup:
     """How examples are explained.
 
@@ -36,19 +38,22 @@ def parse_setup(
         ValueError: for an unknown method, option or map, and a negative count.
     """
     module = unwrap(check_model(model))
-    chosen = _methods(methods)
+    tokenizer = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
+    chosen = parse_methods(methods, model, module, tokenizer, memory_limit)
     count = as_index(alternatives)
     if count is None or count < 0:
         raise ValueError(f"alternatives is {alternatives!r}; expected an integer from 0 on.")
     return Setup(
         module,
-        {name: cls(model, memory_limit=memory_limit) for name, (cls, _) in chosen.items()},
-        {name: options for name, (_, options) in chosen.items()},
+        chosen,
         count,
         _maps(maps),
         layers,
         bool(lens),
         memory_limit,
+        Replacement.of(tokenizer),
+        bool(validate),
+        isinstance(methods, str) and methods == ALL,
     )
 
 
@@ -125,28 +130,6 @@ def text_questions(
         TextQuestion(tokenizer, text, _continuation(a), _continuation(b), position, spans)
         for text, a, b in zip(texts, targets, others, strict=True)
     ]
-
-
-def _methods(methods: Any) -> dict[str, tuple[type[TokenAttribution], dict[str, Any]]]:
-    known = all_methods()
-    named = [methods] if isinstance(methods, str) else methods
-    if not named:
-        raise ValueError("methods is empty; name at least one, such as 'mamba-lrp'.")
-    chosen = {}
-    for name in named:
-        if name not in known:
-            raise ValueError(
-                f"methods holds {name!r}; expected one or several of {', '.join(known)}."
-            )
-        options = dict(named[name]) if isinstance(named, Mapping) else {}
-        unknown = [option for option in options if option not in known[name].options()]
-        if unknown:
-            raise ValueError(
-                f"methods[{name!r}] holds the option {unknown[0]!r}; expected "
-                f"{', '.join(known[name].options()) or 'no options'}."
-            )
-        chosen[name] = known[name], options
-    return chosen
 
 
 def _maps(maps: Any) -> tuple[str, ...]:

@@ -4,37 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from captum_ssm.attr import TokenAttribution
 from captum_ssm.errors import InputError
-from captum_ssm.explanation import Answer, Contrast, Output
-from captum_ssm.explanation.make.rows import Question, rows
+from captum_ssm.explanation import Answer, Contrast, Output, Validation
+from captum_ssm.explanation.make.removal import Replacement
+from captum_ssm.explanation.make.rows import Question, RowSource
+from captum_ssm.explanation.make.validate import validated
 from captum_ssm.utils.memory import memory_limit as limit_memory
 from captum_ssm.utils.memory import require
 
 TOP = 5  # the likeliest answers, which are kept at each output
+# What a method raises that does not fit a model.
+FAILS = (ValueError, TypeError, RuntimeError, NotImplementedError, ImportError)
 
 
 @dataclass(frozen=True)
 class Setup:
     """What is the same for all examples: as ``explain`` takes it.
 
-    ``methods`` are made with the model, ``options`` are of their ``attribute``, both by name;
-    ``notes`` say what could not be done.
+    ``methods`` are by name; those that fail are left out where all were asked for. ``replacement``
+    is what a removed token becomes, and ``notes`` say what could not be done.
     """
 
     model: Any
-    methods: Mapping[str, TokenAttribution]
-    options: Mapping[str, dict[str, Any]]
+    methods: dict[str, RowSource]
     alternatives: int = 0
     maps: tuple[str, ...] = ()
     layers: Any = None
     lens: bool = False
     memory_limit: int | None = None
+    replacement: Replacement = field(default_factory=partial(Replacement, 0, "token 0"))
+    validate: bool = False
+    skips_failing: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -50,6 +56,7 @@ class Questions:
         self.setup, self.text_of = setup, text_of
         self.questions: list[Question] = []
         self.outputs: list[Output] = []
+        self.validation: Validation | None = None
 
     def add(
         self,
@@ -115,13 +122,26 @@ class Questions:
             inputs (Tensor): of one example, ``(1, ...)``.
             shaped (Callable): from rows in the shape of the input to those that are kept.
         """
-        relevance, deltas = {}, {}
-        for name, method in self.setup.methods.items():
-            options = self.setup.options[name]
-            explained, delta = rows(method, inputs, self.questions, what=name, **options)
+        whole, relevance, deltas = {}, {}, {}
+        for name, method in list(self.setup.methods.items()):
+            try:
+                explained, delta = method.rows(inputs, self.questions, name)
+            except FAILS as error:
+                if not self.setup.skips_failing or len(self.setup.methods) == 1:
+                    raise
+                del self.setup.methods[name]
+                self.setup.notes.append(f"without {name}: {str(error).splitlines()[0]}")
+                continue
+            whole[name] = explained
             relevance[name] = to_numpy(shaped(explained))
             if delta is not None:
                 deltas[name] = to_numpy(delta)
+        if self.setup.validate:
+            rows = [answer.row for out in self.outputs for answer in out.answers[out.chosen :][:1]]
+            asked = {row: self.questions[row] for row in rows if row is not None}
+            self.validation = validated(
+                self.setup.model, inputs, whole, asked, self.setup.replacement
+            )
         return relevance, deltas
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,52 @@ class Question:
     position: int | None
     answer: int
     against: int | None = None
+
+
+class RowSource(Protocol):
+    """A method with its options, as a source of rows: one of this library, or of Captum.
+
+    The fields are those of :class:`~captum_ssm.explanation.Method`.
+    """
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def note(self) -> str: ...
+    @property
+    def adds_up(self) -> bool: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    def rows(
+        self, inputs: Tensor, questions: Sequence[Question], what: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Relevance ``(R, ...)`` of one input ``(1, ...)``, and deltas ``(R,)`` or None."""
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of a method of this library."""
+
+    method: TokenAttribution
+    options: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        return self.method.get_name()
+
+    @property
+    def note(self) -> str:
+        return self.method.summary
+
+    @property
+    def adds_up(self) -> bool:
+        return has_delta(self.method, dict(self.options))
+
+    def rows(
+        self, inputs: Tensor, questions: Sequence[Question], what: str
+    ) -> tuple[Tensor, Tensor | None]:
+        return rows(self.method, inputs, questions, what=what, **self.options)
 
 
 def rows(
@@ -68,10 +114,9 @@ def rows(
     return torch.stack([relevance[k] for k in range(len(questions))]), deltas if adds_up else None
 
 
-def has_delta(method: type[TokenAttribution] | TokenAttribution, options: dict[str, Any]) -> bool:
+def has_delta(method: TokenAttribution, options: dict[str, Any]) -> bool:
     """Whether a method's relevance claims to add up to the score, with these options."""
-    made = method if isinstance(method, TokenAttribution) else method(nn.Identity())
-    return made.has_convergence_delta() and made.needs_target(**options)
+    return method.has_convergence_delta() and method.needs_target(**options)
 
 
 def _attributed(

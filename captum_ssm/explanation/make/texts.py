@@ -74,6 +74,7 @@ class TextQuestion:
             len(texts.prompt.tokens),
             units,
             maps=maps,
+            validation=questions.validation,
         )
 
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from captum_ssm.explanation.parts import Answer, Example, ExplanationData, Maps, Output, Token
+from captum_ssm.explanation.parts import (
+    Answer,
+    Example,
+    ExplanationData,
+    Maps,
+    Output,
+    Token,
+    Validation,
+)
 
 FORMAT = "captum_ssm.page/1"
 
@@ -50,6 +58,7 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
             name: _numbers(example.deltas[name]) for name in found if name in example.deltas
         },
         "maps": [_maps(maps) for maps in example.maps],
+        "validation": _validation(example.validation),
     }
     if example.image is not None:
         return data | _image(example.image, example.grid, found)
@@ -62,6 +71,22 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
             for unit, spans in example.units.items()
         },
         "rows": {name: packed(rows) for name, rows in found.items()},
+    }
+
+
+def _validation(check: Validation | None) -> dict[str, Any] | None:
+    if check is None:
+        return None
+    return {
+        "score": check.score,
+        "removed": check.removed,
+        "shares": _numbers(check.shares),
+        "curves": {name: _numbers(curve) for name, curve in check.curves.items()},
+        "random": _numbers(check.random.mean(0)),
+        "areas": {name: _number(area) for name, area in check.areas.items()},
+        "beaten": {name: check.beaten(name) for name in check.curves},
+        "orders": len(check.random),
+        "winner": check.winner,
     }
 
 

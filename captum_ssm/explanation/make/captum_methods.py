@@ -1,0 +1,323 @@
+"""Captum's own methods as rows of an explanation, next to those of this library.
+
+A method of gradients is given the embeddings of a text, since token ids have no gradient; one that
+removes parts is given the presence of each part (:mod:`removal`), 1 or 0; one of a layer is given
+the input itself. Captum's method stays as it is: a copy of it is given another ``forward_func``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from captum import attr as captum_attr
+from captum.attr import Attribution, FeatureAblation, NoiseTunnel, ShapleyValueSampling
+from captum.attr._utils.attribution import (
+    GradientAttribution,
+    LayerAttribution,
+    PerturbationAttribution,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captum_ssm.capture import is_model, unwrap
+from captum_ssm.capture.model import extract_logits, input_embeddings, parameter_names
+from captum_ssm.explanation.make.removal import SPECIAL, Parts, Replacement, is_causal
+from captum_ssm.explanation.make.rows import Question
+from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.progress import progress
+
+# What can be asked for by name.
+NAMED: dict[str, type[Attribution]] = {
+    "feature-ablation": captum_attr.FeatureAblation,
+    "gradient-shap": captum_attr.GradientShap,
+    "input-x-gradient": captum_attr.InputXGradient,
+    "integrated-gradients": captum_attr.IntegratedGradients,
+    "kernel-shap": captum_attr.KernelShap,
+    "occlusion": captum_attr.Occlusion,
+    "saliency": captum_attr.Saliency,
+    "shapley-value-sampling": captum_attr.ShapleyValueSampling,
+}
+# Methods with rules for modules, which products, gates and scans inside of a mixer are not.
+RULES_OF_MODULES = (
+    captum_attr.DeepLift,
+    captum_attr.Deconvolution,
+    captum_attr.GuidedBackprop,
+    captum_attr.LRP,
+    captum_attr.LayerDeepLift,
+    captum_attr.LayerLRP,
+)
+BATCH = 16  # inputs that the model is given at a time, of methods that let one choose
+WINDOW = 3  # parts along each axis that an occlusion removes
+GIVEN = ("self", "inputs", "target", "additional_forward_args", "return_convergence_delta")
+
+
+class CaptumRows:
+    """The rows of one of Captum's methods.
+
+    Args:
+        method (Attribution): made with the model.
+        module (nn.Module): the model itself.
+        options (dict): keyword arguments of the method's ``attribute``.
+        tokenizer (TokenizerLike, optional): tells which token replaces a removed one.
+
+    Raises:
+        ValueError: for a method that cannot be a row, or was made with another model.
+    """
+
+    adds_up = False  # to the score above that of the baseline, if at all
+
+    def __init__(
+        self, method: Attribution, module: nn.Module, options: Mapping[str, Any], tokenizer: Any
+    ) -> None:
+        inner = getattr(method, "attribution_method", method)
+        kinds = GradientAttribution, PerturbationAttribution, LayerAttribution
+        is_known = isinstance(inner, kinds) and not isinstance(inner, RULES_OF_MODULES)
+        if not is_known or isinstance(inner, captum_attr.FeaturePermutation):
+            raise ValueError(
+                f"{type(inner).__name__} cannot be a row of an explanation: expected a method of "
+                "gradients, of perturbations or of a layer. Methods with rules for modules "
+                "(DeepLift, LRP, GuidedBackprop) have none for the products and scans in a mixer."
+            )
+        forward = inner.forward_func
+        forward = getattr(forward, "__self__", forward)
+        if not is_model(forward) or unwrap(forward) is not module:
+            raise ValueError(
+                f"{type(inner).__name__} was made with another model or function, "
+                f"{type(forward).__name__}; expected the model that is explained: "
+                f"{type(inner).__name__}(model)."
+            )
+        self.method, self.module, self.options = method, module, dict(options)
+        self.tokenizer, self.inner = tokenizer, inner
+        self.forwards, self._told = 0, ""
+
+    @property
+    def title(self) -> str:
+        """The method's name, as Captum writes it."""
+        return " ".join(self.method.get_name().split())
+
+    @property
+    def note(self) -> str:
+        """What was explained, in place of what, and how many inputs the model was given."""
+        cost = f"; the model was given {self.forwards} inputs" if self.forwards else ""
+        names = dict.fromkeys(type(method).__name__ for method in (self.method, self.inner))
+        return f"Captum's {' of '.join(names)}{self._told}{cost}"
+
+    def rows(
+        self, inputs: Tensor, questions: Sequence[Question], what: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Relevance ``(R, ...)`` of one input ``(1, ...)``, and the deltas ``(R,)`` if any.
+
+        A delta is the score minus that at the baseline minus the sum of relevance.
+        """
+        with torch.inference_mode(False), torch.enable_grad(), _own_random_numbers(inputs):
+            inputs = inputs.clone()
+            if isinstance(self.inner, LayerAttribution):
+                return self._of_layer(inputs, questions, what)
+            if isinstance(self.inner, PerturbationAttribution):
+                return self._of_parts(inputs, questions, what), None
+            return self._of_gradients(inputs, questions, what)
+
+    def _of_parts(self, inputs: Tensor, questions: Sequence[Question], what: str) -> Tensor:
+        options = dict(self.options)
+        wanted = options.pop("baselines", None)
+        is_text = not inputs.is_floating_point()
+        replacement = Replacement.of(self.tokenizer, wanted if is_text else None)
+        parts = Parts.of(inputs, self.module, replacement, None if is_text else wanted)
+        self._told = f", which replaces parts of the input {parts.note}"
+        presence = torch.ones(1, *parts.shape, device=inputs.device)
+        takes = inspect.signature(self.inner.attribute).parameters
+        if "perturbations_per_eval" in takes:
+            options.setdefault("perturbations_per_eval", BATCH)
+        if "sliding_window_shapes" in takes:
+            window = tuple(min(WINDOW, length) for length in parts.shape)
+            if inputs.dim() == 3:  # the steps of each variable of a series
+                window = (window[0], 1)
+            options.setdefault("sliding_window_shapes", window)
+        relevance = []
+        # These take several scores of one run; the others take one.
+        is_of_all = isinstance(self.inner, (FeatureAblation, ShapleyValueSampling))
+        groups = [questions] if is_of_all else [[question] for question in questions]
+        first = min((q.position for q in questions if q.position is not None), default=None)
+        cuts = is_text and first is not None and is_causal(self._run, parts, first)
+        for group in progress(groups, what):
+            ends = [0 if q.position is None else q.position + 1 for q in group]
+            hidden = parts.shape[0] - max(ends) if cuts else 0  # tokens that no score reads
+            read = presence[:, : parts.shape[0] - hidden]
+
+            def run(x: Tensor, hidden: int = hidden) -> Tensor:
+                return self._run(parts.kept(F.pad(x, (0, hidden), value=1.0) if hidden else x))
+
+            score = self._score(run, group)
+            method = _with_forward(self.method, score if is_of_all else _first(score))
+            found = method.attribute(read, baselines=torch.zeros_like(read), **options)
+            found = found.detach().reshape(len(group), *read.shape[1:]).float()
+            if cuts:
+                found = F.pad(found, (0, hidden))
+                for row, end in zip(found, ends, strict=True):
+                    row[end:] = 0
+            relevance.append(found)
+        return parts.to_inputs(torch.cat(relevance))
+
+    def _of_gradients(
+        self, inputs: Tensor, questions: Sequence[Question], what: str
+    ) -> tuple[Tensor, Tensor | None]:
+        options = dict(self.options)
+        takes = inspect.signature(self.inner.attribute).parameters
+        is_text = not inputs.is_floating_point()
+        table = embedding_table(self.module) if is_text else None
+        explained = (inputs if table is None else table(inputs)).detach().requires_grad_()
+        if "internal_batch_size" in takes:
+            options.setdefault("internal_batch_size", BATCH)
+        if "baselines" in takes:
+            baseline = options.pop("baselines", None)
+            name = "zero embeddings" if is_text else "zero"
+            if table is not None and (as_index(baseline) is not None or baseline in SPECIAL):
+                token = Replacement.of(self.tokenizer, baseline)
+                baseline = table(torch.full_like(inputs, token.token)).detach()
+                name = f"the embedding of {token.name}"
+            elif baseline is not None:
+                name = "the given one"
+            options["baselines"] = torch.zeros_like(explained) if baseline is None else baseline
+            self._told = f", from the baseline {name}"
+        elif is_text:
+            self._told = ", at the embeddings"
+
+        def run(x: Tensor) -> Tensor:
+            if table is None:
+                return self._run(x)
+            with _embedded(table, x):
+                return self._run(inputs.expand(len(x), -1))
+
+        relevance, deltas = self._each(run, explained, questions, what, options)
+        return relevance.flatten(2).sum(2) if is_text else relevance, deltas
+
+    def _of_layer(
+        self, inputs: Tensor, questions: Sequence[Question], what: str
+    ) -> tuple[Tensor, Tensor | None]:
+        options = dict(self.options)
+        takes = inspect.signature(self.inner.attribute).parameters
+        if "baselines" in takes and not inputs.is_floating_point():
+            token = Replacement.of(self.tokenizer, options.pop("baselines", None))
+            options["baselines"] = torch.full_like(inputs, token.token)
+            self._told = f", from a text of {token.name}"
+        if "internal_batch_size" in takes:
+            options.setdefault("internal_batch_size", BATCH)
+        relevance, deltas = self._each(self._run, inputs, questions, what, options)
+        if inputs.is_floating_point() and relevance.shape[1:] == inputs.shape[1:]:
+            return relevance, deltas
+        if inputs.dim() != 2 or relevance.dim() < 3 or relevance.shape[1] != inputs.shape[1]:
+            raise ValueError(
+                f"{type(self.inner).__name__} returns relevance of shape "
+                f"{tuple(relevance.shape[1:])} for an input of shape {tuple(inputs.shape[1:])}; "
+                "expected a layer with one vector per token, such as the embedding."
+            )
+        return relevance.flatten(2).sum(2), deltas
+
+    def _each(
+        self,
+        run: Callable[[Tensor], Tensor],
+        inputs: Tensor,
+        questions: Sequence[Question],
+        what: str,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        # One row after the other, since the score of each has gradients of its own.
+        relevance, deltas = [], []
+        has_delta = bool(self.method.has_convergence_delta())
+        options |= {"return_convergence_delta": True} if has_delta else {}
+        for question in progress(questions, what):
+            score = _first(self._score(run, [question]))
+            found = _with_forward(self.method, score).attribute(inputs, **options)
+            row, delta = found if has_delta else (found, None)
+            row = row[0] if isinstance(row, tuple) else row
+            relevance.append(row.detach().float())
+            if delta is not None:  # Captum's is the sum of relevance minus the score
+                deltas.append(-delta.detach().float().mean())
+        return torch.cat(relevance), torch.stack(deltas) if deltas else None
+
+    def _run(self, inputs: Tensor) -> Tensor:
+        # Nothing is generated, and a cache that is written in place takes no gradient.
+        named = {"use_cache": False} if "use_cache" in parameter_names(self.module) else {}
+        self.forwards += len(inputs)
+        return extract_logits(self.module(inputs, **named))
+
+    def _score(
+        self, run: Callable[[Tensor], Tensor], questions: Sequence[Question]
+    ) -> Callable[[Tensor], Tensor]:
+        # The scores (n, R) of n inputs.
+        def score(inputs: Tensor) -> Tensor:
+            logits = run(inputs)
+            return torch.stack([_asked(logits, question) for question in questions], 1)
+
+        return score
+
+
+def _asked(logits: Tensor, question: Question) -> Tensor:
+    row = logits if question.position is None else logits[:, question.position]
+    answer = row[:, question.answer]
+    return answer if question.against is None else answer - row[:, question.against]
+
+
+def _first(score: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda inputs: score(inputs)[:, 0]
+
+
+def _with_forward(method: Attribution, forward: Callable[..., Tensor]) -> Attribution:
+    # A copy that explains another function; of a wrapper also what it wraps.
+    changed = copy(method)
+    changed.forward_func = forward
+    if isinstance(method, NoiseTunnel):
+        changed.attribution_method = _with_forward(method.attribution_method, forward)
+    return changed
+
+
+def embedding_table(module: nn.Module) -> nn.Module:
+    """The embedding table of the tokens.
+
+    Raises:
+        ValueError: where it is not known.
+    """
+    table = input_embeddings(module)
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    if table is None and len(tables) == 1:
+        (table,) = tables
+    if table is None:
+        raise ValueError(
+            "token ids have no gradient, and the model's embedding is not known; give the model a "
+            "get_input_embeddings() that returns it, or use a method that removes tokens, such as "
+            "feature-ablation."
+        )
+    return table
+
+
+@contextmanager
+def _embedded(table: nn.Module, embeddings: Tensor) -> Iterator[None]:
+    # The table returns these embeddings, whatever ids it is given.
+    hook = table.register_forward_hook(lambda *_: embeddings)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _own_random_numbers(inputs: Tensor) -> Iterator[None]:
+    # Samples are the same in every call, and the process's own numbers go on as they were.
+    devices = [inputs.device] if inputs.is_cuda else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        yield
+
+
+def options_of(method: type[Attribution] | Attribution) -> list[str]:
+    """The keyword arguments of a method's ``attribute`` that a row leaves to the caller."""
+    inner = getattr(method, "attribution_method", None)
+    names = inspect.signature(method.attribute).parameters
+    chosen = [name for name, p in names.items() if p.kind is not p.VAR_KEYWORD]
+    chosen = [name for name in chosen if name not in (*GIVEN, "show_progress")]
+    return chosen if inner is None else [*chosen, *options_of(inner)]

@@ -1,0 +1,151 @@
+"""What stands in the place of a part of the input that is removed, and which parts there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captum_ssm.inspection.implicit_attention import token_grids
+from captum_ssm.metrics.perturbation import removed
+from captum_ssm.utils.integers import as_index
+
+SPECIAL = ("mask", "unk", "pad")  # tokens that may replace another one, the best first
+PATCHES = 16  # along each side of an image whose patches are not known
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The token that replaces a removed one.
+
+    Args:
+        token (int): its id.
+        name (str): what the tokenizer calls it.
+    """
+
+    token: int
+    name: str
+
+    @classmethod
+    def of(cls, tokenizer: Any, wanted: Any = None) -> Replacement:
+        """The tokenizer's token for what is masked, unknown or padding; else token 0.
+
+        ``wanted`` is the id of another token, or one of these three names.
+
+        Raises:
+            ValueError: for a name that the tokenizer has no token of.
+        """
+        index = None if isinstance(wanted, str) else as_index(wanted)
+        if index is not None:
+            return cls(index, _name(tokenizer, index))
+        names = SPECIAL if wanted is None else (wanted,)
+        for name in names:
+            token = as_index(getattr(tokenizer, f"{name}_token_id", None))
+            if token is not None and name in SPECIAL:
+                return cls(token, _name(tokenizer, token))
+        if wanted is None:
+            return cls(0, _name(tokenizer, 0))
+        raise ValueError(
+            f"the baseline is {wanted!r}, and the tokenizer has no such token; expected a token "
+            f"id, or one of {', '.join(SPECIAL)} that the tokenizer has."
+        )
+
+
+def _name(tokenizer: Any, token: int) -> str:
+    if tokenizer is None:
+        return f"token {token}"
+    return str(tokenizer.convert_ids_to_tokens([token])[0])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one input that are removed by themselves, and how.
+
+    A token of a text is a part, a patch of an image or a video, and an entry of any other input.
+
+    Args:
+        inputs (Tensor): ``(1, ...)``.
+        shape (tuple of int): of the parts.
+        baseline (Tensor): the input with all parts removed.
+        note (str): what a part is replaced by.
+    """
+
+    inputs: Tensor
+    shape: tuple[int, ...]
+    baseline: Tensor
+    note: str
+
+    @classmethod
+    def of(cls, inputs: Tensor, module: Any, replacement: Replacement, wanted: Any = None) -> Parts:
+        """The parts of an input; ``wanted`` is another baseline, a number or a tensor."""
+        if not inputs.is_floating_point():
+            baseline = torch.full_like(inputs, replacement.token)
+            return cls(inputs, tuple(inputs.shape[1:]), baseline, f"by {replacement.name}")
+        kind = "mean" if inputs.dim() in (3, 4) else "zero"
+        baseline = removed(inputs, kind if wanted is None else wanted)
+        note = f"by the {kind}" if wanted is None else "by the baseline"
+        if inputs.dim() < 4:
+            return cls(inputs, tuple(inputs.shape[1:]), baseline, note)
+        return cls(inputs, patches(module, inputs), baseline, note)
+
+    def kept(self, presence: Tensor) -> Tensor:
+        """Inputs ``(n, ...)`` in which parts of presence ``(n, *shape)`` 0 are removed."""
+        is_kept = self._spread(presence) > 0.5
+        return torch.where(is_kept, self.inputs, self.baseline)
+
+    def to_inputs(self, relevance: Tensor) -> Tensor:
+        """Relevance of parts ``(R, *shape)`` in the shape of the input; sums are kept."""
+        if self.inputs.dim() < 4:
+            return relevance
+        of_place = relevance / self._counts().to(relevance) / self.inputs.shape[1]
+        shape = (len(relevance), *self.inputs.shape[1:])
+        return self._spread(of_place).expand(shape).contiguous()
+
+    def _spread(self, values: Tensor) -> Tensor:
+        # From parts to the entries of the input; a patch is the same in all channels.
+        if self.inputs.dim() < 4:
+            return values
+        index = self._index().to(values.device)
+        return values.flatten(1)[:, index].unsqueeze(1)
+
+    def _index(self) -> Tensor:
+        # The patch of each place of an image or a video.
+        numbers = torch.arange(math.prod(self.shape), dtype=torch.float64).view(1, 1, *self.shape)
+        places = F.interpolate(numbers, tuple(self.inputs.shape[2:]), mode="nearest")
+        return places[0, 0].long()
+
+    def _counts(self) -> Tensor:
+        # The number of places of each patch.
+        return torch.bincount(self._index().flatten()).view(1, *self.shape)
+
+
+def is_causal(run: Callable[[Tensor], Tensor], parts: Parts, position: int) -> bool:
+    """Whether no later token of a text ``(1, L)`` changes what ``run`` returns at a position."""
+    changed = parts.inputs.clone()
+    changed[:, position + 1 :] = parts.baseline[:, position + 1 :]
+    if torch.equal(changed, parts.inputs):
+        return True
+    with torch.no_grad():
+        before, after = run(parts.inputs)[:, position], run(changed)[:, position]
+    return bool((after - before).abs().max() <= 1e-4 * before.abs().max())
+
+
+def patches(module: Any, inputs: Tensor) -> tuple[int, ...]:
+    """The patches of an image ``(1, C, H, W)`` or a video along each axis: the model's own.
+
+    Where these are not known there are sixteen on each side, or one per pixel of small images.
+    """
+    size = tuple(inputs.shape[2:])
+    try:
+        grids = list(token_grids(module, inputs).values())
+    except ValueError:
+        grids = []
+    for grid in grids:
+        if grid is not None and len(grid.shape) == len(size):
+            return tuple(min(a, b) for a, b in zip(grid.shape, size, strict=True))
+    return tuple(min(length, PATCHES) for length in size)

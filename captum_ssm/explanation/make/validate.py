@@ -1,0 +1,110 @@
+"""The check that everybody should make: does the score fall when the most relevant parts go?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from captum_ssm.capture.model import extract_logits, parameter_names
+from captum_ssm.explanation import Validation
+from captum_ssm.explanation.make.removal import Parts, Replacement, is_causal, patches
+from captum_ssm.explanation.make.rows import Question
+from captum_ssm.metrics.perturbation import WHOLE, flipping
+
+Run = Callable[[Tensor], Tensor]  # inputs to the model's output
+
+RANDOM = 16  # random orders
+BATCH = 32  # inputs that the model is given at a time
+
+
+def validated(
+    module: Any,
+    inputs: Tensor,
+    relevance: Mapping[str, Tensor],
+    asked: Mapping[int, Question],
+    replacement: Replacement,
+) -> Validation | None:
+    """The curves of one example: the mean over its outputs.
+
+    Args:
+        module (nn.Module): the model.
+        inputs (Tensor): ``(1, ...)``.
+        relevance (dict): by method, ``(R, ...)`` in the shape of the input.
+        asked (dict): the questions that are checked, by row.
+        replacement (Replacement): what a removed token becomes.
+
+    Returns:
+        Validation: or None where the input has no part that can be removed by itself.
+    """
+    if inputs.dim() > 4:
+        return None
+    parts = Parts.of(inputs, module, replacement)
+    side = patches(module, inputs) if inputs.dim() == 4 else ()
+    noise = torch.Generator().manual_seed(0)
+    named = {"use_cache": False} if "use_cache" in parameter_names(module) else {}
+
+    def logits(changed: Tensor) -> Tensor:
+        return extract_logits(module(changed, **named))
+
+    curves = []
+    for row, question in asked.items():
+        rows = [values[row].detach().cpu().float() for values in relevance.values()]
+        removable = _removable(logits, parts, question.position)
+        if removable is not None and not bool(removable.any()):
+            continue
+        shuffled = torch.rand(RANDOM, *parts.shape, generator=noise)
+        shuffled = parts.to_inputs(shuffled.to(inputs.device)).cpu()
+        orders = torch.cat([torch.stack(rows), shuffled])
+        curves.append(_curves(logits, inputs, orders, question, parts, removable, side))
+    if not curves:
+        return None
+    mean = np.mean(curves, axis=0).astype(np.float32)  # (methods + RANDOM, S)
+    of_methods = dict(zip(relevance, mean, strict=False))
+    return Validation("logit", parts.note, WHOLE, of_methods, mean[len(relevance) :])
+
+
+def _removable(logits: Run, parts: Parts, position: int | None) -> Tensor | None:
+    # The tokens (1, L) that the answer may depend on, without the one at which it is read.
+    if position is None or parts.inputs.dim() != 2:
+        return None
+    mask = torch.ones_like(parts.inputs)
+    if is_causal(logits, parts, position):
+        mask[:, position:] = 0
+    mask[:, position] = 0
+    return mask
+
+
+def _curves(
+    logits: Run,
+    inputs: Tensor,
+    orders: Tensor,
+    question: Question,
+    parts: Parts,
+    removable: Tensor | None,
+    side: tuple[int, ...],
+) -> np.ndarray:
+    # The score (orders, S) while the most relevant parts are removed first.
+    def asked(changed: Tensor) -> Tensor:
+        output = logits(changed)
+        return output if question.position is None else output[:, question.position]
+
+    options: dict[str, Any] = {}
+    if inputs.dim() == 4:
+        height, width = inputs.shape[2:]
+        options["patch"] = (-(-height // side[0]), -(-width // side[1]))
+    count = len(orders)
+    curve = flipping(
+        asked,
+        inputs.expand(count, *inputs.shape[1:]),
+        orders,
+        torch.full((count,), question.answer),
+        removal=parts.baseline,
+        mask=None if removable is None else removable.expand(count, -1),
+        batch_size=BATCH,
+        **options,
+    )
+    return curve.values.numpy()
