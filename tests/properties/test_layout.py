@@ -20,8 +20,24 @@ LARGE_FUNCTIONS = {
 
 # Words that meant several things. The glossary has the words that took their place.
 RETIRED = set(
-    "FrozenLayer Way Transport Patches Through Link Port Cuts Substitution Rules Made "
-    "PlacedOperator Ask Asked speaks past_writes".split()
+    [
+        "FrozenLayer",
+        "Way",
+        "Transport",
+        "Patches",
+        "Through",
+        "Link",
+        "Port",
+        "Cuts",
+        "Substitution",
+        "Rules",
+        "Made",
+        "PlacedOperator",
+        "Ask",
+        "Asked",
+        "speaks",
+        "past_writes",
+    ]
 )
 
 
