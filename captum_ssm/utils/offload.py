@@ -77,7 +77,7 @@ class _Loaded:
         for name in self.away[part]:
             if not weights[name].is_meta:
                 _LOADERS.setdefault(original(part), ref(original(loader)))
-                self.note_weight(weights[name], part, name, weights[name].storage_offset())
+                self.note_weight(weights[name], part, name, int(weights[name].storage_offset()))
 
     def note_weight(self, held: Tensor, part: nn.Module, name: str, offset: int) -> None:
         self.known[_memory(held)] = _LoadedWeight(ref(held), part, name, offset)
@@ -100,7 +100,7 @@ class _Loaded:
                 again = _weights(owner)[name].detach()
             loaded = again.as_strided(size, stride, again.storage_offset() + offset)
             # A backward pass that records a graph of its own does not keep it either.
-            self.note_weight(loaded, part, name, again.storage_offset())
+            self.note_weight(loaded, part, name, int(again.storage_offset()))
             return loaded
 
         return load

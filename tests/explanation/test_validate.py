@@ -7,6 +7,7 @@ from models import VOCABULARY, tiny, word_tokenizer
 
 from captum_ssm import explain
 from captum_ssm.explanation import Explanation, Validation
+from captum_ssm.explanation.page.data import page_data
 from captum_ssm.metrics.perturbation import WHOLE, flipping
 
 TEXT = "w3 w4 w5 w6 w7 w9"
@@ -60,6 +61,15 @@ def test_it_is_kept_and_said(explained, tmp_path):
     assert "better than" in told
     assert "replaced by w2" in told
     assert explained.difference(explained).examples[0].validation is None
+
+
+def test_the_page_has_it(explained):
+    shown = page_data(explained)["examples"][0]["validation"]
+    validation = explained.examples[0].validation
+    assert shown["winner"] == validation.winner
+    assert shown["orders"] == len(validation.random) == 16
+    assert shown["random"] == pytest.approx(validation.random.mean(0), rel=1e-3)
+    assert set(shown["curves"]) == set(shown["beaten"]) == {"feature-ablation", "rollout"}
 
 
 def test_areas():

@@ -19,26 +19,24 @@ LARGE_FUNCTIONS = {
 }
 
 # Words that meant several things. The glossary has the words that took their place.
-RETIRED = set(
-    [
-        "FrozenLayer",
-        "Way",
-        "Transport",
-        "Patches",
-        "Through",
-        "Link",
-        "Port",
-        "Cuts",
-        "Substitution",
-        "Rules",
-        "Made",
-        "PlacedOperator",
-        "Ask",
-        "Asked",
-        "speaks",
-        "past_writes",
-    ]
-)
+RETIRED = {
+    "FrozenLayer",
+    "Way",
+    "Transport",
+    "Patches",
+    "Through",
+    "Link",
+    "Port",
+    "Cuts",
+    "Substitution",
+    "Rules",
+    "Made",
+    "PlacedOperator",
+    "Ask",
+    "Asked",
+    "speaks",
+    "past_writes",
+}
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:

@@ -154,13 +154,13 @@ class CaptumRows:
 
             score = self._score(run, group)
             method = _with_forward(self.method, score if is_of_all else _first(score))
-            found = method.attribute(read, baselines=torch.zeros_like(read), **options)
-            found = found.detach().reshape(len(group), *read.shape[1:]).float()
+            attributed = method.attribute(read, baselines=torch.zeros_like(read), **options)
+            attributed = attributed.detach().reshape(len(group), *read.shape[1:]).float()
             if cuts:
-                found = F.pad(found, (0, hidden))
-                for row, end in zip(found, ends, strict=True):
+                attributed = F.pad(attributed, (0, hidden))
+                for row, end in zip(attributed, ends, strict=True):
                     row[end:] = 0
-            relevance.append(found)
+            relevance.append(attributed)
         return parts.to_inputs(torch.cat(relevance))
 
     def _of_gradients(
@@ -232,8 +232,8 @@ class CaptumRows:
         options |= {"return_convergence_delta": True} if has_delta else {}
         for question in progress(questions, what):
             score = _first(self._score(run, [question]))
-            found = _with_forward(self.method, score).attribute(inputs, **options)
-            row, delta = found if has_delta else (found, None)
+            attributed = _with_forward(self.method, score).attribute(inputs, **options)
+            row, delta = attributed if has_delta else (attributed, None)
             row = row[0] if isinstance(row, tuple) else row
             relevance.append(row.detach().float())
             if delta is not None:  # Captum's is the sum of relevance minus the score
