@@ -1,9 +1,11 @@
 """The front door: from a model and a text or an image to an explanation.
 
 :mod:`front` parses what it is given (:mod:`parse`) into one ``TextQuestion`` (:mod:`texts`) or
-``ImageQuestion`` (:mod:`images`) per example, and each answers itself. Both collect ``Questions``
-(:mod:`asked`): the answers at each output, and the rows of relevance that explain them. Below are
-:mod:`reading` (a text as tokens) and :mod:`lens` (what each layer would answer).
+``ImageQuestion`` (:mod:`images`) per example, each with a method that computes its answers. Both
+collect ``Questions`` (:mod:`questions`): the answers at each output, and the rows of relevance that
+explain them (:mod:`rows`; :mod:`captum_methods` for Captum's own). :mod:`validate` removes the
+tokens that methods rank first. Below are :mod:`reading` (a text as tokens) and :mod:`lens` (what
+each layer would answer). :mod:`captum_llm` stands in for Captum's wrapper of language models.
 """
 
 from captum_ssm.explanation.make.front import explain
