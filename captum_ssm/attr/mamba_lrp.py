@@ -18,7 +18,6 @@ from captum_ssm.attr.relevance import relevance_at
 from captum_ssm.capture import FrozenModel, FrozenStandIns, Request
 from captum_ssm.capture.check import Rebuilt
 from captum_ssm.capture.embedded_ids import entries_of, is_view
-from captum_ssm.capture.honesty import hidden_dependence
 from captum_ssm.capture.model import input_embeddings
 from captum_ssm.capture.unknown_mixers import (
     find_unknown_mixers,
@@ -117,10 +116,7 @@ class MambaLRP(TokenAttribution):
         settle(model, made_of | structure([score.grad_fn]))
         relevance = rules.relevance(score)
         frozen.warn_of_padding()
-        wiring, hidden = frozen.wiring, None
-        if wiring.structure and wiring.refused is None:  # it was measured in this call
-            hidden = hidden_dependence(request, wiring.structure)
-        warn_of_unknown(model, wiring.refused or wiring.unknown or None, hidden)
+        warn_of_unknown(model, frozen.wiring.refused or frozen.wiring.unknown or None)
         result = format_output(
             request.packed,
             tuple(map(partial(_of_input, frozen), request.inputs, relevance)),

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.capture.check import check_deviation
-from captum_ssm.capture.examples import warn_of_shared_examples
 from captum_ssm.capture.frozen_model import FrozenCall, FrozenModel
 from captum_ssm.capture.honesty import check_honesty
 from captum_ssm.capture.randomness import noting_draws, warn_of_randomness
@@ -149,7 +148,6 @@ class _Plan:
         if any(draws):
             with on_thrown_away(request) as (copies, _), torch.no_grad():
                 warn_of_randomness(request.module, (copies.run(), copies.run()))
-        warn_of_shared_examples(request)
         _ = recording.mask  # raises for one of padding only, whose numbers need not be finite
         recording.check_finite()
         wiring = recording.wiring or sequence(len(recording.calls), recording.shape[1])

@@ -34,14 +34,11 @@ from captum_ssm.wiring.mixing_test import halves
 
 # Texts are cut to so many tokens.
 _FEW = 32
-# The name of what a model returns, beside the paths of mixers.
-_OUTPUT = "the output"
 # In so many steps some of the tokens are moved: two halves of them and their rests, which tell
 # three of four pairs of tokens apart.
 _STEPS = 4
-# The sizes of a step, of that of the tokens, in turn: what is rounded between them has to move as
-# well, and the choices that are made by their content.
-_SIZES = (0.3, 3.0)
+# The size of a step, of that of the tokens: what is rounded between them has to move as well.
+_STEP = 0.3
 # The smallest change that counts, of the largest one.
 _LEAST = 1e-3
 # What a model raises when moved tokens choose otherwise, as by a router, than those that the held
@@ -49,12 +46,7 @@ _LEAST = 1e-3
 _OTHER_CHOICE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError)
 
 
-_HIDDEN = (
-    "{} depends on tokens in a way that autograd does not show (a detach() or torch.no_grad() "
-    "around some of them, a straight-through estimator, or a backward pass of its own)"
-)
-
-
+@repeated
 def check_honesty(request: Request, structure: frozenset[Any]) -> None:
     """Raise where tokens are made of what the graph between the mixers does not show.
 
@@ -65,30 +57,19 @@ def check_honesty(request: Request, structure: frozenset[Any]) -> None:
     Raises:
         UnsupportedModelError: naming what is made so.
     """
-    hidden = hidden_dependence(request, structure)
-    if hidden is not None:
+    known = known_of(request.module)
+    if structure <= known.honest or any(p.is_inference() for p in request.module.parameters()):
+        return
+    found = _found(request)
+    if found is not None:
         raise UnsupportedModelError(
-            f"{hidden}, so that it cannot be told which row of a map is read where. Expected "
+            f"{found} depends on tokens in a way that autograd does not show (a detach() or "
+            "torch.no_grad() around some of them, a straight-through estimator, or a backward pass "
+            "of its own), so that it cannot be told which row of a map is read where. Expected "
             "mixers that are connected by differentiable operations. The maps of single layers are "
             "right all the same (captum_ssm.hidden_attention)."
         )
-
-
-@repeated
-def hidden_dependence(request: Request, structure: frozenset[Any]) -> str | None:
-    """What depends on tokens in a way that the graph does not show; None for nothing.
-
-    Args:
-        request (Request): of a model that runs here. A text is looked at by some of its tokens.
-        structure (frozenset): what the graph is made of. A model is looked at once for each.
-    """
-    known = known_of(request.module)
-    if structure <= known.honest or any(p.is_inference() for p in request.module.parameters()):
-        return None
-    hidden = _found(request)
-    if hidden is None:
-        known.honest |= structure
-    return hidden
+    known.honest |= structure
 
 
 def _found(request: Request) -> str | None:
@@ -133,7 +114,7 @@ class _Run:
         ):
             output = extract_logits(self.request.run(tuple(inputs)))
         torch.random.set_rng_state(torch_state)
-        self._end(_OUTPUT, output)
+        self._end("the output", output)
         return self
 
     def _end(self, name: str, value: Tensor) -> None:
@@ -202,7 +183,7 @@ def _hidden(request: Request) -> str | None:
                     torch.equal(a, b) for (_, a), (_, b) in zip(again, run.ends, strict=True)
                 ):
                     return None  # it is another one at each run
-                return _HIDDEN.format(_words(name))
+                return "the output" if name == "the output" else f"what {name} is given"
     if not is_compared:
         warnings.warn(
             f"{type(request.module).__name__} could not be run with its tokens moved a little "
@@ -212,10 +193,6 @@ def _hidden(request: Request) -> str | None:
             stacklevel=2,
         )
     return None
-
-
-def _words(end: str) -> str:
-    return end if end == _OUTPUT else f"what {end} is given"
 
 
 def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Tensor]]:
@@ -228,7 +205,7 @@ def _steps(starts: Sequence[Tensor], generator: torch.Generator) -> list[list[Te
         steps = []
         for x, axis in zip(starts, axes, strict=True):
             sets = chosen[x.shape[axis]]
-            size = _SIZES[k % 2] * x.detach().double().square().mean().sqrt()
+            size = _STEP * x.detach().double().square().mean().sqrt()
             step = torch.randn(x.shape, generator=generator).to(x.device) * size.clamp(min=1e-6)
             shape = [1] * x.dim()
             shape[axis] = -1

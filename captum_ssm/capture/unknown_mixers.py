@@ -49,31 +49,21 @@ def search_anew(model: nn.Module) -> None:
     known_of(model).is_searched = False
 
 
-def warn_of_unknown(model: nn.Module, refused: str | None, hidden: str | None = None) -> None:
-    """Warn of what mixes tokens in a model and is not a mixer, as once measured.
+def warn_of_unknown(model: nn.Module, refused: str | None) -> None:
+    """Warn of what mixes tokens in a model and is no mixer, as once measured.
 
     Attention is no matter: its probabilities are constants wherever they are computed.
-
-    Args:
-        model (nn.Module): the model, which remembers what was said of it.
-        refused (str, optional): what the wiring could not follow; None for nothing, or where it was
-            not measured.
-        hidden (str, optional): what autograd does not show. Default: None
     """
-    known, messages = known_of(model), []
-    if refused is not None and "Softmax" not in refused and "ScaledDotProduct" not in refused:
-        messages.append(
-            f"{refused.partition('. ')[0]}: its coefficients are not held constant, so relevance "
-            "may not add up to the score. The convergence delta says by how much."
+    known = known_of(model)
+    known.unknown = unknown = known.unknown if refused is None else refused
+    if unknown is not None and "Softmax" not in unknown and "ScaledDotProduct" not in unknown:
+        why = unknown.partition(". ")[0]
+        warnings.warn(
+            f"{why}: its coefficients are not held constant, so relevance may not add up to the "
+            "score. The convergence delta says by how much.",
+            UserWarning,
+            stacklevel=2,
         )
-    if hidden is not None:
-        messages.append(
-            f"{hidden}. Relevance follows what autograd shows and misses the rest: expected a "
-            "model that is connected by differentiable operations."
-        )
-    known.unknown = tuple(messages) or known.unknown
-    for message in known.unknown:
-        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 @repeated
@@ -223,5 +213,5 @@ def find_unknown_mixers(request: Request, *, mixed: bool = False) -> bool:
     with quiet(), on_thrown_away(request) as (of_copies, copies):
         adapters = _discovered(copies, of_copies.run)
     remember(adapters)
-    known_of(model).is_searched, known_of(model).unknown = True, ()
+    known_of(model).is_searched, known_of(model).unknown = True, None
     return bool(adapters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,12 +31,9 @@ class Known:
             known ones. Default: False
         made_of (frozenset, optional): what its graphs are made of in which nothing is left to be
             searched for. Default: None
-        unknown (tuple, optional): warnings of what mixes tokens in it and is not a mixer.
-            Default: ``()``
+        unknown (str, optional): what mixes tokens in it and is not a mixer. Default: None
         honest (frozenset, optional): what its graphs are made of that were found to tell the truth.
             Default: frozenset()
-        shared (dict, optional): how much the output of an example changes with another example of
-            the batch, with modules in train mode (True) and without (False). Default: ``{}``
         right (Any, optional): the state in which it was run in a wider dtype and found to be what
             its adapter computes. Default: None
     """
@@ -46,9 +43,8 @@ class Known:
     miss: str = ""
     is_searched: bool = False
     made_of: frozenset[Any] | None = None
-    unknown: tuple[str, ...] = ()
+    unknown: str | None = None
     honest: frozenset[Any] = frozenset()
-    shared: dict[bool, float] = field(default_factory=dict)
     right: Any = None
 
 

@@ -276,38 +276,6 @@ def test_what_is_unknown_or_hidden_is_refused(name):
             method(model).attribute(x, target=1)
 
 
-def exchanged_gradients(x):
-    x = x * 1
-    if x.requires_grad:
-        x.register_hook(lambda gradient: gradient.flip(1))
-    return x
-
-
-def neighbors_largest_channel(x):
-    return x + nn.functional.one_hot(x.roll(1, 1).argmax(-1), E).to(x.dtype)
-
-
-HIDDEN = {
-    "gradients that a hook exchanges": lambda m, x: two(m, x, exchanged_gradients),
-    "gradients that a hook exchanges at the end": lambda m, x: m.head(
-        exchanged_gradients(m.towards(x))[:, -1]
-    ),
-    "the largest channel of a neighbor": lambda m, x: two(m, x, neighbors_largest_channel),
-    "a hidden mean": REFUSED["a hidden mean"],
-    "straight through": REFUSED["straight through, turned around"],
-}
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_what_autograd_hides_is_refused_for_maps_and_said_of_relevance(name):
-    model, x = with_forward(HIDDEN[name]), tokens()
-    with pytest.raises(UnsupportedModelError, match="autograd does not show"):
-        MambaRollout(model).attribute(x, target=1)
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="autograd does not show"):
-            MambaLRP(model).attribute(x, target=1)
-
-
 class Own(nn.Module):
     """A linear attention that nobody knows."""
 
