@@ -7,7 +7,6 @@ library computes today. That takes a few seconds.
 from __future__ import annotations
 
 import html
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 
 from captum_ssm import explain, hidden_attention
 from captum_ssm.attr import methods
+from captum_ssm.examples.digits import held_out_digits
 from captum_ssm.models import VisionMamba
 from captum_ssm.visualization import (
     color_limit,
@@ -51,12 +51,9 @@ def write(folder: Path) -> None:
     why = explain(reader, tokenizer, STORY, methods=options, title="Anna's ball", **asked)
     why.to_html(folder / "page" / "page.html")
 
-    sys.path.append(str(ROOT / "benchmarks" / "vision"))
-    import data
-
     state = load_file(ROOT / "tutorials" / "models" / "digits-vim" / "model.safetensors")
     viewer = VisionMamba.from_state_dict(state).eval()
-    samples = data.held_out(3)
+    samples = held_out_digits(3)
     image, digit = samples.images[2:], int(samples.labels[2])
 
     for name, method in methods().items():

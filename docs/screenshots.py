@@ -24,6 +24,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from captum_ssm import explain
+from captum_ssm.examples.digits import compose, glyphs
+from captum_ssm.examples.stories import COLORS, OBJECTS, PRONOUNS
 from captum_ssm.explanation import Explanation
 from captum_ssm.models import VisionMamba
 
@@ -69,11 +71,8 @@ def contrast() -> Explanation:
 
 def long() -> Explanation:
     """The story after a hundred facts about others."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "language"))
-    import stories as made
-
     rng = random.Random(7)
-    people, colors, things = sorted(made.PRONOUNS), made.COLORS, made.OBJECTS
+    people, colors, things = sorted(PRONOUNS), COLORS, OBJECTS
     facts = [
         f"{rng.choice(people)} has a {rng.choice(colors)} {rng.choice(things)}. "
         for _ in range(300)
@@ -104,13 +103,10 @@ def letters(size: int) -> PreTrainedTokenizerFast:
 
 
 def digits() -> Explanation:
-    sys.path.insert(0, str(ROOT / "benchmarks" / "vision"))
-    import data
-
     weights = load_file(MODELS / "digits-vim" / "model.safetensors")
     model = VisionMamba.from_state_dict(weights).eval()
-    glyphs, labels = data.digits("test")
-    samples = data.compose(glyphs[:4], labels[:4], torch.Generator().manual_seed(0))
+    images, labels = glyphs("test")
+    samples = compose(images[:4], labels[:4], torch.Generator().manual_seed(0))
     options = {"methods": METHODS, "alternatives": 2, "mean": [0.25] * 3, "std": [0.5] * 3}
     return explain(model, samples.images, title="Digits in clutter", **options)
 

@@ -34,6 +34,8 @@ DOCS = ROOT / "docs"
 # Those of a build, which may be under way, are none.
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("[!_]*/*.md")])
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+# Inputs whose deciding tokens are known: each module is used by its name.
+GENERATORS = ("copying", "digits", "scenes", "signals", "stories", "typeseg")
 MODULES = (
     "captum_ssm",
     "captum_ssm.attr",
@@ -49,6 +51,7 @@ MODULES = (
     "captum_ssm.discovery.scans",
     "captum_ssm.kernels",
     "captum_ssm.visualization",
+    *(f"captum_ssm.examples.{name}" for name in GENERATORS),
 )
 
 
@@ -95,6 +98,7 @@ def namespace(folder: Path):
     names = {}
     for name in MODULES:
         names |= public(name)
+    names |= {name: getattr(captum_ssm.examples, name) for name in GENERATORS}
     return names | {
         "TextTokenInput": captum.attr.TextTokenInput,
         "captum": captum,
