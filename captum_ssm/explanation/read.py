@@ -17,7 +17,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from captum_ssm.explanation.parts import Example, Output
+from captum_ssm.explanation.parts import NEXT, ROLES, Example, Output
+
+# What older files do not have.
+_ADDED: dict[Any, dict[str, Any]] = {Example: {"validation": None}, Output: {"role": NEXT}}
 
 
 class Damaged(ValueError):
@@ -55,6 +58,8 @@ def read(kind: Any, value: Any, place: str) -> Any:
         return {name: read(parts[1], item, f"{place}.{name}") for name, item in value.items()}
     if is_dataclass(kind):
         names = {one.name for one in fields(kind)}
+        if isinstance(value, dict):  # what older files do not have
+            value = _ADDED.get(kind, {}) | value
         is_whole = isinstance(value, dict) and set(value) == names
         _require(is_whole, place, value, f"an object of {', '.join(sorted(names))}")
         hints = get_type_hints(kind)
@@ -101,8 +106,8 @@ def _bytes(held: dict[str, Any], place: str) -> np.ndarray:
 def example(held: Any, methods: list[str], place: str) -> Example:
     """An example, whose numbers of tokens, rows and pixels agree."""
     names = {one.name for one in fields(Example)}
-    if isinstance(held, dict):  # what older files do not have
-        held = {"validation": None} | held
+    if isinstance(held, dict):
+        held = _ADDED[Example] | held
     is_whole = isinstance(held, dict) and set(held) == names
     _require(is_whole, place, held, f"an object of {', '.join(sorted(names))}")
     relevance = read(Mapping[str, np.ndarray], held["relevance"], f"{place}.relevance")
@@ -159,8 +164,9 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
 
 def _check_output(output: Output, rows: int, L: int, place: str) -> None:
     count, at = len(output.answers), output.position
-    is_inside = at is None if L == 0 else at is not None and 0 <= at < L
-    _require(is_inside, f"{place}.position", at, f"0 .. {L - 1}" if L else "None")
+    is_inside = at is None or 0 <= at < L
+    _require(is_inside, f"{place}.position", at, f"None or 0 .. {L - 1}" if L else "None")
+    _require(output.role in ROLES, f"{place}.role", output.role, " or ".join(ROLES))
     indices = [output.chosen, *(i for one in output.contrasts for i in (one.answer, one.against))]
     _require(all(0 <= i < count for i in indices), place, indices, f"answers 0 .. {count - 1}")
     used = [one.row for one in output.answers if one.row is not None]

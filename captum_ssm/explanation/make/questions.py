@@ -8,17 +8,21 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Contrast, Output, Validation
+from captum_ssm.explanation.parts import NEXT
 from captum_ssm.explanation.make.removal import Replacement
 from captum_ssm.explanation.make.rows import Question, RowSource
+from captum_ssm.explanation.make.run import Run
 from captum_ssm.explanation.make.validate import validated
 from captum_ssm.utils.memory import memory_limit as limit_memory
 from captum_ssm.utils.memory import require
 
 TOP = 5  # the likeliest answers, which are kept at each output
+SOFTMAX = partial(torch.softmax, dim=-1)
 # What a method raises that does not fit a model.
 FAILS = (ValueError, TypeError, RuntimeError, NotImplementedError, ImportError)
 
@@ -50,10 +54,21 @@ class Questions:
     Args:
         setup (Setup): what is the same for all examples.
         text_of (Callable): an answer's text, by its id.
+        run (Run, optional): of the model; None for its plain run. Default: None
+        probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for those
+            without any. Default: softmax
     """
 
-    def __init__(self, setup: Setup, text_of: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        text_of: Callable[[int], str],
+        run: Run | None = None,
+        probabilities: Callable[[Tensor], Tensor] | None = SOFTMAX,
+    ) -> None:
         self.setup, self.text_of = setup, text_of
+        self.run = Run(setup.model) if run is None else run
+        self.probabilities = probabilities
         self.questions: list[Question] = []
         self.outputs: list[Output] = []
         self.validation: Validation | None = None
@@ -66,34 +81,56 @@ class Questions:
         against: int | None = None,
         lens: Sequence[Tensor] = (),
         typed: str | None = None,
+        role: str = NEXT,
+        ask: Callable[..., Question] = Question,
     ) -> None:
         """One output of ``logits (V,)``: its likeliest answers, and those that are explained.
 
         ``chosen`` is explained first, or the likeliest answer; ``lens`` are the logits after each
-        layer, and ``typed`` the text of the chosen answer where its token does not tell.
+        layer, and ``typed`` the text of the chosen answer where its token does not tell. What
+        cannot be answered has a logit of minus infinity. ``role`` is that of the output, and
+        ``ask(position, answer, against)`` makes its questions.
         """
-        count = min(len(logits), 1 + max(TOP, self.setup.alternatives + 1))
+        possible = int(torch.isfinite(logits).sum())
+        count = min(possible, 1 + max(TOP, self.setup.alternatives + 1))
         likely = logits.topk(count).indices.tolist()
         first = likely[0] if chosen is None else chosen
         others = [answer for answer in likely if answer not in (first, against)]
         explained = [first, *([] if against is None else [against])]
         explained += others[: self.setup.alternatives]
         rows = {answer: len(self.questions) + k for k, answer in enumerate(explained)}
-        self.questions += [Question(position, answer) for answer in explained]
+        self.questions += [ask(position, answer) for answer in explained]
         shown = dict.fromkeys([*likely[:TOP], *explained])
-        answers = _answers(logits, list(shown), self.text_of, rows, {first: typed})
+        answers = self._answers(logits, list(shown), rows, {first: typed})
         index = {answer.id: i for i, answer in enumerate(answers)}
         contrasts = []
         if against is not None:
             contrasts = [Contrast(index[first], index[against], len(self.questions))]
-            self.questions.append(Question(position, first, against))
+            self.questions.append(ask(position, first, against))
         layers = (
-            _answers(after, after.topk(TOP).indices.tolist(), self.text_of, {}, {})
-            for after in lens
+            self._answers(after, after.topk(TOP).indices.tolist(), {}, {}) for after in lens
         )
         self.outputs.append(
-            Output(position, answers, index[first], tuple(contrasts), tuple(layers))
+            Output(position, answers, index[first], tuple(contrasts), tuple(layers), role)
         )
+
+    def _answers(
+        self,
+        logits: Tensor,
+        ids: list[int],
+        rows: Mapping[int, int],
+        typed: Mapping[int, str | None],
+    ) -> tuple[Answer, ...]:
+        logits = logits.double()
+        likely: list[float | None] = [None] * len(ids)
+        if self.probabilities is not None:
+            likely = self.probabilities(logits)[ids].tolist()
+        ranks = [1 + int((logits > logits[i]).sum()) for i in ids]
+        answers = [
+            Answer(typed.get(i) or self.text_of(i), i, p, float(logits[i]), rank, rows.get(i))
+            for i, p, rank in zip(ids, likely, ranks, strict=True)
+        ]
+        return tuple(sorted(answers, key=lambda answer: (answer.rank, answer.id)))
 
     def require_memory(self, entries: int) -> None:
         """Raise where the rows do not fit the memory limit.
@@ -125,7 +162,7 @@ class Questions:
         whole, relevance, deltas = {}, {}, {}
         for name, method in list(self.setup.methods.items()):
             try:
-                explained, delta = method.rows(inputs, self.questions, name)
+                explained, delta = method.rows(self.run, inputs, self.questions, name)
             except FAILS as error:
                 if not self.setup.skips_failing or len(self.setup.methods) == 1:
                     raise
@@ -139,9 +176,7 @@ class Questions:
         if self.setup.validate:
             rows = [answer.row for out in self.outputs for answer in out.answers[out.chosen :][:1]]
             asked = {row: self.questions[row] for row in rows if row is not None}
-            self.validation = validated(
-                self.setup.model, inputs, whole, asked, self.setup.replacement
-            )
+            self.validation = validated(self.run, inputs, whole, asked, self.setup.replacement)
         return relevance, deltas
 
 
@@ -164,21 +199,3 @@ def per_example(name: str, target: Any, B: int) -> list[Any]:
 def to_numpy(values: Tensor) -> np.ndarray:
     """A tensor as an explanation holds it, float32."""
     return np.ascontiguousarray(values.detach().float().cpu().numpy())
-
-
-def _answers(
-    logits: Tensor,
-    ids: list[int],
-    text_of: Callable[[int], str],
-    rows: Mapping[int, int],
-    typed: Mapping[int, str | None],
-) -> tuple[Answer, ...]:
-    logits = logits.double()
-    chosen = logits[ids]
-    probabilities = (chosen - logits.logsumexp(0)).exp().tolist()
-    ranks = [1 + int((logits > logit).sum()) for logit in chosen]
-    answers = [
-        Answer(typed.get(i) or text_of(i), i, p, float(logits[i]), rank, rows.get(i))
-        for i, p, rank in zip(ids, probabilities, ranks, strict=True)
-    ]
-    return tuple(sorted(answers, key=lambda answer: (answer.rank, answer.id)))
