@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-
 # What an output is: what follows a token, or of the whole input; the label of the token itself;
 # an answer that is a part of the text, and the tokens where that starts and ends.
 ROLES = NEXT, LABEL, SPAN, START, END = ("next", "label", "span", "start", "end")
