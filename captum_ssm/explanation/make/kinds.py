@@ -122,14 +122,14 @@ class Axes:
             return True
         return size in self._tables("embedding_dim") and not isinstance(self.maker, nn.Linear)
 
-    def features(self, shape: tuple[int, ...]) -> ValueError:
+    def features(self, shape: str, size: int) -> ValueError:
         """The error for hidden states."""
         name = type(self.module).__name__
         return ValueError(
             f"{name} returns hidden states of shape {shape}, as wide as its embeddings, and not "
             "scores of tokens or labels; expected the whole model with its head, such as a "
             f"...ForCausalLM or ...ForSequenceClassification in place of its {name}. If the last "
-            f"axis is classes, labels= names these {shape[-1]}."
+            f"axis is classes, labels= names these {size}."
         )
 
     def _tables(self, side: str) -> set[int]:
@@ -143,7 +143,7 @@ def _per_token(run: Run, axes: Axes, size: int) -> Task:
     if not is_named and axes.are_tokens(size) and not (axes.maker and is_norm(axes.maker)):
         return Task("tokens", run)
     if not is_named and not axes.are_labels(size) and axes.are_features(size):
-        raise axes.features((1, "L", size))  # type: ignore[arg-type]
+        raise axes.features(f"(1, L, {size})", size)
     names = names_of(axes.labels, axes.module, size)
     return Task("labels", run, names, _probabilities(axes.module, size))
 
@@ -152,7 +152,7 @@ def _per_text(run: Run, axes: Axes, shape: tuple[int, ...], ids: Tensor) -> Task
     size = shape[-1]
     if not axes.are_labels(size) and size > 1:
         if axes.are_features(size):
-            raise axes.features(shape)
+            raise axes.features(str(shape), size)
         if axes.are_tokens(size):
             raise ValueError(
                 f"the model returns scores of shape {shape}, one per token of the vocabulary, for "

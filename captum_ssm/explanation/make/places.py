@@ -57,10 +57,10 @@ class PlacesQuestion:
                 f"the model answers a question by a part of a text, and it is given {text.text!r} "
                 "alone; expected {'question': ..., 'context': ...}, or a list of these."
             )
-        found = [_place("target", target, text), _place("against", against, text)]
-        if found[0] is not None and found[0] == found[1]:
-            raise _itself(text, found[0])
-        return cls(task, text, *found, asked.spans)
+        chosen, other = _place("target", target, text), _place("against", against, text)
+        if chosen is not None and chosen == other:
+            raise _itself(text, chosen)
+        return cls(task, text, chosen, other, asked.spans)
 
     def answer(self, setup: Setup) -> Example:
         """The text, explained.
@@ -177,14 +177,15 @@ def _place(name: str, wanted: Any, text: TokenizedText) -> tuple[int, int] | Non
         return None
     if isinstance(wanted, str):
         return _found(name, wanted, text)
-    bounds = [as_index(one) for one in wanted] if isinstance(wanted, Sequence) else []
+    given = [as_index(one) for one in wanted] if isinstance(wanted, Sequence) else []
+    bounds = [one for one in given if one is not None]
     L = len(text.tokens)
-    if len(bounds) != 2 or None in bounds or not 0 <= bounds[0] <= bounds[1] < L:  # type: ignore[operator]
+    if not len(bounds) == len(given) == 2 or not 0 <= bounds[0] <= bounds[1] < L:
         raise TargetError(
             f"{name} is {wanted!r}; expected a part of the text, or its first and its last token, "
             f"0 .. {L - 1}."
         )
-    return bounds[0], bounds[1]  # type: ignore[return-value]
+    return bounds[0], bounds[1]
 
 
 def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:

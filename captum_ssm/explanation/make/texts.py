@@ -12,7 +12,7 @@ from torch import Tensor
 
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.capture.model import extract_logits, parameter_names
-from captum_ssm.errors import TargetError
+from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.explained import explained_text
 from captum_ssm.explanation.make.kinds import Task
@@ -57,11 +57,9 @@ class TextQuestion:
                 "tokenizer(text) in place of tokenizer(text, pair)."
             )
         tokenizer, position = asked.tokenizer, asked.position
-        continuations = [
-            _continuation(tokenizer, as_continuation(given), name)
-            for name, given in (("target", target), ("against", against))
-        ]
-        question = cls(tokenizer, text, *continuations, position, asked.spans)
+        target = _continuation(tokenizer, as_continuation(target), "target")
+        against = _continuation(tokenizer, as_continuation(against), "against")
+        question = cls(tokenizer, text, target, against, position, asked.spans)
         _arranged(question)
         return question
 
