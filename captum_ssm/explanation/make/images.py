@@ -13,9 +13,9 @@ from torch import Tensor
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.labels import class_of, names_of
 from captum_ssm.explanation.make.questions import Questions, Setup, per_example
 from captum_ssm.inspection.implicit_attention import token_grids
+from captum_ssm.utils.integers import as_index
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class ImageQuestion:
                 "expected one score per class, (1, classes). Other outputs are explained by the "
                 "methods' own attribute, with a target that selects one number."
             )
-        names = names_of(self.labels, setup.model, logits.shape[1])
-        target = class_of("target", self.target, names)
-        against = class_of("against", self.against, names)
+        names = _labels(self.labels, setup.model, logits.shape[1])
+        target = _class("target", self.target, names)
+        against = _class("against", self.against, names)
         chosen = int(logits[0].argmax()) if target is None else target
         if against == chosen:
             raise TargetError(
@@ -114,6 +114,31 @@ def _as_pixels(image: Any, processor: Any) -> Tensor:
             "(C, H, W) as the model takes it, a tensor, or processor=, the model's image processor."
         )
     return processor(image, return_tensors="pt")["pixel_values"]
+
+
+def _labels(labels: Any, model: Any, count: int) -> list[str]:
+    if labels is None:
+        labels = getattr(getattr(model, "config", None), "id2label", None)
+    if labels is None:
+        return [str(k) for k in range(count)]
+    if len(labels) != count:
+        raise ValueError(
+            f"labels holds {len(labels)} names; the model has {count} classes: expected one name "
+            "per class."
+        )
+    return [str(labels[k]) for k in range(count)]
+
+
+def _class(name: str, wanted: Any, labels: list[str]) -> int | None:
+    if wanted is None:
+        return None
+    index = labels.index(wanted) if wanted in labels else as_index(wanted)
+    if index is None or not 0 <= index < len(labels):
+        shown = ", ".join(labels[:20]) + (", ..." if len(labels) > 20 else "")
+        raise TargetError(
+            f"{name} is {wanted!r}; expected a class 0 .. {len(labels) - 1}, or its name: {shown}."
+        )
+    return index
 
 
 def _shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:
