@@ -201,3 +201,26 @@ def test_with_a_compiler(sdist, tmp_path):
     assert "(1, 17) 0" in said
     assert " True 0." in said
     assert "ExtensionWarning" not in said
+
+
+# As in pip's isolated build, nothing is seen of what is installed; setuptools alone is put back.
+ISOLATED = """
+import runpy, sys
+sys.path = [path for path in sys.path if "site-packages" not in path] + [sys.argv.pop(1)]
+sys.argv[0] = "setup.py"
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def test_an_isolated_build_compiles_with_the_torch_it_is_installed_beside(tmp_path):
+    packages = Path(sysconfig.get_path("purelib"))
+    for name in ("setuptools", "_distutils_hack"):
+        (tmp_path / name).symlink_to(packages / name)
+    for name in ("setup.py", "setup.cfg", "LICENSE", "README.md", "csrc", "captum_ssm"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    said = run(sys.executable, "-c", ISOLATED, tmp_path, "--version", cwd=tmp_path)
+    assert "0.1.0" in said.splitlines()
+    assert "WITHOUT" not in said
+    without = "import sys; sys.modules['torch'] = None" + ISOLATED
+    said = run(sys.executable, "-c", without, tmp_path, "--version", cwd=tmp_path)
+    assert "WITHOUT compiled kernels: torch cannot be imported" in said
