@@ -1,4 +1,7 @@
-"""Sphinx configuration. Build with ``sphinx-build -W docs docs/_build/html``."""
+"""Sphinx configuration. In this folder: ``python -m sphinx -W . _build/html``.
+
+The package that is documented is the one that Python finds there: the installed one.
+"""
 
 import base64
 import json
@@ -10,7 +13,7 @@ from docutils import nodes
 from sphinx.util import logging
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS), str(DOCS.parent)]
+sys.path.insert(0, str(DOCS))
 
 import gallery  # noqa: E402
 import tables  # noqa: E402
@@ -24,10 +27,10 @@ author = "the captum_ssm authors"
 release = version = captum_ssm.__version__
 
 extensions = [
+    "mathml",
     "myst_nb",
     "sphinx_design",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
@@ -40,6 +43,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say them, with shapes
 toc_object_entries_show_parents = "hide"
 napoleon_use_rtype = False
+html_math_renderer = "mathml"
 html_title = f"captum_ssm {version}"
 
 html_theme = "pydata_sphinx_theme"

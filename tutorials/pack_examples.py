@@ -9,14 +9,13 @@ the input of `captum_ssm.examples.sample`, and the copying model a tokenizer.
 from __future__ import annotations
 
 import shutil
-import string
 import sys
 from pathlib import Path
 
+from copying_demo import letters
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, ViTImageProcessorPil
+from transformers import ViTImageProcessorPil
 
 from captum_ssm.examples import folder, names
 
@@ -30,14 +29,6 @@ TEXTS = {
     "stories": "The bird near the dogs sings. The dogs near the bird",
     "copying": "q w e r t y u i o p a s d f g h j k l z <SEP> q w e r t y u i o p a s",
 }
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """The tokenizer of the copying model: letters between spaces, and the separator."""
-    symbols = [*string.ascii_lowercase, "<SEP>"]
-    backend = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def write_sample(name: str, path: Path) -> None:
