@@ -5,6 +5,7 @@ The package that is documented is the one that Python finds there: the installed
 
 import base64
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -92,5 +93,14 @@ def require_alternative_texts(app, doctree, page):
             logger.warning("%s has no alternative text", image["uri"], location=image)
 
 
+def require_no_network(app, exception):
+    """A page that loads something from elsewhere is a warning: the pages are read offline too."""
+    elsewhere = re.compile(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*')
+    for page in Path(app.outdir).rglob("*.html"):
+        for found in elsewhere.findall(page.read_text(encoding="utf-8")):
+            logger.warning("%s loads %s", page.name, found)
+
+
 def setup(app):
     app.connect("doctree-resolved", require_alternative_texts)
+    app.connect("build-finished", require_no_network)

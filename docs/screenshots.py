@@ -4,7 +4,7 @@ Models of the tutorials are explained, their pages are opened in headless Chromi
 pictures are written to docs/images. The fonts are those of the machine; the pictures in the
 repository were taken with Inter and Charis SIL installed.
 
-    python docs/screenshots.py
+    python docs/screenshots.py                        # or only some: page_hero page_long
     python docs/screenshots.py --pages docs/pages     # keep the pages as well
 """
 
@@ -104,6 +104,9 @@ def digits() -> Explanation:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "pictures", nargs="*", default=[*PICTURES], help="their names; default: all"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--pages", type=Path, help="keep the pages in this folder")
     args = parser.parse_args()
@@ -113,10 +116,13 @@ def main() -> None:
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as temporary:
         folder = args.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        shown = {PICTURES[picture][0] for picture in args.pictures}
         for make in (why, stories, contrast, long, copying, digits):
-            make().to_html(folder / f"{make.__name__}.html")
+            if make.__name__ in shown:
+                make().to_html(folder / f"{make.__name__}.html")
         browser = playwright.chromium.launch(executable_path=chromium)
-        for picture, (name, state, (width, height), token) in PICTURES.items():
+        for picture in args.pictures:
+            name, state, (width, height), token = PICTURES[picture]
             tab = browser.new_page(viewport={"width": width, "height": height})
             tab.goto(f"{(folder / f'{name}.html').resolve().as_uri()}#{state}")
             tab.locator(".part, .picture").first.wait_for()
