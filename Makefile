@@ -34,6 +34,8 @@ types: $(STAMP)
 
 # What the libraries say of the terminal that is missing here is no part of a notebook.
 notebooks: export PYTHONWARNINGS = ignore:IProgress not found
+# Without a network a notebook falls back on a model that comes with the package.
+notebooks: export HF_HUB_OFFLINE = 1
 
 # All of them; some with NOTEBOOKS="Copying_Mamba Time_Series".
 notebooks: $(STAMP)
