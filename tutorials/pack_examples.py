@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import string
 import sys
 from pathlib import Path
 
+from copying_demo import letters
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, ViTImageProcessorPil
+from transformers import ViTImageProcessorPil
 
 from captum_ssm.examples import folder, names
 
@@ -40,14 +39,6 @@ CHAT = [
         "content": "Anna has a red ball. Tom has a blue kite. What color is Tom's kite?",
     },
 ]
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """The tokenizer of the copying model: letters between spaces, and the separator."""
-    symbols = [*string.ascii_lowercase, "<SEP>"]
-    backend = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def write_sample(name: str, path: Path) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import textwrap
-import warnings
 from pathlib import Path
 
 import captum
@@ -170,20 +169,6 @@ def test_a_public_name_and_its_methods_are_documented(name):
         if tensors:
             shaped = re.search(r"\(B|\(\.\.\.|``\(|any shape|as for", told)
             assert shaped or refers, f"{path}: which shape have {tensors}?"
-
-
-def test_getting_started_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
-    text = (DOCS / "getting_started.md").read_text(encoding="utf-8")
-    names = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", captum_ssm.kernels.ExtensionWarning)
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            exec(compile(block, "getting_started.md", "exec"), names)
-    assert names["text"][names["relevance"][0].argmax()] == "t"
-    assert abs(float(names["delta"])) < 1e-3
-    assert (tmp_path / "layer.png").exists()
 
 
 def listed():
