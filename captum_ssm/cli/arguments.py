@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
+from captum_ssm.cli.parser import listed
 from captum_ssm.explanation import Explanation
-
-
-def listed(names: Iterable[str], last: str = "and") -> str:
-    """``a, b and c``."""
-    *first, final = names
-    return f"{', '.join(first)} {last} {final}" if first else final
 
 
 def check_output(path: Path | None, endings: tuple[str, ...]) -> None:
@@ -33,14 +27,14 @@ def check_output(path: Path | None, endings: tuple[str, ...]) -> None:
         )
 
 
-def check_file(path: Path | None, name: str) -> None:
+def check_file(path: Path | None) -> None:
     """Raise unless the file is there.
 
     Raises:
         ValueError: where it is not.
     """
     if path is not None and not path.is_file():
-        raise ValueError(f"{name} is {path}, and there is no such file; name one that exists.")
+        raise ValueError(f"No such file: {path}")
 
 
 def check_model(name: str) -> None:
@@ -63,7 +57,7 @@ def check_model(name: str) -> None:
     else:
         return
     raise ValueError(
-        f"--model is {name!r}, {what}; expected a folder that save_pretrained wrote, or a hub name "
+        f"MODEL is {name!r}, {what}; expected a folder that save_pretrained wrote, or a hub name "
         "such as state-spaces/mamba-130m-hf."
     )
 
@@ -85,10 +79,12 @@ def numbers(text: str | None, name: str) -> list[int] | None:
     return found
 
 
-def write(explanation: Explanation, path: Path) -> None:
-    """A page or a file of the data, by the ending."""
+def write(explanation: Explanation, path: Path, units: str = "token") -> None:
+    """A page, the data or a table, by the ending."""
     if path.suffix == ".json":
         explanation.save(path)
+    elif path.suffix == ".csv":
+        explanation.to_pandas(units).to_csv(path, index=False)
     else:
         explanation.to_html(path)
     print(f"\nwrote {path}")

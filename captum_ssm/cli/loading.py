@@ -17,6 +17,7 @@ from captum_ssm.inspection.support import first_line
 from captum_ssm.kernels import ExtensionWarning
 from captum_ssm.models import VisionMamba
 
+MODEL = "The model: a folder that save_pretrained wrote, or a hub name."
 # How published vision models were trained.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ERRORS = (OSError, ValueError, KeyError, ImportError)
@@ -24,12 +25,16 @@ _ERRORS = (OSError, ValueError, KeyError, ImportError)
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """The arguments that say where and how a model runs."""
-    parser.add_argument("--device", default="cpu", help="where the model runs. Default: cpu")
+    parser.add_argument(
+        "--device", default="cpu", help="Where the model runs, such as cuda. Default: cpu"
+    )
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "float64", "bfloat16", "float16"),
-        help="of the weights; auto keeps the checkpoint's. Default: auto",
+        metavar="DTYPE",
+        help="The dtype of the weights: float32, float64, bfloat16, float16, or auto for the "
+        "checkpoint's. Default: auto",
     )
 
 
@@ -74,7 +79,7 @@ def is_vision_mamba(name: str) -> bool:
 
 
 def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Module:
-    """The model of ``--model``.
+    """The model that a command was given.
 
     Args:
         args (Namespace): with ``model``, ``device`` and ``dtype``.
@@ -149,14 +154,14 @@ def load_image(
     ``--mean`` and ``--std``.
 
     Raises:
-        ValueError: for a file that is no picture, or a model without a processor.
+        ValueError: for a file that is not a picture, or a model without a processor.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         picture = Image.open(path).convert("RGB")
     except UnidentifiedImageError as error:
-        raise ValueError(f"--image is {path}, which is no picture: {error}.") from error
+        raise ValueError(f"--image is {path}, which is not a picture: {error}.") from error
     mean, std = args.mean or MEAN, args.std or STD
     if isinstance(model, VisionMamba):
         height, width = model.image_size
@@ -181,6 +186,5 @@ def _not_loaded(kind: str, name: str, error: Exception) -> ValueError:
     return ValueError(
         f"no {kind} model could be loaded from {name!r}: {first_line(error)}\n"
         "A model of another kind is explained in Python: "
-        "captum_ssm.MambaLRP(model).attribute(inputs), "
-        "captum_ssm.estimate(captum_ssm.MambaLRP(model), inputs)."
+        "captum_ssm.MambaLRP(model).attribute(inputs)."
     )
