@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from captum_ssm.cli.parser import listed
@@ -35,31 +34,6 @@ def check_file(path: Path | None) -> None:
     """
     if path is not None and not path.is_file():
         raise ValueError(f"No such file: {path}")
-
-
-def check_model(name: str) -> None:
-    """Raise for the name of a folder that holds no model.
-
-    Raises:
-        ValueError: says what is there.
-    """
-    # A hub name has at most one slash, and does not begin with a folder that is here.
-    path = Path(name)
-    below = len(path.parts) == 2 and path.parent.is_dir()
-    if path.is_dir():
-        if any((path / file).exists() for file in ("config.json", "model.safetensors")):
-            return
-        what = "a folder without config.json"
-    elif path.exists():
-        what = "a file"
-    elif name.startswith((".", "~", os.sep)) or len(path.parts) > 2 or below:
-        what = "a folder that does not exist"
-    else:
-        return
-    raise ValueError(
-        f"MODEL is {name!r}, {what}; expected a folder that save_pretrained wrote, or a hub name "
-        "such as state-spaces/mamba-130m-hf."
-    )
 
 
 def numbers(text: str | None, name: str) -> list[int] | None:

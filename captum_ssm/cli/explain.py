@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from captum_ssm.cli.arguments import check_file, check_model, check_output, numbers, write
+from captum_ssm.cli.arguments import check_file, check_output, numbers, write
 from captum_ssm.cli.inputs import read_texts
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
     check_device,
+    found_model,
     is_vision_mamba,
     load_image,
     load_model,
@@ -189,7 +190,7 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
         raise ImportError("--output is a .csv, which needs pandas: pip install pandas")
     for path in (args.input, args.image):
         check_file(path)
-    check_model(args.model)
+    args.model = found_model(args.model)
     check_device(args.device)
     if args.image is not None:
         return asked | _checked_image(args), []

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from captum_ssm.attr import LaTIM, MambaLRP, methods
 from captum_ssm.capture import Request
 from captum_ssm.capture.record import record
-from captum_ssm.cli.arguments import check_model
 from captum_ssm.cli.loading import (
     MODEL,
     add_loading,
     check_device,
+    found_model,
     load_config,
     load_model,
     quiet,
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the report, for a language model or a `VisionMamba`."""
     if args.length is not None and args.length < 1:
         raise ValueError(f"--length is {args.length}; expected at least one token.")
-    check_model(args.model)
+    args.model = found_model(args.model)
     check_device(args.device)
     with quiet():
         if args.config_only:
