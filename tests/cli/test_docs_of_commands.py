@@ -35,8 +35,6 @@ def there(tmp_path, monkeypatch):
     for name, method in (("first", "gate"), ("second", "silu")):
         options = ("--methods", "latim", "--activation", method, "--output", f"{name}.json")
         assert main(["explain", "stories-mamba", *text, *options]) == 0
-    methods = ("--methods", "mamba-lrp", "integrated-gradients")
-    assert main(["explain", "stories-mamba", *text, *methods, "--output", "why.json"]) == 0
     return tmp_path
 
 
