@@ -39,7 +39,7 @@ NEEDS = {"Why_Is_This_Character_JavaScript": "typeseg"}
 # What a notebook uses if it lies next to it: models that are too large for the package.
 NEXT_TO = {
     "From_Heatmap_To_Receptive_Field": ("trained_models.py", "models/digits-segmenter"),
-    "One_Question_Across_Architectures": ("models/stories-rwkv",),
+    "One_Question_Across_Architectures": ("models/stories-recurrentgemma", "models/stories-rwkv"),
 }
 AT_A_TIME = 2
 SECONDS_PER_CELL = 600
