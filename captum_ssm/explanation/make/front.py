@@ -21,6 +21,7 @@ from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.explanation.make.questions import Asked, Setup
 from captum_ssm.explanation.make.rows import RowSource
+from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress, showing
@@ -218,8 +219,9 @@ def _name(model: nn.Module) -> str:
 
 
 def _title(examples: Sequence[Example], name: str) -> str:
-    if len(examples) == 1 and len(examples[0].outputs) == 1:
-        (output,) = examples[0].outputs
+    is_one = len(examples) == 1 and len(examples[0].outputs) == 1
+    if is_one or (len(examples) == 1 and examples[0].outputs[0].role == SPAN):
+        output = examples[0].outputs[0]
         return f"Why “{output.answers[output.chosen].text.strip()}”?"
     return f"What {name} reads"
 
