@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from captum_ssm.explanation import Example, Explanation, Method
-from captum_ssm.explanation.make.images import ImageQuestion, image_questions
-from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
-from captum_ssm.explanation.make.questions import Setup
+from captum_ssm.explanation.make.asked import Answerable, text_questions
+from captum_ssm.explanation.make.images import image_questions
+from captum_ssm.explanation.make.inputs import numbered, parse_inputs
+from captum_ssm.explanation.make.parse import parse_setup, parse_spans
+from captum_ssm.explanation.make.pipelines import unpacked
+from captum_ssm.explanation.make.questions import Asked, Setup
 from captum_ssm.explanation.make.rows import RowSource
-from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress, showing
@@ -57,8 +59,9 @@ def explain(
     """Why a model answers what it answers, as data that can be shown, saved and compared.
 
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
-    token of a continuation; ``explain(model, image)`` the class of an image. The model runs once
-    to see what it answers, and then as each method needs.
+    token of a continuation; ``explain(model, image)`` the class of an image. The model runs
+    once to see what kind of model it is, once for each input to see what it answers, and then as
+    each method needs.
 
     Args:
         model (nn.Module or nnsight model): a language model that returns logits ``(B, L, V)``, or
@@ -135,6 +138,7 @@ def explain(
         (5,)
         >>> explanation = explain(model, **tokenizer("w3 w4 w5", return_tensors="pt"))
     """
+    model, tokenizer, inputs, processor = unpacked(model, tokenizer, inputs, processor)
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
     setup = parse_setup(
@@ -143,16 +147,14 @@ def explain(
     spans = parse_spans(units)
     tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
     shown = {"labels": labels, "mean": mean, "std": std}
-    questions: Sequence[TextQuestion | ImageQuestion]
+    questions: Sequence[Answerable]
     if texts is None:
         questions = image_questions(image, processor, target, against, shown)
     else:
-        questions = text_questions(tokenizer, texts, target, against, position, spans)
+        about = Asked(tokenizer, position, spans)
+        questions = text_questions(setup, texts, target, against, labels, about)
     with showing(None if show_progress else False):
-        several: Iterable[TextQuestion | ImageQuestion] = questions
-        if len(questions) > 1:
-            several = progress(questions, "examples")
-        examples = tuple(question.answer(setup) for question in several)
+        examples = tuple(_answered(setup, questions))
     asked = {"target": target, "against": against, "position": position}
     asked |= {"units": "span" if spans else units, "spans": spans}
     return _explanation(setup, examples, asked, title)
@@ -181,6 +183,13 @@ def _explanation(
         _plain(settings),
         _versions(),
     )
+
+
+def _answered(setup: Setup, questions: Sequence[Answerable]) -> Iterator[Example]:
+    B = len(questions)
+    for k, question in enumerate(progress(questions, "examples") if B > 1 else questions):
+        with numbered(k, B):
+            yield question.answer(setup)
 
 
 def _method(name: str, source: RowSource) -> Method:
