@@ -230,6 +230,8 @@ def demonstrated(names, folder):
 
     copying_demo.why().to_html(folder / "demo.html")
     assert (folder / "why.html").read_bytes() == (folder / "demo.html").read_bytes()
+    assert names["review"].relevance().argmax() == 3  # "not"
+    assert (folder / "review.html").exists()
     words = names["tokenizer"].convert_ids_to_tokens(names["ids"][0])
     assert names["relevance"].shape == (1, len(words)) == (1, 12)
     assert words[names["relevance"][0, :-1].argmax()] == "dogs"
