@@ -111,6 +111,23 @@ def picture(name: str = "A five") -> Example:
     )
 
 
+def series(name: str = "load") -> Example:
+    """A forecast from 48 time steps of three features; one of them decides, at one step."""
+    rng = np.random.default_rng(4)
+    values = rng.normal(size=(48, 3)).cumsum(0).astype(np.float32)
+    relevance = rng.normal(0, 0.01, (1, 48, 3)).astype(np.float32)
+    relevance[0, 30, 1], relevance[0, 12, 2] = 2.0, -1.0
+    answer = Answer("load, 2 ahead", 4, None, 1.5, 1, 0)
+    return Example(
+        name=name,
+        outputs=(Output(None, (answer,), 0),),
+        relevance={"mamba-lrp": relevance, "raw-attention": np.abs(relevance)},
+        deltas={"mamba-lrp": np.full(1, 0.5)},
+        series=values,
+        features=("wind", "load", "price"),
+    )
+
+
 def explanation(
     *examples: Example, title: str = "Anna's ball", model: str = "stories"
 ) -> Explanation:

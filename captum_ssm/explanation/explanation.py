@@ -71,6 +71,8 @@ class Explanation(ExplanationData):
         (example,) = self.examples
         if example.image is not None:
             return "an image of " + " x ".join(map(str, example.image.shape[:2]))
+        if example.series is not None:
+            return "a series of " + " x ".join(map(str, example.series.shape))
         count = len(example.outputs)
         return f"{len(example.tokens)} tokens, {count} output{'s' * (count > 1)}"
 
@@ -114,7 +116,8 @@ class Explanation(ExplanationData):
                 ``"sentence"``, ``"span"``), over which relevance is summed. Default: ``"token"``
 
         Returns:
-            numpy.ndarray: ``(L,)``, or one number per unit; ``(H, W)`` for an image.
+            numpy.ndarray: ``(L,)``, or one number per unit; ``(H, W)`` for an image,
+            ``(T, F)`` for a series.
 
         Raises:
             ValueError: for a method, output, answer, example or units that it does not hold; the

@@ -58,7 +58,8 @@ class Answer:
     Args:
         text (str): the token's text, or the class's label.
         id (int): in the model's vocabulary, or the class.
-        probability, logit (float): by the model's softmax, and before it.
+        probability, logit (float): by the model's softmax, and before it. A forecast is a number
+            and not one of several: its probability is None, and its logit is the number.
         rank (int): among all answers, from 1 on.
         row (int, optional): the row of relevance that explains it, if it is explained.
             Default: None
@@ -72,7 +73,7 @@ class Answer:
 
     text: str
     id: int
-    probability: float
+    probability: float | None
     logit: float
     rank: int
     row: int | None = None
@@ -112,6 +113,7 @@ class Output:
         contrasts (tuple of Contrast, optional): Default: ``()``
         lens (tuple of tuple of Answer, optional): the likeliest answers after each layer, by the
             model's own final norm and head (the logit lens). Default: ``()``
+        among (int, optional): how many answers the model chooses from. Default: None
 
     Examples::
 
@@ -127,6 +129,7 @@ class Output:
     chosen: int
     contrasts: tuple[Contrast, ...] = ()
     lens: tuple[tuple[Answer, ...], ...] = ()
+    among: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,13 +217,14 @@ def _area(curve: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text or an image, what the model makes of it, and the relevance of its parts.
+    """A text, an image or a series, what the model makes of it, and the relevance of its parts.
 
     Args:
         name (str): for lists of several examples.
         outputs (tuple of Output): in the text's order; an image has one.
         relevance (dict): by the name of the method, ``(R, L)`` float32, one row for each answer
-            and contrast that is explained; for an image ``(R, H, W)``.
+            and contrast that is explained; ``(R, H, W)`` for an image,
+            ``(R, T, F)`` for a series.
         deltas (dict): by the name of the method, ``(R,)``: what it claims to add up to minus the
             relevance's sum, of methods that claim that: the score, or of Captum's methods the score
             minus that at their baseline.
@@ -234,6 +238,9 @@ class Example:
         maps (tuple of Maps, optional): Default: ``()``
         validation (Validation, optional): how the score falls while parts are removed.
             Default: None
+        series (numpy.ndarray, optional): ``(T, F)`` float32, T time steps of F features.
+            Default: None
+        features (tuple of str, optional): their names. Default: ``()``
 
     Examples::
 
@@ -253,6 +260,8 @@ class Example:
     grid: tuple[int, int] | None = None
     maps: tuple[Maps, ...] = ()
     validation: Validation | None = None
+    series: np.ndarray | None = None
+    features: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

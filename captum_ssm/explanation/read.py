@@ -11,7 +11,7 @@ import math
 import reprlib
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -54,12 +54,10 @@ def read(kind: Any, value: Any, place: str) -> Any:
         _require(isinstance(value, dict), place, value, "an object")
         return {name: read(parts[1], item, f"{place}.{name}") for name, item in value.items()}
     if is_dataclass(kind):
-        names = {one.name for one in fields(kind)}
-        is_whole = isinstance(value, dict) and set(value) == names
-        _require(is_whole, place, value, f"an object of {', '.join(sorted(names))}")
+        _require_fields(kind, value, place)
         hints = get_type_hints(kind)
         make: Any = kind
-        return make(**{name: read(hints[name], value[name], f"{place}.{name}") for name in names})
+        return make(**{name: read(hints[name], value[name], f"{place}.{name}") for name in value})
     if kind is np.ndarray:
         return _array(value, place)
     allowed = (int, float) if kind is float else kind
@@ -100,18 +98,12 @@ def _bytes(held: dict[str, Any], place: str) -> np.ndarray:
 
 def example(held: Any, methods: list[str], place: str) -> Example:
     """An example, whose numbers of tokens, rows and pixels agree."""
-    names = {one.name for one in fields(Example)}
-    if isinstance(held, dict):  # what older files do not have
-        held = {"validation": None} | held
-    is_whole = isinstance(held, dict) and set(held) == names
-    _require(is_whole, place, held, f"an object of {', '.join(sorted(names))}")
+    _require_fields(Example, held, place)
     relevance = read(Mapping[str, np.ndarray], held["relevance"], f"{place}.relevance")
     _require(set(relevance) == set(methods), f"{place}.relevance", relevance, "one for each method")
     shapes = {one.shape for one in relevance.values()}
     shape: Any = shapes.pop() if len(shapes) == 1 else ()
-    image = held["image"]
-    given = image.get("shape") if isinstance(image, dict) else None
-    size = [len(held["tokens"] or ())] if image is None else (given or [])[:2]
+    size = _size(held)
     _require(
         len(shape) > 1 and list(shape[1:]) == list(size),
         f"{place}.relevance",
@@ -123,6 +115,24 @@ def example(held: Any, methods: list[str], place: str) -> Example:
     return found
 
 
+def _require_fields(kind: Any, value: Any, place: str) -> None:
+    # A field with a default is left out by versions that did not have it.
+    known = {one.name: one.default is MISSING is one.default_factory for one in fields(kind)}
+    needed = {name for name, is_needed in known.items() if is_needed}
+    is_whole = isinstance(value, dict) and needed <= set(value) <= set(known)
+    _require(is_whole, place, value, f"an object of {', '.join(sorted(known))}")
+
+
+def _size(held: dict[str, Any]) -> list[int]:
+    # The shape of a row of relevance, as the tokens, the image or the series have it.
+    image, series = held.get("image"), held.get("series")
+    if image is not None:
+        return list((image.get("shape") if isinstance(image, dict) else None) or ())[:2]
+    if series is None:
+        return [len(held.get("tokens") or ())]
+    return list(np.shape(_array(series, "series")))
+
+
 def _check(found: Example, rows: int, size: list[int], place: str) -> None:
     def require(is_right: Callable[[Any], bool], name: str, value: Any, expected: str) -> None:
         _require(is_right(value), f"{place}.{name}", value, expected)
@@ -132,6 +142,8 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
     require(lambda x: x <= {(rows,)}, "deltas", deltas, f"arrays of shape ({rows},)")
     require(lambda x: set(x) <= set(found.relevance), "deltas", found.deltas, "methods' names")
     require(lambda x: 0 <= x <= L, "prompt", found.prompt, f"0 .. {L}")
+    F = 0 if found.series is None else found.series.shape[-1]
+    require(lambda x: len(x) == F, "features", found.features, f"{F} names")
     require(bool, "outputs", found.outputs, "one or more")
     for i, output in enumerate(found.outputs):
         _check_output(output, rows, L, f"{place}.outputs[{i}]")

@@ -42,10 +42,13 @@ def require_texts(explanation: ExplanationData, what: str) -> None:
         ValueError: says what to use in its place.
     """
     for example in explanation.examples:
-        if example.image is not None:
+        if example.image is not None or example.series is not None:
+            kind, shape = (
+                ("an image", "H, W") if example.image is not None else ("a series", "T, F")
+            )
             raise ValueError(
-                f"{what} is of texts, and the example {example.name!r} is an image; its relevance "
-                "is returned by explanation.relevance(), (H, W)."
+                f"{what} is of texts, and the example {example.name!r} is {kind}; its relevance "
+                f"is returned by explanation.relevance(), ({shape})."
             )
 
 
@@ -94,7 +97,7 @@ def to_captum(explanation: ExplanationData) -> list[Any]:
             torch.from_numpy(example.relevance[method.name][row.index]),
             [token.text for token in example.tokens],
             predicted=row.output.answers[0].text,
-            probability=row.output.answers[0].probability,
+            probability=row.output.answers[0].probability or float("nan"),
             target=row.answer.text
             if row.against is None
             else f"{row.answer.text}, not {row.against.text}",

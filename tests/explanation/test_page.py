@@ -56,6 +56,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
         "image": lambda: pages.explanation(pages.picture()),
         "many": pages.many,
+        "series": lambda: pages.explanation(pages.series()),
         "single": lambda: replace(
             pages.explanation(pages.story("red red", " red")), methods=pages.METHODS[:1]
         ),
@@ -616,6 +617,42 @@ def test_it_opens_where_something_can_be_read(opened):
     assert address(tab) == ""
 
 
+def test_a_series_has_a_lane_per_feature(opened):
+    tab = opened("series")
+    assert question(tab) == "Why is “load, 2 ahead” 1.50?"
+    first = tab.locator(".sources li").first
+    assert "load, step 30" in first.inner_text()
+    assert "+2.00" in first.inner_text()
+    drawing = tab.locator("canvas.series")
+    box = drawing.bounding_box()
+    lanes, left = (box["height"] - 22) / 3, 104
+    middle = left + (30.5 / 48) * (box["width"] - left - 2)
+    drawing.hover(position={"x": middle, "y": 1.5 * lanes})
+    assert "load, step 30" in tab.locator(".tip").inner_text()
+    color = drawing.evaluate(
+        "(c, at) => [...c.getContext('2d').getImageData(at[0], at[1], 1, 1).data]",
+        [round(middle), round(2 * lanes - 10)],
+    )
+    assert color[0] > 150 > color[2]  # orange, below the line or above it
+    tab.mouse.move(0, 0)
+    drawing.focus()
+    for key, text in (
+        ("n", "load, step 30"),
+        ("n", "price, step 12"),
+        ("ArrowUp", "load, step 12"),
+    ):
+        tab.keyboard.press(key)
+        assert text in tab.locator(".tip").inner_text()
+    tab.keyboard.press("Escape")
+    option(tab, "Units", "Feature").click()
+    assert "load" in tab.locator(".sources li").first.inner_text()
+    assert "3 features" in tab.locator(".sum").inner_text()
+    option(tab, "Units", "Time step").click()
+    assert "step 30" in tab.locator(".sources li").first.inner_text()
+    option(tab, "View", "All methods").click()
+    assert tab.locator("canvas.series").count() == 2
+
+
 def test_letters_can_be_turned_off(opened):
     tab = opened("story")
     tab.keyboard.press("?")
@@ -669,6 +706,7 @@ def test_of_a_long_text_few_tokens_are_elements(opened):
         ("several", "view=all", "light"),
         ("image", "n=1", "dark"),
         ("many", "summary=1", "light"),
+        ("series", "view=all", "light"),
         ("many", "summary=1&only=red", "dark"),
     ],
 )
@@ -726,7 +764,7 @@ def test_print_shows_all_text_on_paper(opened):
     assert tab.locator(".captum-page").get_attribute("data-theme") == "dark"
 
 
-@pytest.mark.parametrize("name", ["story", "several", "image", "many", "hostile"])
+@pytest.mark.parametrize("name", ["story", "several", "image", "many", "series", "hostile"])
 def test_nothing_is_wider_than_the_window(opened, name):
     tab = opened(name, "view=all&map=out")
     for width in (390, 1024, 1600):

@@ -252,15 +252,9 @@ class CaptumRows:
         # The scores (n, R) of n inputs.
         def score(inputs: Tensor) -> Tensor:
             logits = run(inputs)
-            return torch.stack([_asked(logits, question) for question in questions], 1)
+            return torch.stack([question.score(logits) for question in questions], 1)
 
         return score
-
-
-def _asked(logits: Tensor, question: Question) -> Tensor:
-    row = logits if question.position is None else logits[:, question.position]
-    answer = row[:, question.answer]
-    return answer if question.against is None else answer - row[:, question.against]
 
 
 def _first(score: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

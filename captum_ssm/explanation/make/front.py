@@ -18,6 +18,7 @@ from captum_ssm.explanation.make.images import ImageQuestion, image_questions
 from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
 from captum_ssm.explanation.make.questions import Setup
 from captum_ssm.explanation.make.rows import RowSource
+from captum_ssm.explanation.make.series import SeriesQuestion, is_series, series_questions
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
@@ -57,7 +58,8 @@ def explain(
     """Why a model answers what it answers, as data that can be shown, saved and compared.
 
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
-    token of a continuation; ``explain(model, image)`` the class of an image. The model runs once
+    token of a continuation; ``explain(model, image)`` the class of an image, and
+    ``explain(model, series)`` a forecast, or with ``labels`` the class of a series. The model runs once
     to see what it answers, and then as each method needs.
 
     Args:
@@ -66,11 +68,13 @@ def explain(
         tokenizer (TokenizerLike, optional): of the language model. Without it, ids are their own
             texts, and the inputs may stand here. Default: None
         inputs (str, list of str, Tensor, dict or image): a text or several; token ids ``(L,)`` or
-            ``(B, L)``; a tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose
+            ``(B, L)``; a series ``(T, F)`` or ``(B, T, F)`` of floats, or a pandas table with one
+            column per feature; a tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose
             padding is not explained; an image ``(C, H, W)`` or several ``(B, C, H, W)`` as the
             model takes them, or, with ``processor``, as that takes them. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
-            explained, one output per token; of an image a class or its label; a list of str has
+            explained, one output per token; of an image a class or its label; of a forecast an
+            index such as ``(step, feature)``, or its name; a list of str has
             one per text. None is what the model predicts. Default: None
         against (str, int, sequence of int or list of str, optional): another continuation, or
             class. Where the two first differ, the score of one minus that of the other is explained
@@ -143,13 +147,15 @@ def explain(
     spans = parse_spans(units)
     tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
     shown = {"labels": labels, "mean": mean, "std": std}
-    questions: Sequence[TextQuestion | ImageQuestion]
-    if texts is None:
+    questions: Sequence[TextQuestion | ImageQuestion | SeriesQuestion]
+    if texts is None and is_series(setup.model, image):
+        questions = series_questions(image, target, against, labels)
+    elif texts is None:
         questions = image_questions(image, processor, target, against, shown)
     else:
         questions = text_questions(tokenizer, texts, target, against, position, spans)
     with showing(None if show_progress else False):
-        several: Iterable[TextQuestion | ImageQuestion] = questions
+        several: Iterable[TextQuestion | ImageQuestion | SeriesQuestion] = questions
         if len(questions) > 1:
             several = progress(questions, "examples")
         examples = tuple(question.answer(setup) for question in several)

@@ -92,7 +92,7 @@ class Questions:
             for after in lens
         )
         self.outputs.append(
-            Output(position, answers, index[first], tuple(contrasts), tuple(layers))
+            Output(position, answers, index[first], tuple(contrasts), tuple(layers), len(logits))
         )
 
     def require_memory(self, entries: int) -> None:

@@ -18,14 +18,25 @@ from captum_ssm.utils.progress import progress
 
 @dataclass(frozen=True)
 class Question:
-    """What one row explains: an answer, a token's id or a class, perhaps against another one.
+    """What one row explains: an answer, perhaps against another one.
 
-    The position is that of the token at which it is read; None for an image.
+    An answer is a token's id, a class, or the index ``(step, feature)`` of a number of a forecast.
+    The position is that of the token at which it is read; None for an image or a series.
     """
 
     position: int | None
-    answer: int
-    against: int | None = None
+    answer: int | tuple[int, ...]
+    against: int | tuple[int, ...] | None = None
+
+    def score(self, logits: Tensor) -> Tensor:
+        """The scores ``(B,)`` that it asks for, in the model's output ``(B, ...)``."""
+        rows = logits if self.position is None else logits[:, self.position]
+        answer = rows[:, *_index(self.answer)]
+        return answer if self.against is None else answer - rows[:, *_index(self.against)]
+
+
+def _index(answer: int | tuple[int, ...]) -> tuple[int, ...]:
+    return answer if isinstance(answer, tuple) else (answer,)
 
 
 class RowSource(Protocol):
@@ -142,7 +153,7 @@ def _attributed(
         elif is_text:
             selects = {"target": list(zip(positions, answers, strict=True))}
         else:
-            selects = {"target": torch.tensor(answers, device=inputs.device)}
+            selects = {"target": [_index(answer) for answer in answers]}
     if adds_up:
         selects["return_convergence_delta"] = True
     returned = method.attribute(inputs, **selects, **options)
@@ -163,17 +174,8 @@ def _of_contrasts(method: TokenAttribution, questions: Sequence[Question]) -> To
         # A method may run one text alone, to make something once for all answers.
         logits = extract_logits(module(inputs, **named))
         logits = logits.expand(len(questions), *logits.shape[1:])
-        index = torch.arange(len(questions), device=logits.device)
-        answers, others = (
-            torch.tensor([getattr(question, side) for question in questions], device=logits.device)
-            for side in ("answer", "against")
-        )
-        if questions[0].position is not None:
-            places = torch.tensor(
-                [question.position for question in questions], device=logits.device
-            )
-            logits = logits[index, places]
-        return logits[index, answers] - logits[index, others]
+        rows = [question.score(logits[k : k + 1]) for k, question in enumerate(questions)]
+        return torch.cat(rows)
 
     contrasting = copy(method)
     contrasting.model, contrasting.forward_func = model, score

@@ -62,6 +62,8 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
     }
     if example.image is not None:
         return data | _image(example.image, example.grid, found)
+    if example.series is not None:
+        return data | _series(example.series, example.features, found)
     return data | {
         "tokens": [token.text for token in example.tokens],
         "special": [k for k, token in enumerate(example.tokens) if _special(token)],
@@ -98,6 +100,7 @@ def _output(output: Output) -> dict[str, Any]:
     return {
         "position": output.position,
         "answers": [_answer(answer) for answer in output.answers],
+        "of": output.among,
         "chosen": output.chosen,
         "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
         "lens": [[_answer(answer) for answer in layer] for layer in output.lens],
@@ -107,7 +110,7 @@ def _output(output: Output) -> dict[str, Any]:
 def _answer(answer: Answer) -> dict[str, Any]:
     return {
         "text": answer.text,
-        "p": _number(answer.probability),
+        "p": None if answer.probability is None else _number(answer.probability),
         "logit": _number(answer.logit),
         "rank": answer.rank,
         "row": answer.row,
@@ -129,6 +132,17 @@ def _image(
             "data": _text(pixels.tobytes()),
         },
         "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in kept.items()},
+    }
+
+
+def _series(
+    series: np.ndarray, features: tuple[str, ...], relevance: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    return {
+        "size": list(series.shape),
+        "features": list(features),
+        "series": packed(series.T),
+        "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in relevance.items()},
     }
 
 

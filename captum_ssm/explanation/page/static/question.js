@@ -16,7 +16,9 @@ export class Question {
     const other = isPair ? example.answer(second)
       : values.n >= 0 ? output.answers[values.n] : null;
     const link = isPair ? ", and why " : ", not ";
-    fill(this.title, "Why ", quoted(answer.text), other && [link, quoted(other.text)], "?");
+    const isNumber = answer.p === null && !other;
+    if (isNumber) fill(this.title, "Why is ", quoted(answer.text), ` ${plain(answer.logit)}?`);
+    else fill(this.title, "Why ", quoted(answer.text), other && [link, quoted(other.text)], "?");
     const others = isPair ? example.outputs[second.output] : output;
     fill(this.facts, "The model gives ", facts(answer, output),
       other && ["; ", facts(other, others)], ".");
