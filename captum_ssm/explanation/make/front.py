@@ -15,10 +15,11 @@ from torch import nn
 
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.images import ImageQuestion, image_questions
+from captum_ssm.explanation.make.kinds import given
 from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
 from captum_ssm.explanation.make.questions import Setup
 from captum_ssm.explanation.make.rows import RowSource
-from captum_ssm.explanation.make.series import SeriesQuestion, is_series, series_questions
+from captum_ssm.explanation.make.series import SeriesQuestion, series_questions
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
@@ -58,9 +59,12 @@ def explain(
     """Why a model answers what it answers, as data that can be shown, saved and compared.
 
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
-    token of a continuation; ``explain(model, image)`` the class of an image, and
-    ``explain(model, series)`` a forecast, or with ``labels`` the class of a series. The model runs once
-    to see what it answers, and then as each method needs.
+    token of a continuation; ``explain(model, image)`` the class of an image or a video, and
+    ``explain(model, series)`` a forecast, or with ``labels`` the class of a series or of a row of a
+    table. The model runs once to see what it answers, and then as each method needs.
+
+    What an array is, the model decides: each reading that its shape allows, as an image, a series
+    or a table, is tried, and the one that the model takes counts.
 
     Args:
         model (nn.Module or nnsight model): a language model that returns logits ``(B, L, V)``, or
@@ -68,10 +72,13 @@ def explain(
         tokenizer (TokenizerLike, optional): of the language model. Without it, ids are their own
             texts, and the inputs may stand here. Default: None
         inputs (str, list of str, Tensor, dict or image): a text or several; token ids ``(L,)`` or
-            ``(B, L)``; a series ``(T, F)`` or ``(B, T, F)`` of floats, or a pandas table with one
-            column per feature; a tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose
-            padding is not explained; an image ``(C, H, W)`` or several ``(B, C, H, W)`` as the
-            model takes them, or, with ``processor``, as that takes them. Default: None
+            ``(B, L)``; a tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose
+            padding is not explained; a series ``(T, F)`` or ``(B, T, F)``, or a pandas table with
+            one row per step and one column per feature; a row of a table ``(F,)`` or several
+            ``(B, F)``; an image, a path, or a video ``(C, T, H, W)``; or a list of these. Floats
+            ``(C, H, W)`` or ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file
+            and an array of bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``.
+            With ``processor`` images are as that takes them. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
             explained, one output per token; of an image a class or its label; of a forecast an
             index such as ``(step, feature)``, or its name; a list of str has
@@ -106,12 +113,13 @@ def explain(
         lens (bool, optional): also keep the likeliest answers after each layer, by the model's
             own final norm and head; skipped, with a note in ``settings``, where these are not
             found. Default: False
-        processor (Callable, optional): the image processor of the model. Default: None
-        labels (sequence or dict of str, optional): the names of an image model's classes; None
-            for those of its configuration. Default: None
-        mean, std (sequence of float, optional): how the pixels were normalized, to show the
-            image; None for those of the processor, or else the range of its values is shown.
-            Default: None
+        processor (Callable, optional): the image processor of the model, or a function from a
+            picture to a tensor ``(C, H, W)``. Default: None
+        labels (sequence or dict of str, optional): the names of the classes of a model of images,
+            series or tables; None for those of its configuration. Default: None
+        mean, std (sequence of float, optional): how pixels are normalized: bytes are, and floats
+            are shown as they were before. None for those of the processor; without one bytes are
+            only scaled, and of floats the range is shown. Default: None
         title (str, optional): a heading. Default: None
         memory_limit (int, optional): bytes for the rows, for the maps, and for the work of each
             method; what needs more is refused before it is computed. Default: None
@@ -146,12 +154,12 @@ def explain(
     )
     spans = parse_spans(units)
     tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-    shown = {"labels": labels, "mean": mean, "std": std}
     questions: Sequence[TextQuestion | ImageQuestion | SeriesQuestion]
-    if texts is None and is_series(setup.model, image):
-        questions = series_questions(image, target, against, labels)
-    elif texts is None:
-        questions = image_questions(image, processor, target, against, shown)
+    if texts is None:
+        found = given(setup.model, image, processor, mean, std)
+        setup.notes.extend([found.note] if found.note else [])
+        ask = image_questions if found.kind in ("image", "video") else series_questions
+        questions = ask(found, target, against, labels)
     else:
         questions = text_questions(tokenizer, texts, target, against, position, spans)
     with showing(None if show_progress else False):

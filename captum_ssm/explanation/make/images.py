@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from captum_ssm.capture.model import extract_logits
-from captum_ssm.errors import InputError, TargetError
 from captum_ssm.explanation import Example
+from captum_ssm.explanation.make.classes import chosen_of, class_names
+from captum_ssm.explanation.make.kinds import Given
 from captum_ssm.explanation.make.questions import Questions, Setup, per_example
 from captum_ssm.inspection.implicit_attention import token_grids
-from captum_ssm.utils.integers import as_index
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,10 @@ class ImageQuestion:
                 "expected one score per class, (1, classes). Other outputs are explained by the "
                 "methods' own attribute, with a target that selects one number."
             )
-        names = _labels(self.labels, setup.model, logits.shape[1])
-        target = _class("target", self.target, names)
-        against = _class("against", self.against, names)
-        chosen = int(logits[0].argmax()) if target is None else target
-        if against == chosen:
-            raise TargetError(
-                f"against is {self.against!r}, the class that is explained; expected another class."
-            )
+        count = logits.shape[1]
+        labels = class_names(self.labels, setup.model, count) or list(map(str, range(count)))
+        names, likeliest = dict(enumerate(labels)), int(logits[0].argmax())
+        chosen, against = chosen_of(self.target, self.against, names, likeliest)
         questions = Questions(setup, lambda index: names[index])
         questions.add(logits[0], None, chosen, against)
         H, W = pixels.shape[-2:]
@@ -69,76 +65,18 @@ class ImageQuestion:
         )
 
 
-def image_questions(
-    image: Any, processor: Any, target: Any, against: Any, shown: Mapping[str, Any]
-) -> list[ImageQuestion]:
+def image_questions(found: Given, target: Any, against: Any, labels: Any) -> list[ImageQuestion]:
     """What is asked about each image.
 
-    Args:
-        image (Any): one or several as the model takes them, or as ``processor`` does.
-        processor (Callable, optional): of images.
-        target, against (int, str or list of str, optional): classes.
-        shown (dict): ``labels``, ``mean`` and ``std``; for a ``mean`` or ``std`` of None that of
-            the processor is taken.
-
     Raises:
-        ValueError, TypeError: as for ``explain``.
+        ValueError: for targets that are not one per example.
     """
-    pixels = _as_pixels(image, processor)
-    for name in ("mean", "std"):
-        if shown[name] is None:
-            shown = {**shown, name: getattr(processor, f"image_{name}", None)}
-    B = len(pixels)
-    names = ["image"] if B == 1 else [f"image {k + 1}" for k in range(B)]
+    B = len(found.examples)
     targets, others = per_example("target", target, B), per_example("against", against, B)
     return [
-        ImageQuestion(one[None], name, a, b, **shown)
-        for one, name, a, b in zip(pixels, names, targets, others, strict=True)
+        ImageQuestion(pixels, name, a, b, labels, found.mean, found.std)
+        for pixels, name, a, b in zip(found.examples, found.names, targets, others, strict=True)
     ]
-
-
-def _as_pixels(image: Any, processor: Any) -> Tensor:
-    # Images as the model takes them, (B, C, H, W): a tensor, or what a processor makes.
-    if torch.is_tensor(image):
-        pixels = image[None] if image.dim() == 3 else image
-        if pixels.dim() != 4 or not pixels.is_floating_point() or pixels.numel() == 0:
-            raise InputError(
-                f"the input has shape {tuple(image.shape)} and dtype {image.dtype}; expected an "
-                "image, (C, H, W) or (B, C, H, W) of a floating dtype, as the model takes it. "
-                "Series, tables and volumes are explained by the methods' own attribute."
-            )
-        return pixels
-    if processor is None:
-        raise TypeError(
-            f"the input is a {type(image).__name__}, and there is no processor; expected an image "
-            "(C, H, W) as the model takes it, a tensor, or processor=, the model's image processor."
-        )
-    return processor(image, return_tensors="pt")["pixel_values"]
-
-
-def _labels(labels: Any, model: Any, count: int) -> list[str]:
-    if labels is None:
-        labels = getattr(getattr(model, "config", None), "id2label", None)
-    if labels is None:
-        return [str(k) for k in range(count)]
-    if len(labels) != count:
-        raise ValueError(
-            f"labels holds {len(labels)} names; the model has {count} classes: expected one name "
-            "per class."
-        )
-    return [str(labels[k]) for k in range(count)]
-
-
-def _class(name: str, wanted: Any, labels: list[str]) -> int | None:
-    if wanted is None:
-        return None
-    index = labels.index(wanted) if wanted in labels else as_index(wanted)
-    if index is None or not 0 <= index < len(labels):
-        shown = ", ".join(labels[:20]) + (", ..." if len(labels) > 20 else "")
-        raise TargetError(
-            f"{name} is {wanted!r}; expected a class 0 .. {len(labels) - 1}, or its name: {shown}."
-        )
-    return index
 
 
 def _shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:

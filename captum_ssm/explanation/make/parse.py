@@ -10,6 +10,7 @@ from torch import Tensor
 
 from captum_ssm.capture import check_model, unwrap
 from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.kinds import may_be_text
 from captum_ssm.explanation.make.methods import ALL, parse_methods
 from captum_ssm.explanation.make.questions import Setup, per_example
 from captum_ssm.explanation.make.removal import Replacement
@@ -106,7 +107,7 @@ def parse_inputs(
             "with its tokenizer, token ids, a tokenizer's output, or an image."
         )
     inputs = named if inputs is None else inputs
-    texts = _texts(tokenizer, inputs)
+    texts = _texts(tokenizer, inputs) if may_be_text(tokenizer, inputs) else None
     is_image = texts is None and isinstance(inputs, Mapping)
     return tokenizer, texts, inputs.get("pixel_values") if is_image else inputs
 

@@ -95,6 +95,39 @@ class Questions:
             Output(position, answers, index[first], tuple(contrasts), tuple(layers), len(logits))
         )
 
+    def add_forecast(
+        self,
+        numbers: Tensor,
+        names: Mapping[tuple[int, ...], str],
+        chosen: tuple[int, ...] | None = None,
+        against: tuple[int, ...] | None = None,
+    ) -> None:
+        """One output of several numbers, of which one is explained: each has a name, by its index.
+
+        The first is ``chosen`` where none is. Others are explained with ``alternatives``.
+        """
+        order = list(names)
+        first = order[0] if chosen is None else chosen
+        start = order.index(first)
+        later = [one for one in (*order[start + 1 :], *order[:start]) if one != against]
+        asked = [first, *([] if against is None else [against])]
+        asked += later[: self.setup.alternatives]
+        rows = {one: len(self.questions) + k for k, one in enumerate(asked)}
+        self.questions += [Question(None, one) for one in asked]
+        shown = sorted({*asked, *order[:TOP]})
+        answers = tuple(
+            Answer(names[one], k, None, float(numbers[one]), k + 1, rows.get(one))
+            for one in shown
+            for k in [order.index(one)]
+        )
+        contrasts = []
+        if against is not None:
+            contrasts = [Contrast(shown.index(first), shown.index(against), len(self.questions))]
+            self.questions.append(Question(None, first, against))
+        self.outputs.append(
+            Output(None, answers, shown.index(first), tuple(contrasts), (), len(order))
+        )
+
     def require_memory(self, entries: int) -> None:
         """Raise where the rows do not fit the memory limit.
 

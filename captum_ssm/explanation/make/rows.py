@@ -31,8 +31,13 @@ class Question:
     def score(self, logits: Tensor) -> Tensor:
         """The scores ``(B,)`` that it asks for, in the model's output ``(B, ...)``."""
         rows = logits if self.position is None else logits[:, self.position]
-        answer = rows[:, *_index(self.answer)]
-        return answer if self.against is None else answer - rows[:, *_index(self.against)]
+        score = _at(rows, self.answer)
+        return score if self.against is None else score - _at(rows, self.against)
+
+
+def _at(rows: Tensor, answer: int | tuple[int, ...]) -> Tensor:
+    every: Any = slice(None)
+    return rows[(every, *_index(answer))]
 
 
 def _index(answer: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -89,8 +89,7 @@ def _curves(
 ) -> np.ndarray:
     # The score (orders, S) while the most relevant parts are removed first.
     def asked(changed: Tensor) -> Tensor:
-        output = logits(changed)
-        return output if question.position is None else output[:, question.position]
+        return question.score(logits(changed))[:, None]
 
     options: dict[str, Any] = {}
     if inputs.dim() == 4:
@@ -101,7 +100,7 @@ def _curves(
         asked,
         inputs.expand(count, *inputs.shape[1:]),
         orders,
-        torch.full((count,), question.answer),
+        torch.zeros(count, dtype=torch.long),
         removal=parts.baseline,
         mask=None if removable is None else removable.expand(count, -1),
         batch_size=BATCH,
