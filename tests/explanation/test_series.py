@@ -92,7 +92,7 @@ def test_classes_have_names_probabilities_and_contrasts(series):
 
 
 def test_a_target_that_is_not_a_number_of_the_forecast_is_refused(forecaster, series):
-    with pytest.raises(TargetError, match=r"a number of the forecast, \(0, 0\) .. \(1, 2\), or"):
+    with pytest.raises(TargetError, match=r"a number of the forecast \(0, 0\) .. \(1, 2\), or"):
         explain(forecaster, series, target=(2, 0))
     with pytest.raises(ValueError, match="is a series"):
         explain(forecaster, series).mean()

@@ -70,7 +70,7 @@ def _key(name: str, wanted: Any, names: Mapping[Any, str], what: str) -> Any:
     listed = list(names)
     shown = ", ".join(list(names.values())[:20]) + (", ..." if len(names) > 20 else "")
     raise TargetError(
-        f"{name} is {wanted!r}; expected {what}, {listed[0]} .. {listed[-1]}, or its name: {shown}."
+        f"{name} is {wanted!r}; expected {what} {listed[0]} .. {listed[-1]}, or its name: {shown}."
     )
 
 

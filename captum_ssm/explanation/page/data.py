@@ -138,10 +138,12 @@ def _image(
 def _series(
     series: np.ndarray, features: tuple[str, ...], relevance: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
+    steps = np.atleast_2d(series)  # (T, F), of a table's row (1, F)
     return {
-        "size": list(series.shape),
+        "size": list(steps.shape),
+        "table": series.ndim == 1,
         "features": list(features),
-        "series": packed(series.T),
+        "series": packed(steps.T),
         "rows": {name: packed(rows.reshape(len(rows), -1)) for name, rows in relevance.items()},
     }
 
