@@ -1,6 +1,6 @@
 // The explanation: examples, their parts, and the relevance of each part for an answer.
 import { range } from "./dom.js";
-import { count, visible } from "./format.js";
+import { count, plain, visible } from "./format.js";
 
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
@@ -68,6 +68,7 @@ export class Example {
     this.special = new Set(special);
     this.isImage = Boolean(data.image);
     this.isSeries = Boolean(data.series);
+    this.isTable = this.isSeries && data.table;
     this.isText = !this.isImage && !this.isSeries;
     this.features = data.features;
     this.size = data.size;
@@ -76,8 +77,8 @@ export class Example {
       : this.isSeries ? this.#seriesUnits() : this.#textUnits(data.units);
     // Units that are all of the input, or as small as its tokens, would change nothing.
     const [[first, { count: finest }]] = Object.entries(this.units);
-    this.unitNames = Object.keys(this.units).filter((name) =>
-      name === first || (this.units[name].count > 1 && this.units[name].count !== finest));
+    this.unitNames = Object.keys(this.units).filter((name) => name === first ||
+      (this.units[name].count > 1 && this.units[name].count !== finest));
     this.positions = new Map(outputs.map((output, k) => [output.position, k]));
     this.layers = maps.flatMap((group, g) => group.layers.map((layer, k) => ({
       id: `${g}.${k}`, group, layer, data: null,
@@ -132,6 +133,7 @@ export class Example {
   get sizeName() {
     if (this.isImage) return `${this.pixels.size[1]} × ${this.pixels.size[0]} pixels`;
     if (!this.isSeries) return count(this.tokens.length, "token");
+    if (this.isTable) return count(this.size[1], "feature");
     return `${count(this.size[0], "time step")} of ${count(this.size[1], "feature")}`;
   }
 
@@ -149,7 +151,15 @@ export class Example {
     const count = this.features.length;
     if (unit.name === "feature") return visible(this.features[part]);
     if (unit.name === "step") return `step ${part}`;
-    return `${visible(this.features[part % count])}, step ${Math.floor(part / count)}`;
+    const feature = visible(this.features[part % count]);
+    return this.isTable ? `${feature} = ${plain(this.valueAt(part))}`
+      : `${feature}, step ${Math.floor(part / count)}`;
+  }
+
+  // The number of a series at a place.
+  valueAt(source) {
+    const count = this.features.length;
+    return this.series[source % count][Math.floor(source / count)];
   }
 
   // The page opens where there is something to read: after the prompt, or late enough in it.
