@@ -128,6 +128,28 @@ def series(name: str = "load") -> Example:
     )
 
 
+def long_series(steps: int = 3000, features: int = 20) -> Example:
+    """More steps than a screen has pixels; two steps of one feature decide."""
+    rng = np.random.default_rng(5)
+    values = rng.normal(size=(steps, features)).cumsum(0).astype(np.float32)
+    relevance = rng.normal(0, 0.001, (1, steps, features)).astype(np.float32)
+    relevance[0, 1501, 7], relevance[0, 1500, 7] = 2.0, -1.0
+    names = tuple(f"a sensor with a long name, number {k}" for k in range(features))
+    return replace(series("long"), relevance=_methods(relevance), series=values, features=names)
+
+
+def row() -> Example:
+    """A row of a table of five features, of which one decides."""
+    relevance = np.array([[0.25, -2.0, 0.0, 0.5, 0.125]], dtype=np.float32)
+    values = np.array([39, 1.5, 0, -3, 12345], dtype=np.float32)
+    names = ("age", "rate", "none", "change", "income")
+    return replace(series("row 1"), relevance=_methods(relevance), series=values, features=names)
+
+
+def _methods(relevance: np.ndarray) -> dict[str, np.ndarray]:
+    return {"mamba-lrp": relevance, "raw-attention": np.abs(relevance)}
+
+
 def explanation(
     *examples: Example, title: str = "Anna's ball", model: str = "stories"
 ) -> Explanation:
