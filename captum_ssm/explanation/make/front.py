@@ -15,7 +15,7 @@ from torch import nn
 
 from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.images import ImageQuestion, image_questions
-from captum_ssm.explanation.make.kinds import given
+from captum_ssm.explanation.make.arrays import given
 from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
 from captum_ssm.explanation.make.questions import Setup
 from captum_ssm.explanation.make.rows import RowSource

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.classes import chosen_of, class_names
-from captum_ssm.explanation.make.kinds import Given
+from captum_ssm.explanation.make.numbers import chosen_of, class_names
+from captum_ssm.explanation.make.arrays import Given
 from captum_ssm.explanation.make.questions import Questions, Setup, per_example
 from captum_ssm.inspection.implicit_attention import token_grids
 

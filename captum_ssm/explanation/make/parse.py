@@ -10,7 +10,7 @@ from torch import Tensor
 
 from captum_ssm.capture import check_model, unwrap
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.kinds import may_be_text
+from captum_ssm.explanation.make.arrays import may_be_text
 from captum_ssm.explanation.make.methods import ALL, parse_methods
 from captum_ssm.explanation.make.questions import Setup, per_example
 from captum_ssm.explanation.make.removal import Replacement

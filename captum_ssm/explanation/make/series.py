@@ -13,8 +13,8 @@ from torch import Tensor
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.classes import chosen_of, class_names
-from captum_ssm.explanation.make.kinds import Given, arranged
+from captum_ssm.explanation.make.numbers import chosen_of, class_names
+from captum_ssm.explanation.make.arrays import Given, arranged
 from captum_ssm.explanation.make.questions import Questions, Setup, per_example, to_numpy
 
 

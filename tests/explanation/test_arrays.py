@@ -10,7 +10,7 @@ from transformers import MambaConfig, MambaModel
 
 from captum_ssm import MambaLRP, explain
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.kinds import arranged, given
+from captum_ssm.explanation.make.arrays import arranged, given
 from captum_ssm.models import BidirectionalMamba
 
 
