@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from captum_ssm.explanation.parts import Example, Output
+from captum_ssm.explanation.parts import ROLES, Example, Output
 
 
 class Damaged(ValueError):
@@ -171,8 +171,9 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
 
 def _check_output(output: Output, rows: int, L: int, place: str) -> None:
     count, at = len(output.answers), output.position
-    is_inside = at is None if L == 0 else at is not None and 0 <= at < L
-    _require(is_inside, f"{place}.position", at, f"0 .. {L - 1}" if L else "None")
+    is_inside = at is None or 0 <= at < L
+    _require(is_inside, f"{place}.position", at, f"None or 0 .. {L - 1}" if L else "None")
+    _require(output.role in ROLES, f"{place}.role", output.role, " or ".join(ROLES))
     indices = [output.chosen, *(i for one in output.contrasts for i in (one.answer, one.against))]
     _require(all(0 <= i < count for i in indices), place, indices, f"answers 0 .. {count - 1}")
     used = [one.row for one in output.answers if one.row is not None]

@@ -36,19 +36,18 @@ def rows_of(example: Example) -> Iterator[Row]:
 
 
 def require_texts(explanation: ExplanationData, what: str) -> None:
-    """Raise where an example is an image.
+    """Raise where an example is not a text.
 
     Raises:
         ValueError: says what to use in its place.
     """
     for example in explanation.examples:
-        if example.image is not None or example.series is not None:
-            kind, shape = (
-                ("an image", "H, W") if example.image is not None else ("a series", "T, F")
-            )
+        if not example.tokens:
+            kind = "an image" if example.image is not None else "a series"
+            shape = next(iter(example.relevance.values())).shape[1:]
             raise ValueError(
-                f"{what} is of texts, and the example {example.name!r} is {kind}; its relevance "
-                f"is returned by explanation.relevance(), ({shape})."
+                f"{what} is of texts, and the example {example.name!r} is {kind}; its relevance is "
+                f"returned by explanation.relevance(), {shape}."
             )
 
 
@@ -85,6 +84,10 @@ _COLUMNS = (
 )
 
 
+def _known(probability: float | None) -> float:
+    return float("nan") if probability is None else probability
+
+
 def to_captum(explanation: ExplanationData) -> list[Any]:
     """The records of :meth:`Explanation.to_captum`."""
     require_texts(explanation, "Captum's table")
@@ -97,7 +100,7 @@ def to_captum(explanation: ExplanationData) -> list[Any]:
             torch.from_numpy(example.relevance[method.name][row.index]),
             [token.text for token in example.tokens],
             predicted=row.output.answers[0].text,
-            probability=row.output.answers[0].probability or float("nan"),
+            probability=_known(row.output.answers[0].probability),
             target=row.answer.text
             if row.against is None
             else f"{row.answer.text}, not {row.against.text}",

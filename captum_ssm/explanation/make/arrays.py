@@ -131,6 +131,8 @@ def may_be_text(tokenizer: Any, inputs: Any) -> bool:
     first = inputs
     while isinstance(first, (list, tuple)) and first:
         first = first[0]
+    if isinstance(first, (list, tuple)):
+        return tokenizer is not None
     if isinstance(first, float) or (tokenizer is None and is_path(first)):
         return False
     if not torch.is_tensor(first):

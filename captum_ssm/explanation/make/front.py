@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from captum_ssm.explanation import Example, Explanation, Method
-from captum_ssm.explanation.make.images import ImageQuestion, image_questions
 from captum_ssm.explanation.make.arrays import given
-from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
-from captum_ssm.explanation.make.questions import Setup
+from captum_ssm.explanation.make.asked import Answerable, text_questions
+from captum_ssm.explanation.make.images import image_questions
+from captum_ssm.explanation.make.inputs import numbered, parse_inputs
+from captum_ssm.explanation.make.parse import parse_setup, parse_spans
+from captum_ssm.explanation.make.questions import Asked, Setup
 from captum_ssm.explanation.make.rows import RowSource
-from captum_ssm.explanation.make.series import SeriesQuestion, series_questions
-from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.explanation.make.series import series_questions
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress, showing
@@ -61,7 +62,8 @@ def explain(
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
     token of a continuation; ``explain(model, image)`` the class of an image or a video, and
     ``explain(model, series)`` a forecast, or with ``labels`` the class of a series or of a row of a
-    table. The model runs once to see what it answers, and then as each method needs.
+    table. The model runs once or a few times to see what kind of model it is, once for each input
+    to see what it answers, and then as each method needs.
 
     What an array is, the model decides: each reading that its shape allows, as an image, a series
     or a table, is tried, and the one that the model takes counts.
@@ -154,19 +156,17 @@ def explain(
     )
     spans = parse_spans(units)
     tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-    questions: Sequence[TextQuestion | ImageQuestion | SeriesQuestion]
+    questions: Sequence[Answerable]
     if texts is None:
         found = given(setup.model, image, processor, mean, std)
         setup.notes.extend([found.note] if found.note else [])
         ask = image_questions if found.kind in ("image", "video") else series_questions
         questions = ask(found, target, against, labels)
     else:
-        questions = text_questions(tokenizer, texts, target, against, position, spans)
+        about = Asked(tokenizer, position, spans)
+        questions = text_questions(setup, texts, target, against, labels, about)
     with showing(None if show_progress else False):
-        several: Iterable[TextQuestion | ImageQuestion | SeriesQuestion] = questions
-        if len(questions) > 1:
-            several = progress(questions, "examples")
-        examples = tuple(question.answer(setup) for question in several)
+        examples = tuple(_answered(setup, questions))
     asked = {"target": target, "against": against, "position": position}
     asked |= {"units": "span" if spans else units, "spans": spans}
     return _explanation(setup, examples, asked, title)
@@ -195,6 +195,13 @@ def _explanation(
         _plain(settings),
         _versions(),
     )
+
+
+def _answered(setup: Setup, questions: Sequence[Answerable]) -> Iterator[Example]:
+    B = len(questions)
+    for k, question in enumerate(progress(questions, "examples") if B > 1 else questions):
+        with numbered(k, B):
+            yield question.answer(setup)
 
 
 def _method(name: str, source: RowSource) -> Method:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.numbers import chosen_of, class_names
 from captum_ssm.explanation.make.arrays import Given
+from captum_ssm.explanation.make.labels import classes_of, names_of
 from captum_ssm.explanation.make.questions import Questions, Setup, per_example
 from captum_ssm.inspection.implicit_attention import token_grids
 
@@ -45,10 +45,8 @@ class ImageQuestion:
                 "expected one score per class, (1, classes). Other outputs are explained by the "
                 "methods' own attribute, with a target that selects one number."
             )
-        count = logits.shape[1]
-        labels = class_names(self.labels, setup.model, count) or list(map(str, range(count)))
-        names, likeliest = dict(enumerate(labels)), int(logits[0].argmax())
-        chosen, against = chosen_of(self.target, self.against, names, likeliest)
+        names = names_of(self.labels, setup.model, logits.shape[1])
+        chosen, against = classes_of(self.target, self.against, names, logits[0])
         questions = Questions(setup, lambda index: names[index])
         questions.add(logits[0], None, chosen, against)
         H, W = pixels.shape[-2:]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
-from captum_ssm.explanation.make.numbers import chosen_of, class_names
 from captum_ssm.explanation.make.arrays import Given, arranged
+from captum_ssm.explanation.make.forecasts import add_forecast
+from captum_ssm.explanation.make.labels import classes_of, configured, names_of
 from captum_ssm.explanation.make.questions import Questions, Setup, per_example, to_numpy
+
+PLACEHOLDER = re.compile(r"LABEL_\d+")
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,23 @@ class SeriesQuestion:
         )
 
     def _asked(self, setup: Setup, output: Tensor) -> Questions:
-        labels = class_names(self.labels, setup.model, len(output)) if output.dim() == 1 else None
-        names: dict[Any, str] = dict(enumerate(labels or ())) or self._numbers(output)
-        first = next(iter(names)) if labels is None else int(output.argmax())
-        what = "a number of the forecast" if labels is None else "a class"
-        chosen, against = chosen_of(self.target, self.against, names, first, what)
+        if not self._has_classes(setup.model, output):
+            questions = Questions(setup, str)
+            add_forecast(questions, output, self.features, self.target, self.against)
+            return questions
+        names = names_of(self.labels, setup.model, len(output))
+        chosen, against = classes_of(self.target, self.against, names, output)
         questions = Questions(setup, lambda index: names[index])
-        if labels is None:
-            questions.add_forecast(output, names, chosen, against)
-        else:
-            questions.add(output, None, chosen, against)
+        questions.add(output, None, chosen, against)
         return questions
+
+    def _has_classes(self, model: Any, output: Tensor) -> bool:
+        # Classes have names; a configuration that nobody filled in has placeholders.
+        if output.dim() != 1:
+            return False
+        names = configured(model)
+        is_named = not all(PLACEHOLDER.fullmatch(str(name)) for name in names.values())
+        return self.labels is not None or (len(names) == len(output) and is_named)
 
     def _kept(self, rows: Tensor) -> Tensor:
         # Rows (R, ...) in the model's axes, as (R, T, F) or (R, F).
@@ -82,10 +91,6 @@ class SeriesQuestion:
         if "f" not in self.axes:
             return rows.flatten(1)[..., None]
         return arranged(rows, f"{self.axes.replace('1', 'r')}->rtf")
-
-    def _numbers(self, forecast: Tensor) -> dict[Any, str]:
-        places = product(*map(range, forecast.shape))
-        return {place: _number_name(place, forecast.shape, self.features) for place in places}
 
 
 def series_questions(found: Given, target: Any, against: Any, labels: Any) -> list[SeriesQuestion]:
@@ -100,10 +105,3 @@ def series_questions(found: Given, target: Any, against: Any, labels: Any) -> li
         SeriesQuestion(values, found.axes, name, found.features, a, b, labels)
         for values, name, a, b in zip(found.examples, found.names, targets, others, strict=True)
     ]
-
-
-def _number_name(place: tuple[int, ...], shape: Sequence[int], features: Sequence[str]) -> str:
-    # Forecasts of steps have the names of the features; other outputs have their index.
-    if len(shape) == 2 and shape[1] == len(features):
-        return f"{features[place[1]]}, {place[0] + 1} ahead"
-    return f"output {', '.join(map(str, place))}"
