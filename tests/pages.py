@@ -123,6 +123,16 @@ def picture(name: str = "A five") -> Example:
     )
 
 
+def film(name: str = "A clip") -> Example:
+    """Six frames of 32 × 32 in patches of two frames and 8 × 8; one patch decides."""
+    rng = np.random.default_rng(6)
+    frames = rng.integers(0, 256, (6, 32, 32, 3)).astype(np.uint8)
+    patches = rng.normal(0, 0.01, (2, 3, 4, 4)).astype(np.float32)
+    patches[:, 1, 2, 3] = 2.0
+    relevance = np.kron(patches, np.ones((1, 2, 8, 8))).astype(np.float32) / 128
+    return replace(picture(name), relevance=_methods(relevance), image=frames, grid=(3, 4, 4))
+
+
 def series(name: str = "load") -> Example:
     """A forecast from 48 time steps of three features; one of them decides, at one step."""
     rng = np.random.default_rng(4)

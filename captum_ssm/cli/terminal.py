@@ -83,7 +83,7 @@ def _print_table(row: np.ndarray, example: Example, units: str, position: int | 
         print(f"{places[i]:6d}  {visible(texts[i]):16s} {float(row[i]):+11.4g}  {bar}")
 
 
-def _print_patches(row: np.ndarray, grid: tuple[int, int] | None) -> None:
+def _print_patches(row: np.ndarray, grid: tuple[int, ...] | None) -> None:
     rows, columns = grid or (8, 8)
     y = np.arange(row.shape[0]) * rows // row.shape[0]
     x = np.arange(row.shape[1]) * columns // row.shape[1]

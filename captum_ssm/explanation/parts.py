@@ -231,14 +231,15 @@ def _area(curve: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text, an image or a series, what the model makes of it, and the relevance of its parts.
+    """A text, an image, a video, a series or a row, what the model makes of it, and the relevance of its parts.
 
     Args:
         name (str): for lists of several examples.
         outputs (tuple of Output): in the text's order; an image has one.
         relevance (dict): by the name of the method, ``(R, L)`` float32, one row for each answer
             and contrast that is explained; ``(R, H, W)`` for an image,
-            ``(R, T, F)`` for a series.
+            ``(R, T, H, W)`` for a video, ``(R, T, F)`` for a series, ``(R, F)`` for a row of a
+            table.
         deltas (dict): by the name of the method, ``(R,)``: what it claims to add up to minus the
             relevance's sum, of methods that claim that: the score, or of Captum's methods the score
             minus that at their baseline.
@@ -247,13 +248,15 @@ class Example:
         prompt (int): how many of the tokens are the prompt's.
         units (dict): by name (``"word"``, ``"sentence"``, or ``"span"`` for named parts), spans
             that cover all tokens in order.
-        image (numpy.ndarray, optional): ``(H, W, 3)``, 8 bits. Default: None
-        grid (tuple, optional): rows and columns of the image's patches. Default: None
+        image (numpy.ndarray, optional): ``(H, W, 3)``, or a video's frames ``(T, H, W, 3)``, bytes.
+            Default: None
+        grid (tuple, optional): rows and columns of the image's patches; of a video also, in front,
+            how many lie one after the other. Default: None
         maps (tuple of Maps, optional): Default: ``()``
         validation (Validation, optional): how the score falls while parts are removed.
             Default: None
-        series (numpy.ndarray, optional): ``(T, F)`` float32, T time steps of F features.
-            Default: None
+        series (numpy.ndarray, optional): ``(T, F)`` float32, T time steps of F features, or
+            ``(F,)``, a row of a table. Default: None
         features (tuple of str, optional): their names. Default: ``()``
 
     Examples::
@@ -271,7 +274,7 @@ class Example:
     prompt: int = 0
     units: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
     image: np.ndarray | None = None
-    grid: tuple[int, int] | None = None
+    grid: tuple[int, ...] | None = None
     maps: tuple[Maps, ...] = ()
     validation: Validation | None = None
     series: np.ndarray | None = None

@@ -84,9 +84,10 @@ def _array(value: Any, place: str) -> np.ndarray:
 
 def _bytes(held: dict[str, Any], place: str) -> np.ndarray:
     # No more is decompressed than the declared shape has room for.
-    shape = read(tuple[int, int, int], held.get("shape"), f"{place}.shape")
+    shape = read(tuple[int, ...], held.get("shape"), f"{place}.shape")
     data = read(str, held.get("zlib"), f"{place}.zlib")
-    _require(min(shape) > 0 and shape[2] == 3, f"{place}.shape", shape, "(H, W, 3)")
+    is_right = len(shape) in (3, 4) and min(shape) > 0 and shape[-1] == 3
+    _require(is_right, f"{place}.shape", shape, "(H, W, 3) or (T, H, W, 3)")
     size, inflate = math.prod(shape), zlib.decompressobj()
     try:
         found = inflate.decompress(base64.b64decode(data, validate=True), size + 1)
@@ -127,7 +128,7 @@ def _size(held: dict[str, Any]) -> list[int]:
     # The shape of a row of relevance, as the tokens, the image or the series have it.
     image, series = held.get("image"), held.get("series")
     if image is not None:
-        return list((image.get("shape") if isinstance(image, dict) else None) or ())[:2]
+        return list((image.get("shape") if isinstance(image, dict) else None) or ())[:-1]
     if series is None:
         return [len(held.get("tokens") or ())]
     return list(np.shape(_array(series, "series")))
@@ -153,9 +154,10 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
         is_whole = is_cover and ends == sorted(ends)
         _require(is_whole, f"{place}.units.{name}", spans, "spans of all tokens, in order")
     if found.grid is not None:
-        most = size if found.image is not None else [0, 0]
-        fits = [0 < a <= b for a, b in zip(found.grid, most, strict=True)]
-        _require(all(fits), f"{place}.grid", found.grid, "rows and columns of an image's patches")
+        most = size if found.image is not None else []
+        fits = [0 < a <= b for a, b in zip(found.grid, most, strict=False)]
+        is_right = all(fits) and len(found.grid) == len(most)
+        _require(is_right, f"{place}.grid", found.grid, "rows and columns of an image's patches")
     if found.validation is not None:
         check = found.validation
         shapes = {curve.shape for curve in check.curves.values()} | {check.random.shape[1:]}

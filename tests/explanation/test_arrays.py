@@ -8,7 +8,7 @@ from PIL import Image
 from torch import nn
 from transformers import MambaConfig, MambaModel
 
-from captum_ssm import MambaLRP, explain
+from captum_ssm import Explanation, MambaLRP, explain
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.arrays import arranged, given
 from captum_ssm.models import BidirectionalMamba
@@ -72,6 +72,16 @@ class Pictures(nn.Module):
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         tokens = self.stem(pixels).flatten(2).mT
         return self.head((tokens + self.mixer(tokens)).mean(1))
+
+
+class FramesFirst(Pictures):
+    """A video ``(B, T, C, H, W)``."""
+
+    def __init__(self) -> None:
+        super().__init__(frames=True)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return super().forward(pixels.transpose(1, 2))
 
 
 def values(*shape: int) -> torch.Tensor:
@@ -204,6 +214,28 @@ def test_a_picture_is_the_same_in_every_form(photo, tmp_path):
     plain = explain(MODELS["color"], path)
     np.testing.assert_array_equal(by_function.relevance(example=1), plain.relevance())
     assert "not normalized" in plain.settings["notes"][0]
+
+
+def test_a_video_is_explained_frame_by_frame(tmp_path):
+    video, model = values(3, 5, 8, 8), MODELS["video"]
+    found = explain(model, video, target=1, alternatives=0, methods=["mamba-lrp", "saliency"])
+    expected = MambaLRP(model).attribute(video[None], target=1)[0].detach().sum(0)
+    np.testing.assert_array_equal(found.relevance(), expected.numpy())
+    (example,) = found.examples
+    assert example.image.shape == (5, 8, 8, 3)
+    assert example.grid == (5, 2, 2)
+    assert "a video of 5 x 8 x 8" in repr(found)
+    found.save(tmp_path / "why.json")
+    again = Explanation.load(tmp_path / "why.json")
+    np.testing.assert_array_equal(again.examples[0].image, example.image)
+    assert again.to_html() == found.to_html()
+    assert abs(found.difference(again).relevance("saliency")).max() == 0
+    frames_first = made(FramesFirst())
+    other = explain(frames_first, video.transpose(0, 1), target=1, alternatives=0)
+    np.testing.assert_allclose(other.relevance(), found.relevance(), atol=1e-6)
+    np.testing.assert_array_equal(other.examples[0].image, example.image)
+    with pytest.raises(InputError, match="feature-ablation removes parts of a video"):
+        explain(frames_first, video.transpose(0, 1), methods="feature-ablation")
 
 
 def test_a_gray_picture_fits_a_gray_model_and_one_of_color(photo):

@@ -56,6 +56,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
         "image": lambda: pages.explanation(pages.picture()),
         "many": pages.many,
+        "film": lambda: pages.explanation(pages.film()),
         "series": lambda: pages.explanation(pages.series()),
         "long series": lambda: pages.explanation(pages.long_series()),
         "row": lambda: pages.explanation(pages.row()),
@@ -643,6 +644,38 @@ def test_it_opens_where_something_can_be_read(opened):
     assert address(tab) == ""
 
 
+def test_a_film_shows_its_frames(opened):
+    tab = opened("film")
+    assert "6 frames of 32 × 32 pixels" in tab.locator("header.top").inner_text()
+    first = tab.locator(".sources li").first
+    assert "frames 2–3, row 2, column 3" in first.inner_text()
+    assert "+2.00" in first.inner_text()
+    drawing = tab.locator("canvas.picture")
+    drawing.focus()
+    for key, text in (
+        ("n", "patch: frames 2–3, row 2, column 3"),
+        ("ArrowLeft", "frames 2–3, row 2, column 2"),
+        ("PageDown", "frames 4–5, row 2, column 2"),
+        ("PageUp", "frames 2–3, row 2, column 2"),
+    ):
+        tab.keyboard.press(key)
+        assert text in tab.locator(".tip").inner_text()
+    tab.keyboard.press("Escape")
+    # Frames 0, 1, 2 lie in the first row: the strongest patch is in the third of them.
+    box = drawing.bounding_box()
+    frame = (box["width"] - 16) / 3
+    drawing.hover(position={"x": 2 * (frame + 8) + 0.9 * frame, "y": 0.6 * frame})
+    assert "frames 2–3, row 2, column 3" in tab.locator(".tip").inner_text()
+    option(tab, "Units", "Frame").click()
+    assert {text.split("\n")[0] for text in tab.locator(".sources li").all_inner_texts()[:2]} == {
+        "frame 2",
+        "frame 3",
+    }
+    option(tab, "Units", "Pixel").click()
+    assert "6,144 pixels" in tab.locator(".sum").inner_text()
+    tab.get_by_label("Grid", exact=True).uncheck()
+
+
 def test_a_series_has_a_lane_per_feature(opened):
     tab = opened("series")
     assert question(tab) == "Why is “load, 2 ahead” 1.50?"
@@ -792,6 +825,7 @@ def test_of_a_long_text_few_tokens_are_elements(opened):
         ("many", "summary=1", "light"),
         ("series", "view=all", "light"),
         ("row", "", "dark"),
+        ("film", "view=all", "dark"),
         ("many", "summary=1&only=red", "dark"),
     ],
 )

@@ -1,4 +1,4 @@
-"""One image: which class the model sees in it, and where."""
+"""One image or video: which class the model sees in it, and where."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.capture.model import extract_logits
+from captum_ssm.errors import InputError
 from captum_ssm.explanation import Example
 from captum_ssm.explanation.make.arrays import Given
 from captum_ssm.explanation.make.labels import classes_of, names_of
@@ -20,9 +21,13 @@ from captum_ssm.inspection.implicit_attention import token_grids
 
 @dataclass(frozen=True)
 class ImageQuestion:
-    """What is asked about one image, ``pixels (1, C, H, W)``: as ``explain`` takes it."""
+    """What is asked about one image or video ``pixels (1, ...)``: as ``explain`` takes it.
+
+    ``axes`` has a letter for each axis, such as ``"1chw"``.
+    """
 
     pixels: Tensor
+    axes: str
     name: str
     target: int | str | None
     against: int | str | None
@@ -36,6 +41,7 @@ class ImageQuestion:
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
+        channels = self.axes.index("c")
         pixels = self.pixels.to(next(setup.model.parameters()).device)
         with torch.no_grad():
             logits = extract_logits(setup.model(pixels)).float()
@@ -45,22 +51,33 @@ class ImageQuestion:
                 "expected one score per class, (1, classes). Other outputs are explained by the "
                 "methods' own attribute, with a target that selects one number."
             )
+        if channels > 1:
+            _require_no_removal(setup)
         names = names_of(self.labels, setup.model, logits.shape[1])
         chosen, against = classes_of(self.target, self.against, names, logits[0])
         questions = Questions(setup, lambda index: names[index])
         questions.add(logits[0], None, chosen, against)
-        H, W = pixels.shape[-2:]
-        questions.require_memory(H * W)
-        relevance, deltas = questions.explained(pixels, lambda rows: rows.sum(1))
+        questions.require_memory(pixels.numel() // pixels.shape[channels])
+        relevance, deltas = questions.explained(pixels, lambda rows: rows.sum(channels))
         return Example(
             self.name,
             tuple(questions.outputs),
             relevance,
             deltas,
-            image=_shown(pixels[0].cpu(), self.mean, self.std),
-            grid=_grid(setup.model, pixels),
+            image=_shown(pixels[0].movedim(channels - 1, 0).cpu(), self.mean, self.std),
+            grid=_grid(setup.model, pixels) if channels == 1 else None,
             validation=questions.validation,
         )
+
+
+def _require_no_removal(setup: Setup) -> None:
+    # Parts of the input are found behind its channels.
+    for name, method in setup.methods.items():
+        if getattr(method, "removes_parts", False):
+            raise InputError(
+                f"{name} removes parts of a video (B, C, T, H, W), and this model takes (B, T, C, "
+                "H, W); expected other methods, or a model that moves the axes itself."
+            )
 
 
 def image_questions(found: Given, target: Any, against: Any, labels: Any) -> list[ImageQuestion]:
@@ -72,25 +89,31 @@ def image_questions(found: Given, target: Any, against: Any, labels: Any) -> lis
     B = len(found.examples)
     targets, others = per_example("target", target, B), per_example("against", against, B)
     return [
-        ImageQuestion(pixels, name, a, b, labels, found.mean, found.std)
+        ImageQuestion(pixels, found.axes, name, a, b, labels, found.mean, found.std)
         for pixels, name, a, b in zip(found.examples, found.names, targets, others, strict=True)
     ]
 
 
 def _shown(pixels: Tensor, mean: Any, std: Any) -> np.ndarray:
-    # (H, W, 3) in 8 bits: as it was before it was normalized, or from its least to its largest.
+    # From (C, ...) to (..., 3) in 8 bits: as it was before it was normalized, or from its least to
+    # its largest.
     pixels = pixels.float()
     if mean is not None and std is not None:
-        m, s = (torch.as_tensor(x, dtype=torch.float32).view(-1, 1, 1) for x in (mean, std))
+        m, s = (_per_channel(one, pixels) for one in (mean, std))
         pixels = pixels * s + m
     else:
         low, high = pixels.min(), pixels.max()
         pixels = (pixels - low) / (high - low).clamp(min=1e-12)
     # One channel is gray; of more than three the first are shown.
-    pixels = pixels[:1].expand(3, -1, -1) if len(pixels) < 3 else pixels[:3]
-    return (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
+    pixels = pixels[[0, 0, 0]] if len(pixels) < 3 else pixels[:3]
+    return (pixels.clamp(0, 1) * 255).round().byte().movedim(0, -1).contiguous().numpy()
 
 
-def _grid(model: Any, pixels: Tensor) -> tuple[int, int] | None:
+def _per_channel(values: Any, pixels: Tensor) -> Tensor:
+    shape = -1, *[1] * (pixels.dim() - 1)
+    return torch.as_tensor(values, dtype=torch.float32).view(shape)
+
+
+def _grid(model: Any, pixels: Tensor) -> tuple[int, ...] | None:
     shapes = [tuple(grid.shape) for grid in token_grids(model, pixels).values() if grid is not None]
-    return shapes[0] if shapes and len(shapes[0]) == 2 else None
+    return shapes[0] if shapes and len(shapes[0]) == pixels.dim() - 2 else None
