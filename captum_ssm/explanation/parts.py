@@ -231,7 +231,7 @@ def _area(curve: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text, an image, a video, a series or a row, what the model makes of it, and the relevance of its parts.
+    """A text, image, video, series or row, what the model makes of it, and its relevance.
 
     Args:
         name (str): for lists of several examples.
