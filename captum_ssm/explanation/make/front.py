@@ -19,6 +19,7 @@ from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.images import image_questions
 from captum_ssm.explanation.make.inputs import numbered, parse_inputs
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
+from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.explanation.make.questions import Asked, Setup
 from captum_ssm.explanation.make.rows import RowSource
 from captum_ssm.explanation.make.series import series_questions
@@ -149,6 +150,7 @@ def explain(
         (5,)
         >>> explanation = explain(model, **tokenizer("w3 w4 w5", return_tensors="pt"))
     """
+    model, tokenizer, inputs, processor = unpacked(model, tokenizer, inputs, processor)
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
     setup = parse_setup(

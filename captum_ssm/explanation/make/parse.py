@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from captum_ssm.capture import check_model, unwrap
+from captum_ssm.explanation.make.inputs import is_tokenizer
 from captum_ssm.explanation.make.methods import ALL, parse_methods
 from captum_ssm.explanation.make.questions import Setup
 from captum_ssm.explanation.make.removal import Replacement
@@ -32,6 +33,11 @@ def parse_setup(
         TypeError: for a model that is not one.
         ValueError: for an unknown method, option or map, and a negative count.
     """
+    if is_tokenizer(model):
+        raise TypeError(
+            f"model is a tokenizer, {type(model).__name__}; expected explain(model, tokenizer, "
+            "text), in this order."
+        )
     module = unwrap(check_model(model))
     tokenizer = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
     chosen = parse_methods(methods, model, module, tokenizer, memory_limit)

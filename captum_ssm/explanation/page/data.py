@@ -99,6 +99,7 @@ def _special(token: Token) -> bool:
 def _output(output: Output) -> dict[str, Any]:
     return {
         "position": output.position,
+        "role": output.role,
         "answers": [_answer(answer) for answer in output.answers],
         "of": output.among,
         "chosen": output.chosen,
@@ -110,7 +111,7 @@ def _output(output: Output) -> dict[str, Any]:
 def _answer(answer: Answer) -> dict[str, Any]:
     return {
         "text": answer.text,
-        "p": None if answer.probability is None else _number(answer.probability),
+        "p": _maybe(answer.probability),
         "logit": _number(answer.logit),
         "rank": answer.rank,
         "row": answer.row,
@@ -206,6 +207,10 @@ def pooled(values: np.ndarray, most: int = MOST_CELLS) -> np.ndarray:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+
+
+def _maybe(value: float | None) -> float | None:
+    return None if value is None else _number(value)
 
 
 def _numbers(values: Any) -> list[float | None]:
