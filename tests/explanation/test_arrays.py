@@ -211,6 +211,7 @@ def test_a_picture_is_the_same_in_every_form(photo, tmp_path):
         [path, path],
         processor=lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255,
     )
+    assert by_function.examples[0].name == "photo.png"
     plain = explain(MODELS["color"], path)
     np.testing.assert_array_equal(by_function.relevance(example=1), plain.relevance())
     assert "not normalized" in plain.settings["notes"][0]

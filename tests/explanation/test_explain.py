@@ -375,6 +375,8 @@ def test_a_picture_and_its_processor():
     picture = (torch.rand(16, 16, 3) * 255).round().numpy()
     found = explain(vim(), picture, processor=Processor())
     assert (found.examples[0].image == picture).all()
+    second = explain(vim(), Processor(), picture)
+    assert (second.relevance() == found.relevance()).all()
     with pytest.raises(
         InputError, match=r"does not take the input, .* as an image \(1, 5, 16, 3\), "
     ):

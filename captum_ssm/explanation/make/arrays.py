@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.pictures import (
+    file_name,
     is_path,
     is_picture,
     normalized,
@@ -110,9 +111,11 @@ def given(
         TypeError: for what is neither of these.
     """
     if processor is not None:
-        return _of_pixels(
-            _chosen(model, *processed(inputs, processor)), *norms(processor, mean, std)
-        )
+        inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
+        forms, readings = processed(inputs, processor)
+        found = _of_pixels(_chosen(model, forms, readings), *norms(processor, mean, std))
+        names = tuple(map(file_name, inputs if isinstance(inputs, list) else [inputs]))
+        return replace(found, names=names) if all(names) else found
     several = _several(inputs)
     if several is not None:
         return _joined([given(model, one, None, mean, std) for one in several])

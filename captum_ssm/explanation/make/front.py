@@ -17,7 +17,7 @@ from captum_ssm.explanation import Example, Explanation, Method
 from captum_ssm.explanation.make.arrays import given
 from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.images import image_questions
-from captum_ssm.explanation.make.inputs import numbered, parse_inputs
+from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.explanation.make.questions import Asked, Setup
@@ -117,7 +117,8 @@ def explain(
             own final norm and head; skipped, with a note in ``settings``, where these are not
             found. Default: False
         processor (Callable, optional): the image processor of the model, or a function from a
-            picture to a tensor ``(C, H, W)``. Default: None
+            picture to a tensor ``(C, H, W)``; it may also stand in the tokenizer's place.
+            Default: None
         labels (sequence or dict of str, optional): the names of the classes of a model of images,
             series or tables; None for those of its configuration. Default: None
         mean, std (sequence of float, optional): how pixels are normalized: bytes are, and floats
@@ -160,7 +161,8 @@ def explain(
     tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
     questions: Sequence[Answerable]
     if texts is None:
-        found = given(setup.model, image, processor, mean, std)
+        own = None if is_tokenizer(tokenizer) else tokenizer
+        found = given(setup.model, image, own if processor is None else processor, mean, std)
         setup.notes.extend([found.note] if found.note else [])
         ask = image_questions if found.kind in ("image", "video") else series_questions
         questions = ask(found, target, against, labels)

@@ -35,15 +35,19 @@ def is_path(inputs: Any) -> bool:
     )
 
 
+def file_name(inputs: Any) -> str:
+    """The name of a file; ``""`` for what is not one."""
+    return Path(inputs).name if isinstance(inputs, (str, PathLike)) else ""
+
+
 def pictures(inputs: Any) -> tuple[str, list[Tensor]]:
     """The name of a picture's file, or ``""``, and its bytes: in color, and gray if it is gray.
 
     Raises:
         InputError: for a file that is not an image.
     """
-    name = Path(inputs).name if isinstance(inputs, (str, PathLike)) else ""
     image = _opened(inputs)
-    return name, [torch.as_tensor(one).float() for one in _forms(image)]
+    return file_name(inputs), [torch.as_tensor(one).float() for one in _forms(image)]
 
 
 def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]]:
@@ -59,7 +63,8 @@ def processed(inputs: Any, processor: Any) -> tuple[list[Tensor], dict[int, Any]
         pixels = found.get("pixel_values", found.get("pixel_values_videos"))
     else:
         made = [processor(one) for one in opened]
-        pixels = torch.stack(made) if all(map(torch.is_tensor, made)) else None
+        are_pixels = all(torch.is_tensor(one) and one.dim() > 2 for one in made)
+        pixels = torch.cat([_batch(one) for one in made]) if are_pixels else None
     if not torch.is_tensor(pixels):
         raise TypeError(
             f"processor is a {type(processor).__name__}, which returns no pixels; expected an "
@@ -93,6 +98,11 @@ def normalized(pixels: Tensor, mean: Any, std: Any, axis: int) -> Tensor:
             )
         found.append(one.expand(count).view(shape))
     return (pixels - found[0]) / found[1]
+
+
+def _batch(pixels: Tensor) -> Tensor:
+    # What a function makes of one picture may be a batch of one already.
+    return pixels if pixels.dim() > 3 and len(pixels) == 1 else pixels[None]
 
 
 def _is_of_transformers(processor: Any) -> bool:
