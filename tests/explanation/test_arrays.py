@@ -163,7 +163,7 @@ def test_columns_tell_which_axis_is_time_and_name_the_features():
     assert [one.series.shape for one in two.examples] == [(50, 4), (40, 4)]
 
 
-def test_rows_of_a_table():
+def test_rows_of_a_table(tmp_path):
     table = pandas.DataFrame(values(3, 6).numpy(), columns=list("abcdef"))
     found = explain(MODELS["table"], table, labels=["no", "yes"], target="yes", alternatives=0)
     assert [one.name for one in found.examples] == ["row 1", "row 2", "row 3"]
@@ -171,6 +171,12 @@ def test_rows_of_a_table():
     row = torch.tensor(table.to_numpy()[1:2])
     expected = MambaLRP(MODELS["table"]).attribute(row, target=1)[0].detach().numpy()
     np.testing.assert_array_equal(found.relevance(example=1), expected)
+    found.save(tmp_path / "rows.json")
+    again = Explanation.load(tmp_path / "rows.json")
+    np.testing.assert_array_equal(again.relevance(example=1), expected)
+    np.testing.assert_array_equal(again.examples[1].series, table.to_numpy()[1])
+    assert again.to_html() == found.to_html()
+    assert abs(found.difference(again).relevance(example=2)).max() == 0
     lists = explain(MODELS["table"], table.to_numpy().tolist(), target=1, alternatives=0)
     np.testing.assert_allclose(lists.relevance(example=1), expected, atol=1e-6)
 

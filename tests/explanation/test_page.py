@@ -599,6 +599,20 @@ def test_a_finger_reads_the_numbers(browser, opened):
     phone.close()
 
 
+@pytest.mark.parametrize(("name", "kind"), [("series", "series"), ("film", "picture")])
+def test_a_finger_reads_the_numbers_of_drawings(browser, opened, name, kind):
+    phone = browser.new_context(has_touch=True, viewport={"width": 390, "height": 800})
+    tab = phone.new_page()
+    tab.goto(opened(name).url.split("#")[0])
+    drawing = tab.locator(f"canvas.{kind}")
+    drawing.tap(position={"x": 200, "y": 30})
+    assert "relevance" in tab.locator(".tip").inner_text()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    tab.locator(".question").tap()
+    assert tab.locator(".tip").is_hidden()
+    phone.close()
+
+
 def test_many_examples_are_found_sorted_filtered_and_summed_up(opened):
     tab = opened("many")
     shown = tab.locator(".examples button")

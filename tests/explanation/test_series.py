@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import MambaConfig, MambaModel
 
-from captum_ssm import Explanation, MambaLRP, explain
+from captum_ssm import Explanation, MambaLRP, examples, explain
 from captum_ssm.errors import TargetError
 
 METHODS = ("mamba-lrp", "latim", "saliency")
@@ -67,6 +67,31 @@ def test_a_forecast_of_a_table_is_that_of_the_method(forecaster, series, tmp_pat
     assert again.to_html() == found.to_html()
     assert abs(found.difference(again).relevance()).max() == 0
     assert "a series of 12 x 3" in repr(found)
+
+
+def test_a_trained_forecaster_shows_the_step_that_its_forecast_copies():
+    model, _ = examples.load("series-forecaster")
+    series = examples.sample("series-forecaster")
+    methods = ["mamba-lrp", "latim", "integrated-gradients"]
+    # The pulse of a mark says which step is copied, of the first to the next six steps.
+    for step, mark in ((0, 3), (2, 3), (7, 4), (11, 4)):
+        pulse = int(series[0, :, mark].argmax())
+        found = explain(model, series, target=(step, 1), methods=methods)
+        for name in methods:
+            by_step = np.abs(found.relevance(name)).sum(1)
+            assert pulse <= by_step.argmax() <= pulse + 3, (step, name)
+
+
+def test_a_trained_classifier_shows_the_burst_that_is_a_pattern():
+    model, _ = examples.load("series-classifier")
+    series = examples.sample("series-classifier")
+    found = explain(model, series, labels=["rise", "fall", "hill", "valley"])
+    by_feature = np.abs(found.relevance()).sum(0)
+    # The other bursts change sign at every step; the pattern does not.
+    changes = (series[0].diff(dim=1).sign().diff(dim=1) != 0).float() * series[0, :, 1:-1].abs()
+    sizes, wiggles = series[0].abs().amax(1), changes.sum(1)
+    smooth = int((wiggles / sizes).argmin())
+    assert by_feature.argmax() == smooth
 
 
 def test_tensors_and_arrays_are_one_series_or_several(forecaster, series):
