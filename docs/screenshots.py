@@ -41,7 +41,7 @@ PICTURES = {
     "page_copying": ("copying", "t=7&map=out", (1240, 1240), None),
     "page_long": ("long", "t=0", (1240, 900), None),
     "page_image": ("digits", "view=all", (1240, 1120), None),
-    "page_series": ("forecast", "", (1240, 800), None),
+    "page_series": ("forecast", "", (1240, 900), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
 
