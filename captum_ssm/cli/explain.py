@@ -165,10 +165,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             found = _image(args, asked) if args.image is not None else _texts(args, asked)
         except ValueError as error:
-            # The arguments of explain have the flags' names.
-            message = re.sub(rf"^({'|'.join(NAMED)})\b", r"--\1", str(error))
-            message = message.replace("target= also takes", "--target-ids takes")
-            raise ValueError(message) from error
+            raise ValueError(_as_flags(str(error), args.input, lines)) from error
     if args.input is None:
         show(found, args.units)
     else:
@@ -182,12 +179,22 @@ def run(args: argparse.Namespace) -> None:
         write(found, args.output, args.units)
 
 
+def _as_flags(message: str, path: Path | None, lines: list[int]) -> str:
+    # The arguments of explain have the flags' names, and several inputs are lines of a file.
+    which = re.match(r"inputs\[(\d+)\] of \d+: ", message)
+    told = message.removeprefix(which[0]) if which else message
+    told = re.sub(rf"^({'|'.join(NAMED)})\b", r"--\1", told)
+    told = told.replace("target= also takes", "--target-ids takes")
+    return f"{path}, line {lines[int(which[1])]}: {told}" if which else told
+
+
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     # All that the arguments tell, before transformers is imported: what explain is called with,
     # and the lines of a file of texts.
-    chosen = list(dict.fromkeys(args.methods))
+    chosen = [ALL] if ALL in args.methods else list(dict.fromkeys(args.methods))
+    options = options_of(args, chosen)
     asked: dict[str, Any] = {
-        "methods": ALL if chosen == [ALL] else options_of(args, chosen),
+        "methods": ALL if ALL in chosen else options,
         "units": args.units,
         "alternatives": args.alternatives,
         "validate": args.validate,

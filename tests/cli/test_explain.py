@@ -32,6 +32,17 @@ from captum_ssm.cli import main
 from captum_ssm.cli.explain import DEFAULT_METHOD
 
 
+def test_all_methods(folder, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    given = ("--text", "w3 w4 w5", "--output", str(path))
+    assert explain(*given, "--methods", "all", "latim", model=folder) == 0
+    names = [method.name for method in Explanation.load(path).methods]
+    assert {*methods(), "saliency", "feature-ablation"} <= {*names}
+    capsys.readouterr()
+    assert explain(*given, "--methods", "all", "--start-layer", "1", model=folder) == 1
+    assert "--start-layer was given, and --methods is all" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("method", methods())
 def test_every_method(method, capsys):
     assert explain("--ids", READ, "--methods", method) == 0
