@@ -223,9 +223,6 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     lines: list[int] = []
     if args.ids is not None:
         asked["inputs"] = [numbers(args.ids, "--ids")]
-        for name in ("target", "against"):
-            if isinstance(asked[name], str):
-                asked[name] = numbers(asked[name], f"--{name}")
     elif args.input is not None:
         lines, asked["inputs"], columns = read_texts(args.input)
         for name, values in columns.items():
@@ -272,8 +269,11 @@ def _position(text: str | None) -> int | str | None:
 def _texts(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
     model = load_model(args, images=False)
     tokenizer = load_tokenizer(args.model) if args.ids is None else None
-    if type(model).__name__.endswith("Classification"):
-        asked |= {name: _class(asked[name]) for name in ("target", "against")}
+    for name in ("target", "against"):
+        if type(model).__name__.endswith("Classification"):
+            asked[name] = _class(asked[name])
+        elif args.ids is not None and isinstance(asked[name], str):
+            asked[name] = numbers(asked[name], f"--{name}")
     return explain(model, tokenizer, **asked)
 
 

@@ -57,10 +57,10 @@ def show_summary(explanation: Explanation, lines: Sequence[int]) -> None:
     """
     for line, example in zip(lines, explanation.examples, strict=True):
         answers = (output.answers[output.chosen] for output in example.outputs)
-        scores = (
-            (one, one.logit if one.probability is None else one.probability) for one in answers
+        told = " ".join(
+            f"{visible(one.text)!r} {one.logit if one.probability is None else one.probability:.4f}"
+            for one in answers
         )
-        told = " ".join(f"{visible(one.text)!r} {score:.4f}" for one, score in scores)
         won = f"  ({example.validation.winner} wins removal)" if example.validation else ""
         print(f"line {line}: {visible(example.name)}  ->  {told}{won}")
     summary = explanation.mean()
@@ -83,34 +83,29 @@ def visible(text: str) -> str:
 
 
 def _heading(example: Example, output: Output, against: Answer | None) -> str:
-    told = output.role if output.role in (START, END) else ""
-    if output.role == LABEL and output.position is not None:
-        told = visible(example.tokens[output.position].text)
-    return (told and f"{told}: ") + _answer(output, against)
-
-
-def _answer(output: Output, against: Answer | None) -> str:
     chosen, best = output.answers[output.chosen], min(output.answers, key=lambda one: one.rank)
+    about = {START: "start ", END: "end "}.get(output.role, "")
+    if output.role == LABEL and output.position is not None:
+        about = f"{visible(example.tokens[output.position].text)!r} is "
     if against is not None:
-        return f"{visible(chosen.text)!r}, not {visible(against.text)!r}"
-    if chosen.probability is None:
-        return f"{visible(chosen.text)!r}, {chosen.logit:.4g}"
-    return (
-        f"{visible(chosen.text)!r}, probability {chosen.probability:.4f}; the model predicts "
-        f"{visible(best.text)!r}"
-    )
+        return f"{about}{visible(chosen.text)!r}, not {visible(against.text)!r}"
+    likely = f"logit {chosen.logit:.4g}"
+    if chosen.probability is not None:
+        likely = f"probability {chosen.probability:.4f}"
+    return f"{about}{visible(chosen.text)!r}, {likely}; the model predicts {visible(best.text)!r}"
 
 
 class _Parts:
     # The units of a text and their relevance. As on the page, those that are shown were read by the
     # model, and the one at which the answer is read is told apart.
     def __init__(self, row: np.ndarray, example: Example, units: str, output: Output) -> None:
+        position = output.position
         self.row, self.texts, self.units = row, texts_of(example, units), units
-        bounds, position = bounds_of(example, units), output.position
+        bounds = bounds_of(example, units)
         self.first = [first for first, _ in bounds]
-        is_next = position is not None and output.role != LABEL
-        inside = [is_next and a <= (position or 0) < b for a, b in bounds]
-        self.own = inside.index(True) if True in inside else None
+        inside = [position is not None and a <= position < b for a, b in bounds]
+        # A token's label is read from the token itself, which is told with the others.
+        self.own = inside.index(True) if True in inside and output.role != LABEL else None
         is_read = [position is None or first <= position for first in self.first]
         shown = [i for i, read in enumerate(is_read) if (read or row[i]) and i != self.own]
         self.by_size = sorted(shown, key=lambda i: -abs(row[i]))

@@ -5,7 +5,9 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
+import pages
 import pytest
 import torch
 from commands import COPYING, DIGITS, READ, STORIES, explain
@@ -18,6 +20,7 @@ from transformers import (
     Qwen3NextForTokenClassification,
 )
 
+import captum_ssm
 from captum_ssm import (
     Explanation,
     LaTIM,
@@ -30,6 +33,7 @@ from captum_ssm import (
 from captum_ssm.attr import methods
 from captum_ssm.cli import main
 from captum_ssm.cli.explain import DEFAULT_METHOD
+from captum_ssm.cli.terminal import show
 
 
 def test_all_methods(folder, tmp_path, capsys):
@@ -151,13 +155,13 @@ EARLY = {
     "--ids 3,4 --position last": "--position is 'last'; expected an integer, or 'all'",
     "--input no/prompts.txt": "No such file: no/prompts.txt",
     "--image no.png": "No such file: no.png",
-    "--ids 3,4 --against x": "--against is 'x'; expected token ids such as",
     "--ids 3,4 --output a.txt": "expected a name that ends in .html",
     "--ids 3,4 --output no/where/a.html": (
         "--output is no/where/a.html, and there is no folder no/where; create it"
     ),
 }
 LATE = {
+    "--ids 3,4 --against x": "--against is 'x'; expected token ids such as",
     "--ids 3,4 --position 2": "the text has 2 tokens",
     "--ids 3,4 --position 0 --target 1,2": "which has 2 tokens",
     "--text hello": "no tokenizer could be loaded from",
@@ -376,7 +380,7 @@ def test_the_labels_of_tokens(tmp_path, capsys):
     model = saved(Qwen3NextForTokenClassification, tmp_path)
     assert explain("--text", "w3 w4 w5", "--target", "PER", "--position", "1", model=model) == 0
     said = capsys.readouterr().out
-    assert "\nw4: 'PER', probability 0." in said
+    assert "\n'w4' is 'PER', probability 0." in said
     assert "     1  w4 " in said  # a label is about its own token
 
 
@@ -386,7 +390,7 @@ def test_the_answer_to_a_question_in_a_text(tmp_path, capsys):
     assert explain(*given, "--target", "w8 w9", model=model) == 0
     said = capsys.readouterr().out
     assert "'w8 w9', probability" in said
-    assert "start: 'w8'" in said
+    assert "start 'w8'" in said
     assert explain("--ids", "3", "--question", "w3", model=model) == 1
     assert "--question was given without --text" in capsys.readouterr().err
 
@@ -428,3 +432,37 @@ def test_the_check_by_removal_says_who_wins(tmp_path, capsys):
     texts.write_text(text)
     assert explain("--input", str(texts), *given, model="stories-mamba") == 0
     assert f"({example.validation.winner} wins removal)" in capsys.readouterr().out
+
+
+def test_a_classifier_is_loaded_with_its_own_head(capsys, tmp_path):
+    text = "The plot was not good , but the music was very moving ."
+    saved = tmp_path / "why.json"
+    given = ("--text", text, "--against", "negative", "--output", str(saved))
+    assert explain(*given, model="reviews-jamba") == 0
+    said = capsys.readouterr().out
+    assert "'positive', probability 1.0000; the model predicts 'positive'" in said
+    assert "'positive', not 'negative'" in said
+    model, tokenizer = examples.load("reviews-jamba")
+    expected = captum_ssm.explain(model, tokenizer, text, against="negative")
+    assert (Explanation.load(saved).relevance() == expected.relevance()).all()
+    assert explain("--text", text, "--target", "positiv", model="reviews-jamba") == 1
+    assert "--target is 'positiv'; expected a class 0 .. 2" in capsys.readouterr().err
+
+
+def test_labels_of_tokens_and_places_of_an_answer_on_the_terminal(capsys):
+    def shown(output):
+        found = pages.explanation(output)
+        show(replace(found, methods=found.methods[:1]))
+        return capsys.readouterr().out
+
+    said = shown(pages.tags())
+    assert "'Tom' is 'PERSON', probability 0.9000; the model predicts 'PERSON'" in said
+    assert "not shown" not in said
+    said = shown(pages.places())
+    assert "'a blue kite', probability 0.6000" in said
+    assert "start 'a', probability 0.7000" in said
+    assert "end 'kite', probability 0.8000" in said
+    example = pages.classes()
+    bare = [replace(one, probability=None) for one in example.outputs[0].answers]
+    output = replace(example.outputs[0], answers=tuple(bare))
+    assert "'positive', logit 4;" in shown(replace(example, outputs=(output,)))
