@@ -185,7 +185,7 @@ def _as_flags(message: str, path: Path | None, lines: list[int]) -> str:
     told = message.removeprefix(which[0]) if which else message
     told = re.sub(rf"^({'|'.join(NAMED)})\b", r"--\1", told)
     told = told.replace("target= also takes", "--target-ids takes")
-    return f"{path}, line {lines[int(which[1])]}: {told}" if which else told
+    return f"{path}, line {lines[int(which[1])]}: {told}" if which and lines else told
 
 
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
@@ -216,11 +216,20 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
             f"MODEL is {args.model!r}, a VisionMamba, which reads images; expected --image in "
             "place of a text."
         )
-    asked |= {"target": numbers(args.target_ids, "--target-ids") or args.target}
-    asked |= {"against": args.against, "position": _position(args.position), "lens": args.lens}
+    texts, lines = _checked_texts(args)
+    return asked | texts, lines
+
+
+def _checked_texts(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
+    lines: list[int] = []
+    asked: dict[str, Any] = {
+        "target": numbers(args.target_ids, "--target-ids") or args.target,
+        "against": args.against,
+        "position": _position(args.position),
+        "lens": args.lens,
+    }
     if args.maps is not None:
         asked["maps"] = args.maps or True
-    lines: list[int] = []
     if args.ids is not None:
         asked["inputs"] = [numbers(args.ids, "--ids")]
     elif args.input is not None:
