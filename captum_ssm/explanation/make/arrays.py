@@ -102,7 +102,8 @@ def given(
 
     Args:
         model (nn.Module): decides what it takes.
-        inputs (Any): an array, a tensor, a pandas table, a picture or its path; or several.
+        inputs (Any): an array, a tensor, a pandas table, a picture or its path; or several; or
+            what a processor returned, with ``"pixel_values"``.
         processor (Callable, optional): makes what the model takes of pictures.
         mean, std (sequence of float, optional): for pictures without a processor.
 
@@ -110,6 +111,9 @@ def given(
         InputError: where the model takes none of the readings; it has the model's own reason.
         TypeError: for what is neither of these.
     """
+    if isinstance(inputs, Mapping):  # what a processor returned
+        trial = _chosen(model, [torch.as_tensor(inputs["pixel_values"])], FLOATS)
+        return _of_pixels(trial, *norms(processor, mean, std))
     if processor is not None:
         inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
         forms, readings = processed(inputs, processor)
