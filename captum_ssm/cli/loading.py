@@ -138,10 +138,17 @@ def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Modul
 
 
 def text_kind(name: str) -> str:
-    """The class of transformers that loads the head which was saved: another one's is random."""
+    """The class of transformers that loads the head which was saved: another one's is random.
+
+    Raises:
+        ValueError: where there is no configuration of a model.
+    """
     from transformers import AutoConfig
 
-    saved = getattr(AutoConfig.from_pretrained(name), "architectures", None) or [""]
+    try:
+        saved = getattr(AutoConfig.from_pretrained(name), "architectures", None) or [""]
+    except _ERRORS as error:
+        raise _not_loaded("language", name, error) from error
     for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
         if saved[0].endswith(f"For{task}"):
             return f"AutoModelFor{task}"
