@@ -148,7 +148,15 @@ class Questions:
             _answers(choices, after, after.topk(TOP).indices.tolist(), {}, {}) for after in lens
         )
         self.outputs.append(
-            Output(position, answers, index[first], tuple(contrasts), tuple(layers), choices.role)
+            Output(
+                position,
+                answers,
+                index[first],
+                tuple(contrasts),
+                tuple(layers),
+                choices.role,
+                len(logits),
+            )
         )
 
     def require_memory(self, entries: int) -> None:
