@@ -51,10 +51,10 @@ class TextQuestion:
         Raises:
             ValueError, TypeError: for targets or positions that are none.
         """
-        if text.types:
+        if text.parts:
             raise InputError(
-                "token_type_ids marks a second text; expected one text per example. Pass "
-                "tokenizer(text) in place of tokenizer(text, pair)."
+                "there is a second text (a pair, or token_type_ids), and the model tells the next "
+                "token of one; expected one text per example."
             )
         tokenizer, position = asked.tokenizer, asked.position
         target = _continuation(tokenizer, as_continuation(target), "target")
