@@ -54,8 +54,8 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is the same for all texts: ``position``, and named parts of a text, as given."""
+class TextOptions:
+    """What is the same for all texts of a call: ``position`` and named parts, as they were given."""
 
     tokenizer: Any
     position: Any
