@@ -33,7 +33,7 @@ RETIRED = {
     "Made",
     "PlacedOperator",
     "Ask",
-    "TextOptions",
+    "Asked",
     "speaks",
     "past_writes",
 }

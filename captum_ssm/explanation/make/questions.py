@@ -55,7 +55,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What is the same for all texts of a call: ``position`` and named parts, as they were given."""
+    """What is the same for all texts: ``position``, and named parts of a text, as given."""
 
     tokenizer: Any
     position: Any
