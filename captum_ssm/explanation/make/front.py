@@ -86,7 +86,7 @@ def explain(
             path, or a video ``(C, T, H, W)``; or a list of these. Floats ``(C, H, W)`` or
             ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file and an array of
             bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``. With ``processor``
-            images are as that takes them. Default: None
+            all but tensors of floats are as that takes them. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
             explained, one output per token; of an image, a text or a token a class or its label; of
             a text that answers a question a part of it; of a forecast an index such as
