@@ -744,6 +744,9 @@ def colored(drawing: Any, y: int, wanted: Callable[[int, int, int], bool]) -> li
 def test_a_long_series_shows_the_strongest_step_of_each_pixel(opened):
     tab = opened("long series")
     drawing = tab.locator("canvas.series")
+    step = tab.locator(".sources .end").first
+    assert step.inner_text() == ", step 1501"
+    assert step.evaluate("node => node.scrollWidth <= node.clientWidth")
     assert "3,000 time steps of 20 features" in tab.locator("header.top").inner_text()
     box = drawing.bounding_box()
     assert box["height"] < 800
