@@ -37,6 +37,7 @@ def test_supported(capsys):
         "backbone.layers.{0-2}.mixer  MambaMixer  by its class  16      forward  128 ",
         "Other layers, each on one token at a time: Embedding, 4 x MambaRMSNorm, Linear",
         "mamba-lrp          works",
+        "ompiled kernels: ",  # or no compiled kernels, and why
         "for a text of 100 tokens, measured",
         "a map per layer (explain --maps)",
     ):

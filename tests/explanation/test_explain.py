@@ -462,7 +462,7 @@ def test_other_bad_calls(model, tokenizer):
     for options in ({}, {"position": 0}):
         with pytest.raises(TargetError, match=f"against is '{best}', which is"):
             explain(model, torch.tensor([3]), against=best, **options)
-    with pytest.raises(InputError, match="token_type_ids marks a second text"):
+    with pytest.raises(InputError, match="there is a second text"):
         explain(model, input_ids=READ, token_type_ids=torch.ones_like(READ))
     with pytest.raises(InputError, match="attention_mask marks no token"):
         explain(model, input_ids=READ, attention_mask=torch.zeros_like(READ))

@@ -110,10 +110,12 @@ def given(
         InputError: where the model takes none of the readings; it has the model's own reason.
         TypeError: for what is neither of these.
     """
-    if processor is not None:
+    mean, std = norms(processor, mean, std)
+    is_ready = torch.is_tensor(inputs) and inputs.is_floating_point()
+    if processor is not None and not is_ready:
         inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
         forms, readings = processed(inputs, processor)
-        found = _of_pixels(_chosen(model, forms, readings), *norms(processor, mean, std))
+        found = _of_pixels(_chosen(model, forms, readings), mean, std)
         names = tuple(map(file_name, inputs if isinstance(inputs, list) else [inputs]))
         return replace(found, names=names) if all(names) else found
     several = _several(inputs)
