@@ -1037,6 +1037,7 @@ def test_a_label_of_each_token(opened):
     assert tab.inner_text("h2.question") == "Why “PERSON” for “Tom”?"
     assert tab.inner_text(".part.first") == "Tom"
     assert any("Tom" in text and "PERSON" in text for text in chips(tab))
+    assert not tab.get_by_label("Prompt’s last token").is_visible()
     assert "LABELS" in tab.inner_text(".picks").upper()
     # The token itself is read, and colored.
     assert tab.locator(".part.first.hidden").count() == 0

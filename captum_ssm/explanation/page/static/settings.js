@@ -48,7 +48,7 @@ export class Settings {
     this.own.node.hidden = places.every((position) => position === null);
     this.own.show(!values.own);
     // Where all outputs are read at the prompt's last token, that is the one which reads itself.
-    this.last.node.hidden = !example.prompt || this.own.node.hidden ||
+    this.last.node.hidden = !example.prompt || example.isLabeled || this.own.node.hidden ||
       places.every((position) => position === example.prompt - 1);
     this.last.show(!values.last);
     this.hiding.hidden = this.own.node.hidden && this.last.node.hidden;
