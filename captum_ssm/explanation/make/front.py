@@ -20,7 +20,7 @@ from captum_ssm.explanation.make.images import image_questions
 from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
-from captum_ssm.explanation.make.questions import Setup, TextOptions
+from captum_ssm.explanation.make.questions import Setup, TextSetup
 from captum_ssm.explanation.make.rows import RowSource
 from captum_ssm.explanation.make.series import series_questions
 from captum_ssm.explanation.parts import SPAN
@@ -176,7 +176,7 @@ def explain(
         ask = image_questions if found.kind in ("image", "video") else series_questions
         questions = ask(found, target, against, labels)
     else:
-        about = TextOptions(tokenizer, position, spans)
+        about = TextSetup(tokenizer, position, spans)
         questions = text_questions(setup, texts, target, against, labels, about)
     with showing(None if show_progress else False):
         examples = tuple(_answered(setup, questions))
