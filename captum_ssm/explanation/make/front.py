@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from captum_ssm.explanation import Example, Explanation, Method
+from captum_ssm.explanation.make.generate import parse_generation, written
 from captum_ssm.explanation.make.images import ImageQuestion, image_questions
+from captum_ssm.explanation.make.messages import chat_questions, find_messages
 from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
 from captum_ssm.explanation.make.questions import Setup
 from captum_ssm.explanation.make.rows import RowSource
@@ -32,6 +34,9 @@ def explain(
     tokenizer: Any = None,
     inputs: Any = None,
     *,
+    messages: Any = None,
+    max_new_tokens: int | None = None,
+    generation: Mapping[str, Any] | None = None,
     target: Any = None,
     against: Any = None,
     methods: Any = ("mamba-lrp",),
@@ -57,8 +62,10 @@ def explain(
     """Why a model answers what it answers, as data that can be shown, saved and compared.
 
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
-    token of a continuation; ``explain(model, image)`` the class of an image. The model runs once
-    to see what it answers, and then as each method needs.
+    token of a continuation; with ``max_new_tokens`` the model writes the continuation itself.
+    ``messages=`` is a conversation, by the tokenizer's chat template. ``explain(model, image)``
+    explains the class of an image. The model runs once to see what it answers, and then as each
+    method needs.
 
     Args:
         model (nn.Module or nnsight model): a language model that returns logits ``(B, L, V)``, or
@@ -69,6 +76,19 @@ def explain(
             ``(B, L)``; a tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose
             padding is not explained; an image ``(C, H, W)`` or several ``(B, C, H, W)`` as the
             model takes them, or, with ``processor``, as that takes them. Default: None
+        messages (list of dict, or list of lists, optional): a conversation in place of ``inputs``,
+            ``[{"role": "user", "content": "..."}]``, or several. The tokenizer's chat template
+            renders it. The answer is what the assistant's last message says, else ``target``,
+            else what the model writes (``max_new_tokens``) or predicts. Who says what is in
+            ``Example.units["turn"]``: spans such as ``"user 1"`` and ``"assistant 1"``, and
+            ``"template"`` for the template's own tokens. A content may be a list of text parts,
+            which are joined. Default: None
+        max_new_tokens (int, optional): the model writes up to so many tokens after each text, and
+            each of them is explained, the end-of-sequence token too. Greedy, by the model's own
+            ``generate``, or step by step for a model without one. Default: None
+        generation (dict, optional): options of the model's ``generate``, such as
+            ``{"do_sample": True, "temperature": 0.7}``; samples begin at PyTorch's random state,
+            which is left as it was. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
             explained, one output per token; of an image a class or its label; a list of str has
             one per text. None is what the model predicts. Default: None
@@ -89,7 +109,8 @@ def explain(
             the text from the second on, by those before it, and then the continuation.
             Default: None
         units (str or dict, optional): what relevance is summed over where it is shown:
-            ``"token"``, ``"word"`` or ``"sentence"``; or named parts of the text,
+            ``"token"``, ``"word"``, ``"sentence"``, or ``"turn"`` of a conversation; or named
+            parts of the text,
             ``{"subject": (0, 4)}``, each a range of characters. The rows themselves are per
             token. Default: ``"token"``
         alternatives (int, optional): how many of the other likeliest answers are explained at
@@ -121,6 +142,7 @@ def explain(
 
     Raises:
         ValueError: for a text without a token, words of a target that the tokenizer does not know,
+            messages without a chat template, an option that ``generate`` does not have,
             a target of several tokens where one is needed, a contrast with the target itself, an
             unknown method, unit or map, and whatever a method raises.
         TypeError: for inputs of a wrong type.
@@ -134,6 +156,9 @@ def explain(
         >>> explanation.relevance(output=1, against="w8").shape
         (5,)
         >>> explanation = explain(model, **tokenizer("w3 w4 w5", return_tensors="pt"))
+        >>> explanation = explain(model, tokenizer, "w3 w4 w5", max_new_tokens=2)
+        >>> len(explanation.examples[0].outputs)
+        2
     """
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
@@ -141,21 +166,28 @@ def explain(
         model, methods, alternatives, maps, layers, lens, memory_limit, tokenizer, validate
     )
     spans = parse_spans(units)
-    tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-    shown = {"labels": labels, "mean": mean, "std": std}
+    writing = parse_generation(max_new_tokens, generation, target, position)
+    messages = find_messages(messages, inputs, tensors, units)
     questions: Sequence[TextQuestion | ImageQuestion]
-    if texts is None:
-        questions = image_questions(image, processor, target, against, shown)
+    if messages is not None:
+        asked = (target, against, position, spans, writing is not None)
+        questions = chat_questions(tokenizer, messages, *asked)
     else:
-        questions = text_questions(tokenizer, texts, target, against, position, spans)
+        tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
+        if texts is not None:
+            questions = text_questions(tokenizer, texts, target, against, position, spans)
+        else:
+            shown = {"labels": labels, "mean": mean, "std": std}
+            questions = image_questions(image, processor, target, against, shown)
     with showing(None if show_progress else False):
         several: Iterable[TextQuestion | ImageQuestion] = questions
         if len(questions) > 1:
             several = progress(questions, "examples")
-        examples = tuple(question.answer(setup) for question in several)
-    asked = {"target": target, "against": against, "position": position}
-    asked |= {"units": "span" if spans else units, "spans": spans}
-    return _explanation(setup, examples, asked, title)
+        examples = tuple(written(one, setup.model, writing).answer(setup) for one in several)
+    settings = {"target": target, "against": against, "position": position}
+    settings |= {"max_new_tokens": max_new_tokens, "generation": generation}
+    settings |= {"units": "span" if spans else units, "spans": spans}
+    return _explanation(setup, examples, settings, title)
 
 
 def _explanation(

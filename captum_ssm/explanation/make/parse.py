@@ -16,7 +16,7 @@ from captum_ssm.explanation.make.removal import Replacement
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.integers import as_index
 
-UNITS = ("token", "word", "sentence")
+UNITS = ("token", "word", "sentence", "turn")
 MAPS = ("hidden-attention", "latim")
 
 
@@ -127,7 +127,7 @@ def text_questions(
     targets = per_example("target", target, len(texts))
     others = per_example("against", against, len(texts))
     return [
-        TextQuestion(tokenizer, text, _continuation(a), _continuation(b), position, spans)
+        TextQuestion(tokenizer, text, continuation(a), continuation(b), position, spans)
         for text, a, b in zip(texts, targets, others, strict=True)
     ]
 
@@ -190,7 +190,12 @@ def _texts(tokenizer: Any, inputs: Any) -> list[str] | list[list[int]] | None:
     return texts
 
 
-def _continuation(target: Any) -> str | list[int] | None:
+def continuation(target: Any) -> str | list[int] | None:
+    """A target as a text or as ids.
+
+    Raises:
+        TypeError: for anything else.
+    """
     if target is None or isinstance(target, str):
         return target
     index = as_index(target)

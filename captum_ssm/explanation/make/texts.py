@@ -16,11 +16,11 @@ from captum_ssm.attr import LaTIM
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.errors import InputError, TargetError
-from captum_ssm.explanation import Example, Maps
+from captum_ssm.explanation import Example, Maps, Span, Token
 from captum_ssm.explanation.make.lens import Lens
 from captum_ssm.explanation.make.questions import Questions, Setup, to_numpy
 from captum_ssm.explanation.make.reading import TokenizedText, answer_text, between, read, read_ids
-from captum_ssm.explanation.units import named, sentences, words
+from captum_ssm.explanation.units import Turns, named, sentences, within, words
 from captum_ssm.inspection.implicit_attention import hidden_attention
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.memory import memory_limit, require
@@ -32,11 +32,12 @@ class TextQuestion:
     """What is asked about one text, or its ids: as ``explain`` takes it."""
 
     tokenizer: Any
-    inputs: str | list[int]
-    target: str | list[int] | None
-    against: str | list[int] | None
+    inputs: str | list[int] | TokenizedText
+    target: str | list[int] | TokenizedText | None
+    against: str | list[int] | TokenizedText | None
     position: int | Sequence[int] | str | None
     spans: Mapping[str, tuple[int, int]]
+    turns: Turns | None = None
 
     def answer(self, setup: Setup) -> Example:
         """The text, explained.
@@ -62,20 +63,27 @@ class TextQuestion:
         relevance, deltas = questions.explained(
             ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
         )
-        units = {"word": words(whole.tokens), "sentence": sentences(whole.tokens)}
-        if self.spans:
-            units["span"] = named(whole.tokens, self.spans)
         return Example(
-            _shortened(whole.text),
+            _shortened(self.turns.title(whole.text) if self.turns else whole.text),
             tuple(questions.outputs),
             relevance,
             deltas,
             whole.tokens,
             len(texts.prompt.tokens),
-            units,
+            self._units(whole.tokens, len(texts.prompt.tokens)),
             maps=maps,
             validation=questions.validation,
         )
+
+    def _units(self, tokens: Sequence[Token], prompt: int) -> dict[str, tuple[Span, ...]]:
+        units = {"word": words(tokens), "sentence": sentences(tokens)}
+        if self.turns:
+            turns = self.turns.spans(tokens, prompt)
+            units = {unit: within(spans, turns) for unit, spans in units.items()}
+            units["turn"] = turns
+        if self.spans:
+            units["span"] = named(tokens, self.spans)
+        return units
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class _Texts:
 
 
 def _read(question: TextQuestion) -> _Texts:
-    prompt = _prompt(question.tokenizer, question.inputs)
+    prompt = read_prompt(question.tokenizer, question.inputs)
     P = len(prompt.tokens)
     target = _continuation(question.tokenizer, question.target, "target")
     against = _continuation(question.tokenizer, question.against, "against")
@@ -113,7 +121,8 @@ def _followed(
         target, gap = _next(question.tokenizer, texts.prompt, predicted), ""
     else:
         target = texts.target
-        gap = between(question.tokenizer, texts.prompt, target)
+        is_read_together = isinstance(question.target, TokenizedText)
+        gap = "" if is_read_together else between(question.tokenizer, texts.prompt, target)
     return replace(texts, target=target), texts.prompt.followed_by(target, gap)
 
 
@@ -138,7 +147,10 @@ def _questions(
     return questions
 
 
-def _prompt(tokenizer: Any, text: str | list[int]) -> TokenizedText:
+def read_prompt(tokenizer: Any, text: str | list[int] | TokenizedText) -> TokenizedText:
+    """The text before the continuation, as tokens; a warning where one is unknown."""
+    if isinstance(text, TokenizedText):
+        return text
     if not isinstance(text, str):
         return read_ids(tokenizer, text, "the text")
     prompt = read(tokenizer, text, "text")
@@ -148,9 +160,11 @@ def _prompt(tokenizer: Any, text: str | list[int]) -> TokenizedText:
     return prompt
 
 
-def _continuation(tokenizer: Any, text: str | list[int] | None, name: str) -> TokenizedText | None:
-    if text is None:
-        return None
+def _continuation(
+    tokenizer: Any, text: str | list[int] | TokenizedText | None, name: str
+) -> TokenizedText | None:
+    if text is None or isinstance(text, TokenizedText):
+        return text
     if not isinstance(text, str):
         return read_ids(tokenizer, text, name)
     if tokenizer is None:

@@ -1,0 +1,301 @@
+"""A conversation as the model reads it: the chat template's text, and whose part is where."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.parse import continuation
+from captum_ssm.explanation.make.questions import per_example
+from captum_ssm.explanation.make.reading import TokenizedText, read
+from captum_ssm.explanation.make.texts import TextQuestion
+from captum_ssm.explanation.units import Turn, Turns, belongs
+from captum_ssm.utils.vocabulary import unknown_in_prompt
+
+ANSWERS = "assistant"  # the role whose last message is the answer
+# Characters of private use stand for a message's content while the template is read.
+MARK = "\ue000{}\ue001"
+_MARKS = re.compile("\ue000(\\d+)\ue001")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation before its answer, and the answer where it is given.
+
+    Args:
+        prompt (TokenizedText): all that the model reads before it answers.
+        turns (Turns, optional): whose tokens are where; None where the template does not tell.
+        answer (TokenizedText, optional): what the assistant's last message says.
+    """
+
+    prompt: TokenizedText
+    turns: Turns | None
+    answer: TokenizedText | None
+
+
+def find_messages(messages: Any, inputs: Any, tensors: Mapping[str, Any], units: Any = None) -> Any:
+    """The conversations among what ``explain`` is given; None if there are none.
+
+    Raises:
+        TypeError: where something else is given as well.
+        ValueError: for units that need a conversation.
+    """
+    found = inputs if messages is None and _are_messages(inputs) else messages
+    if found is None and isinstance(units, str) and units == "turn":
+        raise InputError("units is 'turn', and there is no conversation; expected messages=[...].")
+    others = [value for value in (inputs, *tensors.values()) if value is not None]
+    if messages is not None and others:
+        raise TypeError(
+            "messages is given together with another input; expected one of them: "
+            "explain(model, tokenizer, messages=[...])."
+        )
+    return found
+
+
+def _are_messages(inputs: Any) -> bool:
+    if isinstance(inputs, Mapping):
+        return {"role", "content"} <= set(inputs)
+    if not isinstance(inputs, (list, tuple)) or not inputs:
+        return False
+    return isinstance(inputs[0], (Mapping, list, tuple)) and _are_messages(inputs[0])
+
+
+def chat_questions(
+    tokenizer: Any,
+    messages: Any,
+    target: Any,
+    against: Any,
+    position: Any,
+    spans: Mapping[str, tuple[int, int]],
+    is_written: bool = False,
+) -> list[TextQuestion]:
+    """What is asked about each conversation.
+
+    The assistant's last message, or a target that is a text, is the answer; the chat template puts
+    it into the conversation, so its tokens are those that the model was trained on.
+
+    Args:
+        tokenizer (TokenizerLike): with a chat template.
+        messages (list): a conversation, or a list of several.
+        target, against (Any): as for ``explain``, one per conversation.
+        position (Any): as for ``explain``.
+        spans (dict): named parts of the rendered text.
+        is_written (bool, optional): whether the model writes the answer. Default: False
+
+    Raises:
+        ValueError, TypeError: for what is not a conversation, and a tokenizer without a template.
+    """
+    conversations = _parse(messages)
+    _require_template(tokenizer)
+    targets = per_example("target", target, len(conversations))
+    others = per_example("against", against, len(conversations))
+    questions = []
+    for said, wanted, other in zip(conversations, targets, others, strict=True):
+        if said[-1]["role"] == ANSWERS:
+            _require_no_other_answer(wanted, is_written)
+            *said, last = said
+            wanted = last["content"]
+        asked = conversation(tokenizer, said, wanted if isinstance(wanted, str) else None)
+        is_text = isinstance(other, str)
+        rival = conversation(tokenizer, said, other).answer if is_text else continuation(other)
+        warning = unknown_in_prompt(tokenizer, asked.prompt.ids)
+        if warning:
+            warnings.warn(warning, UserWarning, stacklevel=4)
+        continued = continuation(wanted) if asked.answer is None else asked.answer
+        questions.append(
+            TextQuestion(tokenizer, asked.prompt, continued, rival, position, spans, asked.turns)
+        )
+    return questions
+
+
+def conversation(tokenizer: Any, messages: Sequence[Message], answer: str | None) -> Conversation:
+    """Messages as the template renders them, up to the answer or the place where it begins.
+
+    Raises:
+        InputError: for messages that the template refuses, and an answer that it leaves out.
+    """
+    speaker = _name([*messages, {"role": ANSWERS}], len(messages))
+    if answer is None:
+        whole = read(tokenizer, _rendered(tokenizer, messages, True), "messages", special=False)
+        contents = _contents(tokenizer, messages, True, whole.text)
+        turns = None if contents is None else Turns(_turns(messages, contents), speaker)
+        return Conversation(whole, turns, None)
+    answered = [*messages, {"role": ANSWERS, "content": answer}]
+    whole = read(tokenizer, _rendered(tokenizer, answered, False), "messages", special=False)
+    contents = _contents(tokenizer, answered, False, whole.text)
+    places = [place for place in contents or [] if place[0] == len(messages)]
+    if not places or places[0][1] == places[0][2]:
+        raise InputError(
+            f"The answer is {answer!r}, and the chat template does not put it into the text as it "
+            "is; expected an answer that stands there. Pass its token ids: target=ids."
+        )
+    _, start, end = places[0]
+    held = [k for k, token in enumerate(whole.tokens) if belongs(token, start, end)]
+    first, last = held[0], held[-1]
+    before = [place for place in contents or [] if place[0] < len(messages)]
+    return Conversation(
+        _cut(whole, 0, first),
+        Turns(_turns(messages, before), speaker),
+        _cut(whole, first, last + 1),
+    )
+
+
+def _cut(text: TokenizedText, first: int, end: int) -> TokenizedText:
+    tokens = text.tokens[first:end]
+    start = tokens[0].start
+    moved = [replace(one, start=one.start - start, end=one.end - start) for one in tokens]
+    return TokenizedText(text.text[start : tokens[-1].end], tuple(moved))
+
+
+def _turns(
+    messages: Sequence[Message], contents: Sequence[tuple[int, int, int]]
+) -> tuple[Turn, ...]:
+    return tuple(Turn(_name(messages, k), start, end) for k, start, end in contents)
+
+
+def _name(messages: Sequence[Message], index: int) -> str:
+    roles = Counter(message["role"] for message in messages[: index + 1])
+    role = messages[index]["role"]
+    return f"{role} {roles[role]}"
+
+
+# Messages, checked.
+
+
+def _parse(messages: Any) -> list[list[Message]]:
+    several = messages if isinstance(messages, (list, tuple)) else [messages]
+    if several and all(isinstance(one, (list, tuple)) for one in several):
+        found = [_conversation(one, f"messages[{k}]") for k, one in enumerate(several)]
+    else:
+        found = [_conversation(several, "messages")]
+    return found
+
+
+def _conversation(messages: Sequence[Any], name: str) -> list[Message]:
+    if not messages:
+        raise InputError(f"{name} is empty; expected at least one message.")
+    return [_message(message, f"{name}[{k}]") for k, message in enumerate(messages)]
+
+
+def _message(message: Any, name: str) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InputError(
+            f"{name} is {message!r}; expected a dict with a role and a content, such as "
+            "{'role': 'user', 'content': 'Who has the ball?'}."
+        )
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if isinstance(content, (list, tuple)):
+        content = "".join(_part(part, f"{name}['content'][{k}]") for k, part in enumerate(content))
+    if not isinstance(content, str):
+        raise InputError(f"{name}['content'] is {content!r}; expected a text.")
+    return {**message, "content": content}
+
+
+def _part(part: Any, name: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+    if kind != "text" or not isinstance(text, str):
+        what = f"of type {kind!r}" if kind != "text" else repr(part)
+        raise InputError(
+            f"{name} is {what}; expected {{'type': 'text', 'text': ...}}, since a conversation is "
+            "explained by its text alone. Leave images and the like out."
+        )
+    return text
+
+
+def _require_template(tokenizer: Any) -> None:
+    if not callable(getattr(tokenizer, "apply_chat_template", None)):
+        raise TypeError(
+            "messages is given, and there is no tokenizer with a chat template; expected "
+            "explain(model, tokenizer, messages=[...])."
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            f"messages is given, and this {type(tokenizer).__name__} has no chat template; set "
+            "tokenizer.chat_template to the one that the model was trained with, or pass the text "
+            "as the model reads it: explain(model, tokenizer, text)."
+        )
+
+
+def _require_no_other_answer(target: Any, is_written: bool) -> None:
+    if target is None and not is_written:
+        return
+    other = "max_new_tokens" if is_written else "target"
+    raise InputError(
+        f"The last of messages is the {ANSWERS}'s, which is the answer to explain, and {other} is "
+        f"given as well; leave out {other}, or that message."
+    )
+
+
+# The template, and where it puts what messages say.
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], is_open: bool) -> str:
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=is_open
+        )
+    except Exception as error:  # a template raises what it likes
+        roles = ", ".join(message["role"] for message in messages)
+        raise InputError(
+            f"The chat template refuses these messages (roles: {roles}): {error}"
+        ) from error
+    return str(rendered)
+
+
+def _contents(
+    tokenizer: Any, messages: Sequence[Message], is_open: bool, text: str
+) -> list[tuple[int, int, int]] | None:
+    # Each (message, start, end) of the text. The template is rendered with marks in the place of
+    # what messages say, and what the marks stand for is read off the text.
+    marked = [
+        {**message, "content": MARK.format(k)} if message["content"].strip() else message
+        for k, message in enumerate(messages)
+    ]
+    try:
+        pieces = _MARKS.split(_rendered(tokenizer, marked, is_open))
+    except InputError:
+        pieces = [""]
+    literals, marks = pieces[::2], [int(index) for index in pieces[1::2]]
+    found = _matched(literals, [_said(messages[k]["content"]) for k in marks], text)
+    # A template may also change what is said, such as leave out its reasoning.
+    found = found or _matched(literals, ["[^\ue000]*?"] * len(marks), text)
+    missing = {k for k, message in enumerate(messages) if message["content"].strip()} - {*marks}
+    if found is None or missing:
+        which = [*missing] if found is not None else [*range(len(messages))]
+        names = ", ".join(_name(messages, k) for k in sorted(which))
+        warnings.warn(
+            f"The chat template does not put what these messages say into the text as it is, so "
+            f"their tokens are not marked as turns: {names}.",
+            UserWarning,
+            stacklevel=5,
+        )
+    if found is None:
+        return None
+    return [(k, start, end) for k, (start, end) in zip(marks, found, strict=True)]
+
+
+def _matched(
+    literals: Sequence[str], patterns: Sequence[str], text: str
+) -> list[tuple[int, int]] | None:
+    first, *others = [re.escape(literal) for literal in literals]
+    pattern = first + "".join(
+        f"({said}){after}" for said, after in zip(patterns, others, strict=True)
+    )
+    match = re.fullmatch(pattern, text, re.DOTALL)
+    return match and [match.span(k + 1) for k in range(len(patterns))]
+
+
+def _said(content: str) -> str:
+    # As it is, or without white space around it, as many templates put it.
+    forms = (content, content.strip(), content.lstrip(), content.rstrip())
+    return "|".join(re.escape(form) for form in dict.fromkeys(forms))
