@@ -54,9 +54,14 @@ class Turns:
 
 
 def belongs(token: Token, start: int, end: int) -> bool:
-    """Whether a token has something to see, or else white space, in ``start .. end - 1``."""
+    """Whether a token has something to see, or else white space, in ``start .. end - 1``.
+
+    A token of no width is the first part of a character that several tokens make up.
+    """
+    if token.start == token.end:
+        return start <= token.start < end
     begin = _begin(token) if token.text.strip() else token.start
-    return begin < end and start < token.end and token.start < token.end
+    return begin < end and start < token.end
 
 
 def words(tokens: Sequence[Token]) -> tuple[Span, ...]:

@@ -23,6 +23,7 @@ MARK = "\ue000{}\ue001"
 _MARKS = re.compile("\ue000(\\d+)\ue001")
 
 Message = dict[str, Any]
+Place = tuple[int, int, int]  # a message by its index, and its first character and the one after
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def chat_questions(
             wanted = last["content"]
         asked = conversation(tokenizer, said, wanted if isinstance(wanted, str) else None)
         is_text = isinstance(other, str)
-        rival = conversation(tokenizer, said, other).answer if is_text else continuation(other)
+        rival = _rival(tokenizer, said, other, asked.prompt) if is_text else continuation(other)
         warning = unknown_in_prompt(tokenizer, asked.prompt.ids)
         if warning:
             warnings.warn(warning, UserWarning, stacklevel=4)
@@ -123,28 +124,31 @@ def conversation(tokenizer: Any, messages: Sequence[Message], answer: str | None
     """
     speaker = _name([*messages, {"role": ANSWERS}], len(messages))
     if answer is None:
-        whole = read(tokenizer, _rendered(tokenizer, messages, True), "messages", special=False)
-        contents = _contents(tokenizer, messages, True, whole.text)
-        turns = None if contents is None else Turns(_turns(messages, contents), speaker)
-        return Conversation(whole, turns, None)
-    answered = [*messages, {"role": ANSWERS, "content": answer}]
-    whole = read(tokenizer, _rendered(tokenizer, answered, False), "messages", special=False)
-    contents = _contents(tokenizer, answered, False, whole.text)
-    places = [place for place in contents or [] if place[0] == len(messages)]
-    if not places or places[0][1] == places[0][2]:
+        whole, places = _read(tokenizer, messages, True)
+        _warn_of_unmarked(messages, places)
+        return Conversation(whole, _turns(messages, places, speaker), None)
+    whole, places = _read(tokenizer, [*messages, {"role": ANSWERS, "content": answer}], False)
+    bounds = [(start, end) for index, start, end in places or [] if index == len(messages)]
+    held = [k for k, token in enumerate(whole.tokens) if bounds and belongs(token, *bounds[0])]
+    if not held:
         raise InputError(
             f"The answer is {answer!r}, and the chat template does not put it into the text as it "
             "is; expected an answer that stands there. Pass its token ids: target=ids."
         )
-    _, start, end = places[0]
-    held = [k for k, token in enumerate(whole.tokens) if belongs(token, start, end)]
-    first, last = held[0], held[-1]
-    before = [place for place in contents or [] if place[0] < len(messages)]
-    return Conversation(
-        _cut(whole, 0, first),
-        Turns(_turns(messages, before), speaker),
-        _cut(whole, first, last + 1),
-    )
+    _warn_of_unmarked(messages, places)
+    first, end = held[0], held[-1] + 1
+    turns = _turns(messages, places, speaker)
+    return Conversation(_cut(whole, 0, first), turns, _cut(whole, first, end))
+
+
+def _rival(
+    tokenizer: Any, messages: Sequence[Message], answer: str, prompt: TokenizedText
+) -> list[int]:
+    # Another answer after the same prompt, which may end before the white space of the template.
+    other = conversation(tokenizer, messages, answer)
+    assert other.answer is not None
+    ids, P = other.prompt.ids + other.answer.ids, len(prompt.tokens)
+    return ids[P:] if ids[:P] == prompt.ids and len(ids) > P else other.answer.ids
 
 
 def _cut(text: TokenizedText, first: int, end: int) -> TokenizedText:
@@ -155,9 +159,12 @@ def _cut(text: TokenizedText, first: int, end: int) -> TokenizedText:
 
 
 def _turns(
-    messages: Sequence[Message], contents: Sequence[tuple[int, int, int]]
-) -> tuple[Turn, ...]:
-    return tuple(Turn(_name(messages, k), start, end) for k, start, end in contents)
+    messages: Sequence[Message], places: Sequence[Place] | None, speaker: str
+) -> Turns | None:
+    if places is None:
+        return None
+    said = [(index, start, end) for index, start, end in places if index < len(messages)]
+    return Turns(tuple(Turn(_name(messages, k), start, end) for k, start, end in said), speaker)
 
 
 def _name(messages: Sequence[Message], index: int) -> str:
@@ -252,36 +259,39 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], is_open: bool) -> str
     return str(rendered)
 
 
-def _contents(
-    tokenizer: Any, messages: Sequence[Message], is_open: bool, text: str
-) -> list[tuple[int, int, int]] | None:
-    # Each (message, start, end) of the text. The template is rendered with marks in the place of
-    # what messages say, and what the marks stand for is read off the text.
+def _read(
+    tokenizer: Any, messages: Sequence[Message], is_open: bool
+) -> tuple[TokenizedText, list[Place] | None]:
+    # The text, and where it holds what messages say; None where that is not known. The template
+    # is rendered with marks in the place of the contents, and the text tells what stands there.
+    text = _rendered(tokenizer, messages, is_open)
     marked = [
         {**message, "content": MARK.format(k)} if message["content"].strip() else message
         for k, message in enumerate(messages)
     ]
-    try:
-        pieces = _MARKS.split(_rendered(tokenizer, marked, is_open))
-    except InputError:
-        pieces = [""]
+    pieces = _MARKS.split(_rendered(tokenizer, marked, is_open))
     literals, marks = pieces[::2], [int(index) for index in pieces[1::2]]
     found = _matched(literals, [_said(messages[k]["content"]) for k in marks], text)
     # A template may also change what is said, such as leave out its reasoning.
-    found = found or _matched(literals, ["[^\ue000]*?"] * len(marks), text)
-    missing = {k for k, message in enumerate(messages) if message["content"].strip()} - {*marks}
-    if found is None or missing:
-        which = [*missing] if found is not None else [*range(len(messages))]
-        names = ", ".join(_name(messages, k) for k in sorted(which))
+    found = found or _matched(literals, [".*?"] * len(marks), text)
+    whole = read(tokenizer, text, "messages", special=False)
+    if found is None:
+        return whole, None
+    return whole, [(k, start, end) for k, (start, end) in zip(marks, found, strict=True)]
+
+
+def _warn_of_unmarked(messages: Sequence[Message], places: Sequence[Place] | None) -> None:
+    known = {index for index, _, _ in places or []}
+    unmarked = [k for k, message in enumerate(messages) if message["content"].strip()]
+    unmarked = [k for k in unmarked if k not in known]
+    if unmarked:
+        names = ", ".join(_name(messages, k) for k in unmarked)
         warnings.warn(
-            f"The chat template does not put what these messages say into the text as it is, so "
+            "The chat template does not put what these messages say into the text as it is, so "
             f"their tokens are not marked as turns: {names}.",
             UserWarning,
             stacklevel=5,
         )
-    if found is None:
-        return None
-    return [(k, start, end) for k, (start, end) in zip(marks, found, strict=True)]
 
 
 def _matched(
