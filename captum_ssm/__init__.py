@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from captum_ssm import attr as attr
+    from captum_ssm import examples as examples
     from captum_ssm import explanation as explanation
     from captum_ssm import interventions as interventions
     from captum_ssm import kernels as kernels

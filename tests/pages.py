@@ -15,6 +15,7 @@ from captum_ssm.explanation import (
     Output,
     Span,
     Token,
+    Validation,
 )
 
 STORY = "Anna has a red ball. Tom has a blue kite. Mia has a green cup. Anna's ball is"
@@ -86,6 +87,17 @@ def story(
             Maps("LaTIM, l2", "length", {name: np.abs(layer) for name, layer in layers.items()}),
         ),
     )
+
+
+def checked() -> Example:
+    """The story, with a method whose order is better than all random ones, and one that is not."""
+    shares = tuple(k / 10 for k in range(11))
+    curves = {
+        "mamba-lrp": np.array([6.0, 2.0, 1.0, *[0.0] * 8]),
+        "raw-attention": np.linspace(6.0, 0.0, 11),
+    }
+    random = np.linspace(6.0, 0.0, 11) + np.linspace(-0.5, 0.5, 16)[:, None]
+    return replace(story(), validation=Validation("logit", "by <unk>", shares, curves, random))
 
 
 def picture(name: str = "A five") -> Example:

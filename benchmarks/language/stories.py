@@ -322,17 +322,6 @@ def accuracy(
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Words as tokens, as a tokenizer of transformers: ``Anna's`` is ``Anna`` and ``'s``."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from _words import word_tokenizer
 
-    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
-    pattern = Regex(r"<unk>|<pad>|'s|\w+|[^\w\s]")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "removed", invert=True)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(Regex(r"^(?!'s|\.)"), " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=UNKNOWN,
-        pad_token=PADDING,
-        clean_up_tokenization_spaces=False,
-    )
+    return word_tokenizer(WORDS, UNKNOWN, PADDING)

@@ -39,7 +39,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from _scan import fast_scan
-from _training import about_run, fit, options, parsed, save, size_of, slow_rates, table
+from _training import about_run, fit, options, parsed, size_of, slow_rates, table
+from _words import save_portably
 
 SHORTEST_LESSON = 24
 LESSONS = 0.3
@@ -213,21 +214,6 @@ tokenizer = AutoTokenizer.from_pretrained("tutorials/models/{args.output.name}")
 """
 
 
-def save_portably(model: PreTrainedModel, directory: Path) -> None:
-    """Save model and tokenizer in the words that every release of transformers reads."""
-    save(model, directory)
-    make_tokenizer().save_pretrained(directory)
-    path = directory / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    settings.pop("backend", None)
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(settings, indent=2) + "\n")
-    path = directory / "config.json"
-    settings = json.loads(path.read_text())
-    settings.pop("time_step_limit", None)  # infinite by default, which is written in two ways
-    path.write_text(json.dumps(settings, indent=2) + "\n")
-
-
 def main() -> None:
     """Train, save, then measure what was saved."""
     parser = options(__doc__, "stories-", report_every=500, threads=1, steps=3000, batch=32)
@@ -242,7 +228,7 @@ def main() -> None:
     # The others are fast enough as they are, and train with every release of transformers.
     with fast_scan() if args.architecture in ("mamba", "rwkv") else nullcontext():
         seconds = train(model, args)
-    save_portably(model, args.output)
+    save_portably(model, make_tokenizer(), args.output)
     # Judge what was written, on the code that others will run, not the model in memory.
     model = AutoModelForCausalLM.from_pretrained(args.output, local_files_only=True).eval()
     metrics = {

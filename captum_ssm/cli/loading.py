@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from captum_ssm.inspection.support import first_line
 from captum_ssm.kernels import ExtensionWarning
 from captum_ssm.models import VisionMamba
+from captum_ssm.utils.transformers_advice import without_advice
 
 # How published vision models were trained.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -36,19 +37,9 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without progress bars and advice on kernels, which are not what was asked for."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    with warnings.catch_warnings():
+    with without_advice(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExtensionWarning)
-        try:
-            yield
-        finally:
-            logging.set_verbosity(level)
-            if bars:
-                logging.enable_progress_bar()
+        yield
 
 
 def check_device(name: str) -> None:

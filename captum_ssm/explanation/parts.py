@@ -183,6 +183,11 @@ class Validation:
         return {name: float(_area(curve, self.shares)) for name, curve in self.curves.items()}
 
     @property
+    def random_area(self) -> float:
+        """The mean height of the curves of random orders."""
+        return float(_area(self.random, self.shares).mean())
+
+    @property
     def winner(self) -> str:
         """The method with the smallest area."""
         areas = self.areas
@@ -194,7 +199,6 @@ class Validation:
 
     def __str__(self) -> str:
         areas, N = self.areas, len(self.random)
-        random = float(_area(self.random, self.shares).mean())
         lines = [
             f"Mean {self.score} while the most relevant parts are replaced {self.removed} "
             "(the lower the better):",
@@ -202,7 +206,7 @@ class Validation:
                 f"  {name:24} {areas[name]:+8.3f}   better than {self.beaten(name)} of {N} random"
                 for name in sorted(areas, key=lambda name: areas[name])
             ),
-            f"  {'random':24} {random:+8.3f}",
+            f"  {'random':24} {self.random_area:+8.3f}",
         ]
         return "\n".join(lines)
 

@@ -59,6 +59,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "single": lambda: replace(
             pages.explanation(pages.story("red red", " red")), methods=pages.METHODS[:1]
         ),
+        "checked": lambda: pages.explanation(pages.checked()),
         "everywhere": lambda: pages.explanation(pages.everywhere()),
         "several": lambda: pages.explanation(
             *(pages.story(name=f"story {k}", seed=k) for k in range(3)), pages.picture()
@@ -398,6 +399,29 @@ def test_answers_by_layer(opened):
     assert rows.nth(2).locator(".same").first.inner_text() == "blue90%"
 
 
+def test_the_check_by_removal_says_which_method_wins(opened):
+    tab = opened("checked", "m=raw-attention")
+    check = tab.locator(".check")
+    assert "MambaLRP finds best what the model reads here" in check.inner_text()
+    assert "says little" not in check.inner_text()
+    rows = check.locator("tbody tr")
+    assert [text.split("\t")[0].strip() for text in rows.all_inner_texts()] == [
+        "MambaLRP",
+        "RawAttention",
+        "random orders",
+    ]
+    assert "16 of 16" in rows.nth(0).inner_text()
+    assert "8 of 16" in rows.nth(1).inner_text()
+    # Each curve begins at the largest score; the chosen method's is drawn last, over the others.
+    lines = [path.get_attribute("d") for path in check.locator(".plot path:not(.axis)").all()]
+    assert len(lines) == 3
+    assert lines[-1].startswith("M 0 ")
+    assert check.locator(".plot path").last.get_attribute("class") == "chosen"
+    rows.nth(0).get_by_role("button").click()
+    assert rows.nth(0).get_attribute("class") == "chosen"
+    assert not opened("story").locator(".check").is_visible()
+
+
 def test_several_examples_are_a_list(opened):
     tab = opened("several")
     assert tab.locator(".examples button").count() == 4
@@ -668,6 +692,7 @@ def test_of_a_long_text_few_tokens_are_elements(opened):
         ("story", "view=pair&b=3&map=0.0", "dark"),
         ("several", "view=all", "light"),
         ("image", "n=1", "dark"),
+        ("checked", "", "dark"),
         ("many", "summary=1", "light"),
         ("many", "summary=1&only=red", "dark"),
     ],

@@ -37,6 +37,7 @@ NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 MODULES = (
     "captum_ssm",
     "captum_ssm.attr",
+    "captum_ssm.examples",
     "captum_ssm.explanation",
     "captum_ssm.explanation.make.captum_llm",
     "captum_ssm.interventions",

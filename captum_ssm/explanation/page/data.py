@@ -83,10 +83,10 @@ def _validation(check: Validation | None) -> dict[str, Any] | None:
         "shares": _numbers(check.shares),
         "curves": {name: _numbers(curve) for name, curve in check.curves.items()},
         "random": _numbers(check.random.mean(0)),
+        "area": _number(check.random_area),
         "areas": {name: _number(area) for name, area in check.areas.items()},
         "beaten": {name: check.beaten(name) for name in check.curves},
         "orders": len(check.random),
-        "winner": check.winner,
     }
 
 

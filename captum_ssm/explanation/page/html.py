@@ -18,7 +18,7 @@ MODULES = (
     *("words", "dom", "format", "host", "data", "state", "colors"),
     *("controls", "help", "tip", "examples", "common", "question", "picks", "settings"),
     *("text", "image", "series", "panels", "reading"),
-    *("legend", "sums", "sources", "maps", "lens", "page"),
+    *("legend", "sums", "sources", "maps", "lens", "check", "page"),
 )
 
 _PAGE = """<!doctype html>

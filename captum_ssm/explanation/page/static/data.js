@@ -65,6 +65,7 @@ export class Example {
   constructor(data) {
     const { name, outputs, deltas, maps, tokens = [], special = [], prompt = 0 } = data;
     Object.assign(this, { name, outputs, deltas, tokens, prompt, maps, rows: {} });
+    this.check = data.validation;
     this.special = new Set(special);
     this.isImage = Boolean(data.image);
     this.isSeries = Boolean(data.series);

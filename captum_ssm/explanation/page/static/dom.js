@@ -1,7 +1,13 @@
 // Elements and canvases. Text from the data becomes text nodes: it is shown, never run.
 
-export function element(tag, properties = {}, ...children) {
-  const node = document.createElement(tag);
+export const element = (tag, properties = {}, ...children) =>
+  dressed(document.createElement(tag), properties, children);
+
+// The same for the parts of a drawing.
+export const svg = (tag, properties = {}, ...children) =>
+  dressed(document.createElementNS("http://www.w3.org/2000/svg", tag), properties, children);
+
+function dressed(node, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value === true) node.setAttribute(name, "");

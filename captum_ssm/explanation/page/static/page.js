@@ -1,4 +1,5 @@
 // The page: reads the data, draws the present state, and changes it on request.
+import { Check } from "./check.js";
 import { Slider } from "./controls.js";
 import { Colors } from "./colors.js";
 import { Common } from "./common.js";
@@ -86,6 +87,7 @@ class Page {
     this.sources = new Sources(this);
     this.maps = new Maps(this);
     this.lens = new Lens();
+    this.check = new Check(this);
 
     this.main = element("main", {},
       element("header", { class: "top" }, element("h1", {}, visible(data.title)), this.about,
@@ -97,7 +99,8 @@ class Page {
           element("aside", { "aria-label": "Scale and largest sources" },
             element("div", {}, this.legend.node, this.quantile.node, this.least.node),
             this.sources.node),
-          element("div", { class: "below" }, this.maps.node, this.lens.node))));
+          element("div", { class: "below" }, this.check.node, this.maps.node,
+            this.lens.node))));
     this.root.append(this.main, this.tip.node, this.live, this.help.node);
   }
 
@@ -203,6 +206,7 @@ class Page {
     this.sources.update(this.view);
     this.maps.update(this.view);
     this.lens.update(this.view);
+    this.check.update(this.view);
   }
 
   #updateTheme() {

@@ -23,6 +23,8 @@ export const WORDS = {
   grid: ["Grid", "Outlines the patches that the model reads."],
   maps: ["Maps", "Which token (row) reads how much of which other (column), layer by layer. Choose one to see it large."],
   lens: ["Answers by layer", "What the model would answer if it stopped after each layer: the logit lens."],
+  check: ["Check by removal", "Replaces parts of the input, the most relevant first, and runs the model again. The faster the score falls, the better a method names what the model reads."],
+  area: ["Mean score", "The mean height of a method’s curve: the lower, the better. Random orders tell what any order would do."],
   examples: ["Examples", "Each text or picture that was explained, with the answer that is explained first. e and E step through the list."],
   find: ["Find", "Shows the examples whose text or name has these letters."],
   sort: ["Order", "As given, or by the probability of the explained answer."],

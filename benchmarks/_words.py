@@ -1,0 +1,59 @@
+"""Checkpoints of small models whose tokens are words, for every release of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from _training import save
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+def word_tokenizer(
+    words: Sequence[str], unknown: str, padding: str, special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Words as tokens: ``Anna's`` is ``Anna`` and ``'s``, and a sign is a token.
+
+    Args:
+        words (sequence of str): the vocabulary, in the order of the ids.
+        unknown, padding (str): which of the words stand for others, and for nothing.
+        special (sequence of str): further words that are marks and not text, such as ``<end>``.
+    """
+    marks = [unknown, padding, *special]
+    ids = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=unknown))
+    pattern = Regex("|".join([*marks, r"'s", r"\w+", r"[^\w\s]"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "removed", invert=True)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(Regex(r"^(?!'s|[.,?])"), " "),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=unknown,
+        pad_token=padding,
+        additional_special_tokens=list(special) or None,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_portably(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
+) -> None:
+    """Save model and tokenizer in the words that every release of transformers reads."""
+    save(model, directory)
+    tokenizer.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("backend", None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    path = directory / "config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("time_step_limit", None)  # infinite by default, which is written in two ways
+    path.write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,0 +1,84 @@
+"""Write the models of `captum_ssm.examples` from the trained ones in `tutorials/models`.
+
+Weights become float16, which halves the wheel; the answers stay (tests/examples). Each model gets
+the input of `captum_ssm.examples.sample`, and the copying model a tokenizer.
+
+    python tutorials/pack_examples.py
+"""
+
+from __future__ import annotations
+
+import shutil
+import string
+import sys
+from pathlib import Path
+
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, ViTImageProcessorPil
+
+from captum_ssm.examples import folder, names
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE.parent / "benchmarks" / part) for part in ("vision", "series")]
+
+import data  # noqa: E402
+import signals  # noqa: E402
+
+TEXTS = {
+    "stories": "The bird near the dogs sings. The dogs near the bird",
+    "copying": "q w e r t y u i o p a s d f g h j k l z <SEP> q w e r t y u i o p a s",
+}
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """The tokenizer of the copying model: letters between spaces, and the separator."""
+    symbols = [*string.ascii_lowercase, "<SEP>"]
+    backend = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def write_sample(name: str, path: Path) -> None:
+    """One held-out input, next to the weights."""
+    kind = name.split("-")[0]
+    if kind in TEXTS:
+        (path / "sample.txt").write_text(TEXTS[kind] + "\n", encoding="utf-8")
+    elif kind == "digits":
+        canvas = data.held_out(1).images[0] / 2 + 0.25  # from -0.5..1.5 to 0..1
+        pixels = canvas.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(path / "sample.png")
+    else:
+        held_out = {
+            "series-classifier": lambda: signals.held_out_bursts(),
+            "series-forecaster": lambda: signals.held_out_forecasts(),
+        }[name]()
+        save_file({"series": held_out.series[:1]}, path / "sample.safetensors")
+
+
+def main() -> None:
+    for name in names():
+        source, target = HERE / "models" / name, folder(name)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        state = load_file(source / "model.safetensors")
+        halves = {key: value.half() for key, value in state.items()}
+        save_file(halves, target / "model.safetensors", metadata={"format": "pt"})
+        for path in [*source.glob("*config.json"), *source.glob("tokenizer.json")]:
+            shutil.copy(path, target)
+        if name == "copying-mamba":
+            letters().save_pretrained(target)
+        if name == "digits-vim":
+            settings = {
+                "size": {"height": 40, "width": 40},
+                "image_mean": [0.25] * 3,
+                "image_std": [0.5] * 3,
+            }
+            ViTImageProcessorPil(**settings).save_pretrained(target)
+        write_sample(name, target)
+        print(f"{name:24s} {sum(p.stat().st_size for p in target.iterdir()) / 1000:6.1f} kB")
+
+
+if __name__ == "__main__":
+    main()
