@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from captum_ssm import InputError, explain
+from captum_ssm.explanation import Explanation
 
 # Three forms of templates, as widely used models have them.
 CHATML = (
@@ -290,6 +291,16 @@ def test_a_template_that_changes_what_is_said_is_followed_or_named(model):
         explain(model, bytes_of(counted), messages=ASKED[:2], target="one")
 
 
+def test_turns_are_kept_in_a_file_and_in_a_table(model, tmp_path):
+    explained = explain(model, bytes_of(), messages=ASKED, target="one")
+    explained.save(tmp_path / "chat.json")
+    again = Explanation.load(tmp_path / "chat.json")
+    assert again.examples[0].units == explained.examples[0].units
+    pytest.importorskip("pandas")
+    table = again.to_pandas(units="turn")
+    assert len(table[table.answer == table.answer[0]]) == len(explained.examples[0].units["turn"])
+
+
 def test_named_parts_are_of_the_rendered_text(model):
     tokenizer = bytes_of()
     text = tokenizer.apply_chat_template(ASKED, tokenize=False)
@@ -309,6 +320,7 @@ IMAGE = [{"type": "image", "url": "ball.png"}]
         ({"messages": []}, r"messages is empty; expected at least one"),
         ({"messages": [[]]}, r"messages\[0\] is empty"),
         ({"messages": ["hi"]}, r"messages\[0\] is 'hi'; expected a dict with a role"),
+        ({"inputs": [{"role": "user"}]}, r"\['content'\] is None; expected a text"),
         ({"messages": [{"content": "hi"}]}, "expected a dict with a role"),
         ({"messages": [{"role": "user", "content": 3}]}, r"\['content'\] is 3; expected a text"),
         ({"messages": [{"role": "user", "content": IMAGE}]}, "of type 'image'; expected"),

@@ -63,23 +63,20 @@ class Generation:
 
     def _generated(self, model: nn.Module, ids: Tensor) -> Tensor:
         names = inspect.signature(model.generate).parameters  # type: ignore[arg-type]
-        options = dict(self.options)
-        known = set(names) - set(OURS)
-        if "generation_config" in names:  # as in transformers
-            options = {"do_sample": False, "num_beams": 1, **options}
-            if "generation_config" in self.options:
-                options = dict(self.options)
-            options["attention_mask"] = torch.ones_like(ids)
-            known |= _generation_options() | set(parameter_names(model)) - set(OURS)
-        _require_known(self.options, known, _takes_any(names) and "generation_config" not in names)
-        if self.length is not None:
-            named = "max_new_tokens" in names or "max_length" not in names
-            options |= (
-                {"max_new_tokens": self.length}
-                if named
-                else {"max_length": ids.shape[1] + self.length}
-            )
-        returned: Any = model.generate(ids, **options)  # type: ignore[operator]
+        known, takes_any = {*names}, _takes_any(names)
+        defaults: dict[str, Any] = {}
+        if "generation_config" in names:  # as in transformers, which takes any name and checks it
+            known |= _generation_options() | {*parameter_names(model)}
+            takes_any = False
+            defaults = {"attention_mask": torch.ones_like(ids)}
+            if "generation_config" not in self.options:
+                defaults |= {"do_sample": False, "num_beams": 1}
+        _require_known(self.options, known, takes_any)
+        if self.length is not None and "max_length" in names and "max_new_tokens" not in names:
+            defaults["max_length"] = ids.shape[1] + self.length  # as in mamba_ssm
+        elif self.length is not None:
+            defaults["max_new_tokens"] = self.length
+        returned: Any = model.generate(ids, **defaults | self.options)  # type: ignore[operator]
         sequences = returned if torch.is_tensor(returned) else returned.sequences
         return sequences.reshape(-1, sequences.shape[-1])[0].to(ids.device)
 
@@ -131,28 +128,23 @@ def parse_generation(
     """
     if max_new_tokens is None and generation is None:
         return None
-    length = as_index(max_new_tokens)
-    if max_new_tokens is not None and (length is None or length < 1):
-        raise InputError(f"max_new_tokens is {max_new_tokens!r}; expected an integer from 1 on.")
-    options = {} if generation is None else generation
-    if not isinstance(options, Mapping):
+    if generation is not None and not isinstance(generation, Mapping):
         raise TypeError(
             f"generation is {generation!r}; expected a dict of the options of the model's "
             "generate, such as {'do_sample': True, 'temperature': 0.7}."
         )
-    if length is not None and "max_new_tokens" in options:
+    options = dict(generation or {})
+    if max_new_tokens is not None and "max_new_tokens" in options:
         raise InputError("max_new_tokens is given twice, also in generation; give it once.")
-    if length is None and "max_new_tokens" in options:
-        return parse_generation(
-            options["max_new_tokens"],
-            {name: options[name] for name in options if name != "max_new_tokens"},
-            target,
-            position,
-        )
-    if options.get("num_return_sequences", 1) != 1:
+    asked = options.pop("max_new_tokens", max_new_tokens)
+    length = as_index(asked)
+    if asked is not None and (length is None or length < 1):
+        raise InputError(f"max_new_tokens is {asked!r}; expected an integer from 1 on.")
+    count = options.get("num_return_sequences", 1)
+    if count != 1:
         raise InputError(
-            f"generation has num_return_sequences={options['num_return_sequences']}; expected one "
-            "answer per text. Call explain once for each, with another seed."
+            f"generation has num_return_sequences={count}; expected one answer per text. Call "
+            "explain once for each, with another seed."
         )
     if target is not None:
         raise InputError(
@@ -164,7 +156,7 @@ def parse_generation(
             f"position is {position!r}, which explains tokens of the text; with max_new_tokens, "
             "the answer is explained: leave one of them out, or use position='all' for both."
         )
-    return Generation(length, dict(options))
+    return Generation(length, options)
 
 
 def _takes_any(names: Mapping[str, inspect.Parameter]) -> bool:

@@ -62,7 +62,7 @@ def find_messages(messages: Any, inputs: Any, tensors: Mapping[str, Any], units:
 
 def _are_messages(inputs: Any) -> bool:
     if isinstance(inputs, Mapping):
-        return {"role", "content"} <= set(inputs)
+        return "role" in inputs
     if not isinstance(inputs, (list, tuple)) or not inputs:
         return False
     return isinstance(inputs[0], (Mapping, list, tuple)) and _are_messages(inputs[0])

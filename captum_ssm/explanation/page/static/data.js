@@ -165,7 +165,8 @@ export class Example {
   }
 
   text(first, end, isShown = () => true) {
-    return this.tokens.slice(first, end).filter((text, k) => isShown(text, first + k)).join("");
+    const texts = this.tokens.slice(first, end);
+    return texts.map((text, k) => (isShown(first + k) ? text : " ")).join("");
   }
 
   partText(unit, part) {

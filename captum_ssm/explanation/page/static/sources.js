@@ -85,7 +85,7 @@ export class Sources {
 // The part in the text around it, from one whole word to another.
 function surroundings({ example, unit, values }, part) {
   const [first, end] = unit.bounds[part];
-  const isShown = (_, token) => values.template || !example.isTemplate(token);
+  const isShown = (token) => values.template || !example.isTemplate(token);
   const near = (from, to) =>
     visible(example.text(Math.max(0, from), to, isShown).replace(/\s+/g, " "));
   if (unit.names[part]) {
