@@ -46,6 +46,7 @@ PICTURES = {
     "page_copying": ("copying", "t=7&map=out", (1240, 1240), None),
     "page_long": ("long", "t=0", (1240, 900), None),
     "page_image": ("digits", "view=all", (1240, 1120), None),
+    "page_chat": ("chat", "template=0&own=1", (1240, 900), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
 
@@ -91,6 +92,23 @@ def copying(word: str = "qwertyuiopasdfghjklz") -> Explanation:
     )  # fmt: skip
 
 
+def chat() -> Explanation:
+    folder = MODELS / "chat-mamba"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    facts = "Anna has a red ball. Tom has a blue kite."
+    messages = [
+        {"role": "system", "content": "Answer with one word."},
+        {"role": "user", "content": f"{facts} Who has a kite?"},
+        {"role": "assistant", "content": "Tom."},
+        {"role": "user", "content": "What color is Anna's ball?"},
+    ]
+    return explain(
+        model, tokenizer, messages=messages, max_new_tokens=5, title="A chat", methods=METHODS,
+        alternatives=2,
+    )  # fmt: skip
+
+
 def letters(size: int) -> PreTrainedTokenizerFast:
     """The symbols of the copying model, written with spaces between them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -126,13 +144,13 @@ def main() -> None:
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as temporary:
         folder = args.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for make in (stories, contrast, long, copying, digits):
+        for make in (stories, contrast, long, copying, chat, digits):
             make().to_html(folder / f"{make.__name__}.html")
         browser = playwright.chromium.launch(executable_path=chromium)
         for picture, (name, state, (width, height), token) in PICTURES.items():
             tab = browser.new_page(viewport={"width": width, "height": height})
             tab.goto(f"{(folder / f'{name}.html').resolve().as_uri()}#{state}")
-            tab.locator(".part, .picture").first.wait_for()
+            tab.locator(".part:not(.gone), .picture").first.wait_for()
             tab.wait_for_timeout(500)
             if token is not None:
                 tab.locator(f"[id$='-{token}']").first.hover()

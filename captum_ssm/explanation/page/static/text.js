@@ -64,8 +64,9 @@ export class TextPanel {
     this.panel = panel;
     for (const block of this.blocks) if (block.isFull) this.#color(block);
     const { relevance, limit } = panel;
+    const { hidden: hides, gone, own } = relevance;
     this.turns.update(relevance);
-    const hidden = relevance.hidden.has(relevance.own)
+    const hidden = hides.has(own) && !gone.has(own)
       ? `last token hidden, ${percent(relevance.ownShare)} · ` : "";
     this.note.textContent = `${hidden}scale ±${digits(limit)}`;
     this.#showAnswer();
