@@ -8,6 +8,7 @@ Python and says so.
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -19,8 +20,8 @@ HERE = Path(__file__).parent
 def without_kernels(why):
     print(
         f"\ncaptum_ssm: building WITHOUT compiled kernels: {why}\n"
-        "captum_ssm: the PyTorch forms will be used, which are several times slower. To build the "
-        "kernels: pip install --no-build-isolation . (with torch >= 2.11 and a C++17 compiler)\n",
+        "captum_ssm: the PyTorch forms will be used, which are several times slower. The kernels "
+        "need torch >= 2.11, installed first, and a C++17 compiler.\n",
         file=sys.stderr,
     )
 
@@ -35,6 +36,8 @@ def extension():
     if os.environ.get("CAPTUM_SSM_BUILD", "1") == "0":
         without_kernels("CAPTUM_SSM_BUILD=0")
         return {}
+    # pip builds in an environment of its own, without torch. The one that it installs into has it.
+    sys.path += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     try:
         from torch.utils import cpp_extension
     except ImportError as error:

@@ -1,7 +1,11 @@
-"""Sphinx configuration. Build with ``sphinx-build -W docs docs/_build/html``."""
+"""Sphinx configuration. In this folder: ``python -m sphinx -W . _build/html``.
+
+The package that is documented is the one that Python finds there: the installed one.
+"""
 
 import base64
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +14,7 @@ from docutils import nodes
 from sphinx.util import logging
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS), str(DOCS.parent)]
+sys.path.insert(0, str(DOCS))
 
 import gallery  # noqa: E402
 import tables  # noqa: E402
@@ -24,10 +28,10 @@ author = "the captum_ssm authors"
 release = version = captum_ssm.__version__
 
 extensions = [
+    "mathml",
     "myst_nb",
     "sphinx_design",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
@@ -40,6 +44,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say them, with shapes
 toc_object_entries_show_parents = "hide"
 napoleon_use_rtype = False
+html_math_renderer = "mathml"
 html_title = f"captum_ssm {version}"
 
 html_theme = "pydata_sphinx_theme"
@@ -88,5 +93,14 @@ def require_alternative_texts(app, doctree, page):
             logger.warning("%s has no alternative text", image["uri"], location=image)
 
 
+def require_no_network(app, exception):
+    """A page that loads something from elsewhere is a warning: the pages are read offline too."""
+    elsewhere = re.compile(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*')
+    for page in Path(app.outdir).rglob("*.html"):
+        for found in elsewhere.findall(page.read_text(encoding="utf-8")):
+            logger.warning("%s loads %s", page.name, found)
+
+
 def setup(app):
     app.connect("doctree-resolved", require_alternative_texts)
+    app.connect("build-finished", require_no_network)

@@ -1,6 +1,6 @@
 """The pictures of the gallery, and the page: every method on the same text and the same image.
 
-They are made at every build, from the models of `tutorials/models`, so that they show what the
+They are made at every build, with the models of `captum_ssm.examples`, so that they show what the
 library computes today. That takes a few seconds.
 """
 
@@ -14,11 +14,9 @@ from pathlib import Path
 import numpy as np
 import transformers
 from matplotlib.colors import to_hex
-from safetensors.torch import load_file
 
-from captum_ssm import explain, hidden_attention
+from captum_ssm import examples, explain, hidden_attention
 from captum_ssm.attr import methods
-from captum_ssm.models import VisionMamba
 from captum_ssm.visualization import (
     color_limit,
     image_overlay,
@@ -29,7 +27,7 @@ from captum_ssm.visualization import (
 
 ROOT = Path(__file__).resolve().parent.parent
 STORY = "Anna has a red ball. Tom has a blue kite. The dogs near the tree bark. Anna's ball is"
-OPTIONS = {"mamba-lrp": {}, "latim": {"activation": "gate"}}  # the first two, then the others
+FIRST = ("mamba-lrp", "latim")
 LAYER = -1
 
 
@@ -41,34 +39,32 @@ def write(folder: Path) -> None:
     (folder / "page").mkdir(parents=True, exist_ok=True)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    path = str(ROOT / "tutorials" / "models" / "stories-mamba")
-    reader = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    reader, tokenizer = examples.load("stories-mamba")
     ids = tokenizer(STORY, return_tensors="pt").input_ids
     words = readable_tokens(tokenizer.convert_ids_to_tokens(ids[0].tolist()))
-    options = OPTIONS | {name: {} for name in methods() if name not in OPTIONS}
-    asked = {"target": " red", "against": " blue", "maps": True, "lens": True}
-    why = explain(reader, tokenizer, STORY, methods=options, title="Anna's ball", **asked)
-    why.to_html(folder / "page" / "page.html")
+    every = [*FIRST, *(name for name in methods() if name not in FIRST)]
+    why = explain(reader, tokenizer, STORY, methods=every, target=" red", against=" blue")
+    text, asked = examples.sample("stories-mamba"), {"target": " bark", "against": " sings"}
+    page = explain(reader, tokenizer, text, methods=every, maps=True, lens=True, **asked)
+    page.to_html(folder / "page" / "page.html")
 
     sys.path.append(str(ROOT / "benchmarks" / "vision"))
     import data
 
-    state = load_file(ROOT / "tutorials" / "models" / "digits-vim" / "model.safetensors")
-    viewer = VisionMamba.from_state_dict(state).eval()
+    viewer, _ = examples.load("digits-vim")
     samples = data.held_out(3)
     image, digit = samples.images[2:], int(samples.labels[2])
 
     for name, method in methods().items():
         of_words = why.relevance(name)[: len(words)]
         (folder / f"{name}.html").write_text(marked(of_words, words), encoding="utf-8")
-        of_pixels = method(viewer).attribute(image, target=digit, **options[name])
+        of_pixels = method(viewer).attribute(image, target=digit)
         figure = image_overlay(of_pixels, ((image + 0.5) / 2).clamp(0, 1))
         figure.savefig(folder / f"{name}.png", dpi=130)
 
     maps = {
         "matrix": list(hidden_attention(reader, ids, reduction="mean").values())[LAYER],
-        "vectors": methods()["latim"](reader).interactions(ids, layer=LAYER, activation="gate"),
+        "vectors": methods()["latim"](reader).interactions(ids, layer=LAYER),
     }
     for name, found in maps.items():
         interaction_map(found[0], words).savefig(folder / f"{name}.png", dpi=110)

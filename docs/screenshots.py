@@ -4,7 +4,7 @@ Models of the tutorials are explained, their pages are opened in headless Chromi
 pictures are written to docs/images. The fonts are those of the machine; the pictures in the
 repository were taken with Inter and Charis SIL installed.
 
-    python docs/screenshots.py
+    python docs/screenshots.py                        # or only some: page_hero page_long
     python docs/screenshots.py --pages docs/pages     # keep the pages as well
 """
 
@@ -13,22 +13,17 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import string
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 from playwright.sync_api import sync_playwright
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from captum_ssm import explain
+from captum_ssm import examples, explain
 from captum_ssm.explanation import Explanation
-from captum_ssm.models import VisionMamba
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = ROOT / "tutorials" / "models"
 METHODS = ("mamba-lrp", "latim", "unified", "mamba-attribution")
 STORY = (
     "Anna has a red ball. Tom has a blue kite. The dogs near the tree bark. Mia has a green cup. "
@@ -38,7 +33,7 @@ CONTINUATION = " red. Tom's kite is blue. The dogs near the bird bark. Mia sings
 
 # Per picture: the page, its state, the window's size, and the token that is pointed at.
 PICTURES = {
-    "page_hero": ("contrast", "", (760, 480), None),
+    "page_hero": ("why", "", (960, 520), None),
     "page_light": ("stories", "t=0", (1240, 860), 3),
     "page_dark": ("stories", "t=13&map=0.1&theme=dark", (1240, 1100), None),
     "page_contrast": ("contrast", "n=5", (1240, 860), None),
@@ -52,9 +47,7 @@ PICTURES = {
 
 
 def told(text: str, title: str, target: str, **options: object) -> Explanation:
-    folder = MODELS / "stories-mamba"
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = examples.load("stories-mamba")
     return explain(model, tokenizer, text, target=target, title=title, **options)
 
 
@@ -82,9 +75,16 @@ def long() -> Explanation:
     return told("".join(facts) + STORY, "Two thousand tokens", CONTINUATION, alternatives=1)
 
 
+def why() -> Explanation:
+    """The page of the demo, and of the first lines of the README."""
+    sys.path.insert(0, str(ROOT / "tutorials"))
+    import copying_demo
+
+    return copying_demo.why()
+
+
 def copying(word: str = "qwertyuiopasdfghjklz") -> Explanation:
-    model = AutoModelForCausalLM.from_pretrained(MODELS / "copying-mamba").eval()
-    tokenizer = letters(model.config.vocab_size)
+    model, tokenizer = examples.load("copying-mamba")
     text = " ".join([*word, "<SEP>"])
     return explain(
         model, tokenizer, text, target=" " + " ".join(word), title="A copied string",
@@ -93,9 +93,7 @@ def copying(word: str = "qwertyuiopasdfghjklz") -> Explanation:
 
 
 def chat() -> Explanation:
-    folder = MODELS / "chat-mamba"
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = examples.load("chat-mamba")
     facts = "Anna has a red ball. Tom has a blue kite."
     messages = [
         {"role": "system", "content": "Answer with one word."},
@@ -109,24 +107,11 @@ def chat() -> Explanation:
     )  # fmt: skip
 
 
-def letters(size: int) -> PreTrainedTokenizerFast:
-    """The symbols of the copying model, written with spaces between them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    names = [*string.ascii_lowercase, "<SEP>"]
-    names += [f"#{k}" for k in range(len(names), size)]
-    words = models.WordLevel({name: k for k, name in enumerate(names)}, unk_token="#27")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
 def digits() -> Explanation:
     sys.path.insert(0, str(ROOT / "benchmarks" / "vision"))
     import data
 
-    weights = load_file(MODELS / "digits-vim" / "model.safetensors")
-    model = VisionMamba.from_state_dict(weights).eval()
+    model, _ = examples.load("digits-vim")
     glyphs, labels = data.digits("test")
     samples = data.compose(glyphs[:4], labels[:4], torch.Generator().manual_seed(0))
     options = {"methods": METHODS, "alternatives": 2, "mean": [0.25] * 3, "std": [0.5] * 3}
@@ -135,6 +120,9 @@ def digits() -> Explanation:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "pictures", nargs="*", default=[*PICTURES], help="their names; default: all"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--pages", type=Path, help="keep the pages in this folder")
     args = parser.parse_args()
@@ -144,10 +132,13 @@ def main() -> None:
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as temporary:
         folder = args.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for make in (stories, contrast, long, copying, chat, digits):
-            make().to_html(folder / f"{make.__name__}.html")
+        shown = {PICTURES[picture][0] for picture in args.pictures}
+        for make in (why, stories, contrast, long, copying, chat, digits):
+            if make.__name__ in shown:
+                make().to_html(folder / f"{make.__name__}.html")
         browser = playwright.chromium.launch(executable_path=chromium)
-        for picture, (name, state, (width, height), token) in PICTURES.items():
+        for picture in args.pictures:
+            name, state, (width, height), token = PICTURES[picture]
             tab = browser.new_page(viewport={"width": width, "height": height})
             tab.goto(f"{(folder / f'{name}.html').resolve().as_uri()}#{state}")
             tab.locator(".part:not(.gone), .picture").first.wait_for()

@@ -8,15 +8,15 @@ the input of `captum_ssm.examples.sample`, and the copying model a tokenizer.
 
 from __future__ import annotations
 
+import json
 import shutil
-import string
 import sys
 from pathlib import Path
 
+from copying_demo import letters
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, ViTImageProcessorPil
+from transformers import ViTImageProcessorPil
 
 from captum_ssm.examples import folder, names
 
@@ -28,16 +28,17 @@ import signals  # noqa: E402
 
 TEXTS = {
     "stories": "The bird near the dogs sings. The dogs near the bird",
+    "reviews": "I saw it with my funny sister. The plot was not good, but the music was moving.",
     "copying": "q w e r t y u i o p a s d f g h j k l z <SEP> q w e r t y u i o p a s",
 }
 
-
-def letters() -> PreTrainedTokenizerFast:
-    """The tokenizer of the copying model: letters between spaces, and the separator."""
-    symbols = [*string.ascii_lowercase, "<SEP>"]
-    backend = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+CHAT = [
+    {"role": "system", "content": "Answer with one word."},
+    {
+        "role": "user",
+        "content": "Anna has a red ball. Tom has a blue kite. What color is Tom's kite?",
+    },
+]
 
 
 def write_sample(name: str, path: Path) -> None:
@@ -45,6 +46,8 @@ def write_sample(name: str, path: Path) -> None:
     kind = name.split("-")[0]
     if kind in TEXTS:
         (path / "sample.txt").write_text(TEXTS[kind] + "\n", encoding="utf-8")
+    elif kind == "chat":
+        (path / "sample.json").write_text(json.dumps(CHAT, indent=1) + "\n", encoding="utf-8")
     elif kind == "digits":
         canvas = data.held_out(1).images[0] / 2 + 0.25  # from -0.5..1.5 to 0..1
         pixels = canvas.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy()
@@ -65,7 +68,11 @@ def main() -> None:
         state = load_file(source / "model.safetensors")
         halves = {key: value.half() for key, value in state.items()}
         save_file(halves, target / "model.safetensors", metadata={"format": "pt"})
-        for path in [*source.glob("*config.json"), *source.glob("tokenizer.json")]:
+        for path in [
+            *source.glob("*config.json"),
+            *source.glob("tokenizer.json"),
+            *source.glob("chat_template.jinja"),
+        ]:
             shutil.copy(path, target)
         if name == "copying-mamba":
             letters().save_pretrained(target)

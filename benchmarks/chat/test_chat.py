@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat import COLORS, IDS, OBJECTS, PEOPLE, WORDS, Chat, as_text, make_chat
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from captum_ssm.examples.chat import COLORS, IDS, OBJECTS, PEOPLE, WORDS, Chat, as_text, make_chat
 
 MODEL = Path(__file__).resolve().parents[2] / "tutorials" / "models" / "chat-mamba"
 

@@ -19,7 +19,17 @@ from typing import Any
 
 import torch
 import transformers
-from chat import (
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from captum_ssm.examples.chat import (
     END,
     EVALUATION_SEED,
     IDS,
@@ -30,15 +40,6 @@ from chat import (
     WORDS,
     Chat,
     make_chat,
-)
-from torch import Tensor
-from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
 # After this directory, so that files of the same name here come first.
@@ -121,7 +122,7 @@ def train(model: PreTrainedModel, args: argparse.Namespace) -> float:
 def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float, n: int) -> str:
     """The README.md saved next to the weights."""
     rows = {
-        "task": f"`benchmarks/chat/chat.py`: questions about who has what, {len(WORDS)} words",
+        "task": f"`captum_ssm/examples/chat.py`: questions about who has what, {len(WORDS)} words",
         "tokenizer": "words, with a chat template; `AutoTokenizer` loads it",
         "model": ", ".join(f"`{key}={value}`" for key, value in SETTINGS.items())
         + f"; {n:,} parameters, float32",

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from reviews import (
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from captum_ssm import MambaLRP
+from captum_ssm.examples.reviews import (
     BAD,
     GOOD,
     LABELS,
@@ -20,9 +23,6 @@ from reviews import (
     make_review,
     of_each_label,
 )
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-from captum_ssm import MambaLRP
 
 MODEL = Path(__file__).resolve().parents[2] / "tutorials" / "models" / "reviews-jamba"
 

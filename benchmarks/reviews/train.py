@@ -21,7 +21,11 @@ from typing import Any
 
 import torch
 import transformers
-from reviews import (
+from torch import Tensor
+from torch.nn import functional
+from transformers import JambaConfig, JambaForSequenceClassification, PreTrainedModel
+
+from captum_ssm.examples.reviews import (
     EVALUATION_SEED,
     LABELS,
     PADDING,
@@ -30,9 +34,6 @@ from reviews import (
     Review,
     of_each_label,
 )
-from torch import Tensor
-from torch.nn import functional
-from transformers import JambaConfig, JambaForSequenceClassification, PreTrainedModel
 
 # After this directory, so that files of the same name here come first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -120,7 +121,7 @@ _JUDGING = {"not", "very", "was", "my", "My", *WORDS[WORDS.index("plot") :]}
 def model_card(metrics: dict[str, Any], args: argparse.Namespace, seconds: float, n: int) -> str:
     """The README.md saved next to the weights."""
     rows = {
-        "task": f"`benchmarks/reviews/reviews.py`: short reviews of films, {len(WORDS)} words, "
+        "task": f"`captum_ssm/examples/reviews.py`: short reviews of films, {len(WORDS)} words, "
         "labels negative, mixed and positive",
         "tokenizer": "words; `AutoTokenizer` loads it",
         "model": ", ".join(f"`{key}={value}`" for key, value in SETTINGS.items())

@@ -24,6 +24,7 @@ from captum_ssm.capture import (
     is_model,
     resolve_model,
     unwrap,
+    with_owner,
 )
 from captum_ssm.capture.finite import check_relevance
 from captum_ssm.graph.in_place import seen_in_views
@@ -116,6 +117,7 @@ class TokenAttribution(Attribution):
         remote: bool | str = False,
     ) -> None:
         check_forward(forward_func)
+        forward_func, model = with_owner(forward_func, model)
         resolve_model(forward_func, model)
         check_remote(remote, forward_func, model)
         super().__init__(forward_func)

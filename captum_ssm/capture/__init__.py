@@ -18,7 +18,14 @@ be put back. A call goes through these files:
 
 from captum_ssm.capture.freezing import freeze
 from captum_ssm.capture.frozen_model import FrozenCall, FrozenModel, exact_arithmetic
-from captum_ssm.capture.model import check_forward, check_model, is_model, resolve_model, unwrap
+from captum_ssm.capture.model import (
+    check_forward,
+    check_model,
+    is_model,
+    resolve_model,
+    unwrap,
+    with_owner,
+)
 from captum_ssm.capture.remote import check_remote
 from captum_ssm.capture.request import Request
 from captum_ssm.capture.substitute import FrozenStandIns
@@ -36,4 +43,5 @@ __all__ = [
     "is_model",
     "resolve_model",
     "unwrap",
+    "with_owner",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from captum_ssm.capture.model import input_embeddings, is_model, parameter_names, unwrap
+from captum_ssm.capture.model import input_embeddings, is_model, is_wrapped, parameter_names, unwrap
 from captum_ssm.errors import InputError
 from captum_ssm.utils.captum_api import format_additional_forward_args
 
@@ -76,6 +77,8 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
             "inputs is on the device meta, where tensors have no values; create it on the "
             "model's device."
         )
+    if not is_wrapped(model):  # nnsight loads weights when the model first runs
+        _check_weights(unwrap(model))
     if getattr(input_embeddings(unwrap(model)), "num_embeddings", None) is not None:
         _check_language(inputs)
     if not is_traceable_wrapper_subclass(inputs):
@@ -83,6 +86,36 @@ def check_inputs(inputs: Any, model: Any) -> Tensor:
         inputs = inputs.as_subclass(Tensor)
     # Which ids a table was given is told by their memory: each has its own.
     return inputs if inputs.is_floating_point() else as_ids("inputs", inputs, model).contiguous()
+
+
+def _check_weights(model: nn.Module) -> None:
+    # What accelerate offloads, or nnsight loads later, is on meta until it is needed.
+    is_meta = any(weight.is_meta for weight in model.parameters())
+    if is_meta and not any(hasattr(part, "_hf_hook") for part in model.modules()):
+        raise InputError(
+            f"the weights of {type(model).__name__} are on the device meta, where tensors have no "
+            "values; load them, such as by from_pretrained."
+        )
+
+
+@contextmanager
+def masks_explained(model: nn.Module, named: Mapping[str, Any]) -> Iterator[None]:
+    """Say of a run that fails with a mask of more axes than tokens have that it may be the mask.
+
+    Raises:
+        InputError: in place of what the model raises.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        mask = named.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() <= 2:
+            raise
+        raise InputError(
+            f"{type(model).__name__} does not run with an attention_mask of shape "
+            f"{tuple(mask.shape)}; expected (B, L), 1 for tokens and 0 for padding. It raises: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
 
 
 def _check_language(inputs: Tensor) -> None:

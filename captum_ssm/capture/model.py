@@ -48,6 +48,19 @@ def resolve_model(forward_func: Any, model: Any) -> Any:
     )
 
 
+def with_owner(forward_func: Any, model: Any) -> tuple[Any, Any]:
+    """``forward_func`` and the model that it runs: a method of a model is known to run that.
+
+    A model's own ``forward`` is the model itself.
+    """
+    owner = getattr(forward_func, "__self__", None)
+    if model is not None or isinstance(forward_func, nn.Module) or not is_model(owner):
+        return forward_func, model
+    if getattr(forward_func, "__name__", "") == "forward":
+        return owner, None
+    return forward_func, owner
+
+
 def check_model(model: Any) -> Any:
     """``model``, or a TypeError if it is no torch module."""
     if is_model(model):

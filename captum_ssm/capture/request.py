@@ -10,10 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from captum_ssm.capture.arguments import check_names
 from captum_ssm.capture.check_inputs import (
     check_inputs,
     check_together,
     extra_arguments,
+    masks_explained,
     split_encoding,
     takes_embeddings,
     usable,
@@ -74,6 +76,8 @@ class Request:
         """
         model = resolve_model(forward_func, model)
         extra = additional_forward_args
+        if is_model(forward_func) and isinstance(extra, dict):
+            check_names(unwrap(forward_func), extra)
         given = inputs if is_tuple(inputs) else (inputs,)
         if len(given) == 1:
             one, extra = split_encoding(given[0], extra)
@@ -156,7 +160,8 @@ class Request:
                 return self.forward_func(*inputs, *own.positional, **own.named)
             module = unwrap(self.forward_func)
             args, kwargs = own._module_arguments(module, inputs)
-            return module(*args, **kwargs)
+            with masks_explained(module, kwargs):
+                return module(*args, **kwargs)
 
     def arguments_by_name(self) -> dict[str, Any]:
         """What the model's ``forward`` is called with, all by name.

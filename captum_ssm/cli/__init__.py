@@ -1,61 +1,59 @@
 """The command line.
 
-    captum-ssm explain --model state-spaces/mamba-130m-hf \\
+    captum-ssm explain state-spaces/mamba-130m-hf \\
         --text "The capital of France is" --target " Paris" --output why.html
     captum-ssm supported state-spaces/mamba-130m-hf
     captum-ssm compare first.json second.json
     captum-ssm show why.json
 
 A command is a module with ``add(parser)`` and ``run(args)``, imported when it is called: what
-opens saved explanations needs no PyTorch.
+opens saved explanations needs no PyTorch. :mod:`parser` reads the arguments, :mod:`arguments`
+checks what they tell alone, :mod:`inputs`, :mod:`loading` and :mod:`options` turn them into what
+the library takes, and :mod:`terminal` prints an explanation.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
-COMMANDS = {
-    "explain": "which tokens, or which part of an image, a prediction rests on",
-    "supported": "what of a model is supported, and what a run costs",
-    "compare": "one saved explanation minus another one",
-    "show": "open the page of an explanation in the browser",
-}
+from captum_ssm.cli.parser import parse
+
+# What a user can mend: a wrong input, a missing file or package, too little memory.
+_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, given in ``arguments`` or to the process; the exit status is 0 or 1."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    args = _parser(given[:1]).parse_args(given)
+    """Run one command, given in ``arguments`` or to the process.
+
+    Returns:
+        int: the exit status. 0: it did what it was asked to; 1: an input is wrong, or the model
+        cannot be explained; 130: it was interrupted.
+
+    Raises:
+        SystemExit: with 2 for arguments that are not understood, with 0 after ``--help``.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _warn
         try:
+            args = parse(sys.argv[1:] if arguments is None else list(arguments))
             args.run(args)
-        except (ValueError, TypeError, OSError) as error:
-            print(f"captum_ssm: error: {error}", file=sys.stderr)
+            sys.stdout.flush()
+        except BrokenPipeError:  # what reads the output has read enough, such as head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
+        except _ERRORS as error:
+            print(f"captum-ssm: error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("captum-ssm: interrupted", file=sys.stderr)
+            return 130
     return 0
 
 
-def _parser(called: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="captum-ssm", description="Explain state-space models and gated linear RNNs."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, told in COMMANDS.items():
-        command = commands.add_parser(name, help=told, allow_abbrev=False)
-        if name in called:
-            module = import_module(f"captum_ssm.cli.{name}")
-            command.description = (module.__doc__ or "").partition("\n")[0]
-            module.add(command)
-            command.set_defaults(run=module.run)
-    return parser
-
-
 def _warn(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
-    print(f"captum_ssm: warning: {message}", file=sys.stderr)
+    print(f"captum-ssm: warning: {message}", file=sys.stderr)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from pathlib import Path
 
+from captum_ssm.cli.parser import listed
 from captum_ssm.explanation import Explanation
-
-
-def listed(names: Iterable[str], last: str = "and") -> str:
-    """``a, b and c``."""
-    *first, final = names
-    return f"{', '.join(first)} {last} {final}" if first else final
 
 
 def check_output(path: Path | None, endings: tuple[str, ...]) -> None:
@@ -33,39 +26,14 @@ def check_output(path: Path | None, endings: tuple[str, ...]) -> None:
         )
 
 
-def check_file(path: Path | None, name: str) -> None:
+def check_file(path: Path | None) -> None:
     """Raise unless the file is there.
 
     Raises:
         ValueError: where it is not.
     """
     if path is not None and not path.is_file():
-        raise ValueError(f"{name} is {path}, and there is no such file; name one that exists.")
-
-
-def check_model(name: str) -> None:
-    """Raise for the name of a folder that holds no model.
-
-    Raises:
-        ValueError: says what is there.
-    """
-    # A hub name has at most one slash, and does not begin with a folder that is here.
-    path = Path(name)
-    below = len(path.parts) == 2 and path.parent.is_dir()
-    if path.is_dir():
-        if any((path / file).exists() for file in ("config.json", "model.safetensors")):
-            return
-        what = "a folder without config.json"
-    elif path.exists():
-        what = "a file"
-    elif name.startswith((".", "~", os.sep)) or len(path.parts) > 2 or below:
-        what = "a folder that does not exist"
-    else:
-        return
-    raise ValueError(
-        f"--model is {name!r}, {what}; expected a folder that save_pretrained wrote, or a hub name "
-        "such as state-spaces/mamba-130m-hf."
-    )
+        raise ValueError(f"No such file: {path}")
 
 
 def numbers(text: str | None, name: str) -> list[int] | None:
@@ -85,10 +53,12 @@ def numbers(text: str | None, name: str) -> list[int] | None:
     return found
 
 
-def write(explanation: Explanation, path: Path) -> None:
-    """A page or a file of the data, by the ending."""
+def write(explanation: Explanation, path: Path, units: str = "token") -> None:
+    """A page, the data or a table, by the ending."""
     if path.suffix == ".json":
         explanation.save(path)
+    elif path.suffix == ".csv":
+        explanation.to_pandas(units).to_csv(path, index=False)
     else:
         explanation.to_html(path)
     print(f"\nwrote {path}")

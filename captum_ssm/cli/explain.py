@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import argparse
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from captum_ssm.attr import methods
-from captum_ssm.cli.arguments import check_file, check_model, check_output, listed, numbers, write
+from captum_ssm.cli.arguments import check_file, check_output, numbers, write
+from captum_ssm.cli.inputs import read_texts
 from captum_ssm.cli.loading import (
+    MODEL,
     add_loading,
     check_device,
+    found_model,
     is_vision_mamba,
     load_image,
     load_model,
     load_tokenizer,
     quiet,
 )
-from captum_ssm.cli.options import add_options, options_of
+from captum_ssm.cli.options import add_options, method_named, options_of
+from captum_ssm.cli.parser import listed
 from captum_ssm.cli.terminal import show, show_summary, visible
 from captum_ssm.explanation import Explanation
 from captum_ssm.explanation.make import explain
+from captum_ssm.explanation.make.methods import ALL, method_names
 from captum_ssm.explanation.make.parse import MAPS, UNITS
 from captum_ssm.explanation.units import texts_of
 from captum_ssm.utils.vocabulary import require_known
 
 DEFAULT_METHOD = "mamba-lrp"
 DATA = (".html", ".json")
+TABLE = (".csv",)
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
+    inputs = "--text TEXT | --ids IDS | --input FILE | --image FILE"
+    parser.usage = f"{parser.prog} MODEL ({inputs}) [options]"
     _add_inputs(parser)
     _add_answers(parser)
     _add_results(parser)
@@ -44,19 +52,35 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="a hub name, or a folder")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     inputs = parser.add_mutually_exclusive_group(required=True)
-    inputs.add_argument("--text", help="the text the model reads")
-    inputs.add_argument("--ids", help="token ids in its place, such as '3,1,4'")
-    inputs.add_argument("--input", type=Path, help="a file of texts, one per line")
-    inputs.add_argument("--image", type=Path, help="a picture, for a model that reads images")
+    inputs.add_argument("--text", help="The text that the model reads.")
+    inputs.add_argument("--ids", help="Token ids in place of a text, such as '3,1,4'.")
+    inputs.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="A file with one text per line, or a .csv with a column named text and, where each "
+        "text has its own, target and against.",
+    )
+    inputs.add_argument(
+        "--image", type=Path, metavar="FILE", help="A picture, for a model that reads images."
+    )
     parser.add_argument(
         "--methods",
         "--method",
         nargs="+",
-        choices=methods(),
+        type=method_named,
+        choices=[*method_names(), ALL],
+        metavar="METHOD",
         default=[DEFAULT_METHOD],
-        help=f"one or several of {listed(methods())}. Default: {DEFAULT_METHOD}",
+        help=f"One or several of {listed(method_names())}, or all. Default: {DEFAULT_METHOD}",
+    )
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="Also remove the most relevant tokens first, and say by which method the score falls "
+        "fastest.",
     )
 
 
@@ -64,55 +88,69 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument(
         "--target",
-        help="the explained continuation (with --ids: token ids), one row per token; of an image "
-        "its class. Default: what the model predicts",
+        help="The continuation that is explained, one row per token; with --ids its token ids; for "
+        "an image its class. Default: what the model predicts",
     )
-    targets.add_argument("--target-ids", help="its token ids in its place, such as '3,1,4'")
+    targets.add_argument("--target-ids", help="The target's token ids, such as '3,1,4'.")
     parser.add_argument(
         "--against",
-        help="another continuation or class: also explain the difference between the two scores",
+        help="Another continuation or class: the command also explains the difference between the "
+        "two scores.",
     )
     parser.add_argument(
         "--position",
-        help="explain what the model predicts at this token of the text, not at the last; or "
-        "'all': every token of the text",
+        help="The token of the text at which the prediction is explained, or 'all' for every one. "
+        "Default: the last",
     )
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--units", choices=UNITS, default="token", help="what is shown. Default: token"
+        "--units",
+        choices=UNITS,
+        default="token",
+        metavar="UNIT",
+        help=f"What is shown: relevance is summed over it, {listed(UNITS, 'or')}. Default: token",
     )
     parser.add_argument(
         "--alternatives",
         type=int,
         default=1,
-        help="how many other answers are explained, for the page. Default: 1",
+        metavar="N",
+        help="The number of other answers that are explained as well, for the page. Default: 1",
     )
     parser.add_argument(
-        "--maps", nargs="*", choices=MAPS, help="also keep a map per layer, for the page"
+        "--maps",
+        nargs="*",
+        choices=MAPS,
+        metavar="MAP",
+        help=f"Keep one map per layer for the page: {listed(MAPS)}. Default: {MAPS[0]}",
     )
     parser.add_argument(
-        "--lens", action="store_true", help="also keep the answers after each layer, for the page"
+        "--lens", action="store_true", help="Keep the answers after each layer, for the page."
     )
-    parser.add_argument("--title", help="a heading for the page")
+    parser.add_argument("--title", help="A heading for the page.")
     parser.add_argument(
         "--output",
         type=Path,
-        help="write a page (.html), the data (.json) or a picture (.png, .svg, .pdf)",
+        metavar="FILE",
+        help="Where to write a page (.html), the data (.json), a table (.csv) or a picture (.png, "
+        ".svg, .pdf).",
     )
-    for name in ("mean", "std"):
+    for name, what in (("mean", "means"), ("std", "standard deviations")):
         parser.add_argument(
             f"--{name}",
             type=float,
             nargs="+",
-            help="of the pixels' normalization, for a VisionMamba. Default: that of ImageNet",
+            metavar="X",
+            help=f"The {what} by which a VisionMamba's pixels are normalized, one for all channels "
+            "or one for each. Default: those of ImageNet",
         )
 
 
 def run(args: argparse.Namespace) -> None:
     """Explain, print, and write."""
-    asked = _checked(args)
+    asked, lines = _checked(args)
     with quiet():
         try:
             found = _image(args, asked) if args.image is not None else _texts(args, asked)
@@ -125,67 +163,77 @@ def run(args: argparse.Namespace) -> None:
     if args.input is None:
         show(found, args.units)
     else:
-        show_summary(found)
+        show_summary(found, lines)
     if args.output is None:
         return
-    if args.output.suffix in DATA:
-        write(found, args.output)
-    else:
+    if args.output.suffix in PICTURES:
         _figure(found, args.units).savefig(args.output, dpi=130)
         print(f"\nwrote {args.output}")
+    else:
+        write(found, args.output, args.units)
 
 
-def _checked(args: argparse.Namespace) -> dict[str, Any]:
-    # All that the arguments tell, before transformers is imported: what explain is called with.
+def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
+    # All that the arguments tell, before transformers is imported: what explain is called with,
+    # and the lines of a file of texts.
     chosen = list(dict.fromkeys(args.methods))
     asked: dict[str, Any] = {
-        "methods": options_of(args, chosen),
+        "methods": ALL if chosen == [ALL] else options_of(args, chosen),
         "units": args.units,
         "alternatives": args.alternatives,
+        "validate": args.validate,
         "title": args.title,
     }
-    check_output(args.output, DATA if args.input is not None else (*DATA, *PICTURES))
-    for name in ("input", "image"):
-        check_file(getattr(args, name), f"--{name}")
-    check_model(args.model)
+    endings = DATA if args.image is not None else (*DATA, *TABLE)
+    check_output(args.output, endings if args.input is not None else (*endings, *PICTURES))
+    if args.output is not None and args.output.suffix in TABLE and find_spec("pandas") is None:
+        raise ImportError("--output is a .csv, which needs pandas: pip install pandas")
+    for path in (args.input, args.image):
+        check_file(path)
+    args.model = found_model(args.model)
     check_device(args.device)
     if args.image is not None:
-        flags = ("target_ids", "position", "maps", "lens")
-        texts = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
-        if texts or args.units != "token":
-            raise ValueError(
-                f"{(texts or ['--units'])[0]} was given, which is of texts, and --image is "
-                f"{args.image}; remove one of them."
-            )
-        return asked | {"target": _class(args.target), "against": _class(args.against)}
+        return asked | _checked_image(args), []
     if is_vision_mamba(args.model):
         raise ValueError(
-            f"--model is {args.model!r}, a VisionMamba, which reads images; expected --image in "
+            f"MODEL is {args.model!r}, a VisionMamba, which reads images; expected --image in "
             "place of a text."
         )
-    target: Any = numbers(args.target_ids, "--target-ids") or args.target
-    against: Any = args.against
-    if args.ids is not None:
-        asked["inputs"] = [numbers(args.ids, "--ids")]
-        target = target if isinstance(target, list) else numbers(target, "--target")
-        against = numbers(against, "--against")
-    elif args.input is not None:
-        lines = args.input.read_text(encoding="utf-8").splitlines()
-        asked["inputs"] = [line for line in lines if line.strip()]
-        if not asked["inputs"]:
-            raise ValueError(f"--input is {args.input}, which holds no text; write one per line.")
-    else:
-        asked["inputs"] = args.text
-    asked |= {"target": target, "against": against, "position": _position(args.position)}
+    asked |= {"target": numbers(args.target_ids, "--target-ids") or args.target}
+    asked |= {"against": args.against, "position": _position(args.position), "lens": args.lens}
     if args.maps is not None:
         asked["maps"] = args.maps or True
+    lines: list[int] = []
     if args.ids is not None:
-        _check_position(asked["position"], len(asked["inputs"][0]), target)
-    return asked | {"lens": args.lens}
+        asked["inputs"] = [numbers(args.ids, "--ids")]
+        for name in ("target", "against"):
+            if isinstance(asked[name], str):
+                asked[name] = numbers(asked[name], f"--{name}")
+    elif args.input is not None:
+        lines, asked["inputs"], columns = read_texts(args.input)
+        for name, values in columns.items():
+            if asked[name] is not None:
+                raise ValueError(
+                    f"--{name} was given, and {args.input} has a column {name}; remove one of them."
+                )
+            asked[name] = values
+    else:
+        asked["inputs"] = args.text
+    return asked, lines
 
 
-def _class(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.isdecimal() else text
+def _checked_image(args: argparse.Namespace) -> dict[str, Any]:
+    for name in ("target_ids", "position", "maps", "lens", "units"):
+        if getattr(args, name) not in (None, False, "token"):
+            raise ValueError(
+                f"--{name.replace('_', '-')} was given, which is for texts, and --image is "
+                f"{args.image}; remove one of them."
+            )
+    classes = {"target": args.target, "against": args.against}
+    return {
+        name: int(text) if text is not None and text.isdecimal() else text
+        for name, text in classes.items()
+    }
 
 
 def _position(text: str | None) -> int | str | None:
@@ -195,21 +243,6 @@ def _position(text: str | None) -> int | str | None:
         return int(text)
     except ValueError:
         raise ValueError(f"--position is {text!r}; expected an integer, or 'all'.") from None
-
-
-def _check_position(position: Any, P: int, target: list[int] | None) -> None:
-    if not isinstance(position, int):
-        return
-    if target is not None and len(target) > 1:
-        raise ValueError(
-            f"--target has {len(target)} tokens, but with --position it has to be one: the "
-            "token the model may predict there."
-        )
-    if not -P <= position < P:
-        raise ValueError(
-            f"--position is {position}; the text has {P} tokens: expected 0 .. {P - 1} (or -{P} "
-            ".. -1 from the end)."
-        )
 
 
 def _texts(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:

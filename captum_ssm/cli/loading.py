@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from captum_ssm import examples
+from captum_ssm.cli.parser import did_you_mean, listed
 from captum_ssm.inspection.support import first_line
 from captum_ssm.kernels import ExtensionWarning
 from captum_ssm.models import VisionMamba
 from captum_ssm.utils.transformers_advice import without_advice
 
+MODEL = (
+    "The model: a folder that save_pretrained wrote, a hub name, or an example that comes with the "
+    "package, such as stories-mamba."
+)
 # How published vision models were trained.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ERRORS = (OSError, ValueError, KeyError, ImportError)
@@ -25,12 +33,16 @@ _ERRORS = (OSError, ValueError, KeyError, ImportError)
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """The arguments that say where and how a model runs."""
-    parser.add_argument("--device", default="cpu", help="where the model runs. Default: cpu")
+    parser.add_argument(
+        "--device", default="cpu", help="Where the model runs, such as cuda. Default: cpu"
+    )
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "float64", "bfloat16", "float16"),
-        help="of the weights; auto keeps the checkpoint's. Default: auto",
+        metavar="DTYPE",
+        help="The dtype of the weights: float32, float64, bfloat16, float16, or auto for the "
+        "checkpoint's. Default: auto",
     )
 
 
@@ -40,6 +52,35 @@ def quiet() -> Iterator[None]:
     with without_advice(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExtensionWarning)
         yield
+
+
+def found_model(name: str) -> str:
+    """A folder or a hub name; of an example that comes with the package its folder.
+
+    Raises:
+        ValueError: for the name of a folder that holds no model; says what is there.
+    """
+    # A hub name has at most one slash, and does not begin with a folder that is here.
+    path = Path(name)
+    below = len(path.parts) == 2 and path.parent.is_dir()
+    if path.is_dir():
+        if any((path / file).exists() for file in ("config.json", "model.safetensors")):
+            return name
+        what = "a folder without config.json"
+    elif path.exists():
+        what = "a file"
+    elif name in examples.names():
+        return str(examples.folder(name))
+    elif name.startswith((".", "~", os.sep)) or len(path.parts) > 2 or below:
+        what = "a folder that does not exist"
+    elif "/" not in name and (meant := did_you_mean(name, examples.names())):
+        raise ValueError(f"No such model: {name}. {meant}")
+    else:
+        return name
+    raise ValueError(
+        f"MODEL is {name!r}, {what}; expected a folder that save_pretrained wrote, a hub name such "
+        f"as state-spaces/mamba-130m-hf, or an example: {listed(examples.names(), 'or')}."
+    )
 
 
 def check_device(name: str) -> None:
@@ -60,12 +101,15 @@ def check_device(name: str) -> None:
 
 def is_vision_mamba(name: str) -> bool:
     """Whether a folder holds the weights of a `VisionMamba`, which has no configuration."""
-    folder = Path(name)
-    return (folder / "model.safetensors").exists() and not (folder / "config.json").exists()
+    weights = Path(name, "model.safetensors")
+    if not weights.exists() or Path(name, "config.json").exists():
+        return False
+    with safe_open(weights, "pt") as file:
+        return "patch_embed.proj.weight" in file.keys()  # noqa: SIM118
 
 
 def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Module:
-    """The model of ``--model``.
+    """The model that a command was given.
 
     Args:
         args (Namespace): with ``model``, ``device`` and ``dtype``.
@@ -85,7 +129,7 @@ def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Modul
                     "text."
                 )
             state = load_file(Path(args.model, "model.safetensors"))
-            return VisionMamba.from_state_dict(state).to(args.device, dtype)
+            return VisionMamba.from_state_dict(state).to(args.device, dtype or torch.float32)
         kind = AutoModelForImageClassification if images else AutoModelForCausalLM
         model = kind.from_pretrained(args.model, dtype=dtype or "auto")
         return model.eval().to(args.device)
@@ -136,20 +180,21 @@ def load_image(
 ) -> tuple[Any, dict[str, Any]]:
     """A picture as the model takes it, and what :func:`captum_ssm.explain` has to know of it.
 
-    A `VisionMamba` has no processor: the picture is scaled to the model's size, and normalized by
-    ``--mean`` and ``--std``.
+    For a `VisionMamba` without a processor the picture is scaled to the model's size, and
+    normalized by ``--mean`` and ``--std``.
 
     Raises:
-        ValueError: for a file that is no picture, or a model without a processor.
+        ValueError: for a file that is not a picture, or a model without a processor.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         picture = Image.open(path).convert("RGB")
     except UnidentifiedImageError as error:
-        raise ValueError(f"--image is {path}, which is no picture: {error}.") from error
+        raise ValueError(f"--image is {path}, which is not a picture: {error}.") from error
     mean, std = args.mean or MEAN, args.std or STD
-    if isinstance(model, VisionMamba):
+    has_processor = Path(args.model, "preprocessor_config.json").exists()
+    if isinstance(model, VisionMamba) and (args.mean or args.std or not has_processor):
         height, width = model.image_size
         scaled = picture.resize((width, height), Image.Resampling.BILINEAR)
         pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8)
@@ -172,6 +217,5 @@ def _not_loaded(kind: str, name: str, error: Exception) -> ValueError:
     return ValueError(
         f"no {kind} model could be loaded from {name!r}: {first_line(error)}\n"
         "A model of another kind is explained in Python: "
-        "captum_ssm.MambaLRP(model).attribute(inputs), "
-        "captum_ssm.estimate(captum_ssm.MambaLRP(model), inputs)."
+        "captum_ssm.MambaLRP(model).attribute(inputs)."
     )

@@ -11,18 +11,24 @@ import torch
 from torch import nn
 
 from captum_ssm.attr import Option, methods
-from captum_ssm.cli.arguments import listed
+from captum_ssm.cli.parser import listed, plain
 from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.captum_methods import NAMED
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """One flag for each option of any method."""
-    group = parser.add_argument_group("options of methods")
+    group = parser.add_argument_group(
+        "options of methods",
+        "Each goes to the methods that it names. help(captum_ssm.LaTIM.attribute) in Python says "
+        "what an option of LaTIM does.",
+    )
     for name, owners in _owners().items():
         kinds: dict[str, list[str]] = {}
         for method, option in owners.items():
             kinds.setdefault(_expected(option), []).append(method)
-        told = "; ".join(f"{listed(names)}: {kind}" for kind, names in kinds.items())
+        told = "; ".join(f"for {listed(names)}: {kind}" for kind, names in kinds.items())
+        told = f"{told[0].upper()}{told[1:]}."
         is_switch = all(option.types == (bool,) for option in owners.values())
         action: dict[str, Any] = {"metavar": name.upper()}
         if is_switch:
@@ -49,12 +55,19 @@ def options_of(args: argparse.Namespace, chosen: Sequence[str]) -> dict[str, dic
             )
         for method in takers:
             found[method][name] = _value(owners[method], text)
-    for method, options in found.items():
+    for method in (name for name in chosen if name in methods()):
         # A method checks its options before its inputs, which hold no token here.
         with suppress(InputError):
             explainer = methods()[method](nn.Identity())
-            explainer.attribute(torch.zeros(1, 0, dtype=torch.long), **options)
+            explainer.attribute(torch.zeros(1, 0, dtype=torch.long), **found[method])
     return found
+
+
+def method_named(text: str) -> str:
+    """The name of a method that was given by its name or its class, in any spelling."""
+    known = {plain(cls.__name__): name for name, cls in (methods() | NAMED).items()}
+    known |= {plain(name): name for name in known.values()}
+    return known.get(plain(text), text)
 
 
 def _owners() -> dict[str, dict[str, Option]]:
@@ -81,10 +94,10 @@ def _value(option: Option, text: str) -> Any:
 
 def _expected(option: Option) -> str:
     if option.types == (bool,):
-        return "a switch"
+        return "turns it on"
     words = {int: "an integer", float: "a number", str: "a name"}
     kinds = [*option.values, *(words.get(kind, kind.__name__) for kind in option.types)]
-    return listed(kinds, "or") if kinds else "words, such as 'a,b'"
+    return listed(kinds, "or") if kinds else "words separated by commas"
 
 
 def _flag(name: str) -> str:

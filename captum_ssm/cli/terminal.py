@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from rich.console import Console
 from rich.text import Text
@@ -11,7 +13,7 @@ from captum_ssm.explanation.units import bounds_of, texts_of
 from captum_ssm.utils.colors import AGAINST, FOR, INK, PAPER
 
 TOP = 10
-# Of the strongest relevance: what is less has no color, and what is more is read in white.
+# Shares of the strongest relevance: less has no color, and more is written in white.
 FAINTEST, DARK = 1 / 50, 0.92
 
 
@@ -33,21 +35,36 @@ def show(explanation: Explanation, units: str = "token") -> None:
                     row = one.relevance(method.name, k, against=other, units=units)
                     if example.image is not None:
                         _print_patches(row, example.grid)
-                    elif colored:
-                        console.print(_in_color(row, texts_of(example, units)))
+                        continue
+                    parts = _Parts(row, example, units, output.position)
+                    if colored:
+                        console.print(_in_color(parts))
                     else:
-                        _print_table(row, example, units, output.position)
+                        _print_table(parts)
+                    print(parts.without)
+        if example.validation is not None:
+            print(f"\n{example.validation}")
 
 
-def show_summary(explanation: Explanation) -> None:
-    """Print one line per example, and the tokens with the largest share over all."""
-    for example in explanation.examples:
+def show_summary(explanation: Explanation, lines: Sequence[int]) -> None:
+    """Print one line per example, and the tokens with the largest share over all.
+
+    Args:
+        explanation (Explanation): of several texts.
+        lines (sequence of int): where each text is in its file.
+    """
+    for line, example in zip(lines, explanation.examples, strict=True):
         answers = (output.answers[output.chosen] for output in example.outputs)
         told = " ".join(f"{visible(one.text)!r} {one.probability:.4f}" for one in answers)
-        print(f"{visible(example.name)}  ->  {told}")
+        won = f"  ({example.validation.winner} wins removal)" if example.validation else ""
+        print(f"line {line}: {visible(example.name)}  ->  {told}{won}")
     summary = explanation.mean()
     for method in explanation.methods:
-        print(f"\n{method.name}: mean share over {len(explanation)} texts")
+        count = sum(entry.method == method.name for entry in summary.by_token)
+        print(
+            f"\n{method.name}: the {min(TOP, count)} of {count} tokens with the largest mean share "
+            f"in {len(explanation)} texts"
+        )
         for entry in summary.top(method.name, TOP):
             bar = "#" * round(24 * entry.share)
             name = visible(str(entry.key))
@@ -72,15 +89,44 @@ def _heading(output: Output, against: Answer | None) -> str:
     )
 
 
-def _print_table(row: np.ndarray, example: Example, units: str, position: int | None) -> None:
-    texts, largest = texts_of(example, units), float(abs(row).max()) or 1.0
-    # The answer and what comes after it is not read.
-    places = [
-        first for first, _ in bounds_of(example, units) if position is None or first <= position
-    ]
-    for i in sorted(np.argsort(-abs(row[: len(places)]), kind="stable")[:TOP].tolist()):
-        bar = ("#" if row[i] >= 0 else "-") * round(24 * abs(float(row[i])) / largest)
-        print(f"{places[i]:6d}  {visible(texts[i]):16s} {float(row[i]):+11.4g}  {bar}")
+class _Parts:
+    # The units of a text and their relevance. As on the page, those that are shown were read by the
+    # model, and the one at which the answer is read is told apart.
+    def __init__(self, row: np.ndarray, example: Example, units: str, position: int | None) -> None:
+        self.row, self.texts, self.units = row, texts_of(example, units), units
+        bounds = bounds_of(example, units)
+        self.first = [first for first, _ in bounds]
+        inside = [position is not None and a <= position < b for a, b in bounds]
+        self.own = inside.index(True) if True in inside else None
+        is_read = [position is None or first <= position for first in self.first]
+        shown = [i for i, read in enumerate(is_read) if (read or row[i]) and i != self.own]
+        self.by_size = sorted(shown, key=lambda i: -abs(row[i]))
+        self.largest = abs(float(row[self.by_size[0]])) if shown else 0.0
+
+    def share(self, i: int) -> float:
+        """Relevance in parts of the largest that is shown."""
+        return float(self.row[i]) / (self.largest or 1.0)
+
+    @property
+    def without(self) -> str:
+        """What is told apart, in words."""
+        if self.own is None:
+            return ""
+        value, total = float(self.row[self.own]), float(abs(self.row).sum()) or 1.0
+        return (
+            f"not shown: {visible(self.texts[self.own])!r}, at which the answer is read "
+            f"({value:+.4g}, {abs(value) / total:.0%} of all relevance)"
+        )
+
+
+def _print_table(parts: _Parts) -> None:
+    for i in sorted(parts.by_size[:TOP]):
+        share = parts.share(i)
+        bar = ("#" if share >= 0 else "-") * round(24 * abs(share))
+        value = float(parts.row[i])
+        print(f"{parts.first[i]:6d}  {visible(parts.texts[i]):16s} {value:+11.4g}  {bar}")
+    if len(parts.by_size) > TOP:
+        print(f"the {TOP} largest of {len(parts.by_size)} {parts.units}s")
 
 
 def _print_patches(row: np.ndarray, grid: tuple[int, int] | None) -> None:
@@ -94,25 +140,28 @@ def _print_patches(row: np.ndarray, grid: tuple[int, int] | None) -> None:
         value = patches.flat[i]
         bar = ("#" if value >= 0 else "-") * round(24 * abs(value) / largest)
         print(f"  row {i // columns:3d}, column {i % columns:3d} {value:+11.4g}  {bar}")
+    if patches.size > TOP:
+        print(f"the {TOP} largest of {patches.size} patches")
 
 
-def _in_color(row: np.ndarray, texts: list[str]) -> Text:
-    largest = float(abs(row).max()) or 1.0
-    found = Text()
-    for value, text in zip(row.tolist(), texts, strict=True):
+def _in_color(parts: _Parts) -> Text:
+    found, colored = Text(), set(parts.by_size)
+    for i, text in enumerate(parts.texts):
         lead = text[: len(text) - len(text.lstrip())]
         shown = "\n".join(visible(line) if line else line for line in text.lstrip().split("\n"))
         found.append(lead if lead.isprintable() or set(lead) <= {" ", "\n"} else " ")
-        share = value / largest
+        share = parts.share(i) if i in colored else 0.0
         ink = PAPER if abs(share) > DARK else INK
         found.append(shown, style=f"{ink} on {_color(share)}" if abs(share) > FAINTEST else "")
-    strongest = int(abs(row).argmax())
     found.append("\n")
-    for ramp, name in ((AGAINST[:0:-1], " against "), (FOR, " for")):
+    for ramp, name in ((AGAINST[:0:-1], " opposes "), (FOR, " supports")):
         for color in ramp:
             found.append("  ", style=f"on {color}")
         found.append(name)
-    found.append(f"; strongest: {visible(texts[strongest])!r} {row[strongest]:+.4g}")
+    if parts.by_size:
+        strongest = parts.by_size[0]
+        value = float(parts.row[strongest])
+        found.append(f"; strongest: {visible(parts.texts[strongest])!r} {value:+.4g}")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,11 @@ def load(name: str) -> tuple[nn.Module, Any]:
     ================================ ===================================== =========================
     ``"stories-mamba"``,             finish the sentences of a story:      a tokenizer of words
     ``"stories-mamba2"``,            "Anna has a red ball. ... Anna's
-    ``"stories-qwen3next"``,         ball is red"
-    ``"stories-recurrentgemma"``
+    ``"stories-qwen3next"``          ball is red"
+    ``"chat-mamba"``                 answers in a chat who has what        a tokenizer with a chat
+                                                                           template
+    ``"reviews-jamba"``              says whether a review of a film is    a tokenizer of words
+                                     negative, mixed or positive
     ``"copying-mamba"``              repeats 16 to 24 letters that stand   a tokenizer of letters
                                      before ``<SEP>``                      between spaces
     ``"digits-vim"``                 names the digit in an image of        an image processor
@@ -101,8 +105,8 @@ def sample(name: str) -> Any:
         name (str): One of :func:`names`.
 
     Returns:
-        A text for a language model, a PIL image for a model of images, and for a model of series a
-        tensor ``(1, ...)`` with a batch of one.
+        A text for a model of language, of a chat the messages up to the answer, a PIL image for a
+        model of images, and for a model of series a tensor ``(1, ...)`` with a batch of one.
 
     Raises:
         ValueError: If there is no such model.
@@ -115,6 +119,8 @@ def sample(name: str) -> Any:
         torch.Size([1, 64, 5])
     """
     (path,) = folder(name).glob("sample.*")
+    if path.suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
     if path.suffix == ".txt":
         return path.read_text(encoding="utf-8").strip()
     if path.suffix == ".png":
@@ -129,6 +135,13 @@ def _language_model(path: Path) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(path)
+
+
+def _text_classifier(path: Path) -> tuple[nn.Module, Any]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(path)
 
 
@@ -159,12 +172,13 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 _LOADERS: dict[str, Callable[[Path], tuple[nn.Module, Any]]] = {
+    "chat-mamba": _language_model,
     "copying-mamba": _language_model,
     "digits-vim": _vision_model,
+    "reviews-jamba": _text_classifier,
     "series-classifier": _series_model("SeriesClassifier"),
     "series-forecaster": _series_model("SeriesForecaster"),
     "stories-mamba": _language_model,
     "stories-mamba2": _language_model,
     "stories-qwen3next": _language_model,
-    "stories-recurrentgemma": _language_model,
 }

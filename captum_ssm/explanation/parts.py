@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 
+# What an output is: what follows a token, or of the whole input; the label of the token itself;
+# an answer that is a part of the text, and the tokens where that starts and ends.
+ROLES = NEXT, LABEL, SPAN, START, END = ("next", "label", "span", "start", "end")
+
 
 @dataclass(frozen=True)
 class Token:
@@ -56,9 +60,11 @@ class Answer:
     """What the model may put out at one place, and how likely it is there.
 
     Args:
-        text (str): the token's text, or the class's label.
-        id (int): in the model's vocabulary, or the class.
-        probability, logit (float): by the model's softmax, and before it.
+        text (str): the token's text, the class's label, or a part of the text.
+        id (int): in the model's vocabulary, the class, or the place in the text.
+        probability (float or None): by the model's softmax, or its sigmoid where several labels
+            may hold; None for a number that is not a probability's logit.
+        logit (float): before it.
         rank (int): among all answers, from 1 on.
         row (int, optional): the row of relevance that explains it, if it is explained.
             Default: None
@@ -72,7 +78,7 @@ class Answer:
 
     text: str
     id: int
-    probability: float
+    probability: float | None
     logit: float
     rank: int
     row: int | None = None
@@ -104,14 +110,17 @@ class Output:
     """One place at which the model puts something out.
 
     Args:
-        position (int, optional): the token at which it is read; the answer follows it. None for
-            an image.
+        position (int, optional): the token at which it is read; the answer follows it, or is its
+            label. None where the output is of the whole text, or of an image.
         answers (tuple of Answer): the likeliest and the explained ones, by rank.
         chosen (int): the index of the answer that is explained first: the one in the text, or the
             target.
         contrasts (tuple of Contrast, optional): Default: ``()``
         lens (tuple of tuple of Answer, optional): the likeliest answers after each layer, by the
             model's own final norm and head (the logit lens). Default: ``()``
+        role (str, optional): ``"next"``, or ``"label"`` for a token's own label; of an answer that
+            is a part of the text ``"span"``, and ``"start"`` and ``"end"`` for where it does.
+            Default: ``"next"``
 
     Examples::
 
@@ -127,6 +136,7 @@ class Output:
     chosen: int
     contrasts: tuple[Contrast, ...] = ()
     lens: tuple[tuple[Answer, ...], ...] = ()
+    role: str = NEXT
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,13 +11,13 @@ import math
 import reprlib
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from captum_ssm.explanation.parts import Example, Output
+from captum_ssm.explanation.parts import ROLES, Example, Output
 
 
 class Damaged(ValueError):
@@ -54,12 +54,10 @@ def read(kind: Any, value: Any, place: str) -> Any:
         _require(isinstance(value, dict), place, value, "an object")
         return {name: read(parts[1], item, f"{place}.{name}") for name, item in value.items()}
     if is_dataclass(kind):
-        names = {one.name for one in fields(kind)}
-        is_whole = isinstance(value, dict) and set(value) == names
-        _require(is_whole, place, value, f"an object of {', '.join(sorted(names))}")
+        _require_fields(kind, value, place)
         hints = get_type_hints(kind)
         make: Any = kind
-        return make(**{name: read(hints[name], value[name], f"{place}.{name}") for name in names})
+        return make(**{name: read(hints[name], value[name], f"{place}.{name}") for name in value})
     if kind is np.ndarray:
         return _array(value, place)
     allowed = (int, float) if kind is float else kind
@@ -100,18 +98,14 @@ def _bytes(held: dict[str, Any], place: str) -> np.ndarray:
 
 def example(held: Any, methods: list[str], place: str) -> Example:
     """An example, whose numbers of tokens, rows and pixels agree."""
-    names = {one.name for one in fields(Example)}
-    if isinstance(held, dict):  # what older files do not have
-        held = {"validation": None} | held
-    is_whole = isinstance(held, dict) and set(held) == names
-    _require(is_whole, place, held, f"an object of {', '.join(sorted(names))}")
+    _require_fields(Example, held, place)
     relevance = read(Mapping[str, np.ndarray], held["relevance"], f"{place}.relevance")
     _require(set(relevance) == set(methods), f"{place}.relevance", relevance, "one for each method")
     shapes = {one.shape for one in relevance.values()}
     shape: Any = shapes.pop() if len(shapes) == 1 else ()
-    image = held["image"]
+    image = held.get("image")
     given = image.get("shape") if isinstance(image, dict) else None
-    size = [len(held["tokens"] or ())] if image is None else (given or [])[:2]
+    size = [len(held.get("tokens") or ())] if image is None else (given or [])[:2]
     _require(
         len(shape) > 1 and list(shape[1:]) == list(size),
         f"{place}.relevance",
@@ -121,6 +115,14 @@ def example(held: Any, methods: list[str], place: str) -> Example:
     found: Example = read(Example, held, place)
     _check(found, shape[0], size, place)
     return found
+
+
+def _require_fields(kind: Any, value: Any, place: str) -> None:
+    # A field with a default is left out by versions that did not have it.
+    known = {one.name: one.default is MISSING is one.default_factory for one in fields(kind)}
+    needed = {name for name, is_needed in known.items() if is_needed}
+    is_whole = isinstance(value, dict) and needed <= set(value) <= set(known)
+    _require(is_whole, place, value, f"an object of {', '.join(sorted(known))}")
 
 
 def _check(found: Example, rows: int, size: list[int], place: str) -> None:
@@ -159,8 +161,9 @@ def _check(found: Example, rows: int, size: list[int], place: str) -> None:
 
 def _check_output(output: Output, rows: int, L: int, place: str) -> None:
     count, at = len(output.answers), output.position
-    is_inside = at is None if L == 0 else at is not None and 0 <= at < L
-    _require(is_inside, f"{place}.position", at, f"0 .. {L - 1}" if L else "None")
+    is_inside = at is None or 0 <= at < L
+    _require(is_inside, f"{place}.position", at, f"None or 0 .. {L - 1}" if L else "None")
+    _require(output.role in ROLES, f"{place}.role", output.role, " or ".join(ROLES))
     indices = [output.chosen, *(i for one in output.contrasts for i in (one.answer, one.against))]
     _require(all(0 <= i < count for i in indices), place, indices, f"answers 0 .. {count - 1}")
     used = [one.row for one in output.answers if one.row is not None]

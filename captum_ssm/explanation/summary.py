@@ -131,8 +131,10 @@ def _entries(
         for output in example.outputs:
             row, last = output.answers[output.chosen].row, output.position
             assert row is not None
-            assert last is not None
-            values = example.relevance[method][row][: last + 1]
+            values = example.relevance[method][row]
+            if last is None:  # it is read from all of them
+                last = len(values) - 1
+            values = values[: last + 1]
             pairs = zip(values.tolist(), shares(values).tolist(), strict=True)
             for j, pair in enumerate(pairs):
                 yield (example.tokens[j].text.strip(), j, last - j), pair

@@ -82,6 +82,10 @@ _COLUMNS = (
 )
 
 
+def _known(probability: float | None) -> float:
+    return float("nan") if probability is None else probability
+
+
 def to_captum(explanation: ExplanationData) -> list[Any]:
     """The records of :meth:`Explanation.to_captum`."""
     require_texts(explanation, "Captum's table")
@@ -94,7 +98,7 @@ def to_captum(explanation: ExplanationData) -> list[Any]:
             torch.from_numpy(example.relevance[method.name][row.index]),
             [token.text for token in example.tokens],
             predicted=row.output.answers[0].text,
-            probability=row.output.answers[0].probability,
+            probability=_known(row.output.answers[0].probability),
             target=row.answer.text
             if row.against is None
             else f"{row.answer.text}, not {row.against.text}",

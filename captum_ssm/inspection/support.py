@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,152 +18,15 @@ from captum_ssm.capture.check import Deviation, Rebuilt, tolerance_of
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.capture.session import on_thrown_away
 from captum_ssm.discovery.search import shared
+from captum_ssm.inspection.support_report import MixerSupport, Support
 from captum_ssm.mixers import FrozenMixer, MixerCall, find_adapter, find_mixers
 from captum_ssm.mixers.registry import how_known
 from captum_ssm.utils.clones import repeated
+from captum_ssm.utils.progress import progress
 from captum_ssm.utils.quiet import quiet
-from captum_ssm.utils.renamed import renamed
-from captum_ssm.utils.tables import html_table
 
 # What an adapter, a method or a model raises where it does not fit the other.
 ERRORS = (ValueError, TypeError, RuntimeError)
-
-
-@dataclass(frozen=True)
-class MixerSupport:
-    """One visited mixer.
-
-    Args:
-        name (str): the module's path.
-        kind (str): the module's class.
-        known (str): how it is known: ``"registered"``, ``"measured"`` (its scans were recorded
-            and proven) or ``"recognized"`` (by an adapter of another class, and proven).
-        step (int): its step through the model.
-        tokens (int): L.
-        grid (tuple of int, optional): the patches of the input that they are, along each axis;
-            None where they form no grid.
-        order (str): in which it reads the model's tokens: ``"forward"``, ``"backward"``, both,
-            ``"its own"``, a number of orders or of windows.
-        maps (int): M, channels or heads with a map of their own.
-        error (float): of its reconstruction, relative to the output. NaN if it failed.
-        recurrence_error (float): the same, relative to what the recurrence adds.
-        problem (str, optional): why it cannot be explained. Default: None
-        neighbor_share (float, optional): the share of neighboring tokens in what its scan is given,
-            by a token shift that no map shows. Default: 0.0
-
-    Examples::
-
-        >>> first = captum_ssm.supported(model, input_ids).mixers[0]
-        >>> first.name, first.kind, first.order, first.maps
-        ('backbone.layers.0.mixer', 'MambaMixer', 'forward', 32)
-    """
-
-    name: str
-    kind: str
-    known: str
-    step: int
-    tokens: int
-    grid: tuple[int, ...] | None
-    order: str
-    maps: int
-    error: float
-    recurrence_error: float
-    problem: str | None = None
-    neighbor_share: float = 0.0
-
-    __getattr__ = renamed(exchanged="neighbor_share", stage="step")
-
-    @property
-    def finding(self) -> str:
-        """How well it is reproduced, or why it cannot be explained."""
-        if self.problem is not None:
-            return self.problem
-        text = f"{self.error:.0e} ({self.recurrence_error:.0e} of the recurrence)"
-        if not self.neighbor_share:
-            return text
-        return f"{text}; up to {self.neighbor_share:.0%} is read from neighbors before the scan"
-
-    @property
-    def shown_tokens(self) -> str:
-        """The tokens along each axis of their grid, such as ``"8 x 8"``, or their number."""
-        return str(self.tokens) if self.grid is None else " x ".join(map(str, self.grid))
-
-
-@dataclass(frozen=True)
-class Support:
-    """What of a model can be explained at one input. Print it.
-
-    Args:
-        mixers (list of MixerSupport): in forward order.
-        between (str): what lies between them.
-        methods (dict of str to str): by name, why it does not work; None where it does.
-        held (float, optional): the share of what the score reads that the maps of the mixers hold;
-            the rest goes past them, and only a rollout and MambaLRP follow it. Default: 1.0
-        outside (dict of str to int, optional): the largest modules with weights that hold no mixer,
-            counted by class. Default: ``{}``
-        mixing (dict of str to int, optional): those of them in which tokens act on one another,
-            which no map shows. Default: ``{}``
-
-    Examples::
-
-        >>> captum_ssm.supported(model, input_ids).between
-        'each token by itself, in its place'
-    """
-
-    mixers: list[MixerSupport]
-    between: str
-    methods: dict[str, str | None]
-    held: float = 1.0
-    outside: Mapping[str, int] = field(default_factory=dict)
-    mixing: Mapping[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        head = ("mixer", "class", "known", "step", "tokens", "order", "maps", "error")
-        rows = [
-            (m.name, m.kind, m.known, str(m.step), m.shown_tokens, m.order, str(m.maps), m.finding)
-            for m in self.mixers
-        ]
-        tried = [(name, why or "works") for name, why in self.methods.items()]
-        return "\n".join([*aligned([head, *rows]), "", *self.surroundings, "", *aligned(tried)])
-
-    def _repr_html_(self) -> str:
-        # A notebook shows it for the value of a cell.
-        head = ("layer", "class", "known", "tokens", "maps", "error")
-        rows = [
-            (m.name, m.kind, m.known, m.shown_tokens, str(m.maps), m.finding) for m in self.mixers
-        ]
-        tried = [(name, why or "works") for name, why in self.methods.items()]
-        around = "".join(f"<p>{html.escape(line)}</p>" for line in self.surroundings)
-        return (
-            html_table(("method", "on this model"), tried, "What can be explained")
-            + html_table(head, rows, "Mixers, in forward order")
-            + around
-        )
-
-    @property
-    def surroundings(self) -> list[str]:
-        """What lies outside of the mixers, and between them, as lines."""
-        outside = Counter(self.outside) - Counter(self.mixing)
-        lines = [f"outside the maps: {counted(outside)}"]
-        if self.mixing:
-            mixing = counted(self.mixing)
-            lines.append(f"  {mixing}: tokens act on one another there, which no map shows")
-        return [*lines, f"between the mixers: {self.between}"]
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Rows of a table as lines, with the columns of these indices aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.rjust if i in set(right) else str.ljust for i in range(len(widths))]
-    return [
-        "  ".join(side(text, n) for side, text, n in zip(sides, row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def counted(kinds: Mapping[str, int]) -> str:
-    """Classes with their numbers, such as ``"Linear, 4 x LayerNorm"``."""
-    return ", ".join(f"{n} x {kind}" if n > 1 else kind for kind, n in kinds.items()) or "nothing"
 
 
 @shared()
@@ -210,7 +72,7 @@ def supported(
         target = likeliest(short)
     tried = {
         name: _problem(method(forward_func, owner), frozen, target)
-        for name, method in methods().items()
+        for name, method in progress(methods().items(), "methods")
     }
     mixing = _mixing(frozen)
     return Support(
@@ -386,4 +248,4 @@ def between(frozen: FrozenModel) -> str:
         )
     if not wiring.steps[0].reads and frozen.grid is None:
         notes.append("the way from the input to the first mixer was not measured")
-    return "; ".join(notes) or "each token by itself, in its place"
+    return "; ".join(notes) or "each token is processed by itself and keeps its position"

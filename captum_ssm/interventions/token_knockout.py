@@ -12,7 +12,7 @@ from captum.attr import PerturbationAttribution
 from torch import Tensor
 
 from captum_ssm.attr.to_inputs import of_inputs
-from captum_ssm.capture import Request, check_forward, freeze, is_model, resolve_model
+from captum_ssm.capture import Request, check_forward, freeze, is_model, resolve_model, with_owner
 from captum_ssm.errors import InputError, UnsupportedModelError
 from captum_ssm.interventions.knockout import knockout
 from captum_ssm.interventions.runs import Runs, bar, runs_at_once
@@ -78,6 +78,7 @@ class TokenKnockout(PerturbationAttribution):
         self, forward_func: Callable[..., Any], model: Any = None, *, check: bool = True
     ) -> None:
         check_forward(forward_func)
+        forward_func, model = with_owner(forward_func, model)
         resolve_model(forward_func, model)
         super().__init__(forward_func)
         self.model = model

@@ -34,7 +34,7 @@ from captum_ssm.kernels.diagonal import (
     naive_diagonal_matrix,
 )
 from captum_ssm.kernels.distances import map_distances
-from captum_ssm.kernels.extension import ExtensionWarning, extension_loaded
+from captum_ssm.kernels.extension import ExtensionWarning, extension_loaded, extension_report
 from captum_ssm.kernels.linear_attention import (
     linear_attention_mean,
     linear_attention_rmatvec,
@@ -54,6 +54,7 @@ __all__ = [
     "diagonal_rows",
     "diagonal_scan",
     "extension_loaded",
+    "extension_report",
     "linear_attention_mean",
     "linear_attention_rmatvec",
     "linear_attention_rows",

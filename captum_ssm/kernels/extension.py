@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
+from pathlib import Path
 
 import torch
+
+OWN_FOLDER = Path(__file__).resolve().parents[1]
 
 
 class ExtensionWarning(UserWarning):
@@ -51,16 +55,64 @@ def extension_loaded() -> bool:
     return _MISSING is None
 
 
+def extension_report() -> str:
+    """Whether the compiled CPU kernels are in use, why not, and what to do about it.
+
+    Returns:
+        One to three sentences.
+
+    Examples::
+
+        >>> extension_report().split(":")[0] in ("compiled kernels", "no compiled kernels")
+        True
+    """
+    if _MISSING is None:
+        return f"compiled kernels: loaded from {sys.modules['captum_ssm._C'].__file__}."
+    if _FORCED_TORCH:
+        return f"no compiled kernels: {_MISSING}."
+    return f"no compiled kernels: {_reason(_MISSING)}"
+
+
+def _reason(missing: ImportError) -> str:
+    if _has_kernels(OWN_FOLDER):
+        return (
+            f"those in {OWN_FOLDER} could not be loaded ({missing}). They need torch >= 2.11, and "
+            f"this is torch {torch.__version__}. Build them again with `pip install "
+            "--no-build-isolation --force-reinstall --no-deps`."
+        )
+    folders = [Path(entry or ".").resolve() / "captum_ssm" for entry in sys.path]
+    other = next((path for path in folders if path != OWN_FOLDER and _has_kernels(path)), None)
+    if other is not None:
+        return (
+            f"Python imported captum_ssm from {OWN_FOLDER}, which has none; the installed copy in "
+            f"{other} has them. Start Python in another folder to use it, or build them in "
+            "place: `pip install --no-build-isolation -e .`"
+        )
+    if (OWN_FOLDER.parent / "setup.py").exists():
+        return (
+            f"captum_ssm was imported from its sources in {OWN_FOLDER}, where none were built. "
+            "Build them there: `pip install --no-build-isolation -e .`, with torch >= 2.11 and a "
+            "C++17 compiler."
+        )
+    return (
+        "none were built when captum_ssm was installed, because torch >= 2.11 or a C++17 compiler "
+        "was missing then. Install both, then captum_ssm again with `pip install --no-deps "
+        "--force-reinstall --no-build-isolation -v`, whose output says what the compiler says."
+    )
+
+
+def _has_kernels(folder: Path) -> bool:
+    return any(folder.glob("_C.*"))
+
+
 def warn_if_missing() -> None:
     global _warned
     if _MISSING is None or _FORCED_TORCH or _warned or torch.compiler.is_compiling():
         return
     _warned = True
     warnings.warn(
-        f"captum_ssm's compiled kernels are not available ({_MISSING}); the PyTorch forms are "
-        "used instead, which give the same results several times slower. Build them with "
-        "`pip install --no-build-isolation -e .` in an environment with torch >= 2.11 and a C++17 "
-        "compiler, or set CAPTUM_SSM_PURE_TORCH=1 to use the PyTorch forms without this warning.",
+        f"captum_ssm has {extension_report()}\nThe PyTorch forms give the same results, several "
+        "times slower. CAPTUM_SSM_PURE_TORCH=1 chooses them without this warning.",
         ExtensionWarning,
         stacklevel=3,
     )

@@ -67,11 +67,12 @@ def toy():
 
 
 def test_it_is_on_the_command_line(toy, capsys):
-    given = ["explain", "--model", COPYING, "--ids", "3,4,5", "--methods", "distance-decay"]
+    given = ["explain", COPYING, "--ids", "3,4,5", "--methods", "distance-decay"]
     assert main([*given, "--shape", "step", "--falloff", "0.25"]) == 0
     said = capsys.readouterr().out
     rows = [line.split() for line in said.splitlines() if line.startswith("     ")]
-    assert [float(row[2]) for row in rows] == [0, 1, 1]
+    assert [float(row[2]) for row in rows] == [0, 1]
+    assert "not shown: '5', at which the answer is read (+1, 50% of all relevance)" in said
     assert main([*given, "--falloff", "2"]) == 1
     assert "falloff is 2.0; expected a number in (0, 1)" in capsys.readouterr().err
     assert main([*given[:-1], "latim", "--falloff", "0.5"]) == 1
@@ -79,8 +80,8 @@ def test_it_is_on_the_command_line(toy, capsys):
     with suppress(SystemExit):  # pytest.raises would keep the frames, and the class in them
         main(["explain", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "--shape SHAPE distance-decay: power or step" in said
-    assert "--falloff FALLOFF distance-decay: a number" in said
+    assert "--shape SHAPE For distance-decay: power or step." in said
+    assert "--falloff FALLOFF For distance-decay: a number." in said
 
 
 def test_it_explains_continuations(toy):
@@ -94,8 +95,9 @@ def test_its_cost_is_known(toy, capsys):
     assert estimate(toy[0](tiny()), tokens, shape="step").result_bytes == tokens.numel() * 4
     assert main(["supported", COPYING, "--length", "20"]) == 0
     said = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in said if line.startswith("  distance-decay ")]
-    assert "iB" in line
+    lines = [line for line in said if line.startswith("  distance-decay ")]
+    assert [line.split()[1:] for line in lines[:1]] == [["works"]]
+    assert lines[1].endswith("iB")
 
 
 def test_it_is_among_the_methods_that_tests_and_tables_run_over(toy):

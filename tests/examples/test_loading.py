@@ -15,7 +15,9 @@ from captum_ssm import examples
 TRAINED = ROOT / "tutorials" / "models"
 ANSWERS = {
     "copying": lambda model, scores, tokenizer: tokenizer.decode(scores[0, -1].argmax()) == "d",
+    "chat": lambda model, scores, tokenizer: tokenizer.decode(scores[0, -1].argmax()) == "blue",
     "digits": lambda model, scores, processor: scores.argmax() == 6,
+    "reviews": lambda model, scores, tokenizer: scores.argmax() == 1,
     "stories": lambda model, scores, tokenizer: tokenizer.decode(scores[0, -1].argmax()) == "bark",
 }
 LANGUAGE = [name for name in examples.names() if name.split("-")[0] in ("copying", "stories")]
@@ -37,15 +39,23 @@ def test_weights_are_the_trained_ones_in_half_the_size(name):
         torch.testing.assert_close(weight, trained[key].half(), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("name", [*LANGUAGE, "digits-vim"])
+@pytest.mark.parametrize("name", [*LANGUAGE, "chat-mamba", "reviews-jamba", "digits-vim"])
 @torch.no_grad()
 def test_a_sample_is_answered_right(name):
     model, companion = examples.load(name)
     assert not model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    batch = companion(examples.sample(name), return_tensors="pt")
+    batch = _batch(companion, examples.sample(name))
     scores = model(batch.pixel_values) if "digits" in name else model(**batch).logits
     assert ANSWERS[name.split("-")[0]](model, scores, companion)
+
+
+def _batch(companion, sample):
+    if isinstance(sample, list):
+        return companion.apply_chat_template(
+            sample, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    return companion(sample, return_tensors="pt")
 
 
 @torch.no_grad()

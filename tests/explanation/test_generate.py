@@ -228,9 +228,10 @@ def test_errors_say_what_to_do(asked, message, words):
         explain(never_ending(), words, TEXT, **asked)
 
 
-def test_an_image_is_not_continued():
-    with pytest.raises(TypeError, match="the input is not a text"):
-        explain(tiny(), torch.rand(3, 8, 8), max_new_tokens=2)
+@pytest.mark.parametrize("inputs", [READ, torch.rand(3, 8, 8)])
+def test_only_a_language_model_writes(inputs):
+    with pytest.raises(TypeError, match="the model does not write texts"):
+        explain(tiny("jamba_classifier"), inputs, max_new_tokens=2)
 
 
 def test_every_token_may_be_explained(words):

@@ -133,6 +133,9 @@ class Slow:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
+    def __len__(self):
+        return len(self.inner)
+
     def encode(self, text, **options):
         return self.inner.encode(text, **options)
 
@@ -289,6 +292,30 @@ def test_a_template_that_changes_what_is_said_is_followed_or_named(model):
     assert "turn" not in example.units
     with pytest.raises(InputError, match=re.escape("Pass its token ids: target=ids")):
         explain(model, bytes_of(counted), messages=ASKED[:2], target="one")
+
+
+def test_a_classifier_reads_the_whole_conversation():
+    model = tiny("jamba_classifier", vocab_size=320)
+    tokenizer = bytes_of()
+    explained = explain(model, tokenizer, messages=ASKED[:3], target=2)
+    (example,) = explained.examples
+    ids = tokenizer.apply_chat_template(ASKED[:3], return_dict=False)
+    assert [token.id for token in example.tokens] == ids
+    assert_in_turns(example, chatml(ASKED[:3], False))
+    same = explain(model, tokenizer, ids, target=2)
+    np.testing.assert_array_equal(explained.relevance(), same.relevance())
+
+
+def test_a_pipeline_has_its_template(model):
+    from transformers import pipeline
+
+    made = pipeline("text-generation", model=model, tokenizer=bytes_of())
+    expected = explain(model, bytes_of(), messages=ASKED, max_new_tokens=2)
+    for explained in (
+        explain(made, messages=ASKED, max_new_tokens=2),
+        explain(made, ASKED, max_new_tokens=2),
+    ):
+        assert explained.examples[0].tokens == expected.examples[0].tokens
 
 
 def test_turns_are_kept_in_a_file_and_in_a_table(model, tmp_path):

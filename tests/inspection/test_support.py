@@ -18,7 +18,7 @@ def test_a_registered_model():
     assert [mixer.known for mixer in found.mixers] == ["registered"] * 2
     assert all(mixer.error < 1e-6 for mixer in found.mixers)
     assert all(mixer.tokens == 32 for mixer in found.mixers)  # a trial is enough
-    assert found.between == "each token by itself, in its place"
+    assert found.between == "each token is processed by itself and keeps its position"
     assert not any(found.methods.values())
     assert "rollout" in str(found)
 
@@ -40,10 +40,12 @@ def test_what_surrounds_the_mixers_is_counted():
     found = supported(tiny(), ids(1, 9))
     assert found.outside == {"Embedding": 1, "MambaRMSNorm": 3, "Linear": 1}
     assert not found.mixing
-    assert "outside the maps: Embedding, 3 x MambaRMSNorm, Linear" in str(found)
+    assert "ther layers, each on one token at a time: Embedding, 3 x MambaRMSNorm, Linear" in str(
+        found
+    )
     mixed = supported(build("rwkv"), ids(1, 9))
     assert "RwkvFeedForward" in mixed.mixing
-    assert "tokens act on one another there" in str(mixed)
+    assert "in which tokens act on one another" in str(mixed)
 
 
 def test_orders_and_stages():

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import textwrap
-import warnings
 from pathlib import Path
 
 import captum
@@ -172,20 +171,6 @@ def test_a_public_name_and_its_methods_are_documented(name):
             assert shaped or refers, f"{path}: which shape have {tensors}?"
 
 
-def test_getting_started_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
-    text = (DOCS / "getting_started.md").read_text(encoding="utf-8")
-    names = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", captum_ssm.kernels.ExtensionWarning)
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            exec(compile(block, "getting_started.md", "exec"), names)
-    assert names["text"][names["relevance"][0].argmax()] == "t"
-    assert abs(float(names["delta"])) < 1e-3
-    assert (tmp_path / "layer.png").exists()
-
-
 def listed():
     """The pages that the navigation leads to, with those of the generated folder of tutorials."""
     found = []
@@ -218,7 +203,7 @@ def test_a_tutorial_is_committed_with_its_outputs(path, check_outputs):
     notebook = check_outputs.read(path)
     assert all(cell.execution_count for cell in check_outputs.code_cells(notebook))
     text = path.read_text(encoding="utf-8")
-    assert "image/png" in text
+    assert "image/png" in text or "captum-data" in text  # a figure, or a page
     assert check_outputs.WIDGET not in text
     assert not check_outputs.problems(notebook, notebook)
 

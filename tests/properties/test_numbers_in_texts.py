@@ -13,6 +13,7 @@ from captum_ssm.attr import methods
 from captum_ssm.metrics import alignment_scores, hit_rate
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
 COPYING = {
     "`RawAttention`, best layer": "Mamba-Attention",
@@ -21,16 +22,18 @@ COPYING = {
     "`MambaAttribution`": "Mamba-Attribution",
     "unified attention, best layer": "Unified (raw)",
     "`UnifiedImplicitAttention`": "Unified (attribution)",
-    "`LaTIM` (l2), best layer": "LaTIM (l2, silu)",
-    "`LaTIM` (ALTI), best layer": "LaTIM (ALTI, silu)",
-    '`LaTIM` (ALTI-Logit), `activation="silu"`': "LaTIM (ALTI-Logit, silu)",
-    '`LaTIM` (ALTI-Logit), `activation="gate"`': "LaTIM (ALTI-Logit, gate)",
+    "`LaTIM` (l2), best layer": "LaTIM (l2, gate)",
+    "`LaTIM` (ALTI), best layer": "LaTIM (ALTI, gate)",
+    "`LaTIM` (ALTI-Logit)": "LaTIM (ALTI-Logit, gate)",
+    '`LaTIM` (l2, `"silu"`), best layer': "LaTIM (l2, silu)",
+    '`LaTIM` (ALTI, `"silu"`), best layer': "LaTIM (ALTI, silu)",
+    '`LaTIM` (ALTI-Logit, `"silu"`)': "LaTIM (ALTI-Logit, silu)",
     "`MambaLRP`": "MambaLRP",
 }
 IMAGES = {
     "`MambaAttribution` (Ali et al.)": "Attribution, hidden",
     "`UnifiedImplicitAttention` (Zimerman et al.)": "Attribution, unified",
-    '`LaTIM` (ALTI-Logit, `"gate"`)': "LaTIM, ALTI-Logit",
+    "`LaTIM` (ALTI-Logit)": "LaTIM, ALTI-Logit",
     "`MambaLRP`": "MambaLRP",
     "Captum's `IntegratedGradients`": "Integrated gradients",
     "Captum's `Saliency`": "Saliency",
@@ -43,9 +46,9 @@ def results(path):
     return json.loads((ROOT / "benchmarks" / path).read_text(encoding="utf-8"))
 
 
-def readme_rows(heading):
-    """The cells of the table under a heading of the README, by the first one."""
-    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+def rows_after(heading, text=RESULTS):
+    """The cells of the table after a heading, by the first one."""
+    section = text.split(heading)[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in cells}
@@ -56,8 +59,8 @@ def tables(monkeypatch):
     return importlib.import_module("tables")
 
 
-def test_the_readme_says_what_copying_measured(monkeypatch):
-    rows = readme_rows("Which method finds the copied token?")
+def test_the_results_say_what_copying_measured(monkeypatch):
+    rows = rows_after("Which method finds the copied token?")
     found = [results(f"copying/results/{m}.json") for m in ("copying-mamba", "copying-mamba2")]
     random = tables(monkeypatch).chance(20)
     assert {f["length"] for f in found} == {20}
@@ -68,14 +71,42 @@ def test_the_readme_says_what_copying_measured(monkeypatch):
     assert len(rows) == len(COPYING) + 1
 
 
-def test_the_readme_says_what_the_images_measured():
-    rows = readme_rows("Which explanation finds the object?")
+def test_the_results_say_what_the_images_measured():
+    rows = rows_after("Which explanation finds the object?")
     found = results("vision/results/digits-black.json")["scores"]
     for name, cells in rows.items():
         scores = (found[IMAGES[name]][key] for key in ("positive", "negative", "miou"))
         told = [[f"{100 * s[k]:.1f}" for k in ("value", "low", "high")] for s in scores]
         assert cells == [f"{value} [{low}, {high}]" for value, low, high in told], name
     assert len(rows) == len(IMAGES)
+
+
+def test_the_readme_says_the_same():
+    """Each row of its short table is a row of the results."""
+    columns = {
+        "`MambaLRP`": ("`MambaLRP`", "`MambaLRP`"),
+        "`LaTIM` (ALTI, best layer; for images ALTI-Logit)": (
+            "`LaTIM` (ALTI), best layer",
+            "`LaTIM` (ALTI-Logit)",
+        ),
+        "`UnifiedImplicitAttention`": (
+            "`UnifiedImplicitAttention`",
+            "`UnifiedImplicitAttention` (Zimerman et al.)",
+        ),
+        "`MambaAttribution`": ("`MambaAttribution`", "`MambaAttribution` (Ali et al.)"),
+        "random maps": ("random maps", "random maps"),
+    }
+    copied = rows_after("Which method finds the copied token?")
+    objects = rows_after("Which explanation finds the object?")
+    rows = rows_after("**Which one is right?**", README)
+    assert rows.keys() == columns.keys()
+    for name, (text, image) in columns.items():
+        hits, overlap = copied[text][::2], objects[image][2].partition(" ")[0]
+        assert rows[name] == [*hits, overlap]
+
+
+def test_the_readme_fits_on_few_screens():
+    assert len(README.splitlines()) <= 130
 
 
 @pytest.mark.parametrize(
@@ -89,16 +120,16 @@ def test_the_readme_says_what_the_images_measured():
         ("attention and its rollout in {}", "Rollout"),
     ],
 )
-def test_the_readme_says_what_passkey_measured(told, method):
+def test_the_results_say_what_passkey_measured(told, method):
     share = results("passkey/results/passkey-mamba.json")["methods"][method]["contexts"]["256"]
-    assert told.format(f"{share['token']:.0%}") in re.sub(r"\s+", " ", README)
+    assert told.format(f"{share['token']:.0%}") in re.sub(r"\s+", " ", RESULTS)
 
 
-def test_the_readme_says_what_a_rollout_adds():
+def test_the_results_say_what_a_rollout_adds():
     whole = results("results/end_to_end_whole.json")["rows"][0]
     first, *_, longest = results("results/end_to_end_long.json")["rows"]
     assert (whole["length"], first["length"]) == (1024, 4096)
-    (line,) = [line for line in README.splitlines() if "a rollout through a whole model" in line]
+    (line,) = [line for line in RESULTS.splitlines() if "a rollout through a whole model" in line]
     assert f"adds {whole['rollout_extra_in_forwards']:.2f} of the model's own forward" in line
     assert f"{first['rollout_extra_in_own_forwards_at_most']:.2f} at 4,096" in line
     assert (longest["length"], longest["scan"]) == (65536, "captum_ssm")

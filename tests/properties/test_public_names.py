@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import ROOT
 from methods import each_method
 from models import ids
 from running_mean import RunningMean, freeze_running_mean
@@ -72,6 +73,10 @@ def test_the_version_is_the_installed_one():
     except PackageNotFoundError:
         pytest.skip("captum-ssm is imported from its sources, not installed")
     assert installed == captum_ssm.__version__
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {captum_ssm.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
 
 
 @each_method

@@ -16,6 +16,7 @@ from captum_ssm.capture.check_inputs import as_ids
 from captum_ssm.capture.model import extract_logits
 from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.rows import Question, rows
+from captum_ssm.explanation.make.run import Run
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.vocabulary import require_known, unknown_in_prompt
 
@@ -227,7 +228,7 @@ def continuation_relevance(
     ids = torch.cat([prompt, continuation[None, :-1].to(prompt)], 1)
     tokens = enumerate(continuation.tolist(), prompt.shape[1] - 1)
     questions = [Question(i, token) for i, token in tokens]
-    return rows(method, ids, questions, step=step, **options)[0]
+    return rows(method, Run(unwrap(model)), ids, questions, step=step, **options)[0]
 
 
 def _for_log_probabilities(method: TokenAttribution) -> TokenAttribution:

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from captum_ssm.capture import is_model, unwrap
-from captum_ssm.capture.model import extract_logits, input_embeddings, parameter_names
+from captum_ssm.capture.model import input_embeddings
 from captum_ssm.explanation.make.removal import SPECIAL, Parts, Replacement, is_causal
 from captum_ssm.explanation.make.rows import Question
+from captum_ssm.explanation.make.run import Run
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress
 
@@ -94,6 +95,7 @@ class CaptumRows:
         self.method, self.module, self.options = method, module, dict(options)
         self.tokenizer, self.inner = tokenizer, inner
         self.forwards, self._told = 0, ""
+        self._model = Run(module)
 
     @property
     def title(self) -> str:
@@ -108,14 +110,14 @@ class CaptumRows:
         return f"Captum's {' of '.join(names)}{self._told}{cost}"
 
     def rows(
-        self, inputs: Tensor, questions: Sequence[Question], what: str
+        self, run: Run, inputs: Tensor, questions: Sequence[Question], what: str
     ) -> tuple[Tensor, Tensor | None]:
         """Relevance ``(R, ...)`` of one input ``(1, ...)``, and the deltas ``(R,)`` if any.
 
         A delta is the score minus that at the baseline minus the sum of relevance.
         """
         with torch.inference_mode(False), torch.enable_grad(), _own_random_numbers(inputs):
-            inputs = inputs.clone()
+            inputs, self._model = inputs.clone(), run
             if isinstance(self.inner, LayerAttribution):
                 return self._of_layer(inputs, questions, what)
             if isinstance(self.inner, PerturbationAttribution):
@@ -190,8 +192,11 @@ class CaptumRows:
         def run(x: Tensor) -> Tensor:
             if table is None:
                 return self._run(x)
-            with _embedded(table, x):
-                return self._run(inputs.expand(len(x), -1))
+            found = []
+            for part in x.split(self._model.most(len(x))):
+                with _embedded(table, part):
+                    found.append(self._run(inputs.expand(len(part), -1)))
+            return torch.cat(found)
 
         relevance, deltas = self._each(run, explained, questions, what, options)
         return relevance.flatten(2).sum(2) if is_text else relevance, deltas
@@ -241,10 +246,8 @@ class CaptumRows:
         return torch.cat(relevance), torch.stack(deltas) if deltas else None
 
     def _run(self, inputs: Tensor) -> Tensor:
-        # Nothing is generated, and a cache that is written in place takes no gradient.
-        named = {"use_cache": False} if "use_cache" in parameter_names(self.module) else {}
         self.forwards += len(inputs)
-        return extract_logits(self.module(inputs, **named))
+        return self._model(inputs)
 
     def _score(
         self, run: Callable[[Tensor], Tensor], questions: Sequence[Question]
@@ -252,15 +255,9 @@ class CaptumRows:
         # The scores (n, R) of n inputs.
         def score(inputs: Tensor) -> Tensor:
             logits = run(inputs)
-            return torch.stack([_asked(logits, question) for question in questions], 1)
+            return torch.stack([question.score(logits) for question in questions], 1)
 
         return score
-
-
-def _asked(logits: Tensor, question: Question) -> Tensor:
-    row = logits if question.position is None else logits[:, question.position]
-    answer = row[:, question.answer]
-    return answer if question.against is None else answer - row[:, question.against]
 
 
 def _first(score: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from captum_ssm.explanation import Example, Explanation, Method
-from captum_ssm.explanation.make.generate import parse_generation, written
-from captum_ssm.explanation.make.images import ImageQuestion, image_questions
+from captum_ssm.explanation.make.asked import Answerable, text_questions
+from captum_ssm.explanation.make.generate import Generation, parse_generation, written
+from captum_ssm.explanation.make.images import image_questions
+from captum_ssm.explanation.make.inputs import numbered, parse_inputs
 from captum_ssm.explanation.make.messages import chat_questions, find_messages
-from captum_ssm.explanation.make.parse import parse_inputs, parse_setup, parse_spans, text_questions
-from captum_ssm.explanation.make.questions import Setup
+from captum_ssm.explanation.make.parse import parse_setup, parse_spans
+from captum_ssm.explanation.make.pipelines import unpacked
+from captum_ssm.explanation.make.questions import Asked, Setup
 from captum_ssm.explanation.make.rows import RowSource
-from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress, showing
@@ -64,8 +66,9 @@ def explain(
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
     token of a continuation; with ``max_new_tokens`` the model writes the continuation itself.
     ``messages=`` is a conversation, by the tokenizer's chat template. ``explain(model, image)``
-    explains the class of an image. The model runs once to see what it answers, and then as each
-    method needs.
+    explains the class of an image. The model runs
+    once to see what kind of model it is, once for each input to see what it answers, and then as
+    each method needs.
 
     Args:
         model (nn.Module or nnsight model): a language model that returns logits ``(B, L, V)``, or
@@ -160,6 +163,7 @@ def explain(
         >>> len(explanation.examples[0].outputs)
         2
     """
+    model, tokenizer, inputs, processor = unpacked(model, tokenizer, inputs, processor)
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     tensors |= {"token_type_ids": token_type_ids, "pixel_values": pixel_values}
     setup = parse_setup(
@@ -168,26 +172,25 @@ def explain(
     spans = parse_spans(units)
     writing = parse_generation(max_new_tokens, generation, target, position)
     messages = find_messages(messages, inputs, tensors, units)
-    questions: Sequence[TextQuestion | ImageQuestion]
+    questions: Sequence[Answerable]
     if messages is not None:
-        asked = (target, against, position, spans, writing is not None)
-        questions = chat_questions(tokenizer, messages, *asked)
+        about = Asked(tokenizer, position, spans)
+        asked_for = (target, against, labels, about, writing is not None)
+        questions = chat_questions(setup, messages, *asked_for)
     else:
         tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-        if texts is not None:
-            questions = text_questions(tokenizer, texts, target, against, position, spans)
-        else:
+        if texts is None:
             shown = {"labels": labels, "mean": mean, "std": std}
             questions = image_questions(image, processor, target, against, shown)
+        else:
+            about = Asked(tokenizer, position, spans)
+            questions = text_questions(setup, texts, target, against, labels, about)
     with showing(None if show_progress else False):
-        several: Iterable[TextQuestion | ImageQuestion] = questions
-        if len(questions) > 1:
-            several = progress(questions, "examples")
-        examples = tuple(written(one, setup.model, writing).answer(setup) for one in several)
-    settings = {"target": target, "against": against, "position": position}
-    settings |= {"max_new_tokens": max_new_tokens, "generation": generation}
-    settings |= {"units": "span" if spans else units, "spans": spans}
-    return _explanation(setup, examples, settings, title)
+        examples = tuple(_answered(setup, questions, writing))
+    asked = {"target": target, "against": against, "position": position}
+    asked |= {"max_new_tokens": max_new_tokens, "generation": generation}
+    asked |= {"units": "span" if spans else units, "spans": spans}
+    return _explanation(setup, examples, asked, title)
 
 
 def _explanation(
@@ -213,6 +216,15 @@ def _explanation(
         _plain(settings),
         _versions(),
     )
+
+
+def _answered(
+    setup: Setup, questions: Sequence[Answerable], writing: Generation | None
+) -> Iterator[Example]:
+    B = len(questions)
+    for k, question in enumerate(progress(questions, "examples") if B > 1 else questions):
+        with numbered(k, B):
+            yield written(question, setup.model, writing).answer(setup)
 
 
 def _method(name: str, source: RowSource) -> Method:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.texts import TextQuestion, read_prompt
+from captum_ssm.explanation.make.reading import read_ids
+from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.integers import as_index
 
 # The text is given by ``explain``, and one answer to it is explained.
@@ -43,9 +43,8 @@ class Generation:
         Raises:
             ValueError: for options that ``generate`` does not have, and where it writes nothing.
         """
-        prompt = read_prompt(question.tokenizer, question.inputs)
-        ids = torch.tensor([prompt.ids], device=next(model.parameters()).device)
-        check_inputs(ids, model)
+        device = next(model.parameters()).device
+        ids = torch.tensor([question.prompt.ids], device=device)
         devices = [ids.device] if ids.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices), _settings_kept(model):
             if callable(getattr(model, "generate", None)):
@@ -59,7 +58,8 @@ class Generation:
                 f"{P} tokens; expected the text, and at least one token after it. Write the answer "
                 "first, and pass its ids: target=ids."
             )
-        return replace(question, inputs=prompt, target=whole[P:].tolist())
+        answer = read_ids(question.tokenizer, whole[P:].tolist(), "the answer")
+        return replace(question, target=answer)
 
     def _generated(self, model: nn.Module, ids: Tensor) -> Tensor:
         names = inspect.signature(model.generate).parameters  # type: ignore[arg-type]
@@ -92,11 +92,6 @@ class Generation:
         named = {"use_cache": False} if "use_cache" in parameter_names(model) else {}
         for _ in range(self.length):
             logits = extract_logits(model(ids, **named))
-            if logits.dim() != 3:
-                raise InputError(
-                    f"{type(model).__name__} returns an output of shape {tuple(logits.shape)}; "
-                    "expected logits (B, L, V) of a language model. Leave out max_new_tokens."
-                )
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
             if int(ids[0, -1]) in ends:
                 break
@@ -107,13 +102,16 @@ def written(question: Any, model: nn.Module, generation: Generation | None) -> A
     """A question with what the model writes as its target, where it is to write.
 
     Raises:
-        TypeError: for a question that is not about a text.
+        TypeError: for a question that is not about the next token of a text.
         ValueError: as for :meth:`Generation.written`.
     """
     if generation is None:
         return question
     if not isinstance(question, TextQuestion):
-        raise TypeError("max_new_tokens is given, and the input is not a text; leave it out.")
+        raise TypeError(
+            "max_new_tokens is given, and the model does not write texts: expected a language "
+            "model and a text. Leave max_new_tokens and generation out."
+        )
     return generation.written(question, model)
 
 

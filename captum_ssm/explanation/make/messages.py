@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.errors import InputError
-from captum_ssm.explanation.make.parse import continuation
-from captum_ssm.explanation.make.questions import per_example
+from captum_ssm.explanation.make.asked import Answerable, text_questions
+from captum_ssm.explanation.make.inputs import numbered, warn_of_unknown
+from captum_ssm.explanation.make.kinds import task_of
+from captum_ssm.explanation.make.questions import Asked, Setup, per_example
 from captum_ssm.explanation.make.reading import TokenizedText, read
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.explanation.units import Turn, Turns, belongs
-from captum_ssm.utils.vocabulary import unknown_in_prompt
 
 ANSWERS = "assistant"  # the role whose last message is the answer
 # Characters of private use stand for a message's content while the template is read.
@@ -24,21 +28,6 @@ _MARKS = re.compile("\ue000(\\d+)\ue001")
 
 Message = dict[str, Any]
 Place = tuple[int, int, int]  # a message by its index, and its first character and the one after
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A conversation before its answer, and the answer where it is given.
-
-    Args:
-        prompt (TokenizedText): all that the model reads before it answers.
-        turns (Turns, optional): whose tokens are where; None where the template does not tell.
-        answer (TokenizedText, optional): what the assistant's last message says.
-    """
-
-    prompt: TokenizedText
-    turns: Turns | None
-    answer: TokenizedText | None
 
 
 def find_messages(messages: Any, inputs: Any, tensors: Mapping[str, Any], units: Any = None) -> Any:
@@ -69,86 +58,116 @@ def _are_messages(inputs: Any) -> bool:
 
 
 def chat_questions(
-    tokenizer: Any,
+    setup: Setup,
     messages: Any,
     target: Any,
     against: Any,
-    position: Any,
-    spans: Mapping[str, tuple[int, int]],
+    labels: Any,
+    asked: Asked,
     is_written: bool = False,
-) -> list[TextQuestion]:
+) -> Sequence[Answerable]:
     """What is asked about each conversation.
 
     The assistant's last message, or a target that is a text, is the answer; the chat template puts
-    it into the conversation, so its tokens are those that the model was trained on.
+    it into the conversation, so its tokens are those that the model was trained on. A model that
+    tells classes reads the whole conversation.
 
     Args:
-        tokenizer (TokenizerLike): with a chat template.
+        setup (Setup): how conversations are explained.
         messages (list): a conversation, or a list of several.
         target, against (Any): as for ``explain``, one per conversation.
-        position (Any): as for ``explain``.
-        spans (dict): named parts of the rendered text.
+        labels (sequence or dict of str, optional): names of classes.
+        asked (Asked): what is the same for all conversations, such as the tokenizer.
         is_written (bool, optional): whether the model writes the answer. Default: False
 
     Raises:
         ValueError, TypeError: for what is not a conversation, and a tokenizer without a template.
     """
     conversations = _parse(messages)
-    _require_template(tokenizer)
-    targets = per_example("target", target, len(conversations))
-    others = per_example("against", against, len(conversations))
+    _require_template(asked.tokenizer)
+    chats = [Conversation(asked.tokenizer, tuple(said)) for said in conversations]
+    B = len(chats)
+    whole = []
+    for k, chat in enumerate(chats):
+        with numbered(k, B):
+            whole.append(chat.whole())
+            check_inputs(torch.tensor([whole[-1].ids]), setup.model)
+    task = task_of(setup.model, whole[0], asked.tokenizer, labels)
+    if task.kind != "tokens":
+        return text_questions(setup, whole, target, against, labels, asked)
+    targets, others = (
+        per_example(name, given, B) for name, given in (("target", target), ("against", against))
+    )
     questions = []
-    for said, wanted, other in zip(conversations, targets, others, strict=True):
-        if said[-1]["role"] == ANSWERS:
-            _require_no_other_answer(wanted, is_written)
-            *said, last = said
-            wanted = last["content"]
-        asked = conversation(tokenizer, said, wanted if isinstance(wanted, str) else None)
-        is_text = isinstance(other, str)
-        rival = _rival(tokenizer, said, other, asked.prompt) if is_text else continuation(other)
-        warning = unknown_in_prompt(tokenizer, asked.prompt.ids)
-        if warning:
-            warnings.warn(warning, UserWarning, stacklevel=4)
-        continued = continuation(wanted) if asked.answer is None else asked.answer
-        questions.append(
-            TextQuestion(tokenizer, asked.prompt, continued, rival, position, spans, asked.turns)
-        )
+    for k, (chat, wanted, other) in enumerate(zip(chats, targets, others, strict=True)):
+        with numbered(k, B):
+            prompt, answer, rival = chat.asked(wanted, other, is_written)
+            questions.append(TextQuestion.of(task, prompt, answer, rival, asked))
     return questions
 
 
-def conversation(tokenizer: Any, messages: Sequence[Message], answer: str | None) -> Conversation:
-    """Messages as the template renders them, up to the answer or the place where it begins.
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation, read by the tokenizer's chat template."""
 
-    Raises:
-        InputError: for messages that the template refuses, and an answer that it leaves out.
-    """
-    speaker = _name([*messages, {"role": ANSWERS}], len(messages))
-    if answer is None:
-        whole, places = _read(tokenizer, messages, True)
-        _warn_of_unmarked(messages, places)
-        return Conversation(whole, _turns(messages, places, speaker), None)
-    whole, places = _read(tokenizer, [*messages, {"role": ANSWERS, "content": answer}], False)
-    bounds = [(start, end) for index, start, end in places or [] if index == len(messages)]
-    held = [k for k, token in enumerate(whole.tokens) if bounds and belongs(token, *bounds[0])]
-    if not held:
-        raise InputError(
-            f"The answer is {answer!r}, and the chat template does not put it into the text as it "
-            "is; expected an answer that stands there. Pass its token ids: target=ids."
-        )
-    _warn_of_unmarked(messages, places)
-    first, end = held[0], held[-1] + 1
-    turns = _turns(messages, places, speaker)
-    return Conversation(_cut(whole, 0, first), turns, _cut(whole, first, end))
+    tokenizer: Any
+    messages: tuple[Message, ...]
 
+    def whole(self) -> TokenizedText:
+        """All that is said, without a place for an answer."""
+        text, places = _read(self.tokenizer, self.messages, False)
+        return replace(text, turns=self._turns(places))
 
-def _rival(
-    tokenizer: Any, messages: Sequence[Message], answer: str, prompt: TokenizedText
-) -> list[int]:
-    # Another answer after the same prompt, which may end before the white space of the template.
-    other = conversation(tokenizer, messages, answer)
-    assert other.answer is not None
-    ids, P = other.prompt.ids + other.answer.ids, len(prompt.tokens)
-    return ids[P:] if ids[:P] == prompt.ids and len(ids) > P else other.answer.ids
+    def asked(self, target: Any, against: Any, is_written: bool) -> tuple[TokenizedText, Any, Any]:
+        """The text before the answer, the answer if there is one, and what it is held against.
+
+        Raises:
+            InputError: for two answers, or one that the template does not put into the text.
+        """
+        if self.messages[-1]["role"] == ANSWERS:
+            _require_no_other_answer(target, is_written)
+            before = Conversation(self.tokenizer, self.messages[:-1])
+            return before.asked(self.messages[-1]["content"], against, False)
+        if isinstance(target, str):
+            prompt, target = self._answered(target)
+        else:
+            text, places = _read(self.tokenizer, self.messages, True)
+            _warn_of_unmarked(self.messages, places)
+            prompt = replace(text, turns=self._turns(places))
+        warn_of_unknown(self.tokenizer, prompt)
+        if isinstance(against, str):
+            against = self._rival(against, prompt)
+        return prompt, target, against
+
+    def _answered(self, answer: str) -> tuple[TokenizedText, TokenizedText]:
+        # The text before an answer, and the answer.
+        said = (*self.messages, {"role": ANSWERS, "content": answer})
+        whole, places = _read(self.tokenizer, said, False)
+        bounds = [(start, end) for k, start, end in places or [] if k == len(self.messages)]
+        held = [k for k, token in enumerate(whole.tokens) if bounds and belongs(token, *bounds[0])]
+        if not held:
+            raise InputError(
+                f"The answer is {answer!r}, and the chat template does not put it into the text as "
+                "it is; expected an answer that stands there. Pass its token ids: target=ids."
+            )
+        _warn_of_unmarked(self.messages, places)
+        before = replace(_cut(whole, 0, held[0]), turns=self._turns(places))
+        return before, _cut(whole, held[0], held[-1] + 1)
+
+    def _rival(self, answer: str, prompt: TokenizedText) -> list[int]:
+        # Another answer after the same prompt, which may end before white space of the template.
+        before, other = self._answered(answer)
+        ids, P = before.ids + other.ids, len(prompt.tokens)
+        return ids[P:] if ids[:P] == prompt.ids and len(ids) > P else other.ids
+
+    def _turns(self, places: Sequence[Place] | None) -> Turns | None:
+        if places is None:
+            return None
+        L = len(self.messages)
+        speaker = _name([*self.messages, {"role": ANSWERS}], L)
+        said = [(k, start, end) for k, start, end in places if k < L]
+        turns = tuple(Turn(_name(self.messages, k), start, end) for k, start, end in said)
+        return Turns(turns, speaker)
 
 
 def _cut(text: TokenizedText, first: int, end: int) -> TokenizedText:
@@ -156,15 +175,6 @@ def _cut(text: TokenizedText, first: int, end: int) -> TokenizedText:
     start = tokens[0].start
     moved = [replace(one, start=one.start - start, end=one.end - start) for one in tokens]
     return TokenizedText(text.text[start : tokens[-1].end], tuple(moved))
-
-
-def _turns(
-    messages: Sequence[Message], places: Sequence[Place] | None, speaker: str
-) -> Turns | None:
-    if places is None:
-        return None
-    said = [(index, start, end) for index, start, end in places if index < len(messages)]
-    return Turns(tuple(Turn(_name(messages, k), start, end) for k, start, end in said), speaker)
 
 
 def _name(messages: Sequence[Message], index: int) -> str:

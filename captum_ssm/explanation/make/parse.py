@@ -1,19 +1,15 @@
-"""What :func:`explain` takes, checked: how to explain, which texts, and what is asked of each."""
+"""How :func:`explain` is to explain, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from captum_ssm.capture import check_model, unwrap
-from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.inputs import is_tokenizer
 from captum_ssm.explanation.make.methods import ALL, parse_methods
-from captum_ssm.explanation.make.questions import Setup, per_example
+from captum_ssm.explanation.make.questions import Setup
 from captum_ssm.explanation.make.removal import Replacement
-from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.utils.integers import as_index
 
 UNITS = ("token", "word", "sentence", "turn")
@@ -37,6 +33,11 @@ def parse_setup(
         TypeError: for a model that is not one.
         ValueError: for an unknown method, option or map, and a negative count.
     """
+    if is_tokenizer(model):
+        raise TypeError(
+            f"model is a tokenizer, {type(model).__name__}; expected explain(model, tokenizer, "
+            "text), in this order."
+        )
     module = unwrap(check_model(model))
     tokenizer = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
     chosen = parse_methods(methods, model, module, tokenizer, memory_limit)
@@ -83,55 +84,6 @@ def parse_spans(units: Any) -> dict[str, tuple[int, int]]:
     return spans
 
 
-def parse_inputs(
-    tokenizer: Any, inputs: Any, tensors: Mapping[str, Any]
-) -> tuple[Any, list[str] | list[list[int]] | None, Any]:
-    """The tokenizer, if any, the texts or their ids, and else None and the image.
-
-    Args:
-        tokenizer (Any): may be the inputs, where there are none.
-        inputs (Any): as ``explain`` takes them.
-        tensors (dict): by keyword, None where they were not given.
-
-    Raises:
-        ValueError, TypeError: as for ``explain``.
-    """
-    is_tokenizer = callable(getattr(tokenizer, "encode", None)) and not isinstance(tokenizer, str)
-    if inputs is None and not is_tokenizer:
-        tokenizer, inputs = None, tokenizer
-    named = {name: value for name, value in tensors.items() if value is not None}
-    if (inputs is None) == (not named):
-        raise TypeError(
-            f"{'no input' if inputs is None else 'more than one input'} was given; expected a text "
-            "with its tokenizer, token ids, a tokenizer's output, or an image."
-        )
-    inputs = named if inputs is None else inputs
-    texts = _texts(tokenizer, inputs)
-    is_image = texts is None and isinstance(inputs, Mapping)
-    return tokenizer, texts, inputs.get("pixel_values") if is_image else inputs
-
-
-def text_questions(
-    tokenizer: Any,
-    texts: Sequence[Any],
-    target: Any,
-    against: Any,
-    position: Any,
-    spans: Mapping[str, tuple[int, int]],
-) -> list[TextQuestion]:
-    """What is asked about each text.
-
-    Raises:
-        ValueError, TypeError: for targets that are not one per text, or not continuations.
-    """
-    targets = per_example("target", target, len(texts))
-    others = per_example("against", against, len(texts))
-    return [
-        TextQuestion(tokenizer, text, continuation(a), continuation(b), position, spans)
-        for text, a, b in zip(texts, targets, others, strict=True)
-    ]
-
-
 def _maps(maps: Any) -> tuple[str, ...]:
     if isinstance(maps, bool):
         return MAPS[:1] if maps else ()
@@ -142,67 +94,3 @@ def _maps(maps: Any) -> tuple[str, ...]:
                 f"maps holds {name!r}; expected True, or one or several of {', '.join(MAPS)}."
             )
     return names
-
-
-def _texts(tokenizer: Any, inputs: Any) -> list[str] | list[list[int]] | None:
-    # Texts, or ids without their padding; None for images.
-    if isinstance(inputs, str) or (
-        isinstance(inputs, (list, tuple)) and inputs and isinstance(inputs[0], str)
-    ):
-        if tokenizer is None:
-            raise TypeError(
-                "inputs is a text, and there is no tokenizer; expected explain(model, tokenizer, "
-                "text)."
-            )
-        return [inputs] if isinstance(inputs, str) else list(inputs)
-    mask = None
-    if isinstance(inputs, Mapping):
-        if "input_ids" not in inputs:
-            return None
-        mask = inputs.get("attention_mask")
-        segments = inputs.get("token_type_ids")
-        if segments is not None and bool(torch.as_tensor(segments).any()):
-            raise InputError(
-                "token_type_ids marks a second text; expected one text per example. Pass "
-                "tokenizer(text) in place of tokenizer(text, pair)."
-            )
-        inputs = inputs["input_ids"]
-    if isinstance(inputs, (list, tuple)) and inputs and not torch.is_tensor(inputs[0]):
-        rows = inputs if isinstance(inputs[0], (list, tuple)) else [inputs]
-        masks = [[1] * len(row) for row in rows] if mask is None else mask
-        masks = masks if isinstance(masks[0], (list, tuple, Tensor)) else [masks]
-        return [
-            [int(token) for token, is_read in zip(row, mark, strict=True) if is_read]
-            for row, mark in zip(rows, masks, strict=True)
-        ]
-    if not torch.is_tensor(inputs) or inputs.is_floating_point():
-        return None
-    ids = inputs[None] if inputs.dim() == 1 else inputs
-    if ids.dim() != 2 or ids.numel() == 0 or ids.dtype == torch.bool:
-        raise InputError(
-            f"the ids have shape {tuple(inputs.shape)} and dtype {inputs.dtype}; expected (L,) or "
-            "(B, L) of an integer dtype, at least one."
-        )
-    marks = torch.ones_like(ids) if mask is None else torch.as_tensor(mask).reshape(ids.shape)
-    texts = [row[mark != 0].tolist() for row, mark in zip(ids, marks, strict=True)]
-    if not all(texts):
-        raise InputError("attention_mask marks no token of an example; expected at least one.")
-    return texts
-
-
-def continuation(target: Any) -> str | list[int] | None:
-    """A target as a text or as ids.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    if target is None or isinstance(target, str):
-        return target
-    index = as_index(target)
-    if index is not None:
-        return [index]
-    values = target.reshape(-1).tolist() if torch.is_tensor(target) else target
-    ids = [as_index(value) for value in values] if isinstance(values, Sequence) else [None]
-    if None in ids:
-        raise TypeError(f"target is {target!r}; expected a text, a token id, or several ids.")
-    return ids  # type: ignore[return-value]

@@ -8,17 +8,21 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Answer, Contrast, Output, Validation
 from captum_ssm.explanation.make.removal import Replacement
 from captum_ssm.explanation.make.rows import Question, RowSource
+from captum_ssm.explanation.make.run import Run
 from captum_ssm.explanation.make.validate import validated
+from captum_ssm.explanation.parts import NEXT
 from captum_ssm.utils.memory import memory_limit as limit_memory
 from captum_ssm.utils.memory import require
 
 TOP = 5  # the likeliest answers, which are kept at each output
+SOFTMAX = partial(torch.softmax, dim=-1)
 # What a method raises that does not fit a model.
 FAILS = (ValueError, TypeError, RuntimeError, NotImplementedError, ImportError)
 
@@ -43,6 +47,39 @@ class Setup:
     skips_failing: bool = False
     notes: list[str] = field(default_factory=list)
 
+    def note(self, text: str) -> None:
+        """Keep what could not be done, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is the same for all texts: ``position``, and named parts of a text, as given."""
+
+    tokenizer: Any
+    position: Any
+    spans: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The answers that there are at an output.
+
+    Args:
+        text_of (Callable): an answer's text, by its id.
+        probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for numbers
+            that are not logits. Default: softmax
+        role (str, optional): of the output. Default: ``"next"``
+        ask (Callable, optional): makes a question of ``(position, answer, against)``.
+            Default: Question
+    """
+
+    text_of: Callable[[int], str]
+    probabilities: Callable[[Tensor], Tensor] | None = SOFTMAX
+    role: str = NEXT
+    ask: Callable[..., Question] = Question
+
 
 class Questions:
     """The outputs of one example, and the rows that explain them, in order.
@@ -50,10 +87,21 @@ class Questions:
     Args:
         setup (Setup): what is the same for all examples.
         text_of (Callable): an answer's text, by its id.
+        run (Run, optional): of the model; None for its plain run. Default: None
+        probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for those
+            without any. Default: softmax
     """
 
-    def __init__(self, setup: Setup, text_of: Callable[[int], str]) -> None:
-        self.setup, self.text_of = setup, text_of
+    def __init__(
+        self,
+        setup: Setup,
+        text_of: Callable[[int], str],
+        run: Run | None = None,
+        probabilities: Callable[[Tensor], Tensor] | None = SOFTMAX,
+    ) -> None:
+        self.setup = setup
+        self.run = Run(setup.model) if run is None else run
+        self.choices = Choices(text_of, probabilities)
         self.questions: list[Question] = []
         self.outputs: list[Output] = []
         self.validation: Validation | None = None
@@ -66,33 +114,37 @@ class Questions:
         against: int | None = None,
         lens: Sequence[Tensor] = (),
         typed: str | None = None,
+        choices: Choices | None = None,
     ) -> None:
         """One output of ``logits (V,)``: its likeliest answers, and those that are explained.
 
         ``chosen`` is explained first, or the likeliest answer; ``lens`` are the logits after each
-        layer, and ``typed`` the text of the chosen answer where its token does not tell.
+        layer, and ``typed`` the text of the chosen answer where its token does not tell. What
+        cannot be answered has a logit of minus infinity. ``choices`` are those of this output,
+        where they are other ones.
         """
-        count = min(len(logits), 1 + max(TOP, self.setup.alternatives + 1))
+        choices = self.choices if choices is None else choices
+        possible = int(torch.isfinite(logits).sum())
+        count = min(possible, 1 + max(TOP, self.setup.alternatives + 1))
         likely = logits.topk(count).indices.tolist()
         first = likely[0] if chosen is None else chosen
         others = [answer for answer in likely if answer not in (first, against)]
         explained = [first, *([] if against is None else [against])]
         explained += others[: self.setup.alternatives]
         rows = {answer: len(self.questions) + k for k, answer in enumerate(explained)}
-        self.questions += [Question(position, answer) for answer in explained]
+        self.questions += [choices.ask(position, answer) for answer in explained]
         shown = dict.fromkeys([*likely[:TOP], *explained])
-        answers = _answers(logits, list(shown), self.text_of, rows, {first: typed})
+        answers = _answers(choices, logits, list(shown), rows, {first: typed})
         index = {answer.id: i for i, answer in enumerate(answers)}
         contrasts = []
         if against is not None:
             contrasts = [Contrast(index[first], index[against], len(self.questions))]
-            self.questions.append(Question(position, first, against))
+            self.questions.append(choices.ask(position, first, against))
         layers = (
-            _answers(after, after.topk(TOP).indices.tolist(), self.text_of, {}, {})
-            for after in lens
+            _answers(choices, after, after.topk(TOP).indices.tolist(), {}, {}) for after in lens
         )
         self.outputs.append(
-            Output(position, answers, index[first], tuple(contrasts), tuple(layers))
+            Output(position, answers, index[first], tuple(contrasts), tuple(layers), choices.role)
         )
 
     def require_memory(self, entries: int) -> None:
@@ -125,7 +177,7 @@ class Questions:
         whole, relevance, deltas = {}, {}, {}
         for name, method in list(self.setup.methods.items()):
             try:
-                explained, delta = method.rows(inputs, self.questions, name)
+                explained, delta = method.rows(self.run, inputs, self.questions, name)
             except FAILS as error:
                 if not self.setup.skips_failing or len(self.setup.methods) == 1:
                     raise
@@ -139,24 +191,31 @@ class Questions:
         if self.setup.validate:
             rows = [answer.row for out in self.outputs for answer in out.answers[out.chosen :][:1]]
             asked = {row: self.questions[row] for row in rows if row is not None}
-            self.validation = validated(
-                self.setup.model, inputs, whole, asked, self.setup.replacement
-            )
+            self.validation = validated(self.run, inputs, whole, asked, self.setup.replacement)
         return relevance, deltas
 
 
-def per_example(name: str, target: Any, B: int) -> list[Any]:
-    """A target for each example: one for all, or a list of texts with one each.
+def per_example(name: str, target: Any, B: int, is_one: bool = True) -> list[Any]:
+    """A target for each example: one for all, or a list with one each.
+
+    Args:
+        name (str): of the target, for the message.
+        target (Any): as ``explain`` takes it.
+        B (int): how many examples there are.
+        is_one (bool, optional): whether a list of integers is one target. Default: True
 
     Raises:
         InputError: for a list of another length.
     """
-    if not isinstance(target, (list, tuple)) or not target or not isinstance(target[0], str):
+    if torch.is_tensor(target) and not is_one and target.dim():
+        target = target.tolist()
+    is_listed = isinstance(target, list) or (isinstance(target, tuple) and is_one)
+    if not is_listed or not target or (is_one and not isinstance(target[0], str)):
         return [target] * B
     if len(target) != B:
         raise InputError(
-            f"{name} holds {len(target)} texts for {B} example(s); expected one per example, or "
-            "one text for all."
+            f"{name} holds {len(target)} targets for {B} example(s); expected one per example, or "
+            "one for all."
         )
     return list(target)
 
@@ -167,18 +226,19 @@ def to_numpy(values: Tensor) -> np.ndarray:
 
 
 def _answers(
+    choices: Choices,
     logits: Tensor,
     ids: list[int],
-    text_of: Callable[[int], str],
     rows: Mapping[int, int],
     typed: Mapping[int, str | None],
 ) -> tuple[Answer, ...]:
     logits = logits.double()
-    chosen = logits[ids]
-    probabilities = (chosen - logits.logsumexp(0)).exp().tolist()
-    ranks = [1 + int((logits > logit).sum()) for logit in chosen]
+    likely: list[float | None] = [None] * len(ids)
+    if choices.probabilities is not None:
+        likely = choices.probabilities(logits)[ids].tolist()
+    ranks = [1 + int((logits > logits[i]).sum()) for i in ids]
     answers = [
-        Answer(typed.get(i) or text_of(i), i, p, float(logits[i]), rank, rows.get(i))
-        for i, p, rank in zip(ids, probabilities, ranks, strict=True)
+        Answer(typed.get(i) or choices.text_of(i), i, p, float(logits[i]), rank, rows.get(i))
+        for i, p, rank in zip(ids, likely, ranks, strict=True)
     ]
     return tuple(sorted(answers, key=lambda answer: (answer.rank, answer.id)))

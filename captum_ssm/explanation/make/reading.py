@@ -10,6 +10,8 @@ from typing import Any
 
 from captum_ssm.errors import InputError
 from captum_ssm.explanation import Token
+from captum_ssm.explanation.units import Turns
+from captum_ssm.utils.integers import as_index
 from captum_ssm.visualization import readable_tokens
 
 CONTEXT = 8  # tokens: of a character outside ASCII there are four at most
@@ -22,10 +24,18 @@ class TokenizedText:
     Args:
         text (str): as typed.
         tokens (tuple of Token): L of them.
+        parts (tuple, optional): of two texts, 0 or 1 for the tokens of each, None for those between
+            them. Default: ``()``
+        types (tuple of int, optional): the tokens' ``token_type_ids``, of tokenizers that tell two
+            texts apart. Default: ``()``
+        turns (Turns, optional): who says what, in a conversation. Default: None
     """
 
     text: str
     tokens: tuple[Token, ...]
+    parts: tuple[int | None, ...] = ()
+    types: tuple[int, ...] = ()
+    turns: Turns | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -41,7 +51,8 @@ class TokenizedText:
         moved = [
             replace(one, start=one.start + shift, end=one.end + shift) for one in (*moved, *rest)
         ]
-        return TokenizedText(self.text + between + other.text, self.tokens + tuple(moved))
+        text, tokens = self.text + between + other.text, self.tokens + tuple(moved)
+        return TokenizedText(text, tokens, turns=self.turns)
 
 
 def read(tokenizer: Any, text: str, name: str, special: bool = True) -> TokenizedText:
@@ -66,6 +77,46 @@ def read(tokenizer: Any, text: str, name: str, special: bool = True) -> Tokenize
     if not ids:
         raise InputError(f"{name} is {text!r}, which holds no token; give at least one.")
     return _reading(text, ids, offsets, _names(tokenizer, ids))
+
+
+def read_pair(tokenizer: Any, first: str, second: str) -> TokenizedText:
+    """Two texts as a tokenizer joins them: one text, the second in a line of its own.
+
+    Args:
+        tokenizer (TokenizerLike): a fast one tells which characters a token stands for; of
+            another one it is found by decoding.
+        first, second (str): what is read.
+
+    Raises:
+        InputError: where one of them is empty.
+    """
+    for text in (first, second):
+        if not text.strip():
+            raise InputError(f"one of two texts is {text!r}; expected two, each with a token.")
+    joined, shift = f"{first}\n{second}", len(first) + 1
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(first, second, return_offsets_mapping=True)
+        ids, parts = list(encoded["input_ids"]), encoded.sequence_ids()
+        offsets = [
+            (a + shift, b + shift) if part == 1 else (a, b)
+            for part, (a, b) in zip(parts, encoded["offset_mapping"], strict=True)
+        ]
+    else:
+        encoded = tokenizer(first, second)
+        ids = list(encoded["input_ids"])
+        offsets = _found(joined, _pieces(tokenizer, ids))
+        special = {*getattr(tokenizer, "all_special_ids", ())}
+        parts = [
+            None if one in special else int(a >= shift)
+            for one, (a, _) in zip(ids, offsets, strict=True)
+        ]
+    # What stands for no character, such as a separator, lies where the text before it ends.
+    at = 0
+    for k, (a, b) in enumerate(offsets):
+        at = b if b > a else at
+        offsets[k] = (a, b) if b > a else (at, at)
+    read = _reading(joined, ids, offsets, _names(tokenizer, ids))
+    return replace(read, parts=tuple(parts), types=tuple(encoded.get("token_type_ids", ())))
 
 
 def read_ids(tokenizer: Any, ids: Sequence[int], name: str) -> TokenizedText:
@@ -106,6 +157,33 @@ def answer_text(tokenizer: Any) -> Callable[[int], str]:
         return _names(tokenizer, [one])[0] if not found or "\ufffd" in found else found
 
     return text
+
+
+def is_all(position: Any) -> bool:
+    """Whether all tokens of the text are asked about."""
+    return isinstance(position, str) and position == "all"
+
+
+def positions_in(position: Any, P: int) -> list[int] | None:
+    """The tokens that are asked about, of P; None where no single ones are.
+
+    Raises:
+        TypeError: for what is no position.
+        InputError: for one outside the text.
+    """
+    if position is None or is_all(position):
+        return None
+    several = [position] if as_index(position) is not None else position
+    indices = [] if isinstance(several, str) else [as_index(item) for item in several]
+    positions = [index for index in indices if index is not None]
+    if not positions or len(positions) < len(indices):
+        raise TypeError(f"position is {position!r}; expected an int, several ints, 'all' or None.")
+    if any(not -P <= index < P for index in positions):
+        raise InputError(
+            f"position is {position!r}; the text has {P} tokens: expected 0 .. {P - 1} (or -{P} "
+            ".. -1 from the end)."
+        )
+    return sorted({index % P for index in positions})
 
 
 def _names(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr import TokenAttribution
-from captum_ssm.capture import resolve_model, unwrap
-from captum_ssm.capture.model import extract_logits, parameter_names
+from captum_ssm.capture import resolve_model
+from captum_ssm.explanation.make.run import Run
 from captum_ssm.utils.progress import progress
 
 
@@ -20,12 +20,24 @@ from captum_ssm.utils.progress import progress
 class Question:
     """What one row explains: an answer, a token's id or a class, perhaps against another one.
 
-    The position is that of the token at which it is read; None for an image.
+    The position is that of the token at which it is read; None where the output is of the whole
+    input.
     """
 
     position: int | None
     answer: int
     against: int | None = None
+
+    @property
+    def is_target(self) -> bool:
+        """Whether a method's own ``target`` can name it."""
+        return self.against is None
+
+    def score(self, logits: Tensor) -> Tensor:
+        """The explained score ``(n,)`` of ``logits (n, V)``, or ``(n, L, V)`` at a position."""
+        row = logits if self.position is None else logits[:, self.position]
+        answer = row[:, self.answer]
+        return answer if self.against is None else answer - row[:, self.against]
 
 
 class RowSource(Protocol):
@@ -44,7 +56,7 @@ class RowSource(Protocol):
     def options(self) -> Mapping[str, Any]: ...
 
     def rows(
-        self, inputs: Tensor, questions: Sequence[Question], what: str
+        self, run: Run, inputs: Tensor, questions: Sequence[Question], what: str
     ) -> tuple[Tensor, Tensor | None]:
         """Relevance ``(R, ...)`` of one input ``(1, ...)``, and deltas ``(R,)`` or None."""
 
@@ -69,13 +81,14 @@ class TokenRows:
         return has_delta(self.method, dict(self.options))
 
     def rows(
-        self, inputs: Tensor, questions: Sequence[Question], what: str
+        self, run: Run, inputs: Tensor, questions: Sequence[Question], what: str
     ) -> tuple[Tensor, Tensor | None]:
-        return rows(self.method, inputs, questions, what=what, **self.options)
+        return rows(self.method, run, inputs, questions, what=what, **self.options)
 
 
 def rows(
     method: TokenAttribution,
+    run: Run,
     inputs: Tensor,
     questions: Sequence[Question],
     *,
@@ -91,13 +104,15 @@ def rows(
     """
     if method.reads_whole_maps(**options):
         kinds: list[Any] = list(range(len(questions)))  # a row must not see later tokens
-    elif not method.needs_target(**options):
+    elif method.needs_target(**options):
+        kinds, step = [question.is_target for question in questions], run.most(step)
+    elif any(_has_place_of_its_own(question, run) for question in questions):
+        kinds = list(range(len(questions)))
+    else:
         # Without a target, rows of one token are the same.
         kinds, step = [question.position for question in questions], len(questions)
         if kinds[0] is not None:
-            method = method.freeze_once(inputs)
-    else:
-        kinds = [question.against is None for question in questions]
+            method = method.freeze_once(inputs, run.extra(inputs))
     of_kind: dict[Any, list[int]] = {}
     for k, kind in enumerate(kinds):
         of_kind.setdefault(kind, []).append(k)
@@ -106,7 +121,9 @@ def rows(
     deltas = inputs.new_zeros(len(questions), dtype=torch.float32)
     adds_up = has_delta(method, options)
     for group in progress(groups, what) if what else groups:
-        rows, delta = _attributed(method, inputs, [questions[k] for k in group], adds_up, options)
+        rows, delta = _attributed(
+            method, run, inputs, [questions[k] for k in group], adds_up, options
+        )
         for i, k in enumerate(group):
             relevance[k] = rows[i % len(rows)]
             if delta is not None:
@@ -121,6 +138,7 @@ def has_delta(method: TokenAttribution, options: dict[str, Any]) -> bool:
 
 def _attributed(
     method: TokenAttribution,
+    run: Run,
     inputs: Tensor,
     questions: Sequence[Question],
     adds_up: bool,
@@ -133,16 +151,19 @@ def _attributed(
     if whole and is_text:
         inputs = inputs[:, : positions[0] + 1]  # type: ignore[operator]
     selects: dict[str, Any] = {"position": positions[0]}
-    if method.needs_target(**options):
+    needs_target = method.needs_target(**options)
+    if needs_target:
         inputs = inputs.expand(len(questions), *inputs.shape[1:])
+    extra = run.extra(inputs)
+    if needs_target and questions[0].is_target and run.is_plain:
         answers = [question.answer for question in questions]
-        if questions[0].against is not None:
-            places = torch.tensor(positions, device=inputs.device) if is_text else None
-            method, selects = _of_contrasts(method, questions), {"position": places}
-        elif is_text:
-            selects = {"target": list(zip(positions, answers, strict=True))}
-        else:
-            selects = {"target": torch.tensor(answers, device=inputs.device)}
+        of_texts = list(zip(positions, answers, strict=True))
+        selects = {"target": of_texts if is_text else torch.tensor(answers, device=inputs.device)}
+    elif needs_target or _has_place_of_its_own(questions[0], run):
+        places = torch.tensor(positions, device=inputs.device) if is_text else None
+        method, selects, extra = _of_scores(method, run, questions), {"position": places}, None
+    if extra is not None:
+        selects["additional_forward_args"] = extra
     if adds_up:
         selects["return_convergence_delta"] = True
     returned = method.attribute(inputs, **selects, **options)
@@ -152,29 +173,23 @@ def _attributed(
     return relevance, delta
 
 
-def _of_contrasts(method: TokenAttribution, questions: Sequence[Question]) -> TokenAttribution:
-    # The method explains another score: one logit minus another one.
-    model = resolve_model(method.forward_func, method.model)
-    module = unwrap(model)
-    # Nothing is generated, and a cache that is written in place takes no gradient.
-    named = {"use_cache": False} if "use_cache" in parameter_names(module) else {}
+def _has_place_of_its_own(question: Question, run: Run) -> bool:
+    # Whether only its score tells at which tokens an answer is read.
+    return question.position is None and not run.is_plain
 
+
+def _of_scores(
+    method: TokenAttribution, run: Run, questions: Sequence[Question]
+) -> TokenAttribution:
+    # The method explains other scores than entries of the output, one of each input.
     def score(inputs: Tensor) -> Tensor:
         # A method may run one text alone, to make something once for all answers.
-        logits = extract_logits(module(inputs, **named))
+        logits = run(inputs)
         logits = logits.expand(len(questions), *logits.shape[1:])
-        index = torch.arange(len(questions), device=logits.device)
-        answers, others = (
-            torch.tensor([getattr(question, side) for question in questions], device=logits.device)
-            for side in ("answer", "against")
-        )
-        if questions[0].position is not None:
-            places = torch.tensor(
-                [question.position for question in questions], device=logits.device
-            )
-            logits = logits[index, places]
-        return logits[index, answers] - logits[index, others]
+        rows = zip(questions, logits.split(1), strict=True)
+        return torch.cat([question.score(row) for question, row in rows])
 
-    contrasting = copy(method)
-    contrasting.model, contrasting.forward_func = model, score
-    return contrasting
+    scoring = copy(method)
+    scoring.model = resolve_model(method.forward_func, method.model)
+    scoring.forward_func = score
+    return scoring

@@ -2,42 +2,66 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from captum_ssm.attr import LaTIM
 from captum_ssm.capture.check_inputs import check_inputs
 from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.errors import InputError, TargetError
-from captum_ssm.explanation import Example, Maps, Span, Token
+from captum_ssm.explanation import Example
+from captum_ssm.explanation.make.explained import explained_text
+from captum_ssm.explanation.make.kinds import Task
 from captum_ssm.explanation.make.lens import Lens
-from captum_ssm.explanation.make.questions import Questions, Setup, to_numpy
-from captum_ssm.explanation.make.reading import TokenizedText, answer_text, between, read, read_ids
-from captum_ssm.explanation.units import Turns, named, sentences, within, words
-from captum_ssm.inspection.implicit_attention import hidden_attention
+from captum_ssm.explanation.make.questions import Asked, Questions, Setup
+from captum_ssm.explanation.make.reading import (
+    TokenizedText,
+    answer_text,
+    between,
+    is_all,
+    positions_in,
+    read,
+    read_ids,
+)
 from captum_ssm.utils.integers import as_index
-from captum_ssm.utils.memory import memory_limit, require
-from captum_ssm.utils.vocabulary import require_known, unknown_in_prompt
+from captum_ssm.utils.vocabulary import require_known
 
 
 @dataclass(frozen=True)
 class TextQuestion:
-    """What is asked about one text, or its ids: as ``explain`` takes it."""
+    """What is asked about one text, after which, or along which, the model tells the next token."""
 
     tokenizer: Any
-    inputs: str | list[int] | TokenizedText
-    target: str | list[int] | TokenizedText | None
-    against: str | list[int] | TokenizedText | None
+    prompt: TokenizedText
+    target: TokenizedText | None
+    against: TokenizedText | None
     position: int | Sequence[int] | str | None
     spans: Mapping[str, tuple[int, int]]
-    turns: Turns | None = None
+
+    @classmethod
+    def of(
+        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: Asked
+    ) -> TextQuestion:
+        """The question, checked: targets are continuations of the text.
+
+        Raises:
+            ValueError, TypeError: for targets or positions that are none.
+        """
+        if text.types:
+            raise InputError(
+                "token_type_ids marks a second text; expected one text per example. Pass "
+                "tokenizer(text) in place of tokenizer(text, pair)."
+            )
+        tokenizer, position = asked.tokenizer, asked.position
+        target = _continuation(tokenizer, as_continuation(target), "target")
+        against = _continuation(tokenizer, as_continuation(against), "against")
+        question = cls(tokenizer, text, target, against, position, asked.spans)
+        _arranged(question)
+        return question
 
     def answer(self, setup: Setup) -> Example:
         """The text, explained.
@@ -45,9 +69,8 @@ class TextQuestion:
         Raises:
             ValueError, TypeError: as for ``explain``.
         """
-        texts = _read(self)
-        device = next(setup.model.parameters()).device
-        ids = torch.tensor([texts.ids], device=device)
+        texts = _arranged(self)
+        ids = torch.tensor([texts.ids], device=next(setup.model.parameters()).device)
         check_inputs(ids, setup.model)
         logits, layers = _run(setup, ids, texts.positions)
         _require_ids("target", texts.target, logits.shape[-1])
@@ -56,34 +79,25 @@ class TextQuestion:
         if texts.follows_text:
             texts, whole = _followed(self, texts, int(logits[-1].argmax()))
         questions = _questions(setup, self.tokenizer, texts, whole, logits, layers)
-        L = len(whole.tokens)
-        questions.require_memory(L)
-        # Maps come first, since those that are too large are refused before any row is computed.
-        maps = _maps(setup, torch.tensor([whole.ids], device=device))
-        relevance, deltas = questions.explained(
-            ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
-        )
-        return Example(
-            _shortened(self.turns.title(whole.text) if self.turns else whole.text),
-            tuple(questions.outputs),
-            relevance,
-            deltas,
-            whole.tokens,
-            len(texts.prompt.tokens),
-            self._units(whole.tokens, len(texts.prompt.tokens)),
-            maps=maps,
-            validation=questions.validation,
-        )
+        return explained_text(questions, ids, whole, len(texts.prompt.tokens), self.spans)
 
-    def _units(self, tokens: Sequence[Token], prompt: int) -> dict[str, tuple[Span, ...]]:
-        units = {"word": words(tokens), "sentence": sentences(tokens)}
-        if self.turns:
-            turns = self.turns.spans(tokens, prompt)
-            units = {unit: within(spans, turns) for unit, spans in units.items()}
-            units["turn"] = turns
-        if self.spans:
-            units["span"] = named(tokens, self.spans)
-        return units
+
+def as_continuation(target: Any) -> str | list[int] | TokenizedText | None:
+    """A target as a text or as token ids; one that was read already stays as it is.
+
+    Raises:
+        TypeError: for what is neither.
+    """
+    if target is None or isinstance(target, (str, TokenizedText)):
+        return target
+    index = as_index(target)
+    if index is not None:
+        return [index]
+    values = target.reshape(-1).tolist() if torch.is_tensor(target) else target
+    ids = [as_index(value) for value in values] if isinstance(values, Sequence) else [None]
+    if None in ids:
+        raise TypeError(f"target is {target!r}; expected a text, a token id, or several ids.")
+    return ids  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -98,18 +112,16 @@ class _Texts:
     follows_text: bool
 
 
-def _read(question: TextQuestion) -> _Texts:
-    prompt = read_prompt(question.tokenizer, question.inputs)
+def _arranged(question: TextQuestion) -> _Texts:
+    prompt, target, against = question.prompt, question.target, question.against
     P = len(prompt.tokens)
-    target = _continuation(question.tokenizer, question.target, "target")
-    against = _continuation(question.tokenizer, question.against, "against")
-    positions = _positions(question.position, P)
+    positions = positions_in(question.position, P)
     if positions is not None:
         _require_one_token("target", target)
         _require_one_token("against", against)
         return _Texts(prompt, target, against, prompt.ids, positions, False)
     ids = prompt.ids + ([] if target is None else target.ids[:-1])
-    first = 0 if _is_all(question.position) else P - 1
+    first = 0 if is_all(question.position) else P - 1
     return _Texts(prompt, target, against, ids, list(range(first, len(ids))), True)
 
 
@@ -121,8 +133,7 @@ def _followed(
         target, gap = _next(question.tokenizer, texts.prompt, predicted), ""
     else:
         target = texts.target
-        is_read_together = isinstance(question.target, TokenizedText)
-        gap = "" if is_read_together else between(question.tokenizer, texts.prompt, target)
+        gap = between(question.tokenizer, texts.prompt, target)
     return replace(texts, target=target), texts.prompt.followed_by(target, gap)
 
 
@@ -147,19 +158,6 @@ def _questions(
     return questions
 
 
-def read_prompt(tokenizer: Any, text: str | list[int] | TokenizedText) -> TokenizedText:
-    """The text before the continuation, as tokens; a warning where one is unknown."""
-    if isinstance(text, TokenizedText):
-        return text
-    if not isinstance(text, str):
-        return read_ids(tokenizer, text, "the text")
-    prompt = read(tokenizer, text, "text")
-    warning = unknown_in_prompt(tokenizer, prompt.ids)
-    if warning:
-        warnings.warn(warning, UserWarning, stacklevel=6)
-    return prompt
-
-
 def _continuation(
     tokenizer: Any, text: str | list[int] | TokenizedText | None, name: str
 ) -> TokenizedText | None:
@@ -179,26 +177,6 @@ def _next(tokenizer: Any, prompt: TokenizedText, predicted: int) -> TokenizedTex
     token = read_ids(tokenizer, [prompt.ids[-1], predicted], "the answer").tokens[1]
     width = token.end - token.start
     return TokenizedText(token.text if width else "", (replace(token, start=0, end=width),))
-
-
-def _is_all(position: Any) -> bool:
-    return isinstance(position, str) and position == "all"
-
-
-def _positions(position: Any, P: int) -> list[int] | None:
-    if position is None or _is_all(position):
-        return None
-    several = [position] if as_index(position) is not None else position
-    indices = [] if isinstance(several, str) else [as_index(item) for item in several]
-    positions = [index for index in indices if index is not None]
-    if not positions or len(positions) < len(indices):
-        raise TypeError(f"position is {position!r}; expected an int, several ints, 'all' or None.")
-    if any(not -P <= index < P for index in positions):
-        raise InputError(
-            f"position is {position!r}; the text has {P} tokens: expected 0 .. {P - 1} (or -{P} "
-            ".. -1 from the end)."
-        )
-    return sorted({index % P for index in positions})
 
 
 def _require_one_token(name: str, text: TokenizedText | None) -> None:
@@ -224,19 +202,10 @@ def _run(setup: Setup, ids: Tensor, positions: list[int]) -> tuple[Tensor, list[
         with lens.watching() if setup.lens else nullcontext():
             output = setup.model(ids, **named)
         logits = extract_logits(output)
-        if logits.dim() != 3 or logits.shape[1] != ids.shape[1]:
-            raise ValueError(
-                f"the model returns an output of shape {tuple(logits.shape)} for ids of shape "
-                f"{tuple(ids.shape)}; expected logits (B, L, V), one row per token. A classifier "
-                "is explained by the methods' own attribute: MambaLRP(model).attribute(ids, "
-                "target=label)."
-            )
         logits = logits[0, positions].float()
         layers = lens.layers(logits) if setup.lens else []
     if layers is None:
-        note = "no lens: the model's final norm and head were not found"
-        if note not in setup.notes:
-            setup.notes.append(note)
+        setup.note("no lens: the model's final norm and head were not found")
     return logits, layers or []
 
 
@@ -265,41 +234,3 @@ def _itself(against: TokenizedText, predicted: bool) -> TargetError:
         f"against is {against.text!r}, which is {what}; expected another continuation, which "
         "differs from the target in one of the tokens that both have."
     )
-
-
-def _maps(setup: Setup, ids: Tensor) -> tuple[Maps, ...]:
-    if not setup.maps:
-        return ()
-    means = hidden_attention(
-        setup.model,
-        ids,
-        layers=setup.layers,
-        reduction="mean",
-        memory_limit=setup.memory_limit,
-    )
-    maps = {}
-    if "hidden-attention" in setup.maps:
-        maps["hidden-attention"] = Maps(
-            "hidden attention",
-            "mean over channels",
-            {name: to_numpy(mean[0]) for name, mean in means.items()},
-        )
-    if "latim" in setup.maps:
-        with memory_limit(setup.memory_limit):
-            size = 4 * ids.shape[1] ** 2
-            require(
-                len(setup.maps) * len(means) * size,
-                f"maps of {len(means)} layers, {len(setup.maps)} kinds and {ids.shape[1]} tokens",
-                [("layers=-1, one layer", len(setup.maps) * size)],
-            )
-        method = LaTIM(setup.model, memory_limit=setup.memory_limit)
-        interactions = partial(method.interactions, ids, aggregation="l2", activation="gate")
-        maps["latim"] = Maps(
-            "LaTIM", "l2 norm", {name: to_numpy(interactions(name)[0]) for name in means}
-        )
-    return tuple(maps[name] for name in setup.maps)
-
-
-def _shortened(text: str, length: int = 60) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= length else line[: length - 1].rstrip() + "…"

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from captum_ssm.capture.model import extract_logits, parameter_names
 from captum_ssm.explanation import Validation
 from captum_ssm.explanation.make.removal import Parts, Replacement, is_causal, patches
 from captum_ssm.explanation.make.rows import Question
+from captum_ssm.explanation.make.run import Run
 from captum_ssm.metrics.perturbation import WHOLE, flipping
-
-Run = Callable[[Tensor], Tensor]  # inputs to the model's output
 
 RANDOM = 16  # random orders
 BATCH = 32  # inputs that the model is given at a time
 
 
 def validated(
-    module: Any,
+    run: Run,
     inputs: Tensor,
     relevance: Mapping[str, Tensor],
     asked: Mapping[int, Question],
@@ -31,7 +29,7 @@ def validated(
     """The curves of one example: the mean over its outputs.
 
     Args:
-        module (nn.Module): the model.
+        run (Run): runs the model.
         inputs (Tensor): ``(1, ...)``.
         relevance (dict): by method, ``(R, ...)`` in the shape of the input.
         asked (dict): the questions that are checked, by row.
@@ -42,24 +40,19 @@ def validated(
     """
     if inputs.dim() > 4:
         return None
-    parts = Parts.of(inputs, module, replacement)
-    side = patches(module, inputs) if inputs.dim() == 4 else ()
+    parts = Parts.of(inputs, run.module, replacement)
+    side = patches(run.module, inputs) if inputs.dim() == 4 else ()
     noise = torch.Generator().manual_seed(0)
-    named = {"use_cache": False} if "use_cache" in parameter_names(module) else {}
-
-    def logits(changed: Tensor) -> Tensor:
-        return extract_logits(module(changed, **named))
-
     curves = []
     for row, question in asked.items():
         rows = [values[row].detach().cpu().float() for values in relevance.values()]
-        removable = _removable(logits, parts, question.position)
+        removable = _removable(run, parts, question.position)
         if removable is not None and not bool(removable.any()):
             continue
         shuffled = torch.rand(RANDOM, *parts.shape, generator=noise)
         shuffled = parts.to_inputs(shuffled.to(inputs.device)).cpu()
         orders = torch.cat([torch.stack(rows), shuffled])
-        curves.append(_curves(logits, inputs, orders, question, parts, removable, side))
+        curves.append(_curves(run, inputs, orders, question, parts, removable, side))
     if not curves:
         return None
     mean = np.mean(curves, axis=0).astype(np.float32)  # (methods + RANDOM, S)
@@ -67,19 +60,19 @@ def validated(
     return Validation("logit", parts.note, WHOLE, of_methods, mean[len(relevance) :])
 
 
-def _removable(logits: Run, parts: Parts, position: int | None) -> Tensor | None:
+def _removable(run: Run, parts: Parts, position: int | None) -> Tensor | None:
     # The tokens (1, L) that the answer may depend on, without the one at which it is read.
     if position is None or parts.inputs.dim() != 2:
         return None
     mask = torch.ones_like(parts.inputs)
-    if is_causal(logits, parts, position):
+    if is_causal(run, parts, position):
         mask[:, position:] = 0
     mask[:, position] = 0
     return mask
 
 
 def _curves(
-    logits: Run,
+    run: Run,
     inputs: Tensor,
     orders: Tensor,
     question: Question,
@@ -89,8 +82,7 @@ def _curves(
 ) -> np.ndarray:
     # The score (orders, S) while the most relevant parts are removed first.
     def asked(changed: Tensor) -> Tensor:
-        output = logits(changed)
-        return output if question.position is None else output[:, question.position]
+        return question.score(run(changed))[:, None]
 
     options: dict[str, Any] = {}
     if inputs.dim() == 4:
@@ -101,7 +93,7 @@ def _curves(
         asked,
         inputs.expand(count, *inputs.shape[1:]),
         orders,
-        torch.full((count,), question.answer),
+        torch.zeros(count, dtype=torch.long),
         removal=parts.baseline,
         mask=None if removable is None else removable.expand(count, -1),
         batch_size=BATCH,

@@ -97,6 +97,7 @@ def _special(token: Token) -> bool:
 def _output(output: Output) -> dict[str, Any]:
     return {
         "position": output.position,
+        "role": output.role,
         "answers": [_answer(answer) for answer in output.answers],
         "chosen": output.chosen,
         "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
@@ -107,7 +108,7 @@ def _output(output: Output) -> dict[str, Any]:
 def _answer(answer: Answer) -> dict[str, Any]:
     return {
         "text": answer.text,
-        "p": _number(answer.probability),
+        "p": _maybe(answer.probability),
         "logit": _number(answer.logit),
         "rank": answer.rank,
         "row": answer.row,
@@ -184,6 +185,10 @@ def pooled(values: np.ndarray) -> np.ndarray:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+
+
+def _maybe(value: float | None) -> float | None:
+    return None if value is None else _number(value)
 
 
 def _numbers(values: Any) -> list[float | None]:

@@ -1,18 +1,17 @@
-"""The command line, on the committed model and on tiny ones saved to disk."""
+"""``explain``, on the committed models and on tiny ones saved to disk."""
 
 import json
 import os
 import shlex
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
-from families import build
+from commands import COPYING, DIGITS, READ, STORIES, explain
 from folders import ROOT
-from models import SHARED, VOCABULARY, ids, tiny, word_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from models import tiny, word_tokenizer
+from transformers import AutoModelForCausalLM
 
 from captum_ssm import (
     Explanation,
@@ -21,33 +20,10 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
-    estimate,
-    hidden_attention,
 )
 from captum_ssm.attr import methods
-from captum_ssm.capture import Request
 from captum_ssm.cli import main
 from captum_ssm.cli.explain import DEFAULT_METHOD
-from captum_ssm.cli.supported import PROBE_LENGTH, _inputs, count, shortened
-from captum_ssm.inspection.support import likeliest
-from captum_ssm.utils.memory import readable_bytes
-
-COPYING = str(ROOT / "tutorials" / "models" / "copying-mamba")
-# q w e r t y u i o p a s d f g h <SEP> q w e
-READ = "16,22,4,17,19,24,20,8,14,15,0,18,3,5,6,7,26,16,22,4"
-
-
-def explain(*arguments: str, model: str = COPYING) -> int:
-    return main(["explain", "--model", model, *arguments])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    """A tiny model and a tokenizer of words for it."""
-    path = str(tmp_path_factory.mktemp("model"))
-    tiny().save_pretrained(path)
-    word_tokenizer({f"w{i}": i for i in range(VOCABULARY)}).save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("method", methods())
@@ -138,8 +114,6 @@ EARLY = {
     "--ids a,b": "--ids is 'a,b'; expected token ids such as",
     "--text a --target-ids x": "--target-ids is 'x'; expected token ids such as",
     "--ids ' '": "which holds no token",
-    "--ids 3,4 --position 2": "the text has 2 tokens",
-    "--ids 3,4 --position 0 --target 1,2": "--target has 2 tokens",
     "--ids 3,4 --methods rollout --layer 1": (
         "--layer was given, and --methods is rollout; expected latim. Choose one of these"
     ),
@@ -158,8 +132,8 @@ EARLY = {
         "components holds ['bias']; expected any of"
     ),
     "--ids 3,4 --position last": "--position is 'last'; expected an integer, or 'all'",
-    "--input no/prompts.txt": "--input is no/prompts.txt, and there is no such file",
-    "--image no.png": "--image is no.png, and there is no such file; name one that exists",
+    "--input no/prompts.txt": "No such file: no/prompts.txt",
+    "--image no.png": "No such file: no.png",
     "--ids 3,4 --against x": "--against is 'x'; expected token ids such as",
     "--ids 3,4 --output a.txt": "expected a name that ends in .html",
     "--ids 3,4 --output no/where/a.html": (
@@ -167,6 +141,8 @@ EARLY = {
     ),
 }
 LATE = {
+    "--ids 3,4 --position 2": "the text has 2 tokens",
+    "--ids 3,4 --position 0 --target 1,2": "which has 2 tokens",
     "--text hello": "no tokenizer could be loaded from",
     "--ids 3,99": "the model's vocabulary has ids 0 .. 26",
     "--ids 3,4 --target 99": "--target is [99]",
@@ -181,7 +157,7 @@ def test_a_bad_call_says_what_is_wrong(arguments, message, capsys):
     assert explain(*shlex.split(arguments)) == 1
     said = capsys.readouterr()
     assert message in said.err
-    assert said.err.startswith("captum_ssm: error: ")
+    assert said.err.startswith("captum-ssm: error: ")
     assert "Traceback" not in said.err
 
 
@@ -200,7 +176,7 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch, capsys):
             ("file", "a file"),
         ):
             assert explain(*given, model=name) == 1
-            assert f"--model is {name!r}, {what}" in capsys.readouterr().err
+            assert f"MODEL is {name!r}, {what}" in capsys.readouterr().err
     assert main(["supported", "models/copying"]) == 1
     assert "a folder that does not exist" in capsys.readouterr().err
     assert explain("--ids", "1", model="models/broken") == 1
@@ -209,8 +185,8 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_what_the_arguments_tell_is_checked_before_transformers_is_imported(tmp_path):
-    calls = [["explain", "--model", COPYING, *shlex.split(arguments)] for arguments in EARLY]
-    calls += [["explain", "--model", "./nowhere", "--text", "a"], ["supported", "./nowhere"]]
+    calls = [["explain", COPYING, *shlex.split(arguments)] for arguments in EARLY]
+    calls += [["explain", "./nowhere", "--text", "a"], ["supported", "./nowhere"]]
     calls += [["supported", COPYING, "--length", "0"], ["supported", COPYING, "--device", "gpu"]]
     script = (
         "import sys\nfrom captum_ssm.cli import main\n"
@@ -227,11 +203,6 @@ def test_what_the_arguments_tell_is_checked_before_transformers_is_imported(tmp_
     assert run.returncode == 0, run.stderr
 
 
-@pytest.fixture(scope="module")
-def stories() -> str:
-    return str(ROOT / "tutorials" / "models" / "stories-mamba")
-
-
 def test_methods_units_and_a_contrast(folder, tmp_path, capsys):
     path = tmp_path / "a.json"
     given = ("--text", "w3 w4 w5", "--target", "w6", "--against", "w7", "--output", str(path))
@@ -243,6 +214,7 @@ def test_methods_units_and_a_contrast(folder, tmp_path, capsys):
         for against in (None, "w7"):
             row = found.relevance(name, against=against, units="word")
             assert all(f"{value:+.4g}" in said for value in row[:3].tolist())
+            assert f"not shown: 'w5', at which the answer is read ({row[2]:+.4g}, " in said
     assert said.count("'w6', not 'w7'") == 2
     assert found.settings["units"] == "word"
     # An option goes to those of the methods that have it.
@@ -260,11 +232,11 @@ def test_many_texts_and_their_summary(folder, tmp_path, capsys):
     said = capsys.readouterr().out
     found = Explanation.load(path)
     assert [example.text for example in found.examples] == ["w3 w4 w5 w9", "w4 w6 w9"]
-    assert "w4 w6 w9  ->  'w9' " in said
+    assert "line 3: w4 w6 w9  ->  'w9' " in said  # as an editor counts them
     top = found.mean().top(count=1)[0]
     assert f"{top.relevance:+.4g}" in said
     assert explain(*given, "--output", str(tmp_path / "a.png"), model=folder) == 1
-    assert "expected a name that ends in .html or .json" in capsys.readouterr().err
+    assert "expected a name that ends in .html, .json or .csv" in capsys.readouterr().err
     texts.write_text("\n")
     assert explain(*given, model=folder) == 1
     assert "which holds no text; write one per line" in capsys.readouterr().err
@@ -273,13 +245,12 @@ def test_many_texts_and_their_summary(folder, tmp_path, capsys):
 def test_an_image(tmp_path, capsys):
     from PIL import Image
 
-    vim = str(ROOT / "tutorials" / "models" / "digits-vim")
     path, data = tmp_path / "one.png", tmp_path / "a.json"
     pixels = torch.zeros(80, 80, 3, dtype=torch.uint8)
     pixels[20:60, 36:44] = 255
     Image.fromarray(pixels.numpy()).save(path)
     given = ("--image", str(path), "--mean", ".25", "--std", ".5", "--methods", "raw-attention")
-    assert explain(*given, "--output", str(data), model=vim) == 0
+    assert explain(*given, "--output", str(data), model=DIGITS) == 0
     said = capsys.readouterr().out
     (example,) = Explanation.load(data).examples
     assert example.image.shape == (40, 40, 3)
@@ -288,209 +259,37 @@ def test_an_image(tmp_path, capsys):
     assert example.grid == (10, 10)
     assert "the model predicts '1'" in said
     assert "row" in said
-    assert explain(*given, "--output", str(tmp_path / "a.png"), "--target", "7", model=vim) == 0
+    assert explain(*given, "--output", str(tmp_path / "a.png"), "--target", "7", model=DIGITS) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     for wrong, message in (
         (["--target", "77"], "--target is 77; expected a class 0 .. 9"),
-        (["--lens"], "--lens was given, which is of texts, and --image is"),
-        (["--units", "word"], "--units was given, which is of texts"),
+        (["--lens"], "--lens was given, which is for texts, and --image is"),
+        (["--units", "word"], "--units was given, which is for texts"),
     ):
-        assert explain(*given, *wrong, model=vim) == 1
+        assert explain(*given, *wrong, model=DIGITS) == 1
         assert message in capsys.readouterr().err
-    path.write_text("no picture")
-    assert explain(*given, model=vim) == 1
-    assert "which is no picture" in capsys.readouterr().err
+    path.write_text("not a picture")
+    assert explain(*given, model=DIGITS) == 1
+    assert "which is not a picture" in capsys.readouterr().err
 
 
-def test_two_explanations_compared(folder, tmp_path, capsys):
-    paths = [tmp_path / f"{name}.json" for name in "abc"]
-    for path, activation in zip(paths, ("gate", "silu"), strict=False):
-        given = ("--text", "w3 w4", "--target", "w5", "--activation", activation)
-        assert explain(*given, "--methods", "latim", "--output", str(path), model=folder) == 0
-    capsys.readouterr()
-    assert main(["compare", *map(str, paths[:2]), "--output", str(paths[2])]) == 0
-    said = capsys.readouterr().out
-    one, other, less = (Explanation.load(path).relevance() for path in paths)
-    assert (less == one - other).all()
-    assert all(f"{value:+.4g}" in said for value in less[:2].tolist())
-    assert main(["compare", str(paths[0]), str(tmp_path / "nothing.json")]) == 1
-    assert "and there is no such file; name one" in capsys.readouterr().err
-
-
-def test_a_page_is_opened(tmp_path, monkeypatch, capsys):
-    opened = []
-    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
-    page = tmp_path / "a.html"
-    page.write_text("a page")
-    assert main(["show", str(page)]) == 0
-    assert opened == [page.as_uri()]
-    assert str(page) in capsys.readouterr().out
-    for name, message in (
-        ("no.html", "there is no such file"),
-        ("a.txt", "ends in .html or .json"),
-    ):
-        (tmp_path / "a.txt").touch()
-        assert main(["show", str(tmp_path / name)]) == 1
-        assert message in capsys.readouterr().err
-    monkeypatch.setattr("webbrowser.open", lambda address: False)
-    assert main(["show", str(page)]) == 1
-    assert "no browser could be started; open" in capsys.readouterr().err
-
-
-def test_color_where_the_terminal_has_it(stories, capsys, monkeypatch):
+def test_color_where_the_terminal_has_it(capsys, monkeypatch):
     given = ("--text", "the dog has a red ball . the dog xyzzy\x1b[2J a", "--target", "red")
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert explain(*given, model=stories) == 0
+    assert explain(*given, model=STORIES) == 0
     said = capsys.readouterr()
     assert "\x1b[38;2;255;255;255;48;2;185;84;11m" in said.out  # white on the strongest orange
     assert "xyzzy" in said.out  # as it was typed
     assert "\x1b[2J" not in said.out  # and nothing that a terminal would obey
-    assert said.err.startswith("captum_ssm: warning: the tokenizer reads the prompt as the dog")
+    assert said.err.startswith("captum-ssm: warning: the tokenizer reads the prompt as the dog")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert explain(*given, model=stories) == 0
+    assert explain(*given, model=STORIES) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said
     assert "########" in said
-
-
-def test_an_unknown_method_and_no_command(capsys):
-    for arguments in (["explain", "--model", COPYING, "--ids", "1", "--methods", "magic"], []):
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        assert stopped.value.code == 2
-    assert "invalid choice: 'magic'" in capsys.readouterr().err
-
-
-def lines(*arguments: str, capsys) -> list[str]:
-    assert main(["supported", *arguments]) == 0
-    found = capsys.readouterr().out.splitlines()
-    assert max(map(len, found)) <= 110
-    return found
-
-
-def test_supported(capsys):
-    said = "\n".join(lines(COPYING, "--length", "100", capsys=capsys))
-    for part in (
-        "3 token mixers",
-        "3 x MambaMixer  backbone.layers.{0-2}.mixer",
-        "The S6 mixer",
-        " 128 ",
-        "outside the maps: Embedding, 4 x MambaRMSNorm, Linear",
-        "for one text of 100 tokens, measured",
-        "hidden_attention, all maps",
-    ):
-        assert part in said
-    assert "NOT reproduced" not in said
-    assert "act on one another" not in said
-
-
-def test_what_it_says_is_exact_is_what_the_methods_measure(capsys):
-    said = lines(COPYING, "--length", "20", capsys=capsys)
-    (row,) = [line for line in said if line.startswith("  backbone.layers.{0-2}.mixer ")]
-    model = AutoModelForCausalLM.from_pretrained(COPYING).eval()
-    probe = torch.randint(27, (1, 16), generator=torch.Generator().manual_seed(0))
-    worst = max(float(error) for error in LaTIM(model).layer_errors(probe, activation="silu"))
-    assert row.split()[-2:] == [f"{100 * worst:.3g}%", "nothing"]
-    best = int(model(probe).logits[0, -1].argmax())
-    score = float(model(probe).logits[0, -1, best].detach())
-    total = float(MambaLRP(model).attribute(probe, target=best).sum())
-    assert any(f"relevance adds up to {total:.4g}, the score is {score:.4g}" in x for x in said)
-
-
-def test_what_it_says_of_costs_is_what_estimate_says(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("captum_ssm.inspection.cost.BUDGET", 0)  # as if the model were large
-    model = build("mamba2")
-    model.save_pretrained(tmp_path)
-    said = lines(str(tmp_path), "--length", "600", capsys=capsys)
-    assert "for one text of 600 tokens, extrapolated from calls on fewer:" in said
-    # Rows that carry nothing take no memory: the costs are those of the same tokens.
-    ids = _inputs(model, 600)
-    target = likeliest(Request.of(model, None, ids[:, :PROBE_LENGTH]))
-    explained = {name: method(model).attribute for name, method in methods().items()}
-    calls = {name: partial(call, target=target) for name, call in explained.items()}
-    calls |= {
-        "rollout, sign='clamp'": partial(MambaRollout(model).attribute, sign="clamp"),
-        "rollout of every token": MambaRollout(model).rollout,
-        "hidden_attention, all maps": partial(hidden_attention, model),
-    }
-    for name, call in calls.items():
-        (line,) = [line for line in said if line.startswith(f"  {name}  ") and "iB" in line]
-        number, unit = line.removeprefix(f"  {name}").split()[:2]
-        said_bytes = float(number) * 1024 ** (1 + ["KiB", "MiB", "GiB"].index(unit))
-        # What a model was found to be in earlier calls is not looked at again.
-        assert said_bytes == pytest.approx(estimate(call, ids).total_bytes, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [*(pytest.param(k, marks=pytest.mark.slow) for k in ("jamba", "mamba2")), "qwen3_next"],
-)
-def test_supported_families(family, tmp_path, capsys):
-    build(family).save_pretrained(tmp_path)
-    said = "\n".join(lines(str(tmp_path), "--length", "50", capsys=capsys))
-    assert "NOT reproduced" not in said
-    assert ("Attention" in said) == (family != "mamba2")
-    assert " .. " not in said
-    assert "not on this model" not in said
-
-
-def test_supported_finds_what_mixes_tokens_outside_the_maps(tmp_path, capsys):
-    build("rwkv").save_pretrained(tmp_path)
-    said = lines(str(tmp_path), "--length", "20", capsys=capsys)
-    (mixing,) = [line for line in said if "tokens act on one another there" in line]
-    assert "RwkvFeedForward" in mixing
-    assert "Norm" not in mixing
-    assert "Embedding" not in mixing
-
-
-def test_supported_knows_the_vision_model(capsys):
-    folder = str(ROOT / "tutorials" / "models" / "digits-vim")
-    said = "\n".join(lines(folder, capsys=capsys))
-    for part in (
-        "4 x BidirectionalMamba  layers.{0-3}.mixer",
-        "for one image of 40 x 40 pixels, 101 tokens, measured",
-        "an image of noise",
-    ):
-        assert part in said
-    assert "not on this model" not in said
-    assert explain("--ids", "3", model=folder) == 1
-    assert "which reads images; expected --image" in capsys.readouterr().err
-
-
-def test_supported_by_its_configuration(tmp_path, capsys):
-    tiny().config.save_pretrained(tmp_path)  # no weights at all
-    said = "\n".join(lines(str(tmp_path), "--config-only", capsys=capsys))
-    assert "2 x MambaMixer" in said
-    assert "outside the maps: Embedding, 3 x MambaRMSNorm, Linear" in said
-    assert "nothing was run" in said
-
-
-def test_paths_and_numbers_are_short():
-    layers = [f"model.layers.{i}.linear_attn" for i in range(48) if i % 4 != 3]
-    assert shortened(layers) == "model.layers.{0-2, 4-6, .., 44-46}.linear_attn"
-    assert shortened(layers[:1]) == "model.layers.0.linear_attn"
-    assert shortened(layers[:2]) == "model.layers.{0-1}.linear_attn"
-    assert shortened(["a.0.x", "a.2.x"]) == "a.{0, 2}.x"
-    assert shortened(["a.0.x", "a.1.y"]) == "a.0.x .. a.1.y"
-    assert shortened(["shared", "shared:1"]) == "shared .. shared:1"
-    counts = [count(n) for n in (5, 1500, 999_600, 6e9, 7e15)]
-    assert counts == ["5", "1.5 k", "1 M", "6 G", "7,000 T"]
-    assert [readable_bytes(2**n) for n in (10, 51, 60)] == ["1.0 KiB", "2.0 PiB", "1.0 EiB"]
-
-
-def test_a_device_that_is_not_there(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("it is there")
-    assert main(["supported", COPYING, "--device", "cuda"]) == 1
-    assert explain("--ids", "3,4", "--device", "cuda") == 1
-    said = capsys.readouterr().err.splitlines()
-    assert all("--device is 'cuda', which torch" in line for line in said)
-    assert all(line.endswith("it can use cpu.") for line in said)
-    assert main(["supported", COPYING, "--device", "gpu"]) == 1
-    assert "--device is 'gpu'" in capsys.readouterr().err
 
 
 def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
@@ -515,31 +314,5 @@ def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
     # The model reads the unknown token all the same.
     assert explain("--text", "blue ball", "--methods", "rollout", model=str(tmp_path)) == 0
     said = capsys.readouterr()
-    assert "captum_ssm: warning: the tokenizer reads the prompt as <unk> ball" in said.err
+    assert "captum-ssm: warning: the tokenizer reads the prompt as <unk> ball" in said.err
     assert "probability" in said.out
-
-
-def test_supported_measures_what_it_does_not_know(tmp_path, capsys):
-    config = dict(SHARED, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
-    assert main(["supported", str(tmp_path), "--length", "9"]) == 0
-    assert "1 x LlamaAttention" in capsys.readouterr().out
-    assert main(["supported", str(tmp_path), "--length", "0"]) == 1
-    tokens = ",".join(map(str, ids(1, 4)[0].tolist()))
-    assert explain("--ids", tokens, model=str(tmp_path)) == 0
-    assert main(["supported", str(tmp_path), "--config-only"]) == 1
-    assert "LlamaForCausalLM holds no token mixer" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_as_a_module():
-    run = subprocess.run(
-        [sys.executable, "-m", "captum_ssm", "explain", "--model", COPYING, "--ids", READ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "'17', probability 1.0000" in run.stdout
-    assert "Loading" not in run.stderr

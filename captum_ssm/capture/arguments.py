@@ -1,0 +1,77 @@
+"""Arguments that a model takes without reading them, such as a misspelt one in ``**kwargs``."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from types import CodeType
+from typing import Any, get_args, get_type_hints
+
+from torch import nn
+
+from captum_ssm.errors import InputError
+
+
+def check_names(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse the names of arguments that nothing in the model reads.
+
+    A module reads what its ``forward`` names, what the type of its ``**kwargs`` lists, and what its
+    code looks up by that name.
+
+    Args:
+        model (nn.Module): of which nothing is run.
+        names (iterable of str): of arguments by keyword.
+
+    Raises:
+        InputError: for a name that is close to one that is read.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    unknown = [name for name in names if name not in parameters]
+    if not unknown or not takes_any:
+        return  # Python itself raises for a name that is not taken
+    known = {name for part in model.modules() for name in _read_by(part)}
+    for name in unknown:
+        if name in known:
+            continue
+        close = get_close_matches(name, known, n=1)
+        told = f"additional_forward_args holds {name!r}, which no module of the model reads"
+        if close:
+            raise InputError(
+                f"{told}; {type(model).__name__} would take it and ignore it. Did you mean "
+                f"{close[0]!r}?"
+            )
+        warnings.warn(
+            f"{told}, so {type(model).__name__} most likely ignores it.", UserWarning, stacklevel=2
+        )
+
+
+def _read_by(module: nn.Module) -> Iterator[str]:
+    forward = inspect.unwrap(type(module).forward)
+    for name, parameter in inspect.signature(forward).parameters.items():
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            yield name
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            yield from _listed(forward, name)
+    code = getattr(forward, "__code__", None)
+    yield from _texts(code) if code is not None else ()
+
+
+def _listed(forward: Any, name: str) -> Iterator[str]:
+    # The keys of a TypedDict in Unpack[...].
+    try:
+        annotation = get_type_hints(forward).get(name)
+    except Exception:  # an annotation names what is not imported
+        return
+    for one in get_args(annotation):
+        yield from getattr(one, "__annotations__", {})
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    for one in code.co_consts:
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, CodeType):
+            yield from _texts(one)

@@ -1,0 +1,59 @@
+"""What is asked about texts: by the kind of output that the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from captum_ssm.explanation import Example
+from captum_ssm.explanation.make.classes import ClassQuestion, LabelQuestion
+from captum_ssm.explanation.make.inputs import Text, numbered, read_texts
+from captum_ssm.explanation.make.kinds import Kind, task_of
+from captum_ssm.explanation.make.places import PlacesQuestion
+from captum_ssm.explanation.make.questions import Asked, Setup, per_example
+from captum_ssm.explanation.make.texts import TextQuestion
+
+
+class Answerable(Protocol):
+    """A question about one input."""
+
+    def answer(self, setup: Setup) -> Example:
+        """The input, explained."""
+
+
+QUESTIONS: dict[Kind, Any] = {
+    "tokens": TextQuestion,
+    "classes": ClassQuestion,
+    "labels": LabelQuestion,
+    "places": PlacesQuestion,
+}
+
+
+def text_questions(
+    setup: Setup, texts: Sequence[Text], target: Any, against: Any, labels: Any, asked: Asked
+) -> Sequence[Answerable]:
+    """What is asked about each text, all of it checked before anything is computed.
+
+    Args:
+        setup (Setup): how texts are explained.
+        texts (sequence): as people typed them.
+        target, against (Any): one for all texts, or a list with one for each.
+        labels (sequence or dict of str, optional): names of classes.
+        asked (Asked): what is the same for all texts.
+
+    Raises:
+        ValueError, TypeError: as for ``explain``; of several texts they say which.
+    """
+    readings = read_texts(asked.tokenizer, texts, setup.model)
+    task = task_of(setup.model, readings[0], asked.tokenizer, labels)
+    # A list of integers is one continuation, but several classes.
+    is_one = task.kind == "tokens"
+    targets, others = (
+        per_example(name, given, len(texts), is_one)
+        for name, given in (("target", target), ("against", against))
+    )
+    questions = []
+    for k, (text, a, b) in enumerate(zip(readings, targets, others, strict=True)):
+        with numbered(k, len(texts)):
+            questions.append(QUESTIONS[task.kind].of(task, text, a, b, asked))
+    return questions

@@ -1,0 +1,112 @@
+"""The example that an explained text becomes: its rows, units and maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.attr import LaTIM
+from captum_ssm.explanation import Example, Maps, Span
+from captum_ssm.explanation.make.questions import Questions, Setup, to_numpy
+from captum_ssm.explanation.make.reading import TokenizedText
+from captum_ssm.explanation.make.run import Run
+from captum_ssm.explanation.units import named, sentences, within, words
+from captum_ssm.inspection.implicit_attention import hidden_attention
+from captum_ssm.utils.memory import memory_limit, require
+
+
+def explained_text(
+    questions: Questions,
+    ids: Tensor,
+    whole: TokenizedText,
+    prompt: int,
+    spans: Mapping[str, tuple[int, int]],
+) -> Example:
+    """The questions about one text, explained.
+
+    Args:
+        questions (Questions): what is asked of it.
+        ids (Tensor): what the model reads, ``(1, n)``: the first n tokens of the text.
+        whole (TokenizedText): the text of L tokens.
+        prompt (int): how many of them are the prompt's.
+        spans (dict): named parts of the text.
+    """
+    L = len(whole.tokens)
+    questions.require_memory(L)
+    # Maps come first, since those that are too large are refused before any row is computed.
+    read = torch.tensor([whole.ids], device=ids.device)
+    maps = _maps(questions.setup, questions.run, read)
+    relevance, deltas = questions.explained(
+        ids, lambda rows: nn.functional.pad(rows, (0, L - rows.shape[1]))
+    )
+    return Example(
+        _shortened(whole.turns.title(whole.text) if whole.turns else whole.text),
+        tuple(questions.outputs),
+        relevance,
+        deltas,
+        whole.tokens,
+        prompt,
+        _units(whole, prompt, spans),
+        maps=maps,
+        validation=questions.validation,
+    )
+
+
+def _units(
+    whole: TokenizedText, prompt: int, spans: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[Span, ...]]:
+    units = {"word": words(whole.tokens), "sentence": sentences(whole.tokens)}
+    if whole.turns:
+        turns = whole.turns.spans(whole.tokens, prompt)
+        units = {unit: within(parts, turns) for unit, parts in units.items()} | {"turn": turns}
+    if spans:
+        units["span"] = named(whole.tokens, spans)
+    return units
+
+
+def _maps(setup: Setup, run: Run, ids: Tensor) -> tuple[Maps, ...]:
+    if not setup.maps:
+        return ()
+    means = hidden_attention(
+        setup.model,
+        ids,
+        additional_forward_args=run.extra(ids),
+        layers=setup.layers,
+        reduction="mean",
+        memory_limit=setup.memory_limit,
+    )
+    maps = {}
+    if "hidden-attention" in setup.maps:
+        maps["hidden-attention"] = Maps(
+            "hidden attention",
+            "mean over channels",
+            {name: to_numpy(mean[0]) for name, mean in means.items()},
+        )
+    if "latim" in setup.maps:
+        with memory_limit(setup.memory_limit):
+            size = 4 * ids.shape[1] ** 2
+            require(
+                len(setup.maps) * len(means) * size,
+                f"maps of {len(means)} layers, {len(setup.maps)} kinds and {ids.shape[1]} tokens",
+                [("layers=-1, one layer", len(setup.maps) * size)],
+            )
+        method = LaTIM(setup.model, memory_limit=setup.memory_limit)
+        interactions = partial(
+            method.interactions,
+            ids,
+            additional_forward_args=run.extra(ids),
+            aggregation="l2",
+            activation="gate",
+        )
+        maps["latim"] = Maps(
+            "LaTIM", "l2 norm", {name: to_numpy(interactions(name)[0]) for name in means}
+        )
+    return tuple(maps[name] for name in setup.maps)
+
+
+def _shortened(text: str, length: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1].rstrip() + "…"

@@ -1,0 +1,243 @@
+"""What :func:`explain` is given to explain: texts, as people have them, or an image."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture.check_inputs import check_inputs
+from captum_ssm.errors import InputError
+from captum_ssm.explanation.make.reading import TokenizedText, read, read_ids, read_pair
+from captum_ssm.utils.integers import as_index
+from captum_ssm.utils.vocabulary import unknown_in_prompt
+
+# What the two texts of a pair are called, as by pipelines of transformers.
+PAIRS = (("question", "context"), ("text", "text_pair"))
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Token ids without their padding, and which of two texts each is of."""
+
+    ids: list[int]
+    types: tuple[int, ...] = ()
+
+
+Text = str | tuple[str, str] | Ids | TokenizedText
+
+
+def parse_inputs(
+    tokenizer: Any, inputs: Any, tensors: Mapping[str, Any]
+) -> tuple[Any, list[Text] | None, Any]:
+    """The tokenizer, if any, the texts or their ids, and else None and the image.
+
+    Args:
+        tokenizer (Any): may be the inputs, where there are none.
+        inputs (Any): as ``explain`` takes them.
+        tensors (dict): by keyword, None where they were not given.
+
+    Raises:
+        ValueError, TypeError: as for ``explain``.
+    """
+    if inputs is None and not is_tokenizer(tokenizer):
+        tokenizer, inputs = None, tokenizer
+    named = {name: value for name, value in tensors.items() if value is not None}
+    if (inputs is None) == (not named):
+        raise TypeError(
+            f"{'no input' if inputs is None else 'more than one input'} was given; expected a text "
+            "with its tokenizer, token ids, a tokenizer's output, or an image."
+        )
+    _check_order(tokenizer, inputs)
+    inputs = named if inputs is None else inputs
+    if _is_listed(inputs):
+        inputs = list(inputs)
+    texts = _texts(inputs)
+    if texts is not None and tokenizer is None and not isinstance(texts[0], Ids):
+        raise TypeError(
+            "inputs is a text, and there is no tokenizer; expected explain(model, tokenizer, text)."
+        )
+    is_image = texts is None and isinstance(inputs, Mapping)
+    return tokenizer, texts, inputs.get("pixel_values") if is_image else inputs
+
+
+def is_tokenizer(value: Any) -> bool:
+    """Whether a value is a tokenizer: it encodes texts, and decodes ids."""
+    return not isinstance(value, (str, type)) and all(
+        callable(getattr(value, name, None)) for name in ("encode", "decode")
+    )
+
+
+def read_texts(tokenizer: Any, texts: Sequence[Text], model: nn.Module) -> list[TokenizedText]:
+    """All texts as the model reads them.
+
+    Raises:
+        InputError: for a text without a token, or ids that are not in the vocabulary; of several
+            it says which.
+    """
+    found = []
+    for k, text in enumerate(texts):
+        with numbered(k, len(texts)):
+            found.append(_read(tokenizer, text))
+            check_inputs(torch.tensor([found[-1].ids]), model)
+    return found
+
+
+@contextmanager
+def numbered(index: int, count: int) -> Iterator[None]:
+    """Errors inside say which of several inputs they are about."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if count == 1:
+            raise
+        raise type(error)(f"inputs[{index}] of {count}: {error}") from error
+
+
+def _read(tokenizer: Any, text: Text) -> TokenizedText:
+    if isinstance(text, TokenizedText):
+        return text
+    if isinstance(text, tuple):
+        return read_pair(tokenizer, *text)
+    if isinstance(text, Ids):
+        found = read_ids(tokenizer, text.ids, "the text")
+        special = {*getattr(tokenizer, "all_special_ids", ())}
+        pairs = zip(text.ids, text.types, strict=False)
+        parts = tuple(None if one in special else part for one, part in pairs)
+        return replace(found, parts=parts, types=text.types)
+    found = read(tokenizer, text, "text")
+    warn_of_unknown(tokenizer, found)
+    return found
+
+
+def warn_of_unknown(tokenizer: Any, text: TokenizedText) -> None:
+    """Warn where a tokenizer put its unknown token for a part of a text."""
+    warning = unknown_in_prompt(tokenizer, text.ids)
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=7)
+
+
+def _check_order(tokenizer: Any, inputs: Any) -> None:
+    if is_tokenizer(inputs):
+        raise TypeError(
+            "inputs is a tokenizer; expected explain(model, tokenizer, text), in this order."
+        )
+    if isinstance(tokenizer, str):
+        raise TypeError(
+            f"tokenizer is the str {tokenizer!r}; expected the tokenizer itself, such as "
+            f"AutoTokenizer.from_pretrained({tokenizer!r}), before the text."
+        )
+
+
+def _is_listed(inputs: Any) -> bool:
+    # Generators, pandas' Series and arrays of texts: what is neither one input nor a table.
+    kinds = (str, bytes, list, Mapping, Tensor)
+    if isinstance(inputs, kinds) or hasattr(inputs, "columns") or not isinstance(inputs, Iterable):
+        return False
+    return getattr(getattr(inputs, "dtype", None), "kind", "O") in "OUT"
+
+
+def _texts(inputs: Any) -> list[Text] | None:
+    # None for what is not texts.
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs, Mapping):
+        return _of_mapping(inputs)
+    if isinstance(inputs, list):
+        return _of_list(inputs)
+    if not torch.is_tensor(inputs) or inputs.is_floating_point():
+        return None
+    return _of_ids(inputs, None, None)
+
+
+def _of_list(inputs: list[Any]) -> list[Text] | None:
+    if not inputs:
+        raise InputError("inputs is empty; give at least one text.")
+    first = inputs[0]
+    if isinstance(first, (str, Mapping)):
+        found: list[Text] = []
+        for k, one in enumerate(inputs):
+            with numbered(k, len(inputs)):
+                texts = _texts(one) if isinstance(one, (str, Mapping)) else None
+                if texts is None or not (isinstance(one, str) or _is_pair_of_texts(one)):
+                    raise TypeError(f"this is a {type(one).__name__}; expected a text, as before.")
+                found += texts
+        return found
+    if isinstance(first, tuple) and len(first) == 2 and all(isinstance(t, str) for t in first):
+        return [(str(a), str(b)) for a, b in inputs]
+    is_ids = isinstance(first, (list, tuple)) or as_index(first) is not None
+    return None if torch.is_tensor(first) or not is_ids else _of_ids(inputs, None, None)
+
+
+def _is_pair_of_texts(inputs: Mapping[str, Any]) -> bool:
+    return any(isinstance(inputs.get(first), str) for first, _ in PAIRS)
+
+
+def _of_mapping(inputs: Mapping[str, Any]) -> list[Text] | None:
+    if "input_ids" in inputs:
+        named = [inputs.get(name) for name in ("attention_mask", "token_type_ids")]
+        return _of_ids(inputs["input_ids"], *named)
+    for names in PAIRS:
+        found = [inputs[name] for name in names if name in inputs]
+        columns = [[one] if isinstance(one, str) else list(one) for one in found]
+        if names[0] in inputs and len(columns) == 2:
+            return [(str(a), str(b)) for a, b in zip(*columns, strict=True)]
+        if names[0] in inputs and names[0] == "text":
+            return _texts(columns[0])
+    if "pixel_values" in inputs:
+        return None
+    raise TypeError(
+        f"inputs is a {type(inputs).__name__} of {', '.join(map(str, inputs)) or 'nothing'}; "
+        "expected 'text' (and 'text_pair'), 'question' and 'context', 'input_ids' or "
+        "'pixel_values'."
+    )
+
+
+def _of_ids(ids: Any, mask: Any, types: Any) -> list[Text]:
+    rows, shape = _rows(ids), _shape(ids)
+    if not rows or not all(rows):
+        raise InputError(
+            f"the ids have shape {shape}; expected (L,) or (B, L) of an integer dtype, at least "
+            "one."
+        )
+    marks = [[1] * len(row) for row in rows] if mask is None else _rows(mask)
+    kinds = [[0] * len(row) for row in rows] if types is None else _rows(types)
+    for name, given in (("attention_mask", marks), ("token_type_ids", kinds)):
+        if [len(row) for row in given] != [len(row) for row in rows]:
+            raise InputError(
+                f"{name} has shape {_shape(given)} for ids of shape {shape}; give one entry per "
+                "token."
+            )
+    found: list[Text] = []
+    for k, (row, marked, kind) in enumerate(zip(rows, marks, kinds, strict=True)):
+        kept = [i for i, mark in enumerate(marked) if mark]
+        if not kept:
+            raise InputError(
+                f"attention_mask marks no token of example {k}; expected at least one."
+            )
+        of_texts = tuple(kind[i] for i in kept)
+        found.append(Ids([row[i] for i in kept], of_texts if any(of_texts) else ()))
+    return found
+
+
+def _rows(values: Any) -> list[list[int]]:
+    # (B, L), or one of L.
+    if torch.is_tensor(values):
+        if values.dim() not in (1, 2) or values.is_complex():
+            raise InputError(
+                f"the ids have shape {tuple(values.shape)} and dtype {values.dtype}; expected (L,) "
+                "or (B, L) of an integer dtype, at least one."
+            )
+        values = values.tolist()
+    values = [one.tolist() if torch.is_tensor(one) else one for one in values]
+    rows = values if values and isinstance(values[0], (list, tuple)) else [values]
+    return [[int(one) for one in row] for row in rows]
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    return tuple(values.shape) if torch.is_tensor(values) else (len(values),)

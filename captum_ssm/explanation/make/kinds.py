@@ -1,0 +1,238 @@
+"""What a model of texts puts out: scores of tokens, of classes, or of places in the text.
+
+Nothing is assumed. The model is run on the first text, and the last axis of its output is compared
+with the labels, the vocabulary, the width of the embeddings, and the module that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.capture.model import extract_logits, input_embeddings, parameter_names
+from captum_ssm.capture.randomness import noting_draws, one_run, warn_of_randomness
+from captum_ssm.explanation.make.labels import configured, names_of
+from captum_ssm.explanation.make.questions import SOFTMAX
+from captum_ssm.explanation.make.reading import TokenizedText
+from captum_ssm.explanation.make.run import Run
+from captum_ssm.graph.relevance_rules import is_norm
+from captum_ssm.utils.nested import first_of
+
+Kind = Literal["tokens", "classes", "labels", "places"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model puts out for a text.
+
+    Args:
+        kind (str): ``"tokens"`` is the next token at each one, ``"classes"`` one of them for the
+            text, ``"labels"`` one for each token, ``"places"`` where an answer starts and ends.
+        run (Run): of the model.
+        names (tuple of str, optional): of classes or labels. Default: ``()``
+        probabilities (Callable, optional): of answers, from their logits ``(V,)``; None for numbers
+            that are not logits. Default: softmax
+    """
+
+    kind: Kind
+    run: Run
+    names: tuple[str, ...] = ()
+    probabilities: Callable[[Tensor], Tensor] | None = SOFTMAX
+
+    def run_on(self, text: TokenizedText) -> Run:
+        """The run on one text, with its token types."""
+        return self.run.with_arguments(arguments_of(self.run.module, text))
+
+
+def task_of(module: nn.Module, text: TokenizedText, tokenizer: Any, labels: Any) -> Task:
+    """What a model puts out, as its output for one text tells.
+
+    Args:
+        module (nn.Module): the model.
+        text (TokenizedText): what it is run on.
+        tokenizer (TokenizerLike, optional): its vocabulary is compared with.
+        labels (sequence or dict of str, optional): names of classes, as ``explain`` takes them.
+
+    Raises:
+        ValueError: for an output that is none of these, such as hidden states.
+    """
+    ids = torch.tensor([text.ids], device=next(module.parameters()).device)
+    run = Run(module).with_arguments(arguments_of(module, text))
+    output, maker = _output(run, ids)
+    if _places(output, ids) is not None:
+        return Task("places", Run(module, read=_joined, takes_several=_takes_several(run, ids)))
+    logits = extract_logits(output)
+    axes = Axes(module, tokenizer, labels, maker)
+    shape, L = tuple(logits.shape), ids.shape[1]
+    if logits.dim() == 3 and shape[:2] == (1, L):
+        return _per_token(run, axes, shape[2])
+    if logits.dim() in (1, 2) and shape[0] == 1:
+        return _per_text(run, axes, shape, ids)
+    raise ValueError(
+        f"the model returns an output of shape {shape} for ids of shape {tuple(ids.shape)}; "
+        "expected logits (B, L, V) or (B, L, labels), one row per token, or (B, classes). Other "
+        "outputs are explained by the methods' own attribute, with a target that selects one "
+        "number: MambaLRP(model).attribute(ids, target=...)."
+    )
+
+
+def arguments_of(module: nn.Module, text: TokenizedText) -> dict[str, Tensor]:
+    """The token types of a text, if the model takes them."""
+    if not text.types or "token_type_ids" not in parameter_names(module):
+        return {}
+    return {"token_type_ids": torch.tensor([text.types])}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the last axis of a model's output may be.
+
+    ``maker`` is the module that returned the very tensor that the model returns, if one did.
+    """
+
+    module: nn.Module
+    tokenizer: Any
+    labels: Any
+    maker: nn.Module | None
+
+    def are_labels(self, size: int) -> bool:
+        """Whether there are so many names of classes."""
+        given = configured(self.module) if self.labels is None else self.labels
+        return len(given) == size
+
+    def are_tokens(self, size: int) -> bool:
+        """Whether the vocabulary has so many tokens."""
+        config = getattr(self.module, "config", None)
+        sizes = {getattr(config, "vocab_size", None), *self._tables("num_embeddings")}
+        head = getattr(self.module, "get_output_embeddings", None)
+        with_head = head() if callable(head) else None
+        sizes.add(getattr(with_head, "out_features", None))
+        if hasattr(self.tokenizer, "__len__"):
+            sizes.add(len(self.tokenizer))
+        return size in sizes
+
+    def are_features(self, size: int) -> bool:
+        """Whether the output is hidden states: as wide as embeddings, and not made by a head."""
+        if self.maker is not None and is_norm(self.maker):
+            return True
+        return size in self._tables("embedding_dim") and not isinstance(self.maker, nn.Linear)
+
+    def features(self, shape: str, size: int) -> ValueError:
+        """The error for hidden states."""
+        name = type(self.module).__name__
+        return ValueError(
+            f"{name} returns hidden states of shape {shape}, as wide as its embeddings, and not "
+            "scores of tokens or labels; expected the whole model with its head, such as a "
+            f"...ForCausalLM or ...ForSequenceClassification in place of its {name}. If the last "
+            f"axis is classes, labels= names these {size}."
+        )
+
+    def _tables(self, side: str) -> set[int]:
+        table = input_embeddings(self.module)
+        tables = [part for part in self.module.modules() if isinstance(part, nn.Embedding)]
+        return {getattr(one, side) for one in (table, *tables) if hasattr(one, side)}
+
+
+def _per_token(run: Run, axes: Axes, size: int) -> Task:
+    is_named = axes.labels is not None and axes.are_labels(size)
+    if not is_named and axes.are_tokens(size) and not (axes.maker and is_norm(axes.maker)):
+        return Task("tokens", run)
+    if not is_named and not axes.are_labels(size) and axes.are_features(size):
+        raise axes.features(f"(1, L, {size})", size)
+    names = names_of(axes.labels, axes.module, size)
+    return Task("labels", run, names, _probabilities(axes.module, size))
+
+
+def _per_text(run: Run, axes: Axes, shape: tuple[int, ...], ids: Tensor) -> Task:
+    size = shape[-1]
+    if not axes.are_labels(size) and size > 1:
+        if axes.are_features(size):
+            raise axes.features(str(shape), size)
+        if axes.are_tokens(size):
+            raise ValueError(
+                f"the model returns scores of shape {shape}, one per token of the vocabulary, for "
+                "the last token alone; expected logits (B, L, V), one row per token."
+            )
+    names = names_of(axes.labels, axes.module, size)
+    run = Run(
+        run.module,
+        read=extract_logits if len(shape) == 2 else _one_column,
+        takes_several=_takes_several(run, ids),
+    )
+    return Task("classes", run, names, _probabilities(axes.module, size))
+
+
+def _probabilities(module: nn.Module, size: int) -> Callable[[Tensor], Tensor] | None:
+    # As pipelines of transformers have it.
+    problem = getattr(getattr(module, "config", None), "problem_type", None)
+    if problem == "regression":
+        return None
+    is_each_alone = problem == "multi_label_classification" or size == 1
+    return torch.sigmoid if is_each_alone else SOFTMAX
+
+
+def _output(run: Run, ids: Tensor) -> tuple[Any, nn.Module | None]:
+    # The output, and the module that made its logits.
+    module, arguments = run.module, run.arguments(ids)
+    made: dict[int, tuple[nn.Module, Tensor]] = {}
+    with torch.no_grad(), _watched(module, made), noting_draws() as draws, one_run(module):
+        output = module(ids, **arguments)
+    if any(draws):
+        with torch.no_grad():
+            warn_of_randomness(module, (output, module(ids, **arguments)))
+    logits = first_of(output) if _places(output, ids) else extract_logits(output)
+    maker, tensor = made.get(logits.data_ptr(), (None, logits))
+    return output, maker if tensor.shape == logits.shape else None
+
+
+@contextmanager
+def _watched(module: nn.Module, made: dict[int, tuple[nn.Module, Tensor]]) -> Iterator[None]:
+    # What modules without parts return, by its memory, which is kept until the run has ended.
+    def keep(part: nn.Module, args: Any, output: Any) -> None:
+        first = first_of(output)
+        if torch.is_tensor(first):
+            made[first.data_ptr()] = part, first
+
+    with ExitStack() as hooks:
+        for part in module.modules():
+            if not any(True for _ in part.children()):
+                hooks.enter_context(part.register_forward_hook(keep))
+        yield
+
+
+def _places(output: Any, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    # The scores (B, L) of being the first token of an answer, and its last.
+    if isinstance(output, Mapping) and {"start_logits", "end_logits"} <= {*output}:
+        pair = output["start_logits"], output["end_logits"]
+    elif type(output) is tuple and len(output) == 2:
+        pair = output
+    else:
+        return None
+    are_scores = all(torch.is_tensor(one) and one.shape == ids.shape for one in pair)
+    return pair if are_scores and ids.shape[1] > 1 else None
+
+
+def _joined(output: Any) -> Tensor:
+    # (B, 2, L), of starts and ends.
+    pair = output if type(output) is tuple else (output["start_logits"], output["end_logits"])
+    return torch.stack(pair, 1)
+
+
+def _one_column(output: Any) -> Tensor:
+    return extract_logits(output)[:, None]
+
+
+def _takes_several(run: Run, ids: Tensor) -> bool:
+    # Some models cannot tell the padding of one text from that of another, and refuse several.
+    two = ids.expand(2, -1)
+    try:
+        with torch.no_grad():
+            output = run.module(two, **run.arguments(two))
+    except Exception:  # whatever the model raises
+        return False
+    return len(first_of(output)) == 2

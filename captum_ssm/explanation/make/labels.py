@@ -1,0 +1,75 @@
+"""The names of a model's classes, and which of them is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from captum_ssm.errors import TargetError
+from captum_ssm.utils.integers import as_index
+
+MOST_NAMED = 20  # in a message
+
+
+def names_of(labels: Any, model: Any, count: int) -> tuple[str, ...]:
+    """One name for each of so many classes.
+
+    Args:
+        labels (sequence or dict of str, optional): as ``explain`` takes it.
+        model (nn.Module): its configuration names its own classes, if it does.
+        count (int): how many classes there are.
+
+    Raises:
+        ValueError: for another number of names.
+    """
+    if labels is not None and len(labels) != count:
+        raise ValueError(
+            f"labels holds {len(labels)} names; the model has {count} classes: expected one name "
+            "per class."
+        )
+    given = configured(model) if labels is None else labels
+    if len(given) != count:  # as of the configuration of a model inside of another one
+        return tuple(map(str, range(count)))
+    try:
+        return tuple(str(given[k]) for k in range(count))
+    except KeyError as error:
+        raise ValueError(
+            f"labels names the classes {', '.join(map(str, given))}; expected 0 .. {count - 1}, "
+            "each with its name."
+        ) from error
+
+
+def configured(model: Any) -> Mapping[int, str]:
+    """The names in a model's configuration, by class."""
+    return getattr(getattr(model, "config", None), "id2label", None) or {}
+
+
+def class_of(name: str, wanted: Any, labels: Sequence[str]) -> int | None:
+    """The class that a target names, by its number or its name; None for no target.
+
+    Raises:
+        TargetError: for a class that there is not, or a name of several.
+    """
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
+        found = [k for k, label in enumerate(labels) if label == wanted]
+        found = found or [k for k, each in enumerate(labels) if each.lower() == wanted.lower()]
+        if len(found) == 1:
+            return found[0]
+        several = f", which is the name of the classes {', '.join(map(str, found))}"
+        close = get_close_matches(wanted, labels, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise _unknown(name, repr(wanted) + (several if found else ""), labels, hint)
+    index = as_index(wanted)
+    if index is None or not -len(labels) <= index < len(labels):
+        raise _unknown(name, repr(wanted), labels)
+    return index % len(labels)
+
+
+def _unknown(name: str, wanted: str, labels: Sequence[str], hint: str = "") -> TargetError:
+    shown = ", ".join(labels[:MOST_NAMED]) + (", ..." if len(labels) > MOST_NAMED else "")
+    return TargetError(
+        f"{name} is {wanted}; expected a class 0 .. {len(labels) - 1}, or its name: {shown}.{hint}"
+    )

@@ -1,0 +1,211 @@
+"""One question and a text that answers it: which part the model takes as the answer, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import InputError, TargetError
+from captum_ssm.explanation import Example
+from captum_ssm.explanation.make.classes import questions_of
+from captum_ssm.explanation.make.explained import explained_text
+from captum_ssm.explanation.make.kinds import Task
+from captum_ssm.explanation.make.questions import Asked, Choices, Questions, Setup
+from captum_ssm.explanation.make.reading import TokenizedText
+from captum_ssm.explanation.make.rows import Question
+from captum_ssm.explanation.parts import END, SPAN, START
+from captum_ssm.utils.integers import as_index
+
+LONGEST = 15  # tokens of an answer that nobody asked for, as in pipelines of transformers
+
+
+@dataclass(frozen=True)
+class PlacesQuestion:
+    """What is asked about one text, of which the model tells where an answer starts and ends.
+
+    ``target`` and ``against`` are the first and the last token of an answer.
+    """
+
+    task: Task
+    text: TokenizedText
+    target: tuple[int, int] | None
+    against: tuple[int, int] | None
+    spans: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(
+        cls, task: Task, text: TokenizedText, target: Any, against: Any, asked: Asked
+    ) -> PlacesQuestion:
+        """The question, checked.
+
+        Raises:
+            TargetError: for an answer that does not stand in the text.
+            InputError: for a text without a question, or a position.
+        """
+        if asked.position is not None:
+            raise InputError(
+                f"position is {asked.position!r}, and the model tells where an answer starts and "
+                "ends; expected target=, a part of the text, in its place."
+            )
+        if not text.parts and asked.tokenizer is not None:
+            raise InputError(
+                f"the model answers a question by a part of a text, and it is given {text.text!r} "
+                "alone; expected {'question': ..., 'context': ...}, or a list of these."
+            )
+        chosen, other = _place("target", target, text), _place("against", against, text)
+        if chosen is not None and chosen == other:
+            raise _itself(text, chosen)
+        return cls(task, text, chosen, other, asked.spans)
+
+    def answer(self, setup: Setup) -> Example:
+        """The text, explained.
+
+        Raises:
+            ValueError, TypeError: as for ``explain``.
+        """
+        questions, ids = questions_of(setup, self.task, self.text)
+        with torch.no_grad():
+            starts, ends = self._possible(questions.run(ids)[0].double())
+        asked = [place for place in (self.target, self.against) if place is not None]
+        width = max(LONGEST, *(last - first + 1 for first, last in asked), 1)
+        answers = _Answers(self.text, starts, ends, min(width, len(starts)))
+        chosen = answers.best if self.target is None else answers.index(self.target)
+        against = None if self.against is None else answers.index(self.against)
+        if chosen == against:
+            raise _itself(self.text, answers.place(chosen))
+        answers.ask_of(questions, chosen, against)
+        prompt = len(self.text.tokens)
+        return explained_text(questions, ids, self.text, prompt, self.spans)
+
+    def _possible(self, logits: Tensor) -> Tensor:
+        # An answer lies in the second text.
+        is_possible = [part == 1 for part in self.text.parts] or [True] * logits.shape[1]
+        outside = ~torch.tensor(is_possible, device=logits.device)
+        return logits.masked_fill(outside, -torch.inf)
+
+
+@dataclass(frozen=True)
+class PlaceQuestion(Question):
+    """What one row explains: where an answer starts, or ends, or (``side`` of None) both.
+
+    With ``width`` an answer is numbered by its first token and its length.
+    """
+
+    side: int | None = None
+    width: int = 0
+
+    @property
+    def is_target(self) -> bool:
+        return False
+
+    def score(self, logits: Tensor) -> Tensor:
+        """The explained score ``(n,)`` of the starts and ends ``(n, 2, L)``."""
+        answer = self._of(logits, self.answer)
+        return answer if self.against is None else answer - self._of(logits, self.against)
+
+    def _of(self, logits: Tensor, answer: int) -> Tensor:
+        if self.side is not None:
+            return logits[:, self.side, answer]
+        first, more = divmod(answer, self.width)
+        return logits[:, 0, first] + logits[:, 1, first + more]
+
+
+@dataclass(frozen=True)
+class _Answers:
+    # The parts of a text of at most ``width`` tokens: each is numbered by its first token, and by
+    # how many more it has.
+    text: TokenizedText
+    starts: Tensor
+    ends: Tensor
+    width: int
+
+    @property
+    def scores(self) -> Tensor:
+        """Start and end together, ``(L * width,)``."""
+        return (self.starts[:, None] + self._windows(self.ends, -torch.inf)).flatten()
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """That of the start times that of the end, as pipelines of transformers have it."""
+        starts, ends = self.starts.softmax(0), self.ends.softmax(0)
+        return (starts[:, None] * self._windows(ends, 0.0)).flatten()
+
+    def _windows(self, ends: Tensor, nothing: float) -> Tensor:
+        # (L, width): of each token and those after it.
+        padded = torch.nn.functional.pad(ends, (0, self.width - 1), value=nothing)
+        return padded.unfold(0, self.width, 1)
+
+    @property
+    def best(self) -> int:
+        return int(self.scores.argmax())
+
+    def index(self, place: tuple[int, int]) -> int:
+        first, last = place
+        return first * self.width + last - first
+
+    def place(self, index: int) -> tuple[int, int]:
+        first, more = divmod(index, self.width)
+        return first, first + more
+
+    def part(self, index: int) -> str:
+        first, last = self.place(index)
+        return "".join(one.text for one in self.text.tokens[first : last + 1]).strip()
+
+    def token(self, index: int) -> str:
+        return self.text.tokens[index].text.strip()
+
+    def ask_of(self, questions: Questions, chosen: int, against: int | None) -> None:
+        """The answer as a whole, then its start, then its end."""
+        ask = partial(PlaceQuestion, width=self.width)
+        whole = Choices(self.part, self.probabilities, SPAN, ask)
+        questions.add(self.scores, None, chosen, against, choices=whole)
+        others = (None, None) if against is None else self.place(against)
+        for side, (one, other) in enumerate(zip(self.place(chosen), others, strict=True)):
+            logits, role = ((self.starts, START), (self.ends, END))[side]
+            ask = partial(PlaceQuestion, side=side)
+            choices = Choices(self.token, role=role, ask=ask)
+            questions.add(logits, None, one, None if other == one else other, choices=choices)
+
+
+def _place(name: str, wanted: Any, text: TokenizedText) -> tuple[int, int] | None:
+    # The first and the last token of an answer.
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
+        return _found(name, wanted, text)
+    given = [as_index(one) for one in wanted] if isinstance(wanted, Sequence) else []
+    bounds = [one for one in given if one is not None]
+    L = len(text.tokens)
+    if not len(bounds) == len(given) == 2 or not 0 <= bounds[0] <= bounds[1] < L:
+        raise TargetError(
+            f"{name} is {wanted!r}; expected a part of the text, or its first and its last token, "
+            f"0 .. {L - 1}."
+        )
+    return bounds[0], bounds[1]
+
+
+def _found(name: str, wanted: str, text: TokenizedText) -> tuple[int, int]:
+    # Where the context begins, if there is a question before it.
+    begins = [one.start for one, part in zip(text.tokens, text.parts, strict=False) if part == 1]
+    at = text.text.find(wanted.strip(), begins[0] if begins else 0)
+    if at < 0 or not wanted.strip():
+        raise TargetError(
+            f"{name} is {wanted!r}, which does not stand in the text; expected a part of "
+            f"{text.text[begins[0] if begins else 0 :].strip()!r}."
+        )
+    end = at + len(wanted.strip())
+    held = [k for k, one in enumerate(text.tokens) if one.start < end and at < one.end]
+    held = [k for k in held if text.tokens[k].end > text.tokens[k].start]
+    return held[0], held[-1]
+
+
+def _itself(text: TokenizedText, place: tuple[int, int]) -> TargetError:
+    first, last = place
+    shown = "".join(one.text for one in text.tokens[first : last + 1]).strip()
+    return TargetError(
+        f"against is {shown!r}, the answer that is explained; expected another part of the text."
+    )
