@@ -328,6 +328,30 @@ def test_turns_are_kept_in_a_file_and_in_a_table(model, tmp_path):
     assert len(table[table.answer == table.answer[0]]) == len(explained.examples[0].units["turn"])
 
 
+def test_a_message_that_an_answer_would_drop_stays(model):
+    # Some templates put the system's message into the user's last one, if nothing follows it.
+    wanted = "not messages[loop.index:] | selectattr('role', 'equalto', 'user') | list"
+    assert wanted in MISTRAL
+    tokenizer = bytes_of(MISTRAL.replace(wanted, "loop.last"))
+    given = explain(model, tokenizer, messages=ASKED, target="The ball.").examples[0]
+    asked = explain(model, tokenizer, messages=ASKED, target=[30]).examples[0]
+    assert given.tokens[: given.prompt] == asked.tokens[: asked.prompt]
+    assert "system 1" in {span.name for span in given.units["turn"]}
+    assert given.text.endswith("[/INST] The ball.")
+
+
+def test_a_template_may_take_parts_alone(model):
+    # As of models that also read images; one leaves texts out, the other refuses them.
+    for part in ("{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}", "{{ p.text + '' }}"):
+        template = (
+            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+            "{% for p in m['content'] %}" + part + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        )
+        (example,) = explain(model, bytes_of(template), messages=ASKED, target="one").examples
+        assert_in_turns(example, chatml(ASKED))
+
+
 def test_named_parts_are_of_the_rendered_text(model):
     tokenizer = bytes_of()
     text = tokenizer.apply_chat_template(ASKED, tokenize=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,17 +16,12 @@ from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.inputs import numbered, warn_of_unknown
 from captum_ssm.explanation.make.kinds import task_of
 from captum_ssm.explanation.make.questions import Asked, Setup, per_example
-from captum_ssm.explanation.make.reading import TokenizedText, read
+from captum_ssm.explanation.make.reading import TokenizedText
+from captum_ssm.explanation.make.templates import Message, Rendering, rendered
 from captum_ssm.explanation.make.texts import TextQuestion
 from captum_ssm.explanation.units import Turn, Turns, belongs
 
 ANSWERS = "assistant"  # the role whose last message is the answer
-# Characters of private use stand for a message's content while the template is read.
-MARK = "\ue000{}\ue001"
-_MARKS = re.compile("\ue000(\\d+)\ue001")
-
-Message = dict[str, Any]
-Place = tuple[int, int, int]  # a message by its index, and its first character and the one after
 
 
 def find_messages(messages: Any, inputs: Any, tensors: Mapping[str, Any], units: Any = None) -> Any:
@@ -115,8 +109,7 @@ class Conversation:
 
     def whole(self) -> TokenizedText:
         """All that is said, without a place for an answer."""
-        text, places = _read(self.tokenizer, self.messages, False)
-        return replace(text, turns=self._turns(places))
+        return self._marked(rendered(self.tokenizer, self.messages, False))
 
     def asked(self, target: Any, against: Any, is_written: bool) -> tuple[TokenizedText, Any, Any]:
         """The text before the answer, the answer if there is one, and what it is held against.
@@ -128,46 +121,59 @@ class Conversation:
             _require_no_other_answer(target, is_written)
             before = Conversation(self.tokenizer, self.messages[:-1])
             return before.asked(self.messages[-1]["content"], against, False)
+        opened = rendered(self.tokenizer, self.messages, True)
+        prompt = self._marked(opened)
         if isinstance(target, str):
-            prompt, target = self._answered(target)
-        else:
-            text, places = _read(self.tokenizer, self.messages, True)
-            _warn_of_unmarked(self.messages, places)
-            prompt = replace(text, turns=self._turns(places))
-        warn_of_unknown(self.tokenizer, prompt)
+            prompt, target = self._answered(target, opened)
+        self._warn(opened, prompt)
         if isinstance(against, str):
-            against = self._rival(against, prompt)
+            against = self._rival(against, opened, prompt)
         return prompt, target, against
 
-    def _answered(self, answer: str) -> tuple[TokenizedText, TokenizedText]:
+    def _answered(self, answer: str, opened: Rendering) -> tuple[TokenizedText, TokenizedText]:
         # The text before an answer, and the answer.
         said = (*self.messages, {"role": ANSWERS, "content": answer})
-        whole, places = _read(self.tokenizer, said, False)
-        bounds = [(start, end) for k, start, end in places or [] if k == len(self.messages)]
-        held = [k for k, token in enumerate(whole.tokens) if bounds and belongs(token, *bounds[0])]
+        whole = rendered(self.tokenizer, said, False)
+        bounds = [(start, end) for k, start, end in whole.places or [] if k == len(said) - 1]
+        tokens = whole.text.tokens
+        held = [k for k, token in enumerate(tokens) if bounds and belongs(token, *bounds[0])]
         if not held:
             raise InputError(
                 f"The answer is {answer!r}, and the chat template does not put it into the text as "
                 "it is; expected an answer that stands there. Pass its token ids: target=ids."
             )
-        _warn_of_unmarked(self.messages, places)
-        before = replace(_cut(whole, 0, held[0]), turns=self._turns(places))
-        return before, _cut(whole, held[0], held[-1] + 1)
+        before = replace(whole, text=_cut(whole.text, 0, held[0]))
+        # A template may leave a message out once it is answered, such as the system's.
+        prompt = self._marked(opened if opened.messages - whole.messages else before)
+        return prompt, _cut(whole.text, held[0], held[-1] + 1)
 
-    def _rival(self, answer: str, prompt: TokenizedText) -> list[int]:
+    def _warn(self, opened: Rendering, prompt: TokenizedText) -> None:
+        warn_of_unknown(self.tokenizer, prompt)
+        unmarked = opened.said - opened.messages
+        if unmarked:
+            names = ", ".join(_name(self.messages, k) for k in sorted(unmarked))
+            warnings.warn(
+                "The chat template does not put what these messages say into the text as it is, so "
+                f"their tokens are not marked as turns: {names}.",
+                UserWarning,
+                stacklevel=6,
+            )
+
+    def _rival(self, answer: str, opened: Rendering, prompt: TokenizedText) -> list[int]:
         # Another answer after the same prompt, which may end before white space of the template.
-        before, other = self._answered(answer)
+        before, other = self._answered(answer, opened)
         ids, P = before.ids + other.ids, len(prompt.tokens)
         return ids[P:] if ids[:P] == prompt.ids and len(ids) > P else other.ids
 
-    def _turns(self, places: Sequence[Place] | None) -> Turns | None:
-        if places is None:
-            return None
+    def _marked(self, rendering: Rendering) -> TokenizedText:
+        # The text with whose turn each part of it is, if that is known.
+        if rendering.places is None:
+            return rendering.text
         L = len(self.messages)
         speaker = _name([*self.messages, {"role": ANSWERS}], L)
-        said = [(k, start, end) for k, start, end in places if k < L]
+        said = [place for place in rendering.places if place[0] < L]
         turns = tuple(Turn(_name(self.messages, k), start, end) for k, start, end in said)
-        return Turns(turns, speaker)
+        return replace(rendering.text, turns=Turns(turns, speaker))
 
 
 def _cut(text: TokenizedText, first: int, end: int) -> TokenizedText:
@@ -251,71 +257,3 @@ def _require_no_other_answer(target: Any, is_written: bool) -> None:
         f"The last of messages is the {ANSWERS}'s, which is the answer to explain, and {other} is "
         f"given as well; leave out {other}, or that message."
     )
-
-
-# The template, and where it puts what messages say.
-
-
-def _rendered(tokenizer: Any, messages: Sequence[Message], is_open: bool) -> str:
-    try:
-        rendered = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=is_open
-        )
-    except Exception as error:  # a template raises what it likes
-        roles = ", ".join(message["role"] for message in messages)
-        raise InputError(
-            f"The chat template refuses these messages (roles: {roles}): {error}"
-        ) from error
-    return str(rendered)
-
-
-def _read(
-    tokenizer: Any, messages: Sequence[Message], is_open: bool
-) -> tuple[TokenizedText, list[Place] | None]:
-    # The text, and where it holds what messages say; None where that is not known. The template
-    # is rendered with marks in the place of the contents, and the text tells what stands there.
-    text = _rendered(tokenizer, messages, is_open)
-    marked = [
-        {**message, "content": MARK.format(k)} if message["content"].strip() else message
-        for k, message in enumerate(messages)
-    ]
-    pieces = _MARKS.split(_rendered(tokenizer, marked, is_open))
-    literals, marks = pieces[::2], [int(index) for index in pieces[1::2]]
-    found = _matched(literals, [_said(messages[k]["content"]) for k in marks], text)
-    # A template may also change what is said, such as leave out its reasoning.
-    found = found or _matched(literals, [".*?"] * len(marks), text)
-    whole = read(tokenizer, text, "messages", special=False)
-    if found is None:
-        return whole, None
-    return whole, [(k, start, end) for k, (start, end) in zip(marks, found, strict=True)]
-
-
-def _warn_of_unmarked(messages: Sequence[Message], places: Sequence[Place] | None) -> None:
-    known = {index for index, _, _ in places or []}
-    unmarked = [k for k, message in enumerate(messages) if message["content"].strip()]
-    unmarked = [k for k in unmarked if k not in known]
-    if unmarked:
-        names = ", ".join(_name(messages, k) for k in unmarked)
-        warnings.warn(
-            "The chat template does not put what these messages say into the text as it is, so "
-            f"their tokens are not marked as turns: {names}.",
-            UserWarning,
-            stacklevel=5,
-        )
-
-
-def _matched(
-    literals: Sequence[str], patterns: Sequence[str], text: str
-) -> list[tuple[int, int]] | None:
-    first, *others = [re.escape(literal) for literal in literals]
-    pattern = first + "".join(
-        f"({said}){after}" for said, after in zip(patterns, others, strict=True)
-    )
-    match = re.fullmatch(pattern, text, re.DOTALL)
-    return match and [match.span(k + 1) for k in range(len(patterns))]
-
-
-def _said(content: str) -> str:
-    # As it is, or without white space around it, as many templates put it.
-    forms = (content, content.strip(), content.lstrip(), content.rstrip())
-    return "|".join(re.escape(form) for form in dict.fromkeys(forms))
