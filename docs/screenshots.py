@@ -21,6 +21,8 @@ import torch
 from playwright.sync_api import sync_playwright
 
 from captum_ssm import examples, explain
+from captum_ssm.examples.digits import compose, glyphs
+from captum_ssm.examples.stories import COLORS, OBJECTS, PRONOUNS
 from captum_ssm.explanation import Explanation
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,11 +65,8 @@ def contrast() -> Explanation:
 
 def long() -> Explanation:
     """The story after a hundred facts about others."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "language"))
-    import stories as made
-
     rng = random.Random(7)
-    people, colors, things = sorted(made.PRONOUNS), made.COLORS, made.OBJECTS
+    people, colors, things = sorted(PRONOUNS), COLORS, OBJECTS
     facts = [
         f"{rng.choice(people)} has a {rng.choice(colors)} {rng.choice(things)}. "
         for _ in range(300)
@@ -108,12 +107,9 @@ def chat() -> Explanation:
 
 
 def digits() -> Explanation:
-    sys.path.insert(0, str(ROOT / "benchmarks" / "vision"))
-    import data
-
     model, _ = examples.load("digits-vim")
-    glyphs, labels = data.digits("test")
-    samples = data.compose(glyphs[:4], labels[:4], torch.Generator().manual_seed(0))
+    images, labels = glyphs("test")
+    samples = compose(images[:4], labels[:4], torch.Generator().manual_seed(0))
     options = {"methods": METHODS, "alternatives": 2, "mean": [0.25] * 3, "std": [0.5] * 3}
     return explain(model, samples.images, title="Digits in clutter", **options)
 

@@ -123,6 +123,57 @@ def picture(name: str = "A five") -> Example:
     )
 
 
+def classes(name: str = "A review") -> Example:
+    """A text of one of three classes, explained by itself and against another one."""
+    answers = (
+        Answer("positive", 2, 0.8, 4.0, 1, 0),
+        Answer("mixed", 1, 0.15, 2.0, 2, 1),
+        Answer("negative", 0, 0.01, 0.0, 3, None),
+    )
+    return _labeled(name, (Output(None, answers, 0, (Contrast(0, 1, 2),)),), 3)
+
+
+def tags(name: str = "Names") -> Example:
+    """A label of each token: all but two tokens are no name."""
+    pieces = tokens(STORY)
+    outputs = []
+    for k, piece in enumerate(pieces):
+        label = "PERSON" if piece.text.strip() in ("Tom", "Mia") else "O"
+        answers = (Answer(label, k % 2, 0.9, 3.0, 1, k), Answer("THING", 2, 0.1, 1.0, 2))
+        outputs.append(Output(k, answers, 0, role="label"))
+    return _labeled(name, tuple(outputs), len(outputs))
+
+
+def places(name: str = "A question") -> Example:
+    """The answer to a question, "a blue kite", with its start and its end."""
+    L = len(tokens(STORY))
+    whole = (
+        Answer("a blue kite", 8 * L + 10, 0.6, 5.0, 1, 0),
+        Answer("a red ball", 2 * L + 4, 0.1, 3.0, 2, 1),
+    )
+    start, end = Answer("a", 8, 0.7, 3.0, 1, 2), Answer("kite", 10, 0.8, 2.0, 1, 3)
+    outputs = (
+        Output(None, whole, 0, role="span"),
+        Output(None, (start,), 0, role="start"),
+        Output(None, (end,), 0, role="end"),
+    )
+    return _labeled(name, outputs, 4)
+
+
+def _labeled(name: str, outputs: tuple[Output, ...], rows: int) -> Example:
+    pieces = tokens(STORY)
+    relevance = np.random.default_rng(2).normal(size=(rows, len(pieces))).astype(np.float32)
+    return Example(
+        name=name,
+        outputs=outputs,
+        relevance={"mamba-lrp": relevance, "raw-attention": np.abs(relevance)},
+        deltas={"mamba-lrp": np.zeros(rows)},
+        tokens=pieces,
+        prompt=len(pieces),
+        units={"word": spans(pieces, r"\s"), "sentence": spans(pieces, r"\s[A-Z]")},
+    )
+
+
 def explanation(
     *examples: Example, title: str = "Anna's ball", model: str = "stories"
 ) -> Explanation:

@@ -23,6 +23,7 @@ from captum_ssm.cli.loading import (
     load_model,
     load_tokenizer,
     quiet,
+    text_kind,
 )
 from captum_ssm.cli.options import add_options, method_named, options_of
 from captum_ssm.cli.parser import listed
@@ -206,7 +207,9 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     lines: list[int] = []
     if args.ids is not None:
         asked["inputs"] = [numbers(args.ids, "--ids")]
-        for name in ("target", "against"):
+        # A target of a language model is a text, and not the name of a class.
+        is_language = text_kind(args.model) == "AutoModelForCausalLM"
+        for name in ("target", "against") if is_language else ():
             if isinstance(asked[name], str):
                 asked[name] = numbers(asked[name], f"--{name}")
     elif args.input is not None:
@@ -249,7 +252,9 @@ def _texts(args: argparse.Namespace, asked: dict[str, Any]) -> Explanation:
     tokenizer = None
     if args.ids is None:
         tokenizer = load_tokenizer(args.model)
-        for name in ("target", "against"):
+        # A target of a language model is a text, and not the name of a class.
+        is_language = text_kind(args.model) == "AutoModelForCausalLM"
+        for name in ("target", "against") if is_language else ():
             if isinstance(asked[name], str):
                 ids = tokenizer.encode(asked[name], add_special_tokens=False)
                 advice = "--target-ids takes token ids."

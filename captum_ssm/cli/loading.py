@@ -118,7 +118,7 @@ def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Modul
     Raises:
         ValueError: where there is none of that kind.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+    import transformers
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     try:
@@ -130,11 +130,22 @@ def load_model(args: argparse.Namespace, images: bool | None = None) -> nn.Modul
                 )
             state = load_file(Path(args.model, "model.safetensors"))
             return VisionMamba.from_state_dict(state).to(args.device, dtype or torch.float32)
-        kind = AutoModelForImageClassification if images else AutoModelForCausalLM
-        model = kind.from_pretrained(args.model, dtype=dtype or "auto")
+        kind = "AutoModelForImageClassification" if images else text_kind(args.model)
+        model = getattr(transformers, kind).from_pretrained(args.model, dtype=dtype or "auto")
         return model.eval().to(args.device)
     except _ERRORS as error:
         raise _not_loaded("image" if images else "language", args.model, error) from error
+
+
+def text_kind(name: str) -> str:
+    """The class of transformers that loads the head which was saved: another one's is random."""
+    from transformers import AutoConfig
+
+    saved = getattr(AutoConfig.from_pretrained(name), "architectures", None) or [""]
+    for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+        if saved[0].endswith(f"For{task}"):
+            return f"AutoModelFor{task}"
+    return "AutoModelForCausalLM"
 
 
 def load_config(name: str) -> nn.Module:

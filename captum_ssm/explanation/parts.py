@@ -61,7 +61,8 @@ class Answer:
 
     Args:
         text (str): the token's text, the class's label, or a part of the text.
-        id (int): in the model's vocabulary, the class, or the place in the text.
+        id (int): in the model's vocabulary, or the class. An answer that is a part of a text of L
+            tokens has its first token times L plus its last one; a start or an end is a token.
         probability (float or None): by the model's softmax, or its sigmoid where several labels
             may hold; None for a number that is not a probability's logit.
         logit (float): before it.

@@ -5,7 +5,9 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
+import pages
 import pytest
 import torch
 from commands import COPYING, DIGITS, READ, STORIES, explain
@@ -13,6 +15,7 @@ from folders import ROOT
 from models import tiny, word_tokenizer
 from transformers import AutoModelForCausalLM
 
+import captum_ssm
 from captum_ssm import (
     Explanation,
     LaTIM,
@@ -20,10 +23,12 @@ from captum_ssm import (
     MambaRollout,
     RawAttention,
     UnifiedImplicitAttention,
+    examples,
 )
 from captum_ssm.attr import methods
 from captum_ssm.cli import main
 from captum_ssm.cli.explain import DEFAULT_METHOD
+from captum_ssm.cli.terminal import show
 
 
 @pytest.mark.parametrize("method", methods())
@@ -316,3 +321,37 @@ def test_a_target_outside_the_vocabulary_is_refused(tmp_path, folder, capsys):
     said = capsys.readouterr()
     assert "captum-ssm: warning: the tokenizer reads the prompt as <unk> ball" in said.err
     assert "probability" in said.out
+
+
+def test_a_classifier_is_loaded_with_its_own_head(capsys, tmp_path):
+    text = "The plot was not good , but the music was very moving ."
+    saved = tmp_path / "why.json"
+    given = ("--text", text, "--against", "negative", "--output", str(saved))
+    assert explain(*given, model="reviews-jamba") == 0
+    said = capsys.readouterr().out
+    assert "'positive', probability 1.0000; the model predicts 'positive'" in said
+    assert "'positive', not 'negative'" in said
+    model, tokenizer = examples.load("reviews-jamba")
+    expected = captum_ssm.explain(model, tokenizer, text, against="negative")
+    assert (Explanation.load(saved).relevance() == expected.relevance()).all()
+    assert explain("--text", text, "--target", "positiv", model="reviews-jamba") == 1
+    assert "--target is 'positiv'; expected a class 0 .. 2" in capsys.readouterr().err
+
+
+def test_labels_of_tokens_and_places_of_an_answer_on_the_terminal(capsys):
+    def shown(output):
+        found = pages.explanation(output)
+        show(replace(found, methods=found.methods[:1]))
+        return capsys.readouterr().out
+
+    said = shown(pages.tags())
+    assert "'Tom' is 'PERSON', probability 0.9000; the model predicts 'PERSON'" in said
+    assert "not shown" not in said
+    said = shown(pages.places())
+    assert "'a blue kite', probability 0.6000" in said
+    assert "start 'a', probability 0.7000" in said
+    assert "end 'kite', probability 0.8000" in said
+    example = pages.classes()
+    bare = [replace(one, probability=None) for one in example.outputs[0].answers]
+    output = replace(example.outputs[0], answers=tuple(bare))
+    assert "'positive', logit 4;" in shown(replace(example, outputs=(output,)))

@@ -446,3 +446,53 @@ def test_explanations_of_classes_are_explanations(kind, request, tokenizer, tmp_
     assert found.difference(again).relevance().max() == 0
     assert found.mean().top()
     assert len((found + again).to_html()) > 1000
+
+
+# Pipelines.
+
+
+def test_a_pipeline_in_place_of_the_model(classifier, tagger, tokenizer):
+    from transformers import pipeline
+
+    classes = pipeline("text-classification", model=classifier, tokenizer=tokenizer)
+    found = explain(classes, TEXT, alternatives=0)
+    (output,) = found.examples[0].outputs
+    said = classes(TEXT)[0]
+    assert output.answers[0].text == said["label"]
+    assert output.answers[0].probability == pytest.approx(said["score"], rel=1e-4)
+    assert np.array_equal(
+        found.relevance(), explain(classifier, tokenizer, TEXT, alternatives=0).relevance()
+    )
+    labels = explain(pipeline("token-classification", model=tagger, tokenizer=tokenizer), TEXT)
+    assert len(labels.examples[0].outputs) == 4
+    words = pipeline("text-generation", model=tiny(), tokenizer=tokenizer)
+    assert explain(words, TEXT, target="w5").examples[0].outputs[0].role == "next"
+    with pytest.raises(TypeError, match="has its own tokenizer"):
+        explain(classes, tokenizer, TEXT)
+
+
+def test_a_pipeline_of_questions(reader, tokenizer):
+    # transformers 5 has none of its own any more.
+    class Answering:
+        def __init__(self):
+            self.model, self.tokenizer, self.task = reader, tokenizer, "question-answering"
+
+    found = explain(Answering(), PAIR, target="w9")
+    assert np.array_equal(
+        found.relevance(), explain(reader, tokenizer, PAIR, target="w9").relevance()
+    )
+
+
+def test_a_pipeline_of_images():
+    from vision_models import vim
+
+    class Seeing:
+        def __init__(self):
+            self.model, self.tokenizer, self.image_processor = vim(), None, self.prepare
+
+        def prepare(self, image, return_tensors):
+            return {"pixel_values": torch.full((1, 3, 16, 16), float(image))}
+
+    found = explain(Seeing(), {"pixel_values": torch.full((1, 3, 16, 16), 0.5)}, target=1)
+    expected = explain(vim(), torch.full((3, 16, 16), 0.5), target=1)
+    assert np.array_equal(found.relevance(), expected.relevance())

@@ -55,6 +55,9 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "story": lambda: pages.explanation(),
         "asked": lambda: replace(pages.explanation(), settings={"against": " pink"}),
         "image": lambda: pages.explanation(pages.picture()),
+        "classes": lambda: pages.explanation(pages.classes()),
+        "tags": lambda: pages.explanation(pages.tags()),
+        "places": lambda: pages.explanation(pages.places()),
         "many": pages.many,
         "single": lambda: replace(
             pages.explanation(pages.story("red red", " red")), methods=pages.METHODS[:1]
@@ -976,3 +979,47 @@ def test_it_looks_as_it_did(opened, look):
         pytest.fail(f"{kept.name} was missing and is now taken; look at it and commit it")
     expected = np.asarray(image.open(kept), float)
     assert np.abs(np.asarray(shot, float) - expected).mean() < LARGEST_DIFFERENCE
+
+
+def chips(tab):
+    return [
+        " ".join(text.split()) for text in tab.locator(".picks .chips button").all_inner_texts()
+    ]
+
+
+def test_a_class_of_a_text(opened):
+    tab = opened("classes")
+    assert tab.inner_text("h2.question") == "Why “positive”?"
+    assert "CLASSES" in tab.inner_text(".picks").upper()
+    options = tab.locator(".picks").inner_text()
+    assert all(name in options for name in ("positive", "mixed", "negative"))
+    assert tab.locator(".part.first:visible").count() == 0  # it stands nowhere in the text
+    assert "Hide" not in tab.inner_text(".controls.line >> nth=-1")
+
+
+def test_a_label_of_each_token(opened):
+    tab = opened("tags")
+    # The page opens at the first token with another label than most.
+    assert tab.inner_text("h2.question") == "Why “PERSON” for “Tom”?"
+    assert tab.inner_text(".part.first") == "Tom"
+    assert any("Tom" in text and "PERSON" in text for text in chips(tab))
+    assert "LABELS" in tab.inner_text(".picks").upper()
+    # The token itself is read, and colored.
+    assert tab.locator(".part.first.hidden").count() == 0
+    tab.locator(".part", has_text="Mia").first.click()
+    assert tab.inner_text("h2.question") == "Why “PERSON” for “Mia”?"
+
+
+def test_an_answer_found_in_the_text(opened):
+    tab = opened("places")
+    assert tab.inner_text("h2.question") == "Why is the answer “a blue kite”?"
+    assert tab.locator(".part.first:visible").all_inner_texts() == ["a", "blue", "kite"]
+    assert "undefined" not in tab.inner_text("body")
+    tab.locator(".picks .chips button").nth(1).click()
+    assert tab.inner_text("h2.question") == "Why does the answer start at “a”?"
+    assert tab.locator(".part.first:visible").all_inner_texts() == ["a"]
+    tab.locator(".picks .chips button").nth(2).click()
+    assert tab.inner_text("h2.question") == "Why does the answer end at “kite”?"
+    tab.evaluate("location.hash = 't=0.1'")
+    assert tab.inner_text("h2.question") == "Why is the answer “a red ball”?"
+    assert tab.locator(".part.first:visible").all_inner_texts() == ["a", "red", "ball"]

@@ -23,6 +23,7 @@ from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
 from captum_ssm.explanation.make.questions import Asked, Setup
 from captum_ssm.explanation.make.rows import RowSource
+from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
 from captum_ssm.utils.progress import progress, showing
@@ -71,13 +72,17 @@ def explain(
     each method needs.
 
     Args:
-        model (nn.Module or nnsight model): a language model that returns logits ``(B, L, V)``, or
-            an image classifier that returns ``(B, classes)``.
+        model (nn.Module, nnsight model or Pipeline): a language model that returns logits
+            ``(B, L, V)``; a classifier of texts or images, ``(B, classes)``, or of tokens,
+            ``(B, L, labels)``; a model that finds answers in a text, with ``start_logits`` and
+            ``end_logits``; or a pipeline of transformers, in place of a model and its tokenizer.
         tokenizer (TokenizerLike, optional): of the language model. Without it, ids are their own
             texts, and the inputs may stand here. Default: None
-        inputs (str, list of str, Tensor, dict or image): a text or several; token ids ``(L,)`` or
-            ``(B, L)``; a tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose
-            padding is not explained; an image ``(C, H, W)`` or several ``(B, C, H, W)`` as the
+        inputs (str, list of str, Tensor, dict or image): a text or several, also an array or a
+            pandas ``Series`` of them; two texts that go together, ``{"text": ..., "text_pair":
+            ...}`` or ``{"question": ..., "context": ...}``; token ids ``(L,)`` or ``(B, L)``; a
+            tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose padding is not
+            explained; an image ``(C, H, W)`` or several ``(B, C, H, W)`` as the
             model takes them, or, with ``processor``, as that takes them. Default: None
         messages (list of dict, or list of lists, optional): a conversation in place of ``inputs``,
             ``[{"role": "user", "content": "..."}]``, or several. The tokenizer's chat template
@@ -93,8 +98,9 @@ def explain(
             ``{"do_sample": True, "temperature": 0.7}``; samples begin at PyTorch's random state,
             which is left as it was. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
-            explained, one output per token; of an image a class or its label; a list of str has
-            one per text. None is what the model predicts. Default: None
+            explained, one output per token; of an image, a text or a token a class or its label; of
+            a text that answers a question a part of it; a list of str has one per text. None is
+            what the model predicts. Default: None
         against (str, int, sequence of int or list of str, optional): another continuation, or
             class. Where the two first differ, the score of one minus that of the other is explained
             as well; methods that ignore the target give their plain row. Default: None
@@ -108,8 +114,9 @@ def explain(
             Default: False
         position (int, sequence of int or str, optional): explains what is predicted at these
             tokens of the text, negative from the end, in place of its continuation: the target,
-            of one token, or the model's own prediction there. ``"all"`` explains every token of
-            the text from the second on, by those before it, and then the continuation.
+            of one token, or the model's own prediction there; of labels those of these tokens.
+            ``"all"`` explains every token of the text from the second on, by those before it, and
+            then the continuation.
             Default: None
         units (str or dict, optional): what relevance is summed over where it is shown:
             ``"token"``, ``"word"``, ``"sentence"``, or ``"turn"`` of a conversation; or named
@@ -127,8 +134,8 @@ def explain(
             own final norm and head; skipped, with a note in ``settings``, where these are not
             found. Default: False
         processor (Callable, optional): the image processor of the model. Default: None
-        labels (sequence or dict of str, optional): the names of an image model's classes; None
-            for those of its configuration. Default: None
+        labels (sequence or dict of str, optional): the names of the model's classes; None for
+            those of its configuration. Default: None
         mean, std (sequence of float, optional): how the pixels were normalized, to show the
             image; None for those of the processor, or else the range of its values is shown.
             Default: None
@@ -144,7 +151,8 @@ def explain(
         Explanation: with one example per text or image.
 
     Raises:
-        ValueError: for a text without a token, words of a target that the tokenizer does not know,
+        ValueError: for a text without a token, hidden states in place of scores, a label that the
+            model does not have, words of a target that the tokenizer does not know,
             messages without a chat template, an option that ``generate`` does not have,
             a target of several tokens where one is needed, a contrast with the target itself, an
             unknown method, unit or map, and whatever a method raises.
@@ -253,8 +261,9 @@ def _name(model: nn.Module) -> str:
 
 
 def _title(examples: Sequence[Example], name: str) -> str:
-    if len(examples) == 1 and len(examples[0].outputs) == 1:
-        (output,) = examples[0].outputs
+    is_one = len(examples) == 1 and len(examples[0].outputs) == 1
+    if is_one or (len(examples) == 1 and examples[0].outputs[0].role == SPAN):
+        output = examples[0].outputs[0]
         return f"Why “{output.answers[output.chosen].text.strip()}”?"
     return f"What {name} reads"
 

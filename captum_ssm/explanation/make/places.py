@@ -151,6 +151,11 @@ class _Answers:
         first, more = divmod(index, self.width)
         return first, first + more
 
+    def number(self, index: int) -> int:
+        """The id of an answer: that of its first token times L, plus that of its last one."""
+        first, last = self.place(index)
+        return first * len(self.text.tokens) + last
+
     def part(self, index: int) -> str:
         first, last = self.place(index)
         return "".join(one.text for one in self.text.tokens[first : last + 1]).strip()
@@ -161,7 +166,7 @@ class _Answers:
     def ask_of(self, questions: Questions, chosen: int, against: int | None) -> None:
         """The answer as a whole, then its start, then its end."""
         ask = partial(PlaceQuestion, width=self.width)
-        whole = Choices(self.part, self.probabilities, SPAN, ask)
+        whole = Choices(self.part, self.probabilities, SPAN, ask, self.number)
         questions.add(self.scores, None, chosen, against, choices=whole)
         others = (None, None) if against is None else self.place(against)
         for side, (one, other) in enumerate(zip(self.place(chosen), others, strict=True)):

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from captum_ssm.explanation.parts import (
+    END,
+    SPAN,
+    START,
     Answer,
     Example,
     ExplanationData,
@@ -53,7 +56,7 @@ def _example(example: Example, methods: list[str]) -> dict[str, Any]:
     found = {name: example.relevance[name] for name in methods if name in example.relevance}
     data = {
         "name": example.name,
-        "outputs": [_output(output) for output in example.outputs],
+        "outputs": [_output(output, len(example.tokens)) for output in example.outputs],
         "deltas": {
             name: _numbers(example.deltas[name]) for name in found if name in example.deltas
         },
@@ -94,15 +97,23 @@ def _special(token: Token) -> bool:
     return token.start == token.end
 
 
-def _output(output: Output) -> dict[str, Any]:
+def _output(output: Output, L: int) -> dict[str, Any]:
     return {
         "position": output.position,
         "role": output.role,
-        "answers": [_answer(answer) for answer in output.answers],
+        "answers": [_answer(answer) | _place(output, answer, L) for answer in output.answers],
         "chosen": output.chosen,
         "contrasts": [[c.answer, c.against, c.row] for c in output.contrasts],
         "lens": [[_answer(answer) for answer in layer] for layer in output.lens],
     }
+
+
+def _place(output: Output, answer: Answer, L: int) -> dict[str, list[int]]:
+    # The first token of an answer that is a part of the text, and the one after its last.
+    if output.role == SPAN:
+        first, last = divmod(answer.id, L)
+        return {"at": [first, last + 1]}
+    return {"at": [answer.id, answer.id + 1]} if output.role in (START, END) else {}
 
 
 def _answer(answer: Answer) -> dict[str, Any]:

@@ -82,7 +82,14 @@ export class Example {
     this.unitNames = Object.keys(this.units).filter((name) =>
       name === first || (this.units[name].count > 1 && this.units[name].count !== finest));
     this.turns = this.units.turn;
-    this.positions = new Map(outputs.map((output, k) => [output.position, k]));
+    // The output whose answer stands at a token; of several that of the first.
+    this.places = new Map();
+    outputs.forEach(({ chosen }, k) => {
+      const [first, end] = this.standing({ output: k, answer: chosen }) ?? [0, 0];
+      for (let token = first; token < end; token += 1) {
+        if (!this.places.has(token)) this.places.set(token, k);
+      }
+    });
     this.layers = maps.flatMap((group, g) => group.layers.map((layer, k) => ({
       id: `${g}.${k}`, group, layer, data: null,
     })));
@@ -141,6 +148,9 @@ export class Example {
 
   get answersAre() {
     if (this.outputs.every(({ answers }) => answers.every(({ p }) => p === null))) return "Outputs";
+    const roles = new Set(this.outputs.map(({ role }) => role));
+    if (roles.has("label")) return "Labels";
+    if (roles.has("span")) return "Answers";
     return this.outputs.every(({ position }) => position === null) ? "Classes" : "Answers here";
   }
 
@@ -156,9 +166,32 @@ export class Example {
     return `${visible(this.features[part % count])}, step ${Math.floor(part / count)}`;
   }
 
+  // The tokens where an answer stands, the first and the one after the last: it follows the token
+  // that it is read from, is its label, or is a part of the text.
+  standing({ output, answer }) {
+    const { position, role, answers } = this.outputs[output];
+    if (answers[answer].at) return answers[answer].at;
+    if (position === null) return null;
+    return role === "label" ? [position, position + 1] : [position + 1, position + 2];
+  }
+
+  get isLabeled() {
+    return this.outputs.every(({ role }) => role === "label");
+  }
+
+  // The first label that is not the one of most tokens: they are labels of nothing.
+  get #firstLabel() {
+    const texts = this.outputs.map(({ answers, chosen }) => answers[chosen].text);
+    const number = (text) => texts.filter((each) => each === text).length;
+    const usual = texts.reduce((most, text) => (number(text) > number(most) ? text : most));
+    return Math.max(0, texts.findIndex((text) => text !== usual));
+  }
+
   // The page opens where there is something to read: after the prompt, or late enough in it.
   get opening() {
+    if (this.isLabeled) return this.#firstLabel;
     const places = this.outputs.map(({ position }) => position);
+    if (places.every((place) => place === null)) return 0;
     const isExplained = (k) => this.pick(String(k)) !== null;
     const after = places.findIndex((place, k) => place >= this.prompt - 1 && isExplained(k));
     return after >= 0 ? after : Math.max(0, places.findLastIndex((_, k) => isExplained(k)));
@@ -208,6 +241,11 @@ export class Example {
   #explained({ output, answer }) {
     const { answers, contrasts } = this.outputs[output];
     return answers[answer].row !== null || contrasts.some((contrast) => contrast[0] === answer);
+  }
+
+  // What an output is about, where its answer does not tell.
+  about({ position, role }) {
+    return { label: this.tokens[position], span: "answer", start: "start", end: "end" }[role];
   }
 
   written({ output, answer }) {
