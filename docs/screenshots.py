@@ -43,6 +43,7 @@ PICTURES = {
     "page_copying": ("copying", "t=7&map=out", (1240, 1240), None),
     "page_long": ("long", "t=0", (1240, 900), None),
     "page_image": ("digits", "view=all", (1240, 1120), None),
+    "page_series": ("forecast", "", (1240, 900), None),
     "page_chat": ("chat", "template=0&own=1", (1240, 900), None),
     "page_narrow": ("stories", "t=13", (390, 844), None),
 }
@@ -114,6 +115,15 @@ def digits() -> Explanation:
     return explain(model, samples.images, title="Digits in clutter", **options)
 
 
+def forecast() -> Explanation:
+    import pandas
+
+    model, _ = examples.load("series-forecaster")
+    names = ["demand", "price", "supply", "first mark", "second mark"]
+    table = pandas.DataFrame(examples.sample("series-forecaster")[0], columns=names)
+    return explain(model, table, target="price, 3 ahead", methods=METHODS, title="A forecast")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -129,7 +139,7 @@ def main() -> None:
         folder = args.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         shown = {PICTURES[picture][0] for picture in args.pictures}
-        for make in (why, stories, contrast, long, copying, chat, digits):
+        for make in (why, stories, contrast, long, copying, chat, digits, forecast):
             if make.__name__ in shown:
                 make().to_html(folder / f"{make.__name__}.html")
         browser = playwright.chromium.launch(executable_path=chromium)
@@ -137,7 +147,7 @@ def main() -> None:
             name, state, (width, height), token = PICTURES[picture]
             tab = browser.new_page(viewport={"width": width, "height": height})
             tab.goto(f"{(folder / f'{name}.html').resolve().as_uri()}#{state}")
-            tab.locator(".part:not(.gone), .picture").first.wait_for()
+            tab.locator(".part:not(.gone), .picture, .series").first.wait_for()
             tab.wait_for_timeout(500)
             if token is not None:
                 tab.locator(f"[id$='-{token}']").first.hover()

@@ -56,7 +56,7 @@ def _read_by(module: nn.Module) -> Iterator[str]:
         elif parameter.kind is parameter.VAR_KEYWORD:
             yield from _listed(forward, name)
     # Decorators look arguments up too.
-    layer = type(module).forward
+    layer: Any = type(module).forward
     while layer is not None:
         code = getattr(layer, "__code__", None)
         yield from _texts(code) if code is not None else ()

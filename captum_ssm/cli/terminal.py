@@ -42,7 +42,8 @@ def show(explanation: Explanation, units: str = "token") -> None:
                         console.print(_in_color(parts))
                     else:
                         _print_table(parts)
-                    print(parts.without)
+                    if parts.without:
+                        print(parts.without)
         if example.validation is not None:
             print(f"\n{example.validation}")
 
@@ -65,10 +66,8 @@ def show_summary(explanation: Explanation, lines: Sequence[int]) -> None:
     summary = explanation.mean()
     for method in explanation.methods:
         count = sum(entry.method == method.name for entry in summary.by_token)
-        print(
-            f"\n{method.name}: the {min(TOP, count)} of {count} tokens with the largest mean share "
-            f"in {len(explanation)} texts"
-        )
+        which = f"the {TOP} of {count}" if count > TOP else f"all {count}"
+        print(f"\n{method.name}: {which} tokens, by their mean share in {len(explanation)} texts")
         for entry in summary.top(method.name, TOP):
             bar = "#" * round(24 * entry.share)
             name = visible(str(entry.key))
@@ -138,7 +137,7 @@ def _print_table(parts: _Parts) -> None:
         print(f"the {TOP} largest of {len(parts.by_size)} {parts.units}s")
 
 
-def _print_patches(row: np.ndarray, grid: tuple[int, int] | None) -> None:
+def _print_patches(row: np.ndarray, grid: tuple[int, ...] | None) -> None:
     rows, columns = grid or (8, 8)
     y = np.arange(row.shape[0]) * rows // row.shape[0]
     x = np.arange(row.shape[1]) * columns // row.shape[1]

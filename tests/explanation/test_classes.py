@@ -411,6 +411,11 @@ BAD = {
         "inputs is a tokenizer; expected",
     ),
     "by name": (lambda m, t: explain(m, "gpt2", TEXT), TypeError, "from_pretrained('gpt2')"),
+    "pair": (
+        lambda m, t: explain(tiny(), t, {"text": TEXT, "text_pair": TEXT}),
+        InputError,
+        "there is a second text",
+    ),
     "empty": (lambda m, t: explain(m, t, []), InputError, "inputs is empty"),
     "no text": (lambda m, t: explain(m, t, {"txt": TEXT}), TypeError, "a dict of txt; expected"),
     "mixed": (lambda m, t: explain(m, t, [TEXT, 3]), TypeError, "inputs[1] of 2: this is a int"),

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 from unchanged import assert_unchanged, fingerprint
+from vision_models import vim
 
 from captum_ssm import InputError, explain
 
@@ -228,10 +229,10 @@ def test_errors_say_what_to_do(asked, message, words):
         explain(never_ending(), words, TEXT, **asked)
 
 
-@pytest.mark.parametrize("inputs", [READ, torch.rand(3, 8, 8)])
-def test_only_a_language_model_writes(inputs):
-    with pytest.raises(TypeError, match="the model does not write texts"):
-        explain(tiny("jamba_classifier"), inputs, max_new_tokens=2)
+def test_only_a_language_model_writes():
+    for model, inputs in ((tiny("jamba_classifier"), READ), (vim(), torch.rand(3, 16, 16))):
+        with pytest.raises(TypeError, match="the model does not write texts"):
+            explain(model, inputs, max_new_tokens=2)
 
 
 def test_every_token_may_be_explained(words):

@@ -33,7 +33,7 @@ RETIRED = {
     "Made",
     "PlacedOperator",
     "Ask",
-    "Asked",
+    "TextOptions",
     "speaks",
     "past_writes",
 }

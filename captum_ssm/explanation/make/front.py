@@ -14,15 +14,17 @@ import torch
 from torch import nn
 
 from captum_ssm.explanation import Example, Explanation, Method
+from captum_ssm.explanation.make.arrays import given
 from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.generate import Generation, parse_generation, written
 from captum_ssm.explanation.make.images import image_questions
-from captum_ssm.explanation.make.inputs import numbered, parse_inputs
+from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inputs
 from captum_ssm.explanation.make.messages import chat_questions, find_messages
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
-from captum_ssm.explanation.make.questions import Asked, Setup
+from captum_ssm.explanation.make.questions import Setup, TextOptions
 from captum_ssm.explanation.make.rows import RowSource
+from captum_ssm.explanation.make.series import series_questions
 from captum_ssm.explanation.parts import SPAN
 from captum_ssm.utils.allocator import workspace
 from captum_ssm.utils.integers import as_index
@@ -67,9 +69,13 @@ def explain(
     ``explain(model, tokenizer, text)`` explains the model's next token, and with ``target`` each
     token of a continuation; with ``max_new_tokens`` the model writes the continuation itself.
     ``messages=`` is a conversation, by the tokenizer's chat template. ``explain(model, image)``
-    explains the class of an image. The model runs
-    once to see what kind of model it is, once for each input to see what it answers, and then as
-    each method needs.
+    explains the class of an image or a video, and ``explain(model, series)`` a forecast, or with
+    ``labels`` the class of a series or of a row of a table. The model runs once or a few times to
+    see what kind of model it is, once for each input to see what it answers, and then as each
+    method needs.
+
+    What an array is, the model decides: each reading that its shape allows, as an image, a series
+    or a table, is tried, and the one that the model takes counts.
 
     Args:
         model (nn.Module, nnsight model or Pipeline): a language model that returns logits
@@ -82,8 +88,12 @@ def explain(
             pandas ``Series`` of them; two texts that go together, ``{"text": ..., "text_pair":
             ...}`` or ``{"question": ..., "context": ...}``; token ids ``(L,)`` or ``(B, L)``; a
             tokenizer's whole output, also by keyword (``**tokenizer(text)``), whose padding is not
-            explained; an image ``(C, H, W)`` or several ``(B, C, H, W)`` as the
-            model takes them, or, with ``processor``, as that takes them. Default: None
+            explained; a series ``(T, F)`` or ``(B, T, F)``, or a pandas table with one row per step
+            and one column per feature; a row of a table ``(F,)`` or several ``(B, F)``; an image, a
+            path, or a video ``(C, T, H, W)``; or a list of these. Floats ``(C, H, W)`` or
+            ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file and an array of
+            bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``. With ``processor``
+            images are as that takes them. Default: None
         messages (list of dict, or list of lists, optional): a conversation in place of ``inputs``,
             ``[{"role": "user", "content": "..."}]``, or several. The tokenizer's chat template
             renders it. The answer is what the assistant's last message says, else ``target``,
@@ -99,8 +109,9 @@ def explain(
             which is left as it was. Default: None
         target (str, int, sequence of int or list of str, optional): the continuation that is
             explained, one output per token; of an image, a text or a token a class or its label; of
-            a text that answers a question a part of it; a list of str has one per text. None is
-            what the model predicts. Default: None
+            a text that answers a question a part of it; of a forecast an index such as
+            ``(step, feature)``, or its name; a list of str has one per text. None is what the model
+            predicts. Default: None
         against (str, int, sequence of int or list of str, optional): another continuation, or
             class. Where the two first differ, the score of one minus that of the other is explained
             as well; methods that ignore the target give their plain row. Default: None
@@ -133,12 +144,15 @@ def explain(
         lens (bool, optional): also keep the likeliest answers after each layer, by the model's
             own final norm and head; skipped, with a note in ``settings``, where these are not
             found. Default: False
-        processor (Callable, optional): the image processor of the model. Default: None
-        labels (sequence or dict of str, optional): the names of the model's classes; None for
-            those of its configuration. Default: None
-        mean, std (sequence of float, optional): how the pixels were normalized, to show the
-            image; None for those of the processor, or else the range of its values is shown.
+        processor (Callable, optional): the image processor of the model, or a function from a
+            picture to a tensor ``(C, H, W)``; it may also stand in the tokenizer's place.
             Default: None
+        labels (sequence or dict of str, optional): the names of the model's classes; None for
+            those of its configuration. The outputs of a model of series or tables are classes if
+            they have names, else numbers. Default: None
+        mean, std (sequence of float, optional): how pixels are normalized: bytes are, and floats
+            are shown as they were before. None for those of the processor; without one bytes are
+            only scaled, and of floats the range is shown. Default: None
         title (str, optional): a heading. Default: None
         memory_limit (int, optional): bytes for the rows, for the maps, and for the work of each
             method; what needs more is refused before it is computed. Default: None
@@ -180,19 +194,22 @@ def explain(
     spans = parse_spans(units)
     writing = parse_generation(max_new_tokens, generation, target, position)
     messages = find_messages(messages, inputs, tensors, units)
+    texts, image = None, None
+    if messages is None:
+        tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
+    about = TextOptions(tokenizer, position, spans)
     questions: Sequence[Answerable]
     if messages is not None:
-        about = Asked(tokenizer, position, spans)
-        asked_for = (target, against, labels, about, writing is not None)
-        questions = chat_questions(setup, messages, *asked_for)
+        is_written = writing is not None
+        questions = chat_questions(setup, messages, target, against, labels, about, is_written)
+    elif texts is not None:
+        questions = text_questions(setup, texts, target, against, labels, about)
     else:
-        tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-        if texts is None:
-            shown = {"labels": labels, "mean": mean, "std": std}
-            questions = image_questions(image, processor, target, against, shown)
-        else:
-            about = Asked(tokenizer, position, spans)
-            questions = text_questions(setup, texts, target, against, labels, about)
+        own = None if is_tokenizer(tokenizer) else tokenizer
+        found = given(setup.model, image, own if processor is None else processor, mean, std)
+        setup.notes.extend([found.note] if found.note else [])
+        ask = image_questions if found.kind in ("image", "video") else series_questions
+        questions = ask(found, target, against, labels)
     with showing(None if show_progress else False):
         examples = tuple(_answered(setup, questions, writing))
     asked = {"target": target, "against": against, "position": position}

@@ -54,7 +54,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextOptions:
     """What is the same for all texts: ``position``, and named parts of a text, as given."""
 
     tokenizer: Any
@@ -148,7 +148,15 @@ class Questions:
             _answers(choices, after, after.topk(TOP).indices.tolist(), {}, {}) for after in lens
         )
         self.outputs.append(
-            Output(position, answers, index[first], tuple(contrasts), tuple(layers), choices.role)
+            Output(
+                position,
+                answers,
+                index[first],
+                tuple(contrasts),
+                tuple(layers),
+                choices.role,
+                len(logits),
+            )
         )
 
     def require_memory(self, entries: int) -> None:

@@ -1,6 +1,6 @@
 // The explanation: examples, their parts, and the relevance of each part for an answer.
 import { range } from "./dom.js";
-import { count, visible } from "./format.js";
+import { count, plain, visible } from "./format.js";
 
 const TEMPLATE = "template"; // the turn of what no message says
 
@@ -71,10 +71,12 @@ export class Example {
     this.special = new Set(special);
     this.isImage = Boolean(data.image);
     this.isSeries = Boolean(data.series);
+    this.isTable = this.isSeries && data.table;
     this.isText = !this.isImage && !this.isSeries;
     this.features = data.features;
     this.size = data.size;
     this.grid = data.grid;
+    this.frames = data.frames ?? 1;
     this.units = this.isImage ? this.#imageUnits()
       : this.isSeries ? this.#seriesUnits() : this.#textUnits(data.units);
     // Units that are all of the input, or as small as its tokens, would change nothing.
@@ -104,17 +106,22 @@ export class Example {
     return all;
   }
 
+  // Patches may reach over several frames of a video; an image has one frame.
   #imageUnits() {
-    const [height, width] = this.size;
-    const divided = (name, rows, columns) => {
-      const of = Uint32Array.from({ length: height * width }, (_, pixel) => {
-        const row = Math.floor((Math.floor(pixel / width) * rows) / height);
-        return row * columns + Math.floor(((pixel % width) * columns) / width);
+    const { frames, size: [below, width] } = this;
+    const height = below / frames;
+    const divided = (name, slices, rows, columns) => {
+      const of = Uint32Array.from({ length: below * width }, (_, pixel) => {
+        const y = Math.floor(pixel / width);
+        const slice = Math.floor((Math.floor(y / height) * slices) / frames);
+        const row = Math.floor(((y % height) * rows) / height);
+        return (slice * rows + row) * columns + Math.floor(((pixel % width) * columns) / width);
       });
-      return Object.assign(new Unit(name, of, rows * columns), { shape: [rows, columns] });
+      return Object.assign(new Unit(name, of, slices * rows * columns), { slices, rows, columns });
     };
-    const pixel = divided("pixel", height, width);
-    return this.grid ? { patch: divided("patch", ...this.grid), pixel } : { pixel };
+    const pixel = divided("pixel", frames, height, width);
+    const all = this.grid ? { patch: divided("patch", ...this.grid), pixel } : { pixel };
+    return frames > 1 ? { ...all, frame: divided("frame", frames, 1, 1) } : all;
   }
 
   // The sources of a series are its numbers, time step by time step.
@@ -141,8 +148,13 @@ export class Example {
   }
 
   get sizeName() {
-    if (this.isImage) return `${this.pixels.size[1]} × ${this.pixels.size[0]} pixels`;
+    if (this.isImage) {
+      const [below, width] = this.pixels.size;
+      const pixels = `${width} × ${below / this.frames} pixels`;
+      return this.frames > 1 ? `${count(this.frames, "frame")} of ${pixels}` : pixels;
+    }
     if (!this.isSeries) return count(this.tokens.length, "token");
+    if (this.isTable) return count(this.size[1], "feature");
     return `${count(this.size[0], "time step")} of ${count(this.size[1], "feature")}`;
   }
 
@@ -157,13 +169,26 @@ export class Example {
   // What a part is called where it is not a stretch of text.
   placeName(unit, part) {
     if (this.isImage) {
-      const [, columns] = unit.shape;
-      return `row ${Math.floor(part / columns)}, column ${part % columns}`;
+      const { slices, rows, columns } = unit;
+      const slice = Math.floor(part / (rows * columns));
+      const [first, end] = [slice, slice + 1].map((k) => Math.ceil((k * this.frames) / slices));
+      const frame = end - first > 1 ? `frames ${first}–${end - 1}` : `frame ${first}`;
+      const place = `row ${Math.floor(part / columns) % rows}, column ${part % columns}`;
+      if (this.frames === 1) return place;
+      return unit.name === "frame" ? frame : `${frame}, ${place}`;
     }
     const count = this.features.length;
     if (unit.name === "feature") return visible(this.features[part]);
     if (unit.name === "step") return `step ${part}`;
-    return `${visible(this.features[part % count])}, step ${Math.floor(part / count)}`;
+    const feature = visible(this.features[part % count]);
+    return this.isTable ? `${feature} = ${plain(this.valueAt(part))}`
+      : `${feature}, step ${Math.floor(part / count)}`;
+  }
+
+  // The number of a series at a place.
+  valueAt(source) {
+    const count = this.features.length;
+    return this.series[source % count][Math.floor(source / count)];
   }
 
   // The tokens where an answer stands, the first and the one after the last: it follows the token

@@ -25,7 +25,9 @@ export class Question {
     const link = isPair ? ", and why " : ", not ";
     const asked = ASKED[output.role] ?? "Why ";
     const of = output.role === "label" && [" for ", quoted(example.about(output))];
-    fill(this.title, asked, quoted(answer.text), of, other && [link, quoted(other.text)], "?");
+    const isNumber = answer.p === null && !other;
+    if (isNumber) fill(this.title, "Why is ", quoted(answer.text), ` ${plain(answer.logit)}?`);
+    else fill(this.title, asked, quoted(answer.text), of, other && [link, quoted(other.text)], "?");
     const others = isPair ? example.outputs[second.output] : output;
     fill(this.facts, "The model gives ", facts(answer, output),
       other && ["; ", facts(other, others)], ".");
