@@ -22,7 +22,7 @@ from captum_ssm.explanation.make.inputs import is_tokenizer, numbered, parse_inp
 from captum_ssm.explanation.make.messages import chat_questions, find_messages
 from captum_ssm.explanation.make.parse import parse_setup, parse_spans
 from captum_ssm.explanation.make.pipelines import unpacked
-from captum_ssm.explanation.make.questions import Setup, TextOptions
+from captum_ssm.explanation.make.questions import Setup, TextSetup
 from captum_ssm.explanation.make.rows import RowSource
 from captum_ssm.explanation.make.series import series_questions
 from captum_ssm.explanation.parts import SPAN
@@ -93,7 +93,7 @@ def explain(
             path, or a video ``(C, T, H, W)``; or a list of these. Floats ``(C, H, W)`` or
             ``(H, W, C)`` are pixels as the model takes them; a PIL image, a file and an array of
             bytes are scaled to 0 .. 1, and normalized by ``mean`` and ``std``. With ``processor``
-            images are as that takes them. Default: None
+            all but tensors of floats are as that takes them. Default: None
         messages (list of dict, or list of lists, optional): a conversation in place of ``inputs``,
             ``[{"role": "user", "content": "..."}]``, or several. The tokenizer's chat template
             renders it. The answer is what the assistant's last message says, else ``target``,
@@ -197,7 +197,7 @@ def explain(
     texts, image = None, None
     if messages is None:
         tokenizer, texts, image = parse_inputs(tokenizer, inputs, tensors)
-    about = TextOptions(tokenizer, position, spans)
+    about = TextSetup(tokenizer, position, spans)
     questions: Sequence[Answerable]
     if messages is not None:
         is_written = writing is not None

@@ -15,7 +15,7 @@ from captum_ssm.errors import InputError
 from captum_ssm.explanation.make.asked import Answerable, text_questions
 from captum_ssm.explanation.make.inputs import numbered, warn_of_unknown
 from captum_ssm.explanation.make.kinds import task_of
-from captum_ssm.explanation.make.questions import Setup, TextOptions, per_example
+from captum_ssm.explanation.make.questions import Setup, TextSetup, per_example
 from captum_ssm.explanation.make.reading import TokenizedText
 from captum_ssm.explanation.make.templates import Message, Rendering, rendered
 from captum_ssm.explanation.make.texts import TextQuestion
@@ -57,7 +57,7 @@ def chat_questions(
     target: Any,
     against: Any,
     labels: Any,
-    asked: TextOptions,
+    asked: TextSetup,
     is_written: bool = False,
 ) -> Sequence[Answerable]:
     """What is asked about each conversation.
@@ -71,7 +71,7 @@ def chat_questions(
         messages (list): a conversation, or a list of several.
         target, against (Any): as for ``explain``, one per conversation.
         labels (sequence or dict of str, optional): names of classes.
-        asked (TextOptions): what is the same for all conversations, such as the tokenizer.
+        asked (TextSetup): what is the same for all conversations, such as the tokenizer.
         is_written (bool, optional): whether the model writes the answer. Default: False
 
     Raises:
