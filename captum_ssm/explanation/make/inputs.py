@@ -58,7 +58,7 @@ def parse_inputs(
     inputs = named if inputs is None else inputs
     if _is_listed(inputs):
         inputs = list(inputs)
-    if not may_be_text(tokenizer, inputs):
+    if not may_be_text(inputs, is_tokenizer(tokenizer)):
         return tokenizer, None, inputs
     texts = _texts(inputs)
     if texts is not None and tokenizer is None and not isinstance(texts[0], Ids):
